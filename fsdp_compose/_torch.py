@@ -1,0 +1,112 @@
+"""Every private torch API that the package uses, in one place.
+
+Each was checked on torch 2.12 and 2.13; ``tests/test_private_torch.py`` fails by name when one of them moves.
+No other file of the package may import a name with a leading underscore from torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch._C._distributed_c10d as _c10d
+import torch.distributed as dist
+import torch.nn as nn
+from torch._C._dynamo import eval_frame as _eval_frame
+from torch.distributed import distributed_c10d as _distributed_c10d
+from torch.distributed._composable.contract import STATE_KEY, _get_registry, contract
+from torch.distributed._composable_state import _State as ComposableState
+
+__all__ = [
+    "ComposableState",
+    "backend_name",
+    "composable_registry",
+    "contract",
+    "current_graph_task_id",
+    "default_store",
+    "drop_composable_state",
+    "eval_frame_callback",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_zero_",
+    "group_timeout",
+    "queue_end_of_backward",
+    "skip_frame",
+    "storage_use_count",
+]
+
+contract = contract
+
+# -1 outside of backward, else the number of the autograd graph task that runs on this thread.
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# The frame-evaluation callback of torch.compile on this thread: None when nothing is being compiled or run compiled.
+# Reading it needs no ``import torch._dynamo`` (0.85 s).
+eval_frame_callback: Callable[[], Any] = _eval_frame.get_eval_frame_callback
+
+foreach_copy_ = torch._foreach_copy_
+foreach_add_ = torch._foreach_add_
+foreach_zero_ = torch._foreach_zero_
+
+AllgatherOptions = _c10d.AllgatherOptions
+AllreduceOptions = _c10d.AllreduceOptions
+ReduceScatterOptions = _c10d.ReduceScatterOptions
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the autograd graph task that is running now ends without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Tell Dynamo never to trace the frame of ``function``, and to break the graph where it is called."""
+    strategy = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "fsdp_compose hook"  # type: ignore[attr-defined]
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python storage objects refer to the memory behind ``storage``, this object included."""
+    return cast(int, torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
+def composable_registry(module: nn.Module) -> dict[str, Any]:
+    """Names of the composable APIs applied to ``module`` (empty when there are none)."""
+    return cast("dict[str, Any]", _get_registry(module) or {})
+
+
+def composable_states(module: nn.Module) -> dict[Any, Any]:
+    """The states that composable APIs keep on ``module``, by API function; empty when there are none."""
+    return module.__dict__.get(STATE_KEY) or {}
+
+
+def drop_composable_state(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Remove what ``contract`` has registered for ``function`` on ``module``."""
+    composable_states(module).pop(function, None)
+    composable_registry(module).pop(function.__name__, None)
+
+
+def default_store() -> dist.Store:
+    return _distributed_c10d._get_default_store()
+
+
+def backend_name(group: dist.ProcessGroup) -> str:
+    return dist.get_backend(group)
+
+
+def group_device_types(group: dist.ProcessGroup) -> set[str]:
+    """The device types that ``group`` has a backend for."""
+    return {device.type for device in group._device_types}
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The time after which collectives of ``group`` give up."""
+    for device_type in sorted(group_device_types(group)):
+        options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return cast(timedelta, timeout)
+    return _distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))

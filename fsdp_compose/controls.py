@@ -1,0 +1,118 @@
+"""What a user may steer by hand: gradient synchronisation, resharding, explicit unshard and reshard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.nn as nn
+
+from .iteration import enter_alone, reshard as _reshard, unshard as _unshard, wait_for_unshard
+from .state import _FSDPState, get_state, states_to_run
+
+
+class UnshardHandle:
+    """Result of ``unshard(module, async_op=True)``; ``wait()`` makes the parameters usable."""
+
+    def __init__(self, state: _FSDPState) -> None:
+        self._state: _FSDPState | None = state
+
+    def wait(self) -> None:
+        """Wait for the all-gather; a second call does nothing."""
+        state, self._state = self._state, None
+        if state is not None and state.root is not None:
+            wait_for_unshard(state.root, state)
+
+
+def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
+    """All-gather the parameters of ``module``'s group ahead of its forward.
+
+    Only storage is materialised: the module's next forward uses it, and frees it as it always does.
+
+    Ranks: all ranks of the mesh must call it, in the same order among their other collectives.
+
+    Args:
+        module: a module given to ``fully_shard``. Nested groups are not touched.
+        async_op: return at once, with a handle to wait for.
+
+    Raises:
+        ValueError: ``fully_shard`` was not called on ``module``.
+    """
+    state = _own_state(module, "unshard")
+    root = enter_alone(state, module)
+    _unshard(root, state)
+    handle = UnshardHandle(state)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the gathered parameters of ``module``'s group. Local: no communication.
+
+    Raises:
+        ValueError: ``fully_shard`` was not called on ``module``.
+        RuntimeError: a forward or backward of the group is running.
+    """
+    state = _own_state(module, "reshard")
+    if state.entries or state.active_uses:
+        raise RuntimeError(f"reshard(): a forward or backward of the fully_shard group {state.name} is running")
+    if state.root is not None:
+        for handle in state._handles:
+            handle.is_pinned = False
+        _reshard(state.root, state)
+
+
+def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """Whether the backwards to come reduce gradients, or accumulate them unsharded, without communication.
+
+    Unsharded accumulation holds ``reduce_dtype`` gradients of the whole group on every rank. The backward that
+    reduces again includes what was accumulated.
+
+    Ranks: all ranks must set the same. Local: no communication.
+
+    Args:
+        module: root of the tree to set.
+        requires_gradient_sync: the flag.
+        recurse: set it for all groups below ``module``, not only its own.
+    """
+    for state in _states(module, recurse):
+        state.requires_gradient_sync = requires_gradient_sync
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Within this context backward accumulates gradients without communication; see ``set_requires_gradient_sync``.
+
+    The flags of all groups below ``module`` are restored at the end, also after an exception.
+    """
+    before = [(state, state.requires_gradient_sync) for state in _states(module, recurse=True)]
+    try:
+        for state, _ in before:
+            state.requires_gradient_sync = False
+        yield
+    finally:
+        for state, flag in before:
+            state.requires_gradient_sync = flag
+
+
+def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+    """Set ``reshard_after_forward`` (see ``fully_shard``) from the next forward on, the same on all ranks."""
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"set_reshard_after_forward(): expected True or False, got {reshard_after_forward!r}")
+    for state in _states(module, recurse):
+        state.reshard_after_forward = reshard_after_forward
+
+
+def _own_state(module: nn.Module, call: str) -> _FSDPState:
+    state = get_state(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise ValueError(f"{call}(): fully_shard() was not called on this {type(module).__name__}")
+    return state
+
+
+def _states(module: nn.Module, recurse: bool) -> list[_FSDPState]:
+    if recurse:
+        return [state for state, _ in states_to_run(module)]
+    return [_own_state(module, "recurse=False")]

@@ -1,0 +1,44 @@
+"""The one factory of sharded faces: what users, optimizers and checkpoints see of a sharded parameter.
+
+A face is a leaf ``nn.Parameter`` over this rank's run of the parameter inside the shard. Today it is a plain local
+view. The runtime reads and writes shards and never calls an operation on a face, so the kind of tensor that a face
+is can change here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+
+# Where a face or an original parameter remembers the group that owns it: a (module label, FQN) pair of strings.
+OWNER_ATTRIBUTE = "_fsdp_compose_owner"
+
+
+def make_face(local: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
+    """A sharded face over ``local``, a view of the shard, with the attributes the user had set on ``original``."""
+    face = nn.Parameter(local, requires_grad=original.requires_grad)
+    face.__dict__.update(original.__dict__)
+    return face
+
+
+def rebind_face(face: nn.Parameter, local: torch.Tensor) -> None:
+    """Make ``face`` a view of another shard, keeping the object."""
+    face.data = local
+
+
+def face_local(face: nn.Parameter) -> torch.Tensor:
+    """The local elements behind ``face``, detached."""
+    return face.detach()
+
+
+def face_memory(faces: Sequence[nn.Parameter]) -> list[tuple[int, torch.dtype]]:
+    """Where each face's elements are: differs from an earlier answer when somebody gave a face another storage
+    (``module.to()``, ``to_empty()``, ``p.data = ...``)."""
+    return [(face.data_ptr(), face.dtype) for face in faces]
+
+
+def make_gradient(local: torch.Tensor) -> torch.Tensor:
+    """What ``face.grad`` holds, over ``local``, a view of the flat gradient."""
+    return local

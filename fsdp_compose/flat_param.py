@@ -1,0 +1,293 @@
+"""One flat parameter: its shard, its unsharded buffer, and the two faces of every parameter in it.
+
+A ``FlatParamHandle`` owns all tensors of the parameters of one group that share (dtype, requires_grad), builds every
+view of them once, and knows nothing about modules, hooks or when things happen::
+
+    shard       |a a a|a b b|            this rank's equal slice, original dtype, always resident
+                   |                     faces: leaf nn.Parameters over the runs, what optimizers see
+                   v  copy + all-gather
+    unsharded   |a a a a|b b|-|c c c|-|  compute dtype; storage exists between unshard and reshard only
+                                         unsharded parameters: leaf nn.Parameters, what ``forward`` computes with
+
+Note [Version counters]. The unsharded parameters are views of ``flat.data``: they have a version counter of their own,
+so refilling the storage never looks to autograd like an edit of a saved tensor, and an edit that ``forward`` makes on
+one of them is seen as a change of ``unsharded_version``. The faces share the version counter of ``shard``: an optimizer
+step between forward and backward is seen as a change of ``shard_version``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from .faces import OWNER_ATTRIBUTE, face_local, face_memory, make_face, rebind_face
+from .flat_grad import ShardedGradient
+from .layout import FlatLayout, Granule, ParamSpec, plan_layout
+from .mesh import DataParallelMesh
+from .policy import MixedPrecisionPolicy
+
+SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
+
+Granularity = Callable[[str, nn.Parameter], "Granule | None"]
+
+
+@dataclass
+class ManagedParameter:
+    """A parameter of a group, with every place in the module tree where it stands."""
+
+    fqn: str
+    parameter: nn.Parameter
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class FlatParamHandle:
+    """The flat parameter over ``managed`` parameters of one dtype and one ``requires_grad``.
+
+    Building one copies this rank's elements and changes nothing in the module; see ``fully_shard``.
+
+    Attributes:
+        fqns: names, relative to the module given to ``fully_shard``.
+        layout: where each parameter is.
+        faces: the sharded faces, by parameter; the same objects for ever.
+        unsharded_params: the unsharded faces, by parameter; usable while ``is_unsharded``.
+        gradient: the flat gradient.
+        is_unsharded: the unsharded storage exists (its all-gather may still be in flight).
+    """
+
+    def __init__(
+        self,
+        managed: Sequence[ManagedParameter],
+        mesh: DataParallelMesh,
+        mp_policy: MixedPrecisionPolicy,
+        granularity: Granularity | None = None,
+    ) -> None:
+        originals = [item.parameter for item in managed]
+        self.fqns = [item.fqn for item in managed]
+        self.mesh = mesh
+        self._mp_policy = mp_policy
+        self.layout = _plan(managed, mesh, mp_policy, granularity)
+        self.runs = _runs(self.layout, mesh.shard_rank)
+        self.is_unsharded = False
+        self.is_kept = False  # left unsharded by a forward (not by a prefetch): stale at the next forward
+        self.is_pinned = False  # must not be resharded: its module's outputs cannot be hooked
+        self.awaits_publication = False  # reduced in this backward, not yet shown to the user
+        self.all_gather_work: dist.Work | None = None
+        # Under no_sync: gradients of earlier backwards, unsharded, in the reduce dtype; and who has contributed.
+        self.accumulated_grad: torch.Tensor | None = None
+        self.is_used = bytearray(len(managed))
+        # A reduction in flight: its work, where the result arrives, the memory it reads, and whether it is added.
+        self.reduce_work: dist.Work | None = None
+        self.reduce_output: torch.Tensor | None = None
+        self.reduce_input: torch.Tensor | None = None
+        self.is_reduce_added = False
+        self.reduce_views: tuple[object, list[torch.Tensor], list[torch.Tensor]] | None = None
+        device = mesh.device if originals[0].device.type != "meta" else originals[0].device
+        shard = torch.zeros(self.layout.shard_numel, dtype=originals[0].dtype, device=device)
+        with torch.no_grad():
+            for original, placement, (start, stop, _) in zip(originals, self._runs_of_params(), self.runs, strict=True):
+                if stop > start:
+                    shard[start:stop].copy_(original.detach().reshape(-1)[placement : placement + stop - start])
+        self.faces: list[nn.Parameter] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for original, local in zip(originals, self._views_of(shard), strict=True):
+                self.faces.append(make_face(local, original))
+        self._adopt(shard)
+
+    # ---- building
+
+    def _adopt(self, shard: torch.Tensor) -> None:
+        """Make ``shard``, of which the faces are views already, this handle's shard; build the unsharded side."""
+        rank, numel = self.mesh.shard_rank, self.layout.shard_numel
+        self.shard = shard
+        self.gradient = ShardedGradient(self.faces, self.runs, shard)
+        self.param_dtype = self._mp_policy.compute_dtype(shard.dtype)
+        self.reduce_dtype = self._mp_policy.reduction_dtype(shard.dtype)
+        self.is_meta = shard.device.type == "meta"
+        # One rank and no cast: nothing to gather, both faces share the shard's memory.
+        is_trivial = self.mesh.shard_world_size == 1 and self.param_dtype == shard.dtype
+        self.is_resident = is_trivial or numel == 0
+        with torch.inference_mode(False), torch.no_grad():
+            flat = shard
+            if not self.is_resident:
+                flat = torch.empty(self.layout.flat_numel, dtype=self.param_dtype, device=shard.device)
+            self.gather_input = flat[rank * numel : (rank + 1) * numel]
+            self.gather_wires = (wire(flat), wire(self.gather_input))
+            self.storage = flat.untyped_storage()
+            self.storage_nbytes = self.storage.nbytes()
+            self._unsharded_base = flat.data  # Note [Version counters]
+            self.unsharded_params = [nn.Parameter(view, requires_grad=False) for view in self._full_views()]
+        for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
+            unsharded.__dict__.update(face.__dict__)
+        self.unsharded_version = self._unsharded_base._version
+        self._face_memory = face_memory(self.faces)
+        self._requires_grad: list[bool] = [False] * len(self.faces)
+        self.follow_requires_grad()
+        self.reduce_views = None
+        self.is_unsharded = self.is_resident
+        if not self.is_resident and not self.is_meta:
+            self.storage.resize_(0)
+
+    def _runs_of_params(self) -> list[int]:
+        return [self.layout.run(i, self.mesh.shard_rank).param_start for i in range(len(self.fqns))]
+
+    def _views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        return [shard[start:stop].view(shape) for start, stop, shape in self.runs]
+
+    def _full_views(self) -> list[torch.Tensor]:
+        return self.full_views_of(self._unsharded_base)
+
+    def full_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of ``flat``, a whole flat parameter, with the parameters' shapes."""
+        return [flat[p.offset : p.offset + p.numel].view(p.shape) for p in self.layout.params]
+
+    def gaps_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the padding of ``flat``, a whole flat parameter."""
+        return [flat[start:stop] for start, stop in self.layout.gaps()]
+
+    # ---- what the user may have done since the last iteration
+
+    def faces_moved(self) -> bool:
+        """Whether somebody gave a face other memory (``module.to()``, ``to_empty()``, ``p.data = ...``)."""
+        return face_memory(self.faces) != self._face_memory
+
+    def reflatten(self) -> None:
+        """Take the faces' present elements, wherever they are, into a new shard.
+
+        Raises:
+            ValueError: the faces no longer agree on dtype or device, or one has another shape.
+        """
+        locals_ = [face_local(face) for face in self.faces]
+        for fqn, local, (_, _, shape) in zip(self.fqns, locals_, self.runs, strict=True):
+            if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
+                raise ValueError(
+                    f"the parameters of one fully_shard group no longer agree: {fqn} is {local.dtype} on "
+                    f"{local.device}, {self.fqns[0]} is {locals_[0].dtype} on {locals_[0].device}; convert or move "
+                    "the whole sharded module, or shard the part that differs by its own fully_shard() call"
+                )
+            if tuple(local.shape) != tuple(shape):
+                raise ValueError(
+                    f"the sharded parameter {fqn} was given data of shape {tuple(local.shape)} on rank "
+                    f"{self.mesh.shard_rank}; its shard has shape {tuple(shape)}"
+                )
+        device = locals_[0].device
+        if device.type not in ("meta", self.mesh.device.type):
+            raise ValueError(
+                f"the sharded parameter {self.fqns[0]} was moved to {device}, but its mesh is on "
+                f"{self.mesh.device}; move it back before the next forward"
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            shard = torch.zeros(self.layout.shard_numel, dtype=locals_[0].dtype, device=device)
+            views = self._views_of(shard)
+            for face, view, local in zip(self.faces, views, locals_, strict=True):
+                view.copy_(local)
+                rebind_face(face, view)
+        self._adopt(shard)
+
+    def follow_requires_grad(self) -> None:
+        """Give the unsharded parameters the ``requires_grad`` that the faces have now."""
+        flags = [face.requires_grad for face in self.faces]
+        if flags != self._requires_grad:
+            for unsharded, flag in zip(self.unsharded_params, flags, strict=True):
+                unsharded.requires_grad_(flag)
+            self._requires_grad = flags
+        self.is_trainable = any(flags)
+
+    def drop_iteration(self, is_tainted: bool) -> bool:
+        """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too.
+
+        Returns:
+            Whether there were older ones.
+        """
+        for param in self.unsharded_params:
+            param.grad = None
+        self.awaits_publication = False
+        had_gradient = False
+        if is_tainted:
+            had_gradient = self.gradient.discard() or self.accumulated_grad is not None
+            self.accumulated_grad = None
+        else:
+            self.gradient.forget_result()
+        if self.accumulated_grad is None:
+            self.is_used[:] = bytes(len(self.is_used))
+        return had_gradient
+
+    # ---- facts
+
+    @property
+    def shard_version(self) -> int:
+        return self.shard._version
+
+    def was_edited_unsharded(self) -> bool:
+        """Whether somebody wrote to an unsharded parameter since it was unsharded; such an edit would be lost."""
+        return self._unsharded_base._version != self.unsharded_version
+
+    def forgive_unsharded_edit(self) -> None:
+        self.unsharded_version = self._unsharded_base._version
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The facts that must be the same on every rank, by parameter."""
+        return [
+            {
+                "fqn": placement.fqn,
+                "shape": list(placement.shape),
+                "dtype": str(self.shard.dtype),
+                "compute dtype": str(self.param_dtype),
+                "reduce dtype": str(self.reduce_dtype),
+                "requires_grad": face.requires_grad,
+                "offset": placement.offset,
+                "elements per rank": self.layout.shard_numel,
+            }
+            for placement, face in zip(self.layout.params, self.faces, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        return (
+            f"FlatParamHandle({len(self.fqns)} parameters, {self.layout.shard_numel} elements of {self.shard.dtype} "
+            f"on each of {self.layout.world_size} ranks)"
+        )
+
+
+def _plan(
+    managed: Sequence[ManagedParameter],
+    mesh: DataParallelMesh,
+    mp_policy: MixedPrecisionPolicy,
+    granularity: Granularity | None,
+) -> FlatLayout:
+    dtype = managed[0].parameter.dtype
+    smallest = min(d.itemsize for d in (dtype, mp_policy.compute_dtype(dtype), mp_policy.reduction_dtype(dtype)))
+    specs = []
+    for item in managed:
+        granule = granularity(item.fqn, item.parameter) if granularity is not None else None
+        specs.append(ParamSpec(item.fqn, tuple(item.parameter.shape), granule))
+    return plan_layout(specs, mesh.shard_world_size, max(1, SHARD_ALIGNMENT_BYTES // smallest))
+
+
+def _runs(layout: FlatLayout, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    runs = []
+    for i in range(len(layout.params)):
+        run = layout.run(i, rank)
+        runs.append((run.shard_start, run.shard_start + run.numel, layout.local_shape(i, rank)))
+    return runs
+
+
+def wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a dtype that every backend can gather and reduce (complex numbers travel as pairs)."""
+    if tensor.dtype.is_complex:
+        return torch.view_as_real(tensor).view(-1)
+    if tensor.dtype == torch.bool or tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def mark_owner(parameter: nn.Parameter, group: str, fqn: str) -> None:
+    """Remember on ``parameter`` which fully_shard call owns it, to recognise it elsewhere in the model."""
+    setattr(parameter, OWNER_ATTRIBUTE, (group, fqn))
+
+
+def owner_of(parameter: nn.Parameter) -> tuple[str, str] | None:
+    return getattr(parameter, OWNER_ATTRIBUTE, None)

@@ -1,0 +1,266 @@
+"""``fully_shard()``: checks its arguments, decides what a group manages, builds the flat parameters, installs the hooks.
+
+Everything that can be refused is refused before the module is touched, so that a rejected call can be repeated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
+
+from . import runtime
+from ._torch import composable_registry
+from .dynamo import _annotate_modules_for_dynamo
+from .flat_param import (
+    FlatParamHandle,
+    Granularity,
+    ManagedParameter,
+    mark_owner,
+    owner_of,
+)
+from .iteration import tree_has_changed
+from .mesh import DataParallelMesh, data_parallel_mesh
+from .policy import MixedPrecisionPolicy
+from .state import _FSDPState, get_state, register_state
+from .swap import prepare_swaps
+
+_M = TypeVar("_M", nn.Module, list[nn.Module])
+
+
+def fully_shard(
+    module: _M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    granularity: Granularity | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> _M:
+    """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
+
+    One call makes one *group*: the parameters below ``module`` that no nested call and no ``ignored_params`` took.
+    Before forward and backward the group's parameters are all-gathered together, into the memory that ``forward``
+    computes with; after backward their gradients are averaged and scattered. Call it on the inner modules first
+    (each transformer block), then on the whole model.
+
+    The module keeps its class and its FQNs. Each of its parameters is replaced once, by this call, by a sharded
+    parameter that ``module.parameters()`` returns from then on, outside ``forward``: build the optimizer after.
+
+    Ranks: every rank of the mesh makes the same calls on the same model; the call itself does not communicate. The
+    first forward compares the ranks' models. Each rank keeps *its own* values: start from equal parameters.
+
+    Args:
+        module: a module, or a list of modules that form one group (for example a final norm and an output head).
+        mesh: 1-D device mesh of the ranks that share the shards; default: all ranks.
+        reshard_after_forward: free the gathered parameters between forward and backward and gather them again
+            (``True``: least memory), or keep them (``False``: less communication). ``None``: ``False`` for the module
+            whose forward is outermost, ``True`` for all others.
+        granularity: a function from (FQN relative to ``module``, parameter) to the smallest piece of the parameter
+            that no shard boundary may cut: ``"elements"``, ``"rows"``, ``"whole"``, a number of elements, a block
+            shape, or ``None`` for the default (rows where that costs next to nothing, else elements).
+        mp_policy: dtypes to compute, reduce and return in.
+        ignored_params: parameters below ``module`` that stay as they are; nobody reduces their gradients.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a module is sharded twice, a parameter would be in two groups, a parameter is on the wrong device,
+            the mesh is not 1-D.
+        RuntimeError: there is neither a mesh nor a process group.
+
+    Example::
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+    """
+    modules = _check_modules(module)
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"fully_shard(reshard_after_forward={reshard_after_forward!r}): expected True, False or None")
+    if mp_policy is None:
+        mp_policy = MixedPrecisionPolicy()
+    elif not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"fully_shard(mp_policy=...): expected fsdp_compose.MixedPrecisionPolicy, got {mp_policy!r}")
+    ignored = _check_ignored(ignored_params)
+    data_mesh = data_parallel_mesh(mesh)
+    label = _label(modules)
+    fqns = _group_modules(modules)
+    managed = _managed_parameters(fqns, ignored, label)
+    _check_parameters(managed, data_mesh)
+    handles = [FlatParamHandle(part, data_mesh, mp_policy, granularity) for part in _by_kind(managed)]
+
+    def install(state: _FSDPState) -> None:
+        state.modules = tuple(weakref.ref(item) for item in modules)
+        state.fqn = label
+        state.mesh, state.mp_policy, state.reshard_after_forward = data_mesh, mp_policy, reshard_after_forward
+        state._handles = handles
+        state.ignored = weakref.WeakSet(ignored)
+        _put_faces(managed, handles, label)
+        state.swaps = prepare_swaps(managed, handles, fqns)
+        for item in modules:
+            item.register_forward_pre_hook(runtime.pre_forward, prepend=True, with_kwargs=True)
+            item.register_forward_hook(runtime.post_forward, always_call=True)
+            runtime.guard_state_dict(item)
+            _annotate_modules_for_dynamo(item, set(), use_orig_params=True)
+
+    register_state(module, install)
+    tree_has_changed()
+    return module
+
+
+fully_shard.state = get_state  # type: ignore[attr-defined]
+
+
+# ---- arguments
+
+
+def _check_modules(module: Any) -> list[nn.Module]:
+    """The roots among the modules given."""
+    modules = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(modules, list) or not modules or not all(isinstance(item, nn.Module) for item in modules):
+        raise TypeError(
+            f"fully_shard(): expected an nn.Module or a non-empty list of nn.Modules, got {type(module).__name__}"
+        )
+    roots = [
+        item
+        for i, item in enumerate(modules)
+        if item not in modules[:i] and not any(item in set(other.modules()) for other in modules if other is not item)
+    ]
+    for item in roots:
+        if get_state(item) is not None:
+            raise ValueError(
+                f"fully_shard() was already called on this {type(item).__name__}: a module can be sharded once. Shard "
+                "its submodules before it, each once"
+            )
+        for other in ("fully_shard", "replicate"):
+            if other in composable_registry(item):
+                raise ValueError(
+                    f"fully_shard(): torch's {other}() was already applied to this {type(item).__name__}; choose one"
+                )
+    return roots
+
+
+def _check_ignored(ignored_params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
+    ignored = set(ignored_params) if ignored_params is not None else set()
+    for item in ignored:
+        if not isinstance(item, nn.Parameter):
+            raise TypeError(f"fully_shard(ignored_params=...): expected nn.Parameters, got {type(item).__name__}")
+    return ignored
+
+
+def _label(modules: Sequence[nn.Module]) -> str:
+    return ", ".join(type(item).__name__ for item in modules)
+
+
+# ---- what a group manages
+
+
+def _group_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """The modules of the group with their names, depth first: not below a nested group, nor below a module that an
+    incompatible API (torch's ``replicate``) manages."""
+    names: dict[nn.Module, str] = {}
+
+    def visit(module: nn.Module, name: str) -> None:
+        if module in names or (name not in prefixes and get_state(module) is not None):
+            return
+        if "replicate" in composable_registry(module):
+            return
+        names[module] = name
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name)
+
+    prefixes = {""} if len(modules) == 1 else {str(i) for i in range(len(modules))}
+    for prefix, module in zip(sorted(prefixes, key=lambda text: int(text or 0)), modules, strict=True):
+        visit(module, prefix)
+    return names
+
+
+def _managed_parameters(
+    fqns: dict[nn.Module, str], ignored: set[nn.Parameter], label: str
+) -> list[ManagedParameter]:
+    found: dict[nn.Parameter, ManagedParameter] = {}
+    for module, name in fqns.items():
+        for local_name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            fqn = f"{name}.{local_name}" if name else local_name
+            owner = owner_of(param)
+            if owner is not None:
+                raise ValueError(
+                    f"fully_shard(): the parameter {fqn} of this {label} is already in another group, as {owner[1]} "
+                    f"of the sharded {owner[0]}. A parameter can be in one group: shard inner modules before outer "
+                    "ones, and modules that share a parameter (tied weights) in one call: fully_shard([a, b]), or "
+                    "by the call on their common parent"
+                )
+            found.setdefault(param, ManagedParameter(fqn, param)).slots.append((module, local_name))
+    return list(found.values())
+
+
+def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMesh) -> None:
+    for item in managed:
+        param = item.parameter
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(
+                f"fully_shard(): the parameter {item.fqn} is not initialised (lazy module); run a forward first"
+            )
+        if param.device.type != "meta" and param.device != mesh.device and param.device.type != "cpu":
+            raise ValueError(
+                f"fully_shard(): the parameter {item.fqn} is on {param.device}, but the mesh is on {mesh.device}; "
+                f"move the module with module.to({str(mesh.device)!r}), or pass a mesh on {param.device.type}"
+            )
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"fully_shard(): the parameter {item.fqn} has gradient hooks, which would be lost: register them on "
+                "the sharded parameter, after fully_shard()"
+            )
+        if param.grad is not None:
+            raise ValueError(
+                f"fully_shard(): the parameter {item.fqn} has a gradient, which would be lost: call "
+                "module.zero_grad() first"
+            )
+    devices = {item.parameter.device.type == "meta" for item in managed}
+    if len(devices) > 1:
+        on_meta = next(item.fqn for item in managed if item.parameter.device.type == "meta")
+        raise ValueError(
+            f"fully_shard(): the parameter {on_meta} is on the meta device and others of its group are not; "
+            "materialise all of them, or none"
+        )
+
+
+def _by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
+    """One flat parameter for each (dtype, requires_grad), in the order of their first parameters."""
+    kinds: dict[tuple[torch.dtype, bool], list[ManagedParameter]] = {}
+    for item in managed:
+        kinds.setdefault((item.parameter.dtype, item.parameter.requires_grad), []).append(item)
+    return list(kinds.values())
+
+
+def _put_faces(managed: Sequence[ManagedParameter], handles: Sequence[FlatParamHandle], label: str) -> None:
+    """Replace each parameter by its sharded face, wherever it stands in the group."""
+    faces = {fqn: face for handle in handles for fqn, face in zip(handle.fqns, handle.faces, strict=True)}
+    for item in managed:
+        face = faces[item.fqn]
+        mark_owner(item.parameter, label, item.fqn)  # to recognise a tie that points here from outside the group
+        mark_owner(face, label, item.fqn)
+        for module, name in item.slots:
+            for key, value in module.__dict__.items():
+                if isinstance(value, list):
+                    module.__dict__[key] = _replaced(value, item.parameter, face)
+            module._parameters[name] = face
+
+
+def _replaced(items: list[Any], old: Any, new: Any) -> list[Any]:
+    if not any(item is old for item in items):
+        return items
+    return [new if item is old else item for item in items]
+
+

@@ -1,0 +1,369 @@
+"""What happens once per iteration of a root: its first forward, the begin of a forward, the end of a backward, and
+healing after an iteration that was interrupted. The per-group steps are in ``runtime``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from functools import partial
+
+import torch.nn as nn
+
+from ._torch import queue_end_of_backward
+from .collectives import Communicator
+from .dynamo import never_traced
+from .exchange import ControlExchange, control_group, order_hash
+from .meeting import first_difference, meet
+from .state import ForwardRecord, Phase, RootContext, _FSDPState, states_to_run
+
+_MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
+_ALL_GATHER, _REDUCE_SCATTER = 0, 1
+_KINDS = ("all-gather", "reduce-scatter")
+
+# Raised by every fully_shard call: tells roots to look at their module tree again.
+_generation = 0
+
+
+def tree_has_changed() -> None:
+    """Called when a group was added somewhere."""
+    global _generation
+    _generation += 1
+
+
+# ---- collectives of a group, each noted in the trace
+
+
+def unshard(root: RootContext, state: _FSDPState) -> None:
+    """Start the all-gathers of a group, if it is not unsharded."""
+    for handle in state._handles:
+        if not handle.is_unsharded:
+            root.trace.append(state.index << 1 | _ALL_GATHER)
+            root.communicator.unshard(handle)
+
+
+def wait_for_unshard(root: RootContext, state: _FSDPState) -> None:
+    for handle in state._handles:
+        if handle.all_gather_work is not None:
+            root.communicator.wait(handle)
+
+
+def reshard(root: RootContext, state: _FSDPState) -> None:
+    for handle in state._handles:
+        if handle.is_unsharded:
+            root.communicator.reshard(handle)
+
+
+def reduce(root: RootContext, state: _FSDPState) -> None:
+    """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them."""
+    state.phase = Phase.POST_BACKWARD
+    state.is_reduced = True
+    for handle in state._handles:
+        if not handle.is_trainable:
+            root.communicator.reshard(handle)
+        elif state.requires_gradient_sync:
+            root.trace.append(state.index << 1 | _REDUCE_SCATTER)
+            root.has_added |= handle.accumulated_grad is not None
+            root.communicator.reduce(handle)
+            root.has_added |= handle.is_reduce_added
+        else:
+            root.has_added = True
+            root.communicator.accumulate(handle)
+
+
+# ---- first forward
+
+
+def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
+    """Make ``state``, whose module begins a forward outside every other, the root of the groups below it.
+
+    All ranks of the mesh call this together; they compare what they have.
+
+    Raises:
+        ValueError: a trainable parameter below the root belongs to nobody, or parameters are on the meta device.
+        RuntimeError: on every rank, the ranks have different models; or a rank did not come.
+    """
+    found = states_to_run(module)
+    states = [item for item, _ in found]
+    _check_everything_is_managed(module, states)
+    mesh = state.mesh
+    for item, name in found:
+        if item.mesh.shard_group is not mesh.shard_group:
+            raise ValueError(
+                f"the fully_shard groups {name or '(root)'} and {state.name} below one root have different meshes "
+                f"({item.mesh.mesh} and {mesh.mesh}): use one mesh for all groups of a model"
+            )
+    for index, (item, name) in enumerate(found):
+        item.fqn, item.index = name, index
+        if item.reshard_after_forward is None:
+            item.reshard_after_forward = item is not state
+    if mesh.has_peers:
+        _meet_first_forward(state, states)
+    exchange = ControlExchange(
+        num_params=sum(len(handle.fqns) for item in states for handle in item._handles),
+        num_groups=len(states),
+        control=control_group(mesh.shard_group) if mesh.has_peers else None,
+    )
+    root = RootContext(states, Communicator(mesh.device), exchange, _generation)
+    for item in states:
+        item.root = root
+        item.reset()
+    return root
+
+
+def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) -> None:
+    managed = {id(face) for item in states for handle in item._handles for face in handle.faces}
+    ignored = {param for item in states for param in item.ignored}
+    stray = [
+        name
+        for name, param in module.named_parameters()
+        if param.requires_grad and id(param) not in managed and param not in ignored
+    ]
+    if stray:
+        raise ValueError(
+            f"{len(stray)} trainable parameter(s) below a fully_shard'ed module belong to no group, so nobody would "
+            f"reduce their gradients: {', '.join(stray[:5])}{' ...' if len(stray) > 5 else ''}. They were added or "
+            "replaced after fully_shard(): build the module first, or pass them as ignored_params"
+        )
+
+
+def _meet_first_forward(state: _FSDPState, states: list[_FSDPState]) -> None:
+    lines = [
+        json.dumps({"group": item.name, "reshard_after_forward": item.reshard_after_forward, **fact})
+        for item in states
+        for handle in item._handles
+        for fact in handle.describe()
+    ]
+    details = "\n".join(lines)
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        difference = first_difference(ours.split("\n"), theirs.split("\n"))
+        assert difference is not None, "digests differ"
+        _, a, b = difference
+        return (
+            f"first forward: the ranks have different models. The first difference is between rank 0, which has {a}, "
+            f"and rank {rank}, which has {b}. Build the same model and call fully_shard() the same way on every rank"
+        )
+
+    digest = hashlib.sha256(details.encode()).hexdigest()
+    meet(state.mesh.shard_group, "first forward", digest, lambda _: "", details, explain)
+
+
+# ---- begin of a top-level forward
+
+
+def enter(state: _FSDPState, module: nn.Module) -> RootContext:
+    """Find the root of a forward that is being entered outside backward; begin an iteration when it is the first."""
+    root = state.root
+    if root is None or (root.depth == 0 and root.generation != _generation):
+        root = initialise(state, module)
+        _begin_forward(root)
+    elif root.depth == 0 or state.index == 0:
+        if root.is_dead:
+            heal(root)
+        if state.index != 0 and root.depth == 0 and root.states[0]() is None:
+            root = initialise(state, module)  # the module that was the root is gone
+        _begin_forward(root)
+    return root
+
+
+def enter_alone(state: _FSDPState, module: nn.Module) -> RootContext:
+    """The root of a group that the user drives by hand, outside forward and backward; ready to be unsharded."""
+    root = state.root
+    if root is None:
+        root = initialise(state, module)
+    if root.depth == 0:
+        _follow_user(root, state)
+    return root
+
+
+def _begin_forward(root: RootContext) -> None:
+    """Look at what the user did since the last iteration, and start a new record."""
+    for state in root.live_states():
+        _follow_user(root, state)
+        for handle in state._handles:
+            if handle.is_kept or (handle.is_pinned and handle.is_unsharded):
+                root.trace.append(state.index << 1 | _ALL_GATHER)
+                root.communicator.refresh(handle)
+                handle.is_kept = False
+    root.num_forwards += 1
+    if root.record.begun:
+        root.previous = root.record
+    root.record = ForwardRecord(root.num_forwards)
+    if len(root.trace) > _MAX_TRACE:
+        _fold_trace(root)
+
+
+def _follow_user(root: RootContext, state: _FSDPState) -> None:
+    """Gradients dropped, ``requires_grad`` toggled, parameters moved since the last iteration."""
+    for handle in state._handles:
+        handle.gradient.release_if_dropped()
+        handle.follow_requires_grad()
+        if handle.faces_moved():
+            _reflatten(root, state)
+        if handle.is_meta:
+            raise ValueError(
+                f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
+                "model.to_empty(device=...) and initialise them before the first forward"
+            )
+
+
+def _reflatten(root: RootContext, state: _FSDPState) -> None:
+    for handle in state._handles:
+        if handle.faces_moved():
+            root.communicator.wait(handle)
+            handle.reflatten()
+    for swap in state.swaps:
+        swap.rebuild()
+
+
+def _fold_trace(root: RootContext) -> None:
+    """Keep a hash of a long trace in place of it."""
+    root.num_collectives += len(root.trace) - 1
+    root.trace[:] = [order_hash(root.trace, 0)]
+
+
+# ---- backward
+
+
+def begin_backward(root: RootContext) -> None:
+    """Called from the first hook of a root that a backward reaches."""
+    root.is_in_backward = True
+    root.num_backwards += 1
+    queue_end_of_backward(partial(finish_backward, root))
+
+
+@never_traced
+def finish_backward(root: RootContext) -> None:
+    """Reduce what has not been reduced, agree with the other ranks, and only then show the gradients."""
+    states = root.live_states()
+    for state in reversed(states):
+        if (state.ran_backward or state.is_unhooked) and not state.is_reduced:
+            reduce(root, state)
+    _exchange(root, states)
+    _publish(root, states)
+    for state in states:
+        if state.ran_backward:
+            # A use that this backward passed by will not hold up a later reduction.
+            state.outstanding = [number for number in state.outstanding if number > state.last_use]
+        state.phase = Phase.IDLE
+        state.ran_backward = state.is_reduced = False
+        state.active_uses = state.last_use = 0
+        reshard(root, state)
+    root.is_in_backward = root.has_added = False
+    root.recomputed.clear()
+
+
+def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
+    """Agree with all ranks on the order of collectives and on who has a gradient; reduce again what came late."""
+    exchange = root.exchange
+    while True:
+        offset = 0
+        for state in states:
+            is_late = False
+            for handle in state._handles:
+                end = offset + len(handle.is_used)
+                if handle.awaits_publication:
+                    exchange.used[offset:end] = handle.is_used
+                    is_late |= any(param.grad is not None for param in handle.unsharded_params)
+                offset = end
+            exchange.late[state.index] = is_late
+        exchange.start(order_hash(root.trace, len(root.trace)))
+        root.communicator.finish()
+        if not exchange.wait():
+            _raise_different_order(root, states)
+        root.num_collectives += len(root.trace)
+        root.trace.clear()
+        late = [state for state in states if exchange.late[state.index]]
+        if not late:
+            return
+        for state in late:
+            reduce(root, state)
+
+
+def _publish(root: RootContext, states: list[_FSDPState]) -> None:
+    used, offset = root.exchange.used, 0
+    for state in states:
+        for handle in state._handles:
+            end = offset + len(handle.is_used)
+            if handle.awaits_publication:
+                handle.awaits_publication = False
+                handle.gradient.publish(bytes(used[offset:end]))
+                handle.is_used[:] = bytes(end - offset)
+                used[offset:end] = handle.is_used
+            offset = end
+
+
+def _raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:
+    names = {state.index: state.name for state in states}
+    lines = [f"the {_KINDS[code & 1]} of {names.get(code >> 1, 'an earlier collective')}" for code in root.trace]
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        difference = first_difference(ours.split("\n"), theirs.split("\n"))
+        if difference is None:
+            return "the ranks issued different collectives, in a part of the run that is no longer remembered"
+        position, a, b = difference
+        return (
+            f"the ranks issued different collectives in this iteration: collective {position} was {a or 'nothing'} on "
+            f"rank 0 and {b or 'nothing'} on rank {rank}. No gradient was published. Ranks must run the same "
+            "fully_shard groups in the same order: shard modules that only some ranks use (experts, modalities) in "
+            "one group with their parent, or run all of them on every rank"
+        )
+
+    details = "\n".join(lines)
+    digest = hashlib.sha256(details.encode()).hexdigest()
+    meet(states[0].mesh.shard_group, "comparing collectives", digest, lambda _: "", details, explain)
+    raise RuntimeError("the ranks issued different collectives in this iteration; no gradient was published")
+
+
+# ---- healing
+
+
+def heal(root: RootContext) -> None:
+    """Throw away what an interrupted iteration left, together with all ranks.
+
+    Raises:
+        RuntimeError: a rank did not come to the meeting (it may hang in a collective of the interrupted iteration), or
+            the ranks were interrupted at different places, so that collectives are left without a partner.
+    """
+    states = root.live_states()
+    for state in states:
+        if state.entries:
+            state.show_sharded(strict=False)
+    mesh, count = states[0].mesh, root.num_collectives + len(root.trace)
+    is_tainted = root.has_added
+    if mesh.has_peers:
+        verdict = meet(mesh.shard_group, "healing after an interrupted iteration", f"{count} {int(is_tainted)}", _judge)
+        if verdict not in ("0", "1"):
+            raise RuntimeError(verdict)
+        is_tainted = verdict == "1"
+    root.exchange.abandon()
+    root.communicator.finish()
+    had_gradient = False
+    for state in states:
+        for handle in state._handles:
+            root.communicator.wait(handle)
+            had_gradient |= handle.drop_iteration(is_tainted)
+            root.communicator.reshard(handle)
+        state.reset()
+    root.num_collectives = count
+    root.trace.clear()
+    root.reset()
+    warnings.warn(
+        "the last iteration of a fully_shard'ed model was interrupted (an exception in forward or backward): its "
+        "gradients were thrown away"
+        + (", and so was what had been accumulated before it: all gradients are None" if had_gradient else ""),
+        stacklevel=2,
+    )
+
+
+def _judge(payloads: list[str]) -> str:
+    counts = [int(payload.split()[0]) for payload in payloads]
+    if len(set(counts)) > 1:
+        listing = ", ".join(f"rank {rank} after {count}" for rank, count in enumerate(counts[:16]))
+        return (
+            "an iteration was interrupted at different places on different ranks, and cannot be healed: collectives "
+            f"are left without a partner ({listing} collectives). Restart the processes from a checkpoint"
+        )
+    return str(max(int(payload.split()[1]) for payload in payloads))

@@ -1,0 +1,373 @@
+"""Where each parameter of a group lies in the flat parameter, and which part of it each rank holds.
+
+A flat parameter is one buffer of `world_size` equal shards. The parameters lie in it in registration order, each in
+one piece. A shard boundary may fall inside a parameter, but never inside one of its granules. Here `a` of shape
+(5, 4), `b` of shape (3,) and `c` of shape (2, 4) lie on 3 ranks, aligned to 4 elements, one letter an element:
+
+    flat parameter   |aaaaaaaaaaaa|aaaaaaaabbb.|cccccccc....|      . padding, always zero
+    shard            |rank 0      |rank 1      |rank 2      |
+    runs of a        |3 rows      |2 rows      |none        |      the cut lies between two rows
+
+The part of a parameter inside one shard is a run: contiguous in the parameter, in the flat parameter and in the
+shard; possibly empty. Every parameter and every shard starts on a multiple of `alignment` elements.
+
+Planning finds the smallest shard length at which the granules that the user asked for stay whole. Within a budget of
+padding it then looks for a length at which as many of the other parameters as possible are cut between rows of dim 0,
+so that their runs keep a natural N-D shape. What remains is cut between any two elements, which costs no padding but
+alignment's. Given a shard length, placing each parameter in turn as early as is legal is optimal: a later start
+never lets the next parameter start earlier. So only the length needs a search.
+
+Everything here is a pure function of shapes and sizes: no tensors, no process groups, no state, and the same answer
+on every rank. `fully_shard` plans once per flat parameter; buffers, DTensors and checkpoints only read the plan.
+"""
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+__all__ = ["FlatLayout", "Granule", "ParamPlacement", "ParamSpec", "Run", "plan_layout"]
+
+Granule: TypeAlias = Literal["elements", "rows", "whole"] | int | tuple[int, ...]
+"""What a shard boundary must not cut: nothing (`"elements"`), an index of dim 0 (`"rows"`), the parameter (`"whole"`),
+N consecutive elements (an int), or a block of this shape, aligned to the parameter's trailing dims (a tuple)."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter to place. `granule=None` leaves the choice to the planner: rows if they are nearly free."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    granule: Granule | None = None
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"{self.fqn}: got shape {tuple(self.shape)}, expected sizes >= 0")
+        expected = _expected_granule(self)
+        if expected:
+            raise ValueError(f"{self.fqn} {tuple(self.shape)}: got granule {self.granule!r}, expected {expected}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """The elements of one parameter in one shard: `param.view(-1)[param_start:][:numel]` is
+    `shard[shard_start:][:numel]`. An empty run has `shard_start` 0."""
+
+    param_start: int
+    numel: int
+    shard_start: int
+
+
+@dataclass(frozen=True)
+class ParamPlacement:
+    """Where a parameter lies. Runs that are not empty start on a multiple of `granule` elements, counted from the
+    parameter's start. `row_aligned`: every shard boundary inside the parameter lies between two rows of dim 0."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    numel: int
+    offset: int
+    granule: int
+    row_aligned: bool
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The plan of one flat parameter. All sizes are in elements."""
+
+    world_size: int
+    alignment: int
+    shard_numel: int
+    params: tuple[ParamPlacement, ...]
+    granule_padding_numel: int
+    """What the granules that the user asked for add to the shortest possible flat parameter."""
+
+    @property
+    def flat_numel(self) -> int:
+        return self.world_size * self.shard_numel
+
+    @property
+    def payload_numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+    @property
+    def padding_numel(self) -> int:
+        return self.flat_numel - self.payload_numel
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding relative to the payload; 0 if there is no payload."""
+        payload = self.payload_numel
+        return (self.flat_numel - payload) / payload if payload else 0.0
+
+    def run(self, index: int, rank: int) -> Run:
+        """The part of parameter `index` that `rank` holds."""
+        assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
+        param = self.params[index]
+        shard_offset = rank * self.shard_numel
+        start = min(max(shard_offset - param.offset, 0), param.numel)
+        stop = min(max(shard_offset + self.shard_numel - param.offset, 0), param.numel)
+        return Run(start, stop - start, param.offset + start - shard_offset if stop > start else 0)
+
+    def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """The shape of `rank`'s run: N-D where the cuts lie between rows, else 1-D."""
+        param, numel = self.params[index], self.run(index, rank).numel
+        if not param.shape:
+            return () if numel else (0,)
+        if not param.row_aligned:
+            return (numel,)
+        return (numel // _row_numel(param.shape), *param.shape[1:])
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The padding: `(start, stop)` intervals of the flat parameter that belong to no parameter, in order."""
+        starts = [0, *(param.offset + param.numel for param in self.params)]
+        stops = [*(param.offset for param in self.params), self.flat_numel]
+        return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+
+
+def plan_layout(
+    params: Sequence[ParamSpec], world_size: int, alignment: int, padding_budget: float = 0.01
+) -> FlatLayout:
+    """Place `params`, in this order, in a flat parameter of `world_size` equal shards.
+
+    Args:
+        params: the parameters. A granule they name is never cut, whatever that costs.
+        world_size: number of shards.
+        alignment: every parameter and every shard starts on a multiple of this many elements.
+        padding_budget: how much padding, as a fraction of the payload, parameters without a granule may cost for being
+            cut on rows. Padding that alignment or the named granules cause in any case counts against it.
+
+    The shards are never empty, even if all parameters are: a buffer without bytes has no address of its own.
+
+    >>> plan_layout([ParamSpec("w", (6, 4)), ParamSpec("b", (4,))], world_size=2, alignment=4).shard_numel
+    16
+    """
+    if world_size < 1 or alignment < 1:
+        raise ValueError(f"got world_size={world_size}, alignment={alignment}, expected both >= 1")
+    if not 0 <= padding_budget < math.inf:
+        raise ValueError(f"got padding_budget={padding_budget}, expected a finite number >= 0")
+
+    problem = _Problem(tuple(map(_request, params)), world_size, alignment)
+    payload_numel = sum(request.numel for request in problem.requests)
+    smallest = _smallest_shard(problem)
+    largest = max(smallest, int((1 + padding_budget) * payload_numel) // world_size)
+    draft = _prefer_rows(problem, smallest, largest)
+    placed = zip(params, draft.offsets, draft.granules, strict=True)
+    return FlatLayout(
+        world_size=world_size,
+        alignment=alignment,
+        shard_numel=draft.shard_numel,
+        params=tuple(_placement(spec, offset, granule, draft.shard_numel) for spec, offset, granule in placed),
+        granule_padding_numel=world_size * (smallest - problem.packed_shard_numel),
+    )
+
+
+# --- Granules: from what the user writes to a number of elements -----------------------------------------------------
+
+
+def _row_numel(shape: tuple[int, ...]) -> int:
+    """Elements of one index of dim 0, but at least 1: so that it can divide."""
+    return max(1, math.prod(shape[1:]))
+
+
+def _expected_granule(spec: ParamSpec) -> str:
+    """What a legal granule would have been; empty if the given one is."""
+    granule, ndim = spec.granule, len(spec.shape)
+    if granule is None or granule in ("elements", "rows", "whole"):
+        return ""
+    sizes = granule if isinstance(granule, tuple) else (granule,)
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        return "'elements', 'rows', 'whole', a positive int or a tuple of positive ints"
+    return f"a block of at most {ndim} dims" if isinstance(granule, tuple) and len(granule) > ndim else ""
+
+
+def _granule_numel(granule: Granule, shape: tuple[int, ...]) -> int:
+    """The distance between neighbouring legal cuts, counted from the parameter's start."""
+    numel = math.prod(shape)
+    if isinstance(granule, tuple):
+        wanted = _block_run_numel(granule, shape)
+    elif isinstance(granule, int):
+        wanted = granule
+    else:
+        wanted = {"elements": 1, "rows": _row_numel(shape), "whole": numel}[granule]
+    return max(1, min(wanted, numel))
+
+
+def _block_run_numel(block: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The contiguous elements at whose multiples no block is cut.
+
+    Blocks side by side share their rows, so only the block's outermost size above 1 counts: a cut is legal after that
+    many whole indices of its dim. Blocks start anew at every index of the dims before it; if they do not fill the dim
+    evenly, their starts are not multiples of one number, and the cut moves out by one dim.
+
+        block (2, 3) in (4, 6): 2 rows = 12        block (3,) in (4, 6): 3         block (4,) in (4, 6): a row = 6
+    """
+    dim = next((d for d, size in enumerate(block, len(shape) - len(block)) if size > 1), len(shape))
+    if dim == len(shape):
+        return 1
+    size, inner = block[dim - len(shape)], math.prod(shape[dim + 1 :])
+    return size * inner if dim == 0 or shape[dim] % size == 0 else shape[dim] * inner
+
+
+# --- The problem and one attempt at it -------------------------------------------------------------------------------
+
+
+class _Request(NamedTuple):
+    numel: int
+    granule: int
+    required: bool  # else a wish: dropped where it costs too much
+
+
+@dataclass(frozen=True)
+class _Problem:
+    requests: tuple[_Request, ...]
+    world_size: int
+    alignment: int
+
+    @property
+    def packed_numel(self) -> int:
+        """The flat parameter's length if nothing but alignment mattered; at least 1."""
+        return max(1, sum(_round_up(request.numel, self.alignment) for request in self.requests))
+
+    @property
+    def packed_shard_numel(self) -> int:
+        return _round_up(-(-self.packed_numel // self.world_size), self.alignment)
+
+
+class _Draft(NamedTuple):
+    shard_numel: int
+    offsets: list[int]
+    granules: list[int]  # 1 where a wish was dropped
+    num_wishes_kept: int
+
+
+def _request(spec: ParamSpec) -> _Request:
+    """What `spec` asks for; without a granule of its own it wishes for rows."""
+    wanted = "rows" if spec.granule is None else spec.granule
+    return _Request(math.prod(spec.shape), _granule_numel(wanted, spec.shape), spec.granule is not None)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _placement(spec: ParamSpec, offset: int, granule: int, shard_numel: int) -> ParamPlacement:
+    shape, numel = tuple(spec.shape), math.prod(spec.shape)
+    first_cut = shard_numel - offset % shard_numel
+    # Two neighbouring cuts between rows are a whole number of rows apart: then so are all others.
+    cuts = [cut for cut in (first_cut, first_cut + shard_numel) if cut < numel]
+    row_aligned = all(cut % _row_numel(shape) == 0 for cut in cuts)
+    return ParamPlacement(spec.fqn, shape, numel, offset, granule, row_aligned)
+
+
+def _earliest_start(cursor: int, numel: int, granule: int, shard_numel: int, alignment: int) -> int | None:
+    """The first aligned place from `cursor` (aligned) on where no granule is cut; None if there is none."""
+    boundary = (cursor // shard_numel + 1) * shard_numel
+    if granule == 1 or cursor + numel <= boundary:
+        return cursor
+    step = math.lcm(granule, alignment)
+    start = boundary - (boundary - cursor) // step * step
+    # With two boundaries inside, the distance between them must hold whole granules as well.
+    if shard_numel % granule == 0 or start + numel <= boundary + shard_numel:
+        return start
+    if cursor % shard_numel == 0:  # nothing fits from here, and every later shard looks the same
+        return None
+    return _earliest_start(boundary, numel, granule, shard_numel, alignment)
+
+
+def _place(problem: _Problem, shard_numel: int, max_shift: int) -> _Draft | None:
+    """Place everything as early as possible, honouring wishes that move their parameter by at most `max_shift`.
+    None if that does not fit."""
+    alignment, flat_numel = problem.alignment, problem.world_size * shard_numel
+    offsets, granules, num_wishes_kept, cursor = [], [], 0, 0
+    for numel, granule, required in problem.requests:
+        cursor = _round_up(cursor, alignment)
+        start = _earliest_start(cursor, numel, granule, shard_numel, alignment)
+        if not required:
+            if start is None or start - cursor > max_shift:
+                start, granule = cursor, 1
+            else:
+                num_wishes_kept += 1
+        if start is None or start + numel > flat_numel:
+            return None
+        offsets.append(start)
+        granules.append(granule)
+        cursor = start + numel
+    return _Draft(shard_numel, offsets, granules, num_wishes_kept)
+
+
+# --- The search for a shard length -----------------------------------------------------------------------------------
+
+# Bounds the work for groups of many coprime row sizes; real groups have a handful.
+_MAX_STEPS = 24
+
+
+def _smallest_shard(problem: _Problem) -> int:
+    """The smallest shard length (as far as searched) at which everything required fits."""
+    lower = problem.packed_shard_numel
+    best = _round_up(problem.packed_numel, problem.alignment)  # all in one shard: nothing is cut
+    required = [request for request in problem.requests if request.required]
+    for step in _shard_steps(required, problem.alignment, lower, best):
+        best = _first_fitting(problem, range(_round_up(lower, step), best, step), fallback=best)
+    return best
+
+
+def _prefer_rows(problem: _Problem, smallest: int, largest: int) -> _Draft:
+    """Honour as many wishes as possible with a shard length in `[smallest, largest]`; among equals the shortest."""
+    steps = _shard_steps(problem.requests, problem.alignment, smallest, largest)
+    # Multiples at growing distances: a handful, however wide the bounds are.
+    lengths = {_round_up(smallest, step) + step * (2**n - 1) for step in steps for n in range(32)}
+    num_wishes = sum(not request.required for request in problem.requests)
+    best = _place(problem, smallest, max_shift=0)
+    assert best is not None, "the smallest shard was found by placing with the same arguments"
+    for shard_numel in sorted(length for length in lengths if length <= largest):
+        if best.num_wishes_kept < num_wishes:
+            best = _keep_most_wishes(problem, shard_numel, best)
+    return best
+
+
+def _keep_most_wishes(problem: _Problem, shard_numel: int, best: _Draft) -> _Draft:
+    """`best`, or a draft of this length that honours more wishes; those that move their parameter most go first."""
+    alignment, max_shift = problem.alignment, 2 * shard_numel
+    possible = sum(
+        _earliest_start(0, request.numel, request.granule, shard_numel, alignment) is not None
+        for request in problem.requests
+        if not request.required
+    )
+    while possible > best.num_wishes_kept:
+        draft = _place(problem, shard_numel, max_shift)
+        if draft is not None:
+            return draft if draft.num_wishes_kept > best.num_wishes_kept else best
+        if max_shift == 0:
+            break
+        max_shift //= 2
+    return best
+
+
+def _shard_steps(requests: Sequence[_Request], alignment: int, smallest: int, largest: int) -> list[int]:
+    """Numbers worth trying multiples of: a parameter over three shards or more can only be cut between granules if
+    the shard length is a multiple of the granule. Required granules first, then the most wanted."""
+    demand = Counter((request.required, request.granule) for request in requests if request.numel > smallest)
+    steps = [alignment]
+    for _, granule in sorted(demand, key=lambda key: (key[0], demand[key], key[1]), reverse=True):
+        for step in [math.lcm(step, granule) for step in steps]:
+            if step not in steps and len(steps) < _MAX_STEPS and _round_up(smallest, step) <= largest:
+                steps.append(step)
+    return steps
+
+
+def _first_fitting(problem: _Problem, lengths: range, fallback: int) -> int:
+    """The first of `lengths` at which everything required fits, else `fallback`. Doubles the distance until one fits,
+    then bisects: exact unless lengths that fit lie below lengths that do not."""
+
+    def fits(shard_numel: int) -> bool:
+        return _place(problem, shard_numel, max_shift=0) is not None
+
+    failed, n = -1, 0
+    while n < len(lengths) and not fits(lengths[n]):
+        failed, n = n, 2 * n + 1
+    n = bisect_left(lengths, True, lo=failed + 1, hi=min(n, len(lengths)), key=fits)
+    return lengths[n] if n < len(lengths) else fallback

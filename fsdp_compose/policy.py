@@ -1,0 +1,59 @@
+"""What a user decides about numbers: the mixed-precision policy of a group. Plain data, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Which dtypes a group computes, reduces and returns in.
+
+    Parameters and optimizer state stay sharded in the dtype the model was built with; low precision exists only
+    between all-gather and reshard. Names and meanings are those of ``torch.distributed.fsdp.MixedPrecisionPolicy``.
+
+    Args:
+        param_dtype: floating dtype of the unsharded parameters, hence of the all-gather, forward and backward.
+            ``None`` keeps the original dtype. Parameters that are not floating point (complex, integer) keep theirs.
+        reduce_dtype: floating dtype of the gradient reduction, and of gradients accumulated under ``no_sync``.
+            ``None``: ``param_dtype``, or the original dtype where that is ``None`` too.
+        output_dtype: floating dtype to which the floating-point tensors that the module returns are cast.
+            ``None`` leaves them as they are.
+        cast_forward_inputs: whether floating-point tensors among the forward's arguments are cast to ``param_dtype``.
+
+    Raises:
+        TypeError: a dtype is not a ``torch.dtype``.
+        ValueError: a dtype is not a real floating-point dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(
+                    f"MixedPrecisionPolicy({name}={dtype!r}): expected a torch.dtype such as torch.bfloat16, "
+                    f"got {type(dtype).__name__}"
+                )
+            if not dtype.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecisionPolicy({name}={dtype}): expected a floating-point dtype such as torch.bfloat16"
+                )
+
+    def compute_dtype(self, original: torch.dtype) -> torch.dtype:
+        """The dtype of an unsharded parameter whose original dtype is ``original``."""
+        return self.param_dtype if self.param_dtype is not None and original.is_floating_point else original
+
+    def reduction_dtype(self, original: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter whose original dtype is ``original`` is reduced."""
+        if self.reduce_dtype is not None and original.is_floating_point:
+            return self.reduce_dtype
+        return self.compute_dtype(original)

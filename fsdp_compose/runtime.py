@@ -1,0 +1,388 @@
+"""The hooks that drive a group through an iteration: pre/post forward, pre/post backward, and nothing but them.
+
+::
+
+    pre-forward     unshard, prefetch the next group, wait, show the unsharded parameters, alias the inputs
+    post-forward    show the sharded faces, hook the outputs, reshard
+    pre-backward    (gradient of an output)  unshard, prefetch the previous group, wait
+    post-backward   (gradients of all aliased inputs)  take gradients, reshard, reduce-scatter
+
+A hook finds its state from the module it is called with, never from a closure. One forward of one group is a ``_Use``:
+the autograd graph holds it through the hooks on inputs and outputs, so that backward knows which forward it undoes.
+
+Note [When are all gradients there?]. The aliases of the inputs are the first nodes that a use adds to the graph, and
+autograd runs ready nodes latest first. So when one of them runs, every other node of the use has run: the first alias
+to receive its gradient is the post-backward. (Only aliases on the group's own device count: each device has a queue of
+its own.) A group that is used again in the same or an earlier forward waits for that use (``outstanding``). What this
+cannot see (no input requires grad, a use that never comes) is reduced at the end of backward, in a fixed order; a
+gradient that arrives after the reduction is noticed there and reduced again, on all ranks. Counting accumulated
+gradients instead would let ranks that use different parameters issue collectives in different orders.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ._torch import current_graph_task_id
+from .dynamo import never_traced
+from .iteration import begin_backward, enter, reduce, reshard, unshard, wait_for_unshard
+from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
+
+_Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
+_ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+
+
+class _Use:
+    """One forward of one group under grad mode, as backward sees it."""
+
+    __slots__ = ("_active_backward", "_backward", "_position", "_record", "_state", "_versions")
+
+    def __init__(self, state: _FSDPState, record: ForwardRecord) -> None:
+        self._state = state
+        self._record = record
+        self._position = 0
+        # The numbers of the backward that reached this use last, and of the one that it has not finished.
+        self._backward = self._active_backward = 0
+        self._versions = [handle.shard._version for handle in state._handles]
+
+    @property
+    def device_type(self) -> str:
+        return self._state.mesh.device.type
+
+    # ---- forward
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of an input that requires grad, whose gradient tells that this group's backward is done.
+
+        Not the input itself: its gradient may be complete much later (skip connections), and the hook of a leaf can
+        come before its gradient is accumulated.
+        """
+        alias = tensor.view_as(tensor)
+        alias.register_hook(self.post_backward)
+        return alias
+
+    def hook_output(self, tensor: torch.Tensor) -> bool:
+        """Hook an output for pre-backward; ``False`` if backward could enter the group past such a hook."""
+        base = tensor._base
+        if (tensor if base is None else base).is_leaf:
+            return False  # a parameter, or a view of one
+        tensor.register_hook(self.pre_backward)
+        if base is not None and base.requires_grad:
+            base.register_hook(self.pre_backward)  # an in-place operation on a view drops the view's own hook
+        return True
+
+    def register(self, is_recomputed: bool) -> None:
+        """This use will be reached by backward."""
+        if is_recomputed:
+            self._position = 0
+            return
+        self._position = len(self._record.hooked)
+        self._record.hooked.append(self._state.index)
+        self._state.outstanding.append(self._record.number)
+
+    # ---- backward
+
+    @never_traced
+    def pre_backward(self, _grad: torch.Tensor) -> None:
+        state = self._state
+        root = state.root
+        assert root is not None
+        if not root.is_in_backward:
+            begin_backward(root)
+        if self._backward == root.num_backwards:
+            return
+        self._backward = self._active_backward = root.num_backwards
+        for handle, version in zip(state._handles, self._versions, strict=True):
+            if handle.shard._version != version:
+                _refuse_stale_backward(state)
+        state.phase = Phase.PRE_BACKWARD
+        state.ran_backward = True
+        state.active_uses += 1
+        state.last_use = max(state.last_use, self._record.number)
+        unshard(root, state)
+        if self._position:
+            previous = root.states[self._record.hooked[self._position - 1]]()
+            if previous is not None:
+                unshard(root, previous)
+        wait_for_unshard(root, state)
+
+    @never_traced
+    def post_backward(self, _grad: torch.Tensor) -> None:
+        state, number = self._state, self._record.number
+        root = state.root
+        assert root is not None
+        if self._active_backward != root.num_backwards:
+            return  # another alias of this use came before
+        self._active_backward = 0
+        if number in state.outstanding:
+            state.outstanding.remove(number)
+        state.active_uses -= 1
+        if state.active_uses > 0:
+            return
+        for earlier in state.outstanding:
+            if earlier <= number:
+                state.phase = Phase.POST_BACKWARD
+                reshard(root, state)
+                return
+        reduce(root, state)
+
+
+def _refuse_stale_backward(state: _FSDPState) -> None:
+    raise RuntimeError(
+        f"parameters of the fully_shard group {state.name} were modified (optimizer.step()?) between a forward and "
+        "its backward, whose gradients would be wrong: run backward before the step, or forward again after it"
+    )
+
+
+# ---- forward
+
+
+@never_traced
+def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Unshard the group and let ``module`` see it; see the module's opening paragraph."""
+    state = state_of_hooked(module)
+    if current_graph_task_id() == -1:
+        root = enter(state, module)
+        root.depth += 1
+        unshard(root, state)
+        _prefetch_forward(root, state)
+        if len(state.modules) > 1 and not state.pending_modules:
+            state.pending_modules = {id(ref()) for ref in state.modules}
+    else:
+        root = _enter_recompute(state, module)
+        unshard(root, state)
+    wait_for_unshard(root, state)
+    use = _Use(state, root.record) if _is_grad_enabled() else None
+    state.entries.append((sys.exc_info()[1], use))
+    if len(state.entries) == 1:
+        state.show_unsharded()
+    policy = state.mp_policy
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    # A recomputation for a backward that already waits for this group: the original graph has the hooks.
+    if state.phase is Phase.PRE_BACKWARD and state.active_uses:
+        use = None
+    return _prepare_inputs(args, kwargs, dtype, use)
+
+
+@never_traced
+def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
+    """Hide the unsharded parameters again, however forward ended; prepare backward."""
+    state = state_of_hooked(module)
+    if not state.entries:
+        return None  # pre-forward itself failed
+    entered_with, use = state.entries.pop()
+    root = state.root
+    assert root is not None
+    error = sys.exc_info()[1]
+    has_failed = error is not None and error is not entered_with
+    if not state.entries:
+        state.show_sharded(strict=not has_failed)
+    is_recomputed = current_graph_task_id() != -1
+    if not is_recomputed:
+        root.depth -= 1
+    if has_failed:
+        if is_recomputed:  # activation checkpointing stops early by an exception
+            root.recomputed.append(state)
+        else:
+            root.has_failed = root.depth == 0
+            reshard(root, state)
+        return None
+    if not state.entries:
+        state.check_unsharded_edits()
+    is_hooked = use is not None and _hook_outputs(state, module, use, output, is_recomputed)
+    if is_recomputed:
+        root.recomputed.append(state)
+    else:
+        _leave(root, state, module, is_hooked)
+    dtype = state.mp_policy.output_dtype
+    return None if dtype is None else _map_tensors(lambda tensor: _cast(tensor, dtype), output)
+
+
+def _leave(root: RootContext, state: _FSDPState, module: nn.Module, is_hooked: bool) -> None:
+    state.pending_modules.discard(id(module))
+    if not state.entries:
+        if state.pending_modules or not state.reshard_after_forward:
+            for handle in state._handles:
+                handle.is_kept = handle.is_unsharded and not handle.is_resident
+        else:
+            reshard(root, state)
+    if root.depth == 0:
+        _end_forward(root, is_hooked)
+
+
+def _end_forward(root: RootContext, is_hooked: bool) -> None:
+    """The outermost forward ends: free prefetches that nobody used, and, when no backward will come, everything."""
+    root.has_failed = False
+    for state in root.live_states():
+        is_waiting = bool(state.pending_modules)
+        state.pending_modules.clear()
+        for handle in state._handles:
+            if handle.is_unsharded and not (
+                handle.is_kept and is_hooked and not (is_waiting and state.reshard_after_forward)
+            ):
+                root.communicator.reshard(handle)
+
+
+def _prefetch_forward(root: RootContext, state: _FSDPState) -> None:
+    """Start the all-gather of the group that came next in the last iteration, if this one goes the same way."""
+    begun, previous = root.record.begun, root.previous.begun
+    i = len(begun)
+    begun.append(state.index)
+    if i + 1 < len(previous) and previous[i] == state.index:
+        following = root.states[previous[i + 1]]()
+        if following is not None:
+            unshard(root, following)
+
+
+def _enter_recompute(state: _FSDPState, module: nn.Module) -> RootContext:
+    """A forward inside backward (activation checkpointing). The groups recomputed before this one are resharded
+    unless their backward has begun; the last one stays, since its backward comes next."""
+    root = state.root
+    if root is None:
+        raise RuntimeError(
+            f"the first forward of the fully_shard'ed {type(module).__name__} runs inside a backward; run its first "
+            "forward outside of backward"
+        )
+    if root.recomputed:
+        for other in root.recomputed:
+            if other is not state and other.phase is not Phase.PRE_BACKWARD and not other.entries:
+                reshard(root, other)
+        root.recomputed.clear()
+    return root
+
+
+# ---- state dicts
+
+
+def guard_state_dict(module: nn.Module) -> None:
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded faces at any moment: also inside
+    forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
+    module.register_state_dict_pre_hook(_show_faces)
+    module.register_state_dict_post_hook(_show_forward)
+    module.register_load_state_dict_pre_hook(_show_faces)
+    module.register_load_state_dict_post_hook(_show_forward)
+
+
+def _show_faces(module: nn.Module, *_: Any) -> None:
+    state = state_of_hooked(module)
+    if state.entries:
+        state.show_sharded(strict=False)
+
+
+def _show_forward(module: nn.Module, *_: Any) -> None:
+    state = state_of_hooked(module)
+    if state.entries:
+        state.show_unsharded()
+
+
+# ---- inputs and outputs
+
+
+def _prepare_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None, use: _Use | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast floating-point inputs to ``dtype`` and alias each distinct input that requires grad, once."""
+    if dtype is None and use is None:
+        return args, kwargs
+    if len(args) == 1 and not kwargs and isinstance(args[0], _Tensor):
+        tensor = args[0]
+        if dtype is not None:
+            tensor = _cast(tensor, dtype)
+        if use is not None and tensor.requires_grad:
+            tensor = use.alias(tensor)
+        return (tensor,), kwargs
+    prepared: dict[int, tuple[_Tensor, _Tensor]] = {}
+
+    def prepare(tensor: torch.Tensor) -> torch.Tensor:
+        known = prepared.get(id(tensor))
+        if known is None:
+            result = tensor if dtype is None else _cast(tensor, dtype)
+            if use is not None and result.requires_grad and result.device.type == use.device_type:
+                result = use.alias(result)
+            known = prepared[id(tensor)] = (tensor, result)  # holds the tensor, so that the id stays its own
+        return known[1]
+
+    return _map_tensors(prepare, args), _map_tensors(prepare, kwargs)
+
+
+def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, is_recomputed: bool) -> bool:
+    """Hook every output that requires grad; whether backward will reach this use."""
+    if isinstance(output, _Tensor):
+        if not output.requires_grad:
+            return False
+        is_opaque = not use.hook_output(output)
+        has_hooks = not is_opaque
+    else:
+        has_hooks, is_opaque = False, output is None
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, _Tensor):
+                if leaf.requires_grad:
+                    if use.hook_output(leaf):
+                        has_hooks = True
+                    else:
+                        is_opaque = True
+            elif not isinstance(leaf, _ATOMS):
+                is_opaque = True
+    if is_opaque:
+        _keep_unsharded(state, module, output)
+    elif not has_hooks:
+        return False
+    use.register(is_recomputed)
+    return True
+
+
+def _keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
+    """Backward can enter the group unnoticed: keep it unsharded, and let its parameters' own hooks make sure that the
+    end of backward is reached."""
+    if state.is_unhooked or not state._handles:
+        return
+    state.is_unhooked = True
+    reference = weakref.ref(state)
+
+    def note_backward(_param: torch.Tensor) -> None:
+        present = reference()
+        if present is not None and present.root is not None and not present.root.is_in_backward:
+            begin_backward(present.root)
+
+    for handle in state._handles:
+        handle.is_pinned = True
+        for param in handle.unsharded_params:
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(note_backward)
+    if output is not None:
+        warnings.warn(
+            f"forward of the fully_shard'ed {type(module).__name__} ({state.name}) returned {type(output).__name__}, "
+            "in which tensors cannot be found or hooked: its parameters stay unsharded between forwards. Return "
+            "tensors, or a type registered with torch.utils._pytree, to save that memory",
+            stacklevel=2,
+        )
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with every tensor in it replaced; the common containers without the price of a pytree."""
+    if isinstance(value, _Tensor):
+        return function(value)
+    kind = type(value)
+    if kind is tuple:
+        return tuple([_map_tensors(function, item) for item in value])
+    if kind is list:
+        return [_map_tensors(function, item) for item in value]
+    if kind is dict:
+        return {key: _map_tensors(function, item) for key, item in value.items()}
+    if isinstance(value, _ATOMS):
+        return value
+    return tree_map_only(_Tensor, function, value)

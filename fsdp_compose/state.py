@@ -1,0 +1,300 @@
+"""The state of one ``fully_shard`` call, and how to find states in a module tree.
+
+A ``_FSDPState`` is registered on its module(s) through torch's composable contract, so that torch's own composable
+APIs and ``fully_shard.state(module)`` see it. It refers to modules weakly: a model is freed with its last reference.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any, cast
+
+import torch.nn as nn
+
+from ._torch import (
+    STATE_KEY,
+    ComposableState,
+    composable_registry,
+    composable_states,
+    contract,
+    drop_composable_state,
+)
+from .collectives import Communicator
+from .exchange import ControlExchange
+from .flat_param import FlatParamHandle
+from .mesh import DataParallelMesh
+from .policy import MixedPrecisionPolicy
+from .swap import ModuleSwap
+
+
+class Phase(Enum):
+    """Where a group stands in backward."""
+
+    IDLE = "outside backward"
+    PRE_BACKWARD = "unsharded for backward"
+    POST_BACKWARD = "its gradients have been taken in this backward"
+
+
+class _FSDPState(ComposableState):
+    """What ``fully_shard`` keeps for one group.
+
+    Attributes:
+        modules: weak references to the module, or modules, given to the call.
+        fqn: name of the (first) module, relative to the root, once a root is known; a class name before.
+        mesh, mp_policy, reshard_after_forward: as given to the call (``None`` decided by the root).
+        requires_gradient_sync: whether backward reduces (``no_sync`` says no).
+        root: what the groups below one root share; ``None`` before the first forward.
+        index: position of the state in the root's order.
+        phase: where the group stands in backward.
+        entries: for each forward of the group's modules that was entered and not left, the exception that was being
+            handled when it was entered, and its use.
+        outstanding: number of the forward of each use whose backward has not come yet, in order.
+        pending_modules: of several modules, how many have yet to run before the group is resharded.
+    """
+
+    def __init__(self) -> None:
+        self.modules: tuple[weakref.ref[nn.Module], ...] = ()
+        self.fqn = ""
+        self.mesh: DataParallelMesh = cast(DataParallelMesh, None)
+        self.mp_policy = MixedPrecisionPolicy()
+        self.reshard_after_forward: bool | None = None
+        self.requires_gradient_sync = True
+        self._handles: list[FlatParamHandle] = []
+        self.swaps: list[ModuleSwap] = []
+        self.ignored: weakref.WeakSet[Any] | set[int] = set()
+        self.root: RootContext | None = None
+        self.index = -1
+        # A forward returned something that cannot be hooked: stays unsharded, is reduced at the end of any backward.
+        self.is_unhooked = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the iteration that was going on."""
+        self.phase = Phase.IDLE
+        self.entries: list[tuple[BaseException | None, Any]] = []
+        self.outstanding: list[int] = []
+        self.pending_modules: set[int] = set()
+        self.active_uses = 0  # uses between their pre-backward and their post-backward
+        self.last_use = 0  # number of the latest forward that this backward has reached
+        self.ran_backward = False  # pre-backward came in this backward
+        self.is_reduced = False  # ... and so did the reduction
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this state's module is the one whose forward begins the iteration."""
+        return self.root is not None and self.index == 0
+
+    @property
+    def is_trainable(self) -> bool:
+        return any(handle.is_trainable for handle in self._handles)
+
+    @property
+    def name(self) -> str:
+        """The name of the group in messages."""
+        return self.fqn or "(root)"
+
+    def show_unsharded(self) -> None:
+        for swap in self.swaps:
+            swap.show_unsharded()
+
+    def show_sharded(self, strict: bool = True) -> None:
+        """Put the sharded faces back, everywhere; then, if ``strict``, raise for what forward had changed."""
+        error = None
+        for swap in self.swaps:
+            try:
+                swap.show_sharded()
+            except RuntimeError as caught:
+                error = error or caught
+        if error is not None and strict:
+            raise error
+
+    def check_unsharded_edits(self) -> None:
+        """Raise if ``forward`` wrote to an unsharded parameter: the edit would be lost at reshard."""
+        for handle in self._handles:
+            if handle.was_edited_unsharded():
+                handle.forgive_unsharded_edit()
+                raise RuntimeError(
+                    f"a parameter of the fully_shard group {self.name} was modified in place inside forward; the edit "
+                    "would be lost when the group is resharded. It is one of "
+                    f"{', '.join(handle.fqns)}. Modify parameters outside forward (the sharded parameters are "
+                    "authoritative), or keep what changes in forward in a buffer"
+                )
+
+    def __repr__(self) -> str:
+        return f"_FSDPState({self.name}, {self._handles})"
+
+
+class ForwardRecord:
+    """The groups that one top-level forward ran, by index.
+
+    Attributes:
+        number: of the forward, counting from 1.
+        begun: in the order in which their forwards began: drives forward prefetch in the next forward.
+        hooked: in the order in which their forwards ended, those that backward will reach: drives backward prefetch.
+    """
+
+    __slots__ = ("begun", "hooked", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.begun: list[int] = []
+        self.hooked: list[int] = []
+
+
+class RootContext:
+    """What the groups below one root share: plain data, driven by ``iteration`` and ``runtime``.
+
+    Each state refers to its context; the context refers to its states weakly, so that nothing here keeps a model.
+
+    Attributes:
+        states: every group of the root, by index; the root's own is first.
+        communicator: streams and reduce buffers.
+        exchange: the control exchange.
+        generation: of the module tree, when ``states`` was collected.
+        depth: forwards entered and not left.
+        record: what the present (or last) top-level forward has run; ``previous`` the one before, which drives
+            prefetch.
+        num_forwards, num_backwards: top-level forwards and backwards so far.
+        trace: codes of the collectives issued since the last exchange; ``num_collectives`` those before.
+        is_in_backward: a backward has begun and its final callback has not come.
+        has_failed: a forward ended in an exception that no enclosing forward handled.
+        has_added: this backward has added to a gradient that was there before.
+        recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
+    """
+
+    def __init__(
+        self,
+        states: list[_FSDPState],
+        communicator: Communicator,
+        exchange: ControlExchange,
+        generation: int,
+    ) -> None:
+        self.states = [weakref.ref(state) for state in states]
+        self.communicator = communicator
+        self.exchange = exchange
+        self.generation = generation
+        self.num_forwards = 0
+        self.num_backwards = 0
+        self.previous = ForwardRecord(0)
+        self.trace: list[int] = []
+        self.num_collectives = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the iteration that was going on."""
+        self.depth = 0
+        self.record = ForwardRecord(self.num_forwards)
+        self.is_in_backward = False
+        self.has_failed = False
+        self.has_added = False
+        self.recomputed: list[_FSDPState] = []
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether an iteration was interrupted, at a moment when no forward and no backward is running."""
+        return self.depth > 0 or self.has_failed or self.is_in_backward
+
+    def live_states(self) -> list[_FSDPState]:
+        return [state for ref in self.states if (state := ref()) is not None]
+
+
+# ---- registry
+
+
+def fully_shard(module: Any, install: Callable[[_FSDPState], None]) -> Any:
+    """The function known to torch's registry; its name is the API's name there."""
+    first = module if isinstance(module, nn.Module) else module[0]
+    state = _registered.state(first)
+    install(state)
+    return module
+
+
+_API = fully_shard
+_registered: Any = contract(state_cls=_FSDPState)(fully_shard)
+
+
+def register_state(module: nn.Module | list[nn.Module], install: Callable[[_FSDPState], None]) -> None:
+    """Register a new state on ``module`` (a list: on each of its roots) and let ``install`` fill it in.
+
+    A failure leaves no trace in the registry.
+    """
+    try:
+        _registered(module, install)
+    except BaseException:
+        for item in [module] if isinstance(module, nn.Module) else module:
+            drop_composable_state(item, _API)
+        raise
+
+
+def get_state(module: nn.Module) -> _FSDPState | None:
+    """The state of the ``fully_shard`` call made on ``module`` itself, if there was one."""
+    return cast("_FSDPState | None", composable_states(module).get(_API))
+
+
+def state_of_hooked(module: nn.Module) -> _FSDPState:
+    """As ``get_state``, for a module that has our hooks and therefore a state: on the hot path."""
+    return cast(_FSDPState, module.__dict__[STATE_KEY][_API])
+
+
+# ---- traversal
+
+
+def _is_compatible(module: nn.Module) -> bool:
+    return "replicate" not in composable_registry(module)
+
+
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[_FSDPState], list[nn.Module]]:
+    """The states in the tree under ``module`` and the module of each.
+
+    Depth first, in the order of ``module.modules()``; each state and each module once, however often it is shared;
+    not descending into a module that an incompatible API manages (torch's ``replicate``).
+    """
+    states: list[_FSDPState] = []
+    modules: list[nn.Module] = []
+    for submodule in _walk(module, stop_at_incompatible=True):
+        state = get_state(submodule)
+        if state is not None and state not in states:
+            states.append(state)
+            modules.append(submodule)
+    return states, modules
+
+
+def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
+    """The states in the tree under ``module``; see ``_get_fsdp_states_with_modules``."""
+    return _get_fsdp_states_with_modules(module)[0]
+
+
+def _get_fsdp_root_states(module: nn.Module) -> list[_FSDPState]:
+    """Those of ``_get_fsdp_states(module)`` whose module begins iterations; none before the first forward."""
+    return [state for state in _get_fsdp_states(module) if state.is_root]
+
+
+def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
+    """The flat parameters of ``_get_fsdp_states(module)``, in that order."""
+    return [handle for state in _get_fsdp_states(module) for handle in state._handles]
+
+
+def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
+    """Every state under ``module`` with the name of its module: what the runtime drives. Unlike
+    ``_get_fsdp_states`` it goes everywhere: a sharded child of a replicated parent must run."""
+    names = {submodule: name for name, submodule in module.named_modules()}
+    found: dict[_FSDPState, str] = {}
+    for submodule in _walk(module, stop_at_incompatible=False):
+        state = get_state(submodule)
+        if state is not None and state not in found:
+            found[state] = names[submodule]
+    return list(found.items())
+
+
+def _walk(module: nn.Module, stop_at_incompatible: bool) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+    stack = [module]
+    while stack:
+        current = stack.pop()
+        if current in seen or (stop_at_incompatible and not _is_compatible(current)):
+            continue
+        seen.add(current)
+        yield current
+        stack.extend(reversed(list(current.children())))
