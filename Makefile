@@ -1,0 +1,46 @@
+# make demo    train a small GPT with two processes      make test    run the tests
+# make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
+# make clean   remove what the others made
+#
+# They work in .venv, which they make with the first Python >= 3.10 they find, or with PYTHON=...
+
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$python && break; done)
+PROCESSES ?= 2
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
+
+.PHONY: demo test lint format clean
+.NOTPARALLEL:
+
+demo: .venv/installed-examples
+	GLOO_SOCKET_IFNAME=$(LOOPBACK) $(BIN)/python -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
+		--nproc_per_node $(PROCESSES) examples/train_gpt.py $(DEMO_ARGS)
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed-lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per extra of pyproject.toml: installed again only when what is to be installed changes.
+.venv/installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	@test -n '$(PYTHON)' || { echo 'no Python >= 3.10 with venv found: install one, or say PYTHON=/path/to/python'; exit 1; }
+	$(PYTHON) -m venv .venv

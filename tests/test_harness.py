@@ -1,0 +1,214 @@
+"""What the other tests rely on: reuse, attribution, bounded hangs, recovery, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import harness
+from tests.harness import distributed, fake_process_group, run_distributed
+
+
+def _pids(world_size: int) -> list[int]:
+    return [worker.process.pid for worker in harness._pools[world_size].workers]
+
+
+def _failure(body, world_size: int = 2, **options) -> str:
+    with pytest.raises(pytest.fail.Exception) as caught:
+        run_distributed(body, world_size, **options)
+    return str(caught.value)
+
+
+def _section(failure: str, rank: int) -> str:
+    """What a failure says about one rank, its output included."""
+    return failure.split(f" rank {rank} ===")[1].split(" ===")[0]
+
+
+# ---- bodies that run on the ranks ------------------------------------------------------------------------------------
+
+
+def _sums_ranks() -> None:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    world_size = dist.get_world_size()
+    assert total == world_size * (world_size - 1) // 2
+
+
+def _fails_on_rank_1() -> None:
+    print(f"hello from rank {dist.get_rank()}")
+    shape = (dist.get_rank(), 3)
+    assert shape == (0, 3)
+    dist.barrier()  # where rank 0 now waits for ever
+
+
+def _skips() -> None:
+    pytest.skip("not like this")
+
+
+def _hangs_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        _hang_here()
+
+
+def _hang_here() -> None:
+    time.sleep(1000)
+
+
+def _leaves_a_collective_unpaired() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def _dies_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+
+
+# ---- tests that run on the ranks -------------------------------------------------------------------------------------
+
+
+@distributed(world_size=(1, 2, 3))
+def test_body_runs_on_every_rank(world_size):
+    assert dist.get_backend() == "gloo"
+    assert dist.get_world_size() == world_size
+    assert dist.get_rank() == harness._rank
+    assert torch.get_num_threads() == 1
+    _sums_ranks()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("flag", [True, False])
+def test_parametrize_below(flag):
+    assert isinstance(flag, bool) and dist.get_world_size() == 2
+
+
+@pytest.mark.parametrize("size", [torch.Size([2, 3])])
+@distributed(world_size=2)
+def test_parametrize_above_and_fixtures(size, tmp_path):
+    assert size.numel() == 6 and tmp_path.is_dir()
+
+
+class TestMethods:
+    @distributed(world_size=2)
+    def test_method(self):
+        assert isinstance(self, TestMethods) and dist.is_initialized()
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+@distributed(world_size=2)
+def test_random_state_is_the_same_for_every_test(attempt):
+    assert torch.initial_seed() == 0
+    torch.manual_seed(attempt)
+
+
+@distributed(world_size=2, pg_timeout=1)
+def test_collectives_can_be_bounded():
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.barrier()
+
+
+@distributed(world_size=2, fresh=True)
+def test_process_group_may_be_destroyed_in_a_fresh_pool():
+    dist.destroy_process_group()
+
+
+# ---- tests of the harness from outside -------------------------------------------------------------------------------
+
+
+def test_workers_are_reused():
+    run_distributed(_sums_ranks, 2)
+    before = _pids(2)
+    run_distributed(_sums_ranks, 2)
+    run_distributed(_sums_ranks, 2, fresh=True)
+    assert _pids(2) == before
+
+
+def test_failure_names_its_rank_and_the_pool_recovers():
+    run_distributed(_sums_ranks, 2)
+    before = _pids(2)
+    failure = _failure(_fails_on_rank_1)
+    assert "_fails_on_rank_1: failed on ranks [1] of 2" in failure
+    assert "assert (1, 3) == (0, 3)" in _section(failure, 1)  # pytest's rewriting works in the workers
+    assert "hello from rank 1" in _section(failure, 1)
+    assert "still running" in _section(failure, 0) and "in barrier" in _section(failure, 0)
+    assert "hello from rank 0" in _section(failure, 0)
+    assert not any(_is_running(pid) for pid in before)
+    run_distributed(_sums_ranks, 2)
+    assert not set(_pids(2)) & set(before)
+
+
+def test_skip_in_a_body_is_a_failure():
+    failure = _failure(_skips)
+    assert "failed on ranks [0, 1] of 2" in failure and "Skipped: not like this" in failure
+
+
+def test_death_of_a_rank_is_a_failure():
+    failure = _failure(_dies_on_rank_1, fresh=True)
+    assert "failed on ranks [1] of 2" in failure and "exit code 7" in _section(failure, 1)
+
+
+def test_hang_ends_within_its_timeout_with_every_stack():
+    run_distributed(_sums_ranks, 2)
+    start = time.monotonic()
+    failure = _failure(_hangs_on_rank_0, timeout=1)
+    assert time.monotonic() - start < 5
+    assert "_hangs_on_rank_0: ranks [0] of 2 did not finish within 1 s" in failure
+    assert "still running" in _section(failure, 0) and "in _hang_here" in _section(failure, 0)
+    assert "finished, waiting" in _section(failure, 1) and "in barrier" in _section(failure, 1)
+
+
+def test_unpaired_collective_fails_its_own_test():
+    failure = _failure(_leaves_a_collective_unpaired, timeout=1)
+    assert "_leaves_a_collective_unpaired: every rank finished, but the barrier behind the test hangs" in failure
+
+
+def test_fake_process_group():
+    with fake_process_group(rank=3, world_size=1024):
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 1024)
+        dist.barrier()
+    assert not dist.is_initialized()
+
+
+PARENT = """
+import os, sys
+from tests import harness, test_harness
+harness.run_distributed(test_harness._sums_ranks, 1)
+print(*test_harness._pids(1), flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), 9)
+elif sys.argv[1] == "interrupted":
+    raise KeyboardInterrupt
+"""
+
+
+@pytest.mark.parametrize("end", ["normal", "interrupted", "killed"])
+def test_no_worker_outlives_its_parent(end, tmp_path):
+    parent = subprocess.run(
+        [sys.executable, "-c", PARENT, end],
+        cwd=harness.ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed parent leaves its files behind
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    pid = int(parent.stdout)
+    deadline = time.monotonic() + 5
+    while _is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")  # a zombie whose parent is gone and that init has not reaped yet does not run
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")

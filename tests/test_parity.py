@@ -1,0 +1,110 @@
+"""Training a small GPT sharded equals training it on one process, in every combination of options."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fsdp_compose import MixedPrecisionPolicy, fully_shard, no_sync
+from tests.harness import distributed
+from tests.models import (
+    GPT,
+    adamw,
+    assert_parameters_match,
+    batches,
+    gpt_loss,
+    local_part,
+    mean_over_ranks,
+    sgd,
+    shard_gpt,
+    train,
+)
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+@functools.cache
+def unsharded_training(optimizer: str, microbatches: int) -> tuple[list[float], GPT]:
+    torch.manual_seed(0)
+    model = GPT()
+    losses = train(model, OPTIMIZERS[optimizer], microbatches=microbatches)
+    return [loss.item() for loss in losses], model
+
+
+def check_parity(optimizer: str, reshard: bool | None, accumulation: str, use_reentrant: bool | None) -> None:
+    microbatches = 1 if accumulation == "none" else 3 if dist.get_world_size() in (1, 2, 4) else 2
+    expected, reference = unsharded_training(optimizer, microbatches)
+    torch.manual_seed(0)
+    model = shard_gpt(GPT(use_reentrant=use_reentrant), reshard_after_forward=reshard)
+    options = {"without_sync": no_sync} if accumulation == "no_sync" else {}
+    losses = train(model, OPTIMIZERS[optimizer], microbatches=microbatches, share=local_part, **options)
+    got = [mean_over_ranks(loss) for loss in losses]
+    assert max(abs(a - b) for a, b in zip(got, expected, strict=True)) <= 1e-5, (got, expected)
+    assert_parameters_match(model, reference, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@pytest.mark.parametrize("accumulation", ["none", "sync", "no_sync"])
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@distributed(world_size=(1, 2, 3, 4))
+def test_training_equals_single_process(optimizer, reshard, accumulation, use_reentrant):
+    check_parity(optimizer, reshard, accumulation, use_reentrant)
+
+
+@pytest.mark.parametrize("precision", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (None, None)])
+@distributed(world_size=2)  # two summands commute; with more, the order of a sum depends on the layout
+def test_losses_equal_torch_fsdp2_bit_for_bit(precision):
+    param_dtype, reduce_dtype = precision
+    torch.manual_seed(0)
+    ours = shard_gpt(GPT(), mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    torch.manual_seed(0)
+    theirs = GPT()
+    policy = TorchMixedPrecisionPolicy(param_dtype, reduce_dtype)
+    for block in theirs.blocks:
+        torch_fully_shard(block, mp_policy=policy)
+    torch_fully_shard(theirs, mp_policy=policy)
+    optimizers = [sgd(ours.parameters()), sgd(theirs.parameters())]
+    for batch in batches(6):
+        losses = []
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            loss = gpt_loss(model, local_part(batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+
+
+@distributed(world_size=2)
+def test_whole_model_in_one_group():
+    expected, reference = unsharded_training("adamw", 1)
+    torch.manual_seed(0)
+    model = fully_shard(GPT())
+    losses = train(model, adamw, share=local_part)
+    assert max(abs(mean_over_ranks(a) - b) for a, b in zip(losses, expected, strict=True)) <= 1e-5
+    assert_parameters_match(model, reference)
+
+
+@distributed(world_size=2)
+def test_blocks_without_a_root_group():
+    torch.manual_seed(0)
+    model = GPT()
+    for param in [*model.tokens.parameters(), *model.positions.parameters(), *model.norm.parameters()]:
+        param.requires_grad_(False)
+    model.head.weight.requires_grad_(False)
+    torch.manual_seed(0)
+    reference = GPT()
+    for name, param in reference.named_parameters():
+        param.requires_grad_(name.startswith("blocks"))
+    for block in model.blocks:
+        fully_shard(block)
+    trainable = lambda module: [param for param in module.parameters() if param.requires_grad]  # noqa: E731
+    expected = train(reference, lambda _: sgd(iter(trainable(reference))), steps=4)
+    got = train(model, lambda _: sgd(iter(trainable(model))), steps=4, share=local_part)
+    assert max(abs(mean_over_ranks(a) - b.item()) for a, b in zip(got, expected, strict=True)) <= 1e-5
