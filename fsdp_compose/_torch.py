@@ -6,8 +6,10 @@ No other file of the package may import a name with a leading underscore from to
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -32,6 +34,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_zero_",
     "group_timeout",
+    "hook_gradient",
     "queue_end_of_backward",
     "skip_frame",
     "storage_use_count",
@@ -55,9 +58,22 @@ AllreduceOptions = _c10d.AllreduceOptions
 ReduceScatterOptions = _c10d.ReduceScatterOptions
 
 
+def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """``tensor.register_hook(hook)`` for a non-leaf, without the handle to remove it: half the host time."""
+    hooks = tensor._backward_hooks
+    if hooks is None:
+        hooks = tensor._backward_hooks = OrderedDict()
+        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+    hooks[_hook_ids.__next__()] = hook
+
+
+# Keys that no ``RemovableHandle`` uses: those count upwards from 0.
+_hook_ids = count(-1, -1)
+
+
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the autograd graph task that is running now ends without an error."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
@@ -70,7 +86,7 @@ def skip_frame(function: Callable[..., Any]) -> None:
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python storage objects refer to the memory behind ``storage``, this object included."""
-    return cast(int, torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def composable_registry(module: nn.Module) -> dict[str, Any]:

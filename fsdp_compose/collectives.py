@@ -14,7 +14,7 @@ different layouts, so whoever takes it over from another layout zeroes its own p
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ import torch.distributed as dist
 from ._torch import AllgatherOptions, ReduceScatterOptions, foreach_add_, foreach_copy_, foreach_zero_
 from .flat_grad import Arrival
 from .flat_param import FlatParamHandle, wire
+
+_grad = attrgetter("grad")
 
 _ALL_GATHER_OPTIONS = AllgatherOptions()
 _ALL_GATHER_OPTIONS.asyncOp = True
@@ -35,34 +37,66 @@ class ReduceBuffer:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.flat = torch.empty(0, dtype=dtype, device=device)
-        self.storage = self.flat.untyped_storage()
+        self.dtype, self.device = dtype, device
+        self.storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
+        self.nbytes = 0  # of the storage as it is now
         self.owner: FlatParamHandle | None = None  # whose reduce-scatter is in flight
-        self.content: object = None  # the layout that wrote last: its padding is zero
+        self.zeroed_gaps: object = None  # the padding that is known to be zero
 
-    def views_for(self, handle: FlatParamHandle) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """The buffer with room for ``handle``, and its views by parameter; allocates, and zeroes the padding."""
-        numel = handle.layout.flat_numel
-        nbytes = numel * self.flat.element_size()
-        if self.storage.nbytes() < nbytes:
+    def take(self, plan: ReducePlan) -> None:
+        """Make room for ``plan``, with zeros in its padding."""
+        if self.nbytes < plan.nbytes:
             self.storage.resize_(0)  # the content is not worth a copy
-            self.storage.resize_(nbytes)
-            self.content = None
-        if handle.reduce_views is None or handle.reduce_views[0] is not self:
-            with torch.inference_mode(False), torch.no_grad():
-                flat = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-                flat.set_(self.storage, 0, (numel,))
-                handle.reduce_views = (self, [flat, *handle.full_views_of(flat)], handle.gaps_of(flat))
-        _, (flat, *views), gaps = handle.reduce_views
-        if self.content is not handle.layout:
-            if gaps:
-                foreach_zero_(gaps)
-            self.content = handle.layout
-        return flat, views, gaps
+            self.storage.resize_(plan.nbytes)
+            self.nbytes = plan.nbytes
+            self.zeroed_gaps = None
+        if self.zeroed_gaps is not plan.gap_bounds:
+            if plan.gaps:
+                foreach_zero_(plan.gaps)
+            self.zeroed_gaps = plan.gap_bounds
 
     def free(self) -> None:
         self.storage.resize_(0)
-        self.content = None
+        self.nbytes = 0
+        self.zeroed_gaps = None
+
+
+class ReducePlan:
+    """How one handle reduces: views of a buffer, made once, and the arguments of the collective."""
+
+    __slots__ = (
+        "average_by_hand", "buffer", "flat", "gap_bounds", "gaps", "goes_direct", "is_wired", "nbytes", "options",
+        "own_slice", "views",
+    )  # fmt: skip
+
+    def __init__(self, handle: FlatParamHandle, buffer: ReduceBuffer, flat: torch.Tensor | None = None) -> None:
+        mesh, numel = handle.mesh, handle.layout.shard_numel
+        self.buffer = buffer
+        with torch.inference_mode(False), torch.no_grad():
+            if flat is None:
+                flat = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+                nbytes = handle.layout.flat_numel * buffer.dtype.itemsize
+                if buffer.nbytes < nbytes:
+                    buffer.storage.resize_(0)
+                    buffer.storage.resize_(nbytes)
+                    buffer.nbytes, buffer.zeroed_gaps = nbytes, None
+                flat.set_(buffer.storage, 0, (handle.layout.flat_numel,), (1,))
+            self.flat = flat
+            self.views = handle.full_views_of(flat)
+            bounds = handle.layout.gaps()
+            self.gap_bounds = _same_bounds.setdefault((handle.layout.flat_numel, bounds), (bounds,))
+            self.gaps = [flat[start:stop] for start, stop in bounds]
+            self.own_slice = flat[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
+        self.nbytes = flat.numel() * flat.element_size()
+        self.is_wired = wire(flat) is not flat
+        self.average_by_hand = flat.dtype == torch.float16
+        self.options = _SUM if self.average_by_hand else _AVERAGE
+        # The result can arrive in the flat gradient itself.
+        self.goes_direct = flat.dtype == handle.shard.dtype and mesh.shard_world_size > 1
+
+
+# Equal paddings are one object, so that "whose zeros are in the buffer" is a comparison of identities.
+_same_bounds: dict[object, object] = {}
 
 
 class Communicator:
@@ -78,11 +112,10 @@ class Communicator:
 
     def unshard(self, handle: FlatParamHandle) -> None:
         """Allocate the unsharded storage and start the all-gather into it; nothing when it is there already."""
-        if handle.is_unsharded:
-            return
-        handle.storage.resize_(handle.storage_nbytes)
-        handle.is_unsharded = True
-        self._start_all_gather(handle)
+        if not handle.is_unsharded:
+            handle.storage.resize_(handle.storage_nbytes)
+            handle.is_unsharded = True
+            self._start_all_gather(handle)
 
     def refresh(self, handle: FlatParamHandle) -> None:
         """Gather again into the storage of a handle that was left unsharded; its shard may have changed."""
@@ -94,8 +127,9 @@ class Communicator:
     def _start_all_gather(self, handle: FlatParamHandle) -> None:
         if self._all_gather_stream is None:
             handle.gather_input.copy_(handle.shard)  # the only copy of an unshard; casts
-            if handle.mesh.shard_world_size > 1:
-                handle.all_gather_work = handle.mesh.shard_group._allgather_base(*handle.gather_wires, _ALL_GATHER_OPTIONS)
+            mesh = handle.mesh
+            if mesh.shard_world_size > 1:
+                handle.all_gather_work = mesh.shard_group._allgather_base(*handle.gather_wires, _ALL_GATHER_OPTIONS)
             return
         self._all_gather_stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._all_gather_stream):
@@ -125,9 +159,8 @@ class Communicator:
         """Take the gradients into the handle's unsharded accumulation buffer (reduce dtype), without communication."""
         grads, missing = _take_gradients(handle)
         self.reshard(handle)
-        if len(missing) == len(grads):
-            return
-        _add_to_accumulated(handle, grads)
+        if len(missing) < len(grads):
+            _add_to_accumulated(handle, grads)
 
     def reduce(self, handle: FlatParamHandle) -> None:
         """Take the gradients and start their reduce-scatter; every rank calls this for the same handles in one order.
@@ -136,58 +169,60 @@ class Communicator:
         """
         grads, missing = _take_gradients(handle)
         self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
-        buffer = self._buffer_for(handle)
+        plan = handle.reduce_plan
+        if plan is None or plan.buffer is not self._buffers.get((handle.reduce_dtype, handle.shard.device)):
+            plan = handle.reduce_plan = ReducePlan(handle, self._buffer_for(handle))
+        buffer = plan.buffer
+        if buffer.owner is not None:
+            self._finish_owner(buffer)
         if handle.accumulated_grad is not None:
             if len(missing) < len(grads):
                 _add_to_accumulated(handle, grads)
-            flat, handle.accumulated_grad = handle.accumulated_grad, None
             buffer.free()  # nobody is in flight in it, and this reduction brings its own memory
-            handle.reduce_input = flat
+            plan = ReducePlan(handle, buffer, handle.accumulated_grad)
+            handle.accumulated_grad = None
         else:
-            flat, views, _ = buffer.views_for(handle)
+            buffer.take(plan)
             if missing:
-                foreach_zero_([views[i] for i in missing])
-                present = [i for i, grad in enumerate(grads) if grad is not None]
-                if present:
-                    foreach_copy_([views[i] for i in present], [grads[i] for i in present])
+                _fill(plan.views, grads, missing)
             else:
-                foreach_copy_(views, grads)
+                foreach_copy_(plan.views, grads)
         del grads
         buffer.owner = handle
         handle.awaits_publication = True
-        self._start_reduce_scatter(handle, flat)
+        self._start_reduce_scatter(handle, plan)
 
-    def _start_reduce_scatter(self, handle: FlatParamHandle, flat: torch.Tensor) -> None:
-        mesh, numel = handle.mesh, handle.layout.shard_numel
+    def _start_reduce_scatter(self, handle: FlatParamHandle, plan: ReducePlan) -> None:
         arrival = handle.gradient.prepare()
-        own_slice = flat[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
-        goes_direct = (
-            arrival is not Arrival.ADDED and handle.reduce_dtype == handle.shard.dtype and mesh.shard_world_size > 1
-        )
-        handle.reduce_output = handle.gradient.target if goes_direct else own_slice
         handle.is_reduce_added = arrival is Arrival.ADDED
-        if mesh.shard_world_size > 1:
-            predivide, _ = _divide_factors(flat.dtype, mesh.shard_world_size)
-            if predivide != 1:
-                flat.div_(predivide)
-            options = _AVERAGE if predivide == 1 else _SUM
-            with self._on_reduce_stream():
-                handle.reduce_work = mesh.shard_group._reduce_scatter_base(
-                    wire(handle.reduce_output), wire(flat), options
-                )
-
-    def finish_reduce(self, handle: FlatParamHandle) -> None:
-        """Wait for the handle's reduce-scatter and put the result into its flat gradient."""
-        output = handle.reduce_output
-        if output is None:
+        output = plan.own_slice if handle.is_reduce_added or not plan.goes_direct else handle.gradient.target
+        handle.reduce_output, handle.reduce_input = output, plan
+        mesh = handle.mesh
+        if mesh.shard_world_size == 1:
             return
+        flat = plan.flat
+        if plan.average_by_hand:
+            flat.div_(_divide_factors(mesh.shard_world_size)[0])
+        if plan.is_wired:
+            flat, output = wire(flat), wire(output)
+        if self._reduce_stream is None:
+            handle.reduce_work = mesh.shard_group._reduce_scatter_base(output, flat, plan.options)
+        else:
+            self._reduce_stream.wait_stream(self._module.current_stream())
+            with self._module.stream(self._reduce_stream):
+                handle.reduce_work = mesh.shard_group._reduce_scatter_base(output, flat, plan.options)
+
+    def _finish_owner(self, buffer: ReduceBuffer) -> None:
+        """Wait for the reduce-scatter that is in flight in ``buffer``; its result goes to the flat gradient."""
+        handle, buffer.owner = buffer.owner, None
+        assert handle is not None
         work, handle.reduce_work = handle.reduce_work, None
         if work is not None:
             _wait(work, "reduce-scatter", handle)
-        _, postdivide = _divide_factors(output.dtype, handle.mesh.shard_world_size)
-        if postdivide != 1:
-            output.div_(postdivide)
-        target = handle.gradient.target
+        output, target = handle.reduce_output, handle.gradient.target
+        assert output is not None and handle.reduce_input is not None
+        if handle.reduce_input.average_by_hand:
+            output.div_(_divide_factors(handle.mesh.shard_world_size)[1])
         if handle.is_reduce_added:
             target.add_(output)
         elif output is not target:
@@ -198,8 +233,7 @@ class Communicator:
         """Wait for every reduction in flight and free the buffers."""
         for buffer in self._buffers.values():
             if buffer.owner is not None:
-                owner, buffer.owner = buffer.owner, None
-                self.finish_reduce(owner)
+                self._finish_owner(buffer)
             buffer.free()
 
     def _buffer_for(self, handle: FlatParamHandle) -> ReduceBuffer:
@@ -207,16 +241,9 @@ class Communicator:
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._buffers[key] = ReduceBuffer(*key)
-        if buffer.owner is not None:
-            owner, buffer.owner = buffer.owner, None
-            self.finish_reduce(owner)
+        elif buffer.owner is not None:
+            self._finish_owner(buffer)
         return buffer
-
-    def _on_reduce_stream(self) -> AbstractContextManager[Any]:
-        if self._reduce_stream is None:
-            return nullcontext()
-        self._reduce_stream.wait_stream(self._module.current_stream())
-        return self._module.stream(self._reduce_stream)  # type: ignore[no-any-return]
 
 
 def _reduce_scatter_options(op: Any) -> Any:
@@ -230,31 +257,37 @@ _AVERAGE = _reduce_scatter_options(dist.ReduceOp.AVG)
 _SUM = _reduce_scatter_options(dist.ReduceOp.SUM)
 
 
-def _divide_factors(dtype: torch.dtype, world_size: int) -> tuple[int, float]:
-    """What gradients of ``dtype`` are divided by before and after a sum that makes their average; (1, 1) where the
-    collective averages by itself. A sum of fp16 gradients can overflow: about the square root goes first."""
-    if dtype != torch.float16:
-        return 1, 1
+def _divide_factors(world_size: int) -> tuple[int, float]:
+    """What fp16 gradients are divided by before and after a sum that makes their average: a plain sum can overflow,
+    so about the square root of the world size goes first."""
     before = 1
     while world_size % (before * 2) == 0 and before * before < world_size:
         before *= 2
-    return max(before, 1), world_size / before
+    return before, world_size / before
 
 
 def _take_gradients(handle: FlatParamHandle) -> tuple[list[torch.Tensor], list[int]]:
     """Move the gradients out of the unsharded parameters; which are missing (None in the list)."""
     params = handle.unsharded_params
-    grads = [param.grad for param in params]
+    grads = [*map(_grad, params)]
+    for param in params:
+        param.grad = None
     missing = [i for i, grad in enumerate(grads) if grad is None]
     if missing:
         for i, grad in enumerate(grads):
             if grad is not None:
                 handle.is_used[i] = 1
     else:
-        handle.is_used[:] = b"\x01" * len(params)
-    for param in params:
-        param.grad = None
-    return grads, missing  # type: ignore[return-value]
+        handle.is_used[:] = handle.all_used
+    return grads, missing
+
+
+def _fill(views: list[torch.Tensor], grads: list[torch.Tensor], missing: list[int]) -> None:
+    """Copy the gradients there are into ``views``, and zeros for those that are missing."""
+    foreach_zero_([views[i] for i in missing])
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+    if present:
+        foreach_copy_([views[i] for i in present], [grads[i] for i in present])
 
 
 def _add_to_accumulated(handle: FlatParamHandle, grads: list[torch.Tensor]) -> None:

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import torch.nn as nn
 
-from .iteration import enter_alone, reshard as _reshard, unshard as _unshard, wait_for_unshard
+from .iteration import enter_alone, wait_for_unshard
+from .iteration import reshard as _reshard
+from .iteration import unshard as _unshard
 from .state import _FSDPState, get_state, states_to_run
 
 

@@ -55,7 +55,7 @@ class ControlExchange:
         self.used = self._view[2 * _HASH_BYTES : 2 * _HASH_BYTES + num_params]
         self.late = self._view[2 * _HASH_BYTES + num_params :]
         self._options = AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp.MAX
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._options.asyncOp = True
         self._work: dist.Work | None = None
         self._num_backwards = 0

@@ -8,6 +8,7 @@ is can change here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 import torch.nn as nn
@@ -33,10 +34,14 @@ def face_local(face: nn.Parameter) -> torch.Tensor:
     return face.detach()
 
 
-def face_memory(faces: Sequence[nn.Parameter]) -> list[tuple[int, torch.dtype]]:
-    """Where each face's elements are: differs from an earlier answer when somebody gave a face another storage
-    (``module.to()``, ``to_empty()``, ``p.data = ...``)."""
-    return [(face.data_ptr(), face.dtype) for face in faces]
+def face_memory(faces: Sequence[nn.Parameter]) -> tuple[list[int], set[torch.dtype]]:
+    """Where the faces' elements are: differs from an earlier answer when somebody gave a face other memory
+    (``module.to()``, ``to_empty()``, ``p.data = ...``). Empty faces have no address; their dtype must do."""
+    return [*map(_data_ptr, faces)], {*map(_dtype, faces)}
+
+
+_data_ptr = torch.Tensor.data_ptr
+_dtype = attrgetter("dtype")
 
 
 def make_gradient(local: torch.Tensor) -> torch.Tensor:

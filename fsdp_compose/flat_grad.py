@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from operator import attrgetter
 from sys import getrefcount
 
 import torch
@@ -16,6 +17,8 @@ import torch.nn as nn
 
 from ._torch import storage_use_count
 from .faces import make_gradient
+
+_grad = attrgetter("grad")
 
 
 class Arrival(Enum):
@@ -43,8 +46,9 @@ class ShardedGradient:
         self._numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
         self._nbytes = shard.numel() * shard.element_size()
         self._flat: torch.Tensor | None = None
+        self._is_allocated = False
         self._views: list[torch.Tensor] = []
-        self._is_published = [False] * len(faces)
+        self._is_published = bytes(len(faces))
         self._references = (0, 0)
         self._arrival = Arrival.FRESH
         self._target: torch.Tensor | None = None
@@ -56,16 +60,20 @@ class ShardedGradient:
         in the same backward is added to the first."""
         if self._target is not None:
             return Arrival.ADDED
+        for grad in map(_grad, self._faces):
+            if grad is not None:
+                return self._prepare_to_add()
+        self._ensure_writable()
+        self._arrival, self._target = Arrival.FRESH, self._flat
+        return Arrival.FRESH
+
+    def _prepare_to_add(self) -> Arrival:
         grads = [face.grad for face in self._faces]
-        if not any(grad is not None for grad in grads):
-            self._is_published = [False] * len(grads)
-            self._ensure_writable()
-            self._arrival, self._target = Arrival.FRESH, self._flat
-        elif self._views and all(grad is None or grad is view for grad, view in zip(grads, self._views, strict=True)):
+        if self._views and all(grad is None or grad is view for grad, view in zip(grads, self._views, strict=True)):
             for i, grad in enumerate(grads):
                 if grad is None and self._is_published[i]:  # dropped by the user since: starts from zero again
                     self._run(self._flat, i).zero_()
-                    self._is_published[i] = False
+            self._is_published = bytes(grad is not None for grad in grads)
             self._arrival, self._target = Arrival.ADDED, self._flat
         else:
             self._arrival = Arrival.FOREIGN
@@ -78,10 +86,19 @@ class ShardedGradient:
         assert self._target is not None, "prepare() first"
         return self._target
 
-    def publish(self, is_used: bytes | bytearray) -> None:
+    def publish(self, is_used: bytes) -> None:
         """Show the reduced gradient: ``face.grad`` of every face for which ``is_used`` holds a 1; the others stay as
         they are, ``None`` when they had none."""
-        if self._arrival is Arrival.FOREIGN:
+        if self._arrival is Arrival.FRESH:
+            if 0 not in is_used:
+                for face, view in zip(self._faces, self._views):
+                    face.grad = view
+            else:
+                for used, face, view in zip(is_used, self._faces, self._views, strict=True):
+                    if used:
+                        face.grad = view
+            self._is_published = is_used
+        elif self._arrival is Arrival.FOREIGN:
             for i, face in enumerate(self._faces):
                 if is_used[i]:
                     result = make_gradient(self._run(self._target, i))
@@ -91,28 +108,26 @@ class ShardedGradient:
                         face.grad.add_(result)
         else:
             published = self._is_published
-            if self._arrival is Arrival.FRESH and 0 not in is_used:
-                for face, view in zip(self._faces, self._views, strict=True):
-                    face.grad = view
-                self._is_published = [True] * len(published)
-                self._target = None
-                return
             for i, (face, view) in enumerate(zip(self._faces, self._views, strict=True)):
                 if is_used[i] and not published[i]:
                     face.grad = view
-                    published[i] = True
+            self._is_published = bytes(a | b for a, b in zip(published, is_used, strict=True))
         self._target = None
 
     # ---- between backwards
 
     def release_if_dropped(self) -> None:
         """Free the memory when the user has dropped the gradient (``zero_grad()``)."""
-        if self._flat is None or any(face.grad is not None for face in self._faces):
+        if not self._is_allocated:
             return
+        for grad in map(_grad, self._faces):
+            if grad is not None:
+                return
         if self._is_held_elsewhere():
             self._forget()
-        elif self._flat.untyped_storage().nbytes():
-            self._flat.untyped_storage().resize_(0)
+        else:
+            self._storage.resize_(0)
+            self._is_allocated = False
 
     def forget_result(self) -> None:
         """Do not publish what was reduced."""
@@ -124,36 +139,40 @@ class ShardedGradient:
         for face in self._faces:
             had_gradient |= face.grad is not None
             face.grad = None
-        self._is_published = [False] * len(self._faces)
+        self._is_published = bytes(len(self._faces))
         self._target = None
         return had_gradient
 
     # ---- memory
 
     def _ensure_writable(self) -> None:
-        if self._flat is not None and self._is_held_elsewhere():
+        if self._is_allocated and self._is_held_elsewhere():
             self._forget()
         if self._flat is None:
             self._build()
-        elif self._nbytes and not self._flat.untyped_storage().nbytes():
-            self._flat.untyped_storage().resize_(self._nbytes)
+        elif not self._is_allocated:
+            self._storage.resize_(self._nbytes)
+            self._is_allocated = True
 
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
             self._views = [make_gradient(self._run(self._flat, i)) for i in range(len(self._faces))]
+        self._storage = self._flat.untyped_storage()
+        self._is_allocated = True
         self._references = self._count_references()
 
     def _forget(self) -> None:
         """Leave the buffer to whoever holds it."""
         self._flat, self._views = None, []
+        del self._storage
+        self._is_allocated = False
 
     def _is_held_elsewhere(self) -> bool:
         return self._count_references() != self._references
 
     def _count_references(self) -> tuple[int, int]:
-        assert self._flat is not None
-        return sum(map(getrefcount, self._views)), storage_use_count(self._flat.untyped_storage())
+        return sum(map(getrefcount, self._views)), storage_use_count(self._storage)
 
     def _run(self, flat: torch.Tensor | None, index: int) -> torch.Tensor:
         assert flat is not None

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
 
 SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
+
+_requires_grad = attrgetter("requires_grad")
 
 Granularity = Callable[[str, nn.Parameter], "Granule | None"]
 
@@ -80,12 +83,13 @@ class FlatParamHandle:
         # Under no_sync: gradients of earlier backwards, unsharded, in the reduce dtype; and who has contributed.
         self.accumulated_grad: torch.Tensor | None = None
         self.is_used = bytearray(len(managed))
+        self.all_used = b"\x01" * len(managed)
         # A reduction in flight: its work, where the result arrives, the memory it reads, and whether it is added.
         self.reduce_work: dist.Work | None = None
         self.reduce_output: torch.Tensor | None = None
-        self.reduce_input: torch.Tensor | None = None
+        self.reduce_input: Any = None
         self.is_reduce_added = False
-        self.reduce_views: tuple[object, list[torch.Tensor], list[torch.Tensor]] | None = None
+        self.reduce_plan: Any = None  # made and used by collectives
         device = mesh.device if originals[0].device.type != "meta" else originals[0].device
         shard = torch.zeros(self.layout.shard_numel, dtype=originals[0].dtype, device=device)
         with torch.no_grad():
@@ -126,8 +130,9 @@ class FlatParamHandle:
         self.unsharded_version = self._unsharded_base._version
         self._face_memory = face_memory(self.faces)
         self._requires_grad: list[bool] = [False] * len(self.faces)
+        self.is_trainable = False
         self.follow_requires_grad()
-        self.reduce_views = None
+        self.reduce_plan = None
         self.is_unsharded = self.is_resident
         if not self.is_resident and not self.is_meta:
             self.storage.resize_(0)
@@ -144,10 +149,6 @@ class FlatParamHandle:
     def full_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of ``flat``, a whole flat parameter, with the parameters' shapes."""
         return [flat[p.offset : p.offset + p.numel].view(p.shape) for p in self.layout.params]
-
-    def gaps_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the padding of ``flat``, a whole flat parameter."""
-        return [flat[start:stop] for start, stop in self.layout.gaps()]
 
     # ---- what the user may have done since the last iteration
 
@@ -190,12 +191,12 @@ class FlatParamHandle:
 
     def follow_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` that the faces have now."""
-        flags = [face.requires_grad for face in self.faces]
+        flags = [*map(_requires_grad, self.faces)]
         if flags != self._requires_grad:
             for unsharded, flag in zip(self.unsharded_params, flags, strict=True):
                 unsharded.requires_grad_(flag)
             self._requires_grad = flags
-        self.is_trainable = any(flags)
+            self.is_trainable = any(flags)
 
     def drop_iteration(self, is_tainted: bool) -> bool:
         """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too.

@@ -1,4 +1,4 @@
-"""``fully_shard()``: checks its arguments, decides what a group manages, builds the flat parameters, installs the hooks.
+"""``fully_shard()``: checks its arguments, decides what a group manages, builds flat parameters, installs hooks.
 
 Everything that can be refused is refused before the module is touched, so that a rejected call can be repeated.
 """
@@ -6,7 +6,7 @@ Everything that can be refused is refused before the module is touched, so that 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from .iteration import tree_has_changed
 from .mesh import DataParallelMesh, data_parallel_mesh
 from .policy import MixedPrecisionPolicy
 from .state import _FSDPState, get_state, register_state
-from .swap import prepare_swaps
+from .swap import ParameterSwap
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
 
@@ -105,7 +105,7 @@ def fully_shard(
         state._handles = handles
         state.ignored = weakref.WeakSet(ignored)
         _put_faces(managed, handles, label)
-        state.swaps = prepare_swaps(managed, handles, fqns)
+        state.swap = ParameterSwap(modules, managed, handles, fqns)
         for item in modules:
             item.register_forward_pre_hook(runtime.pre_forward, prepend=True, with_kwargs=True)
             item.register_forward_hook(runtime.post_forward, always_call=True)
@@ -184,9 +184,7 @@ def _group_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     return names
 
 
-def _managed_parameters(
-    fqns: dict[nn.Module, str], ignored: set[nn.Parameter], label: str
-) -> list[ManagedParameter]:
+def _managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], label: str) -> list[ManagedParameter]:
     found: dict[nn.Parameter, ManagedParameter] = {}
     for module, name in fqns.items():
         for local_name, param in module._parameters.items():
@@ -262,5 +260,3 @@ def _replaced(items: list[Any], old: Any, new: Any) -> list[Any]:
     if not any(item is old for item in items):
         return items
     return [new if item is old else item for item in items]
-
-

@@ -7,7 +7,9 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 
 import torch.nn as nn
 
@@ -17,6 +19,8 @@ from .dynamo import never_traced
 from .exchange import ControlExchange, control_group, order_hash
 from .meeting import first_difference, meet
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, states_to_run
+
+_grad = attrgetter("grad")
 
 _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
 _ALL_GATHER, _REDUCE_SCATTER = 0, 1
@@ -214,8 +218,7 @@ def _reflatten(root: RootContext, state: _FSDPState) -> None:
         if handle.faces_moved():
             root.communicator.wait(handle)
             handle.reflatten()
-    for swap in state.swaps:
-        swap.rebuild()
+    state.swap.rebuild()
 
 
 def _fold_trace(root: RootContext) -> None:
@@ -266,7 +269,10 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
                 end = offset + len(handle.is_used)
                 if handle.awaits_publication:
                     exchange.used[offset:end] = handle.is_used
-                    is_late |= any(param.grad is not None for param in handle.unsharded_params)
+                    for grad in map(_grad, handle.unsharded_params):
+                        if grad is not None:
+                            is_late = True
+                            break
                 offset = end
             exchange.late[state.index] = is_late
         exchange.start(order_hash(root.trace, len(root.trace)))
@@ -330,7 +336,8 @@ def heal(root: RootContext) -> None:
     states = root.live_states()
     for state in states:
         if state.entries:
-            state.show_sharded(strict=False)
+            with suppress(RuntimeError):  # what the interrupted forward changed in the modules is thrown away too
+                state.swap.show_sharded()
     mesh, count = states[0].mesh, root.num_collectives + len(root.trace)
     is_tainted = root.has_added
     if mesh.has_peers:

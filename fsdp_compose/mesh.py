@@ -81,11 +81,11 @@ def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMesh:
 
 def _default_mesh() -> DeviceMesh:
     """All ranks, on the accelerator that the process group serves, else on the CPU."""
-    accelerator = torch.accelerator.current_accelerator()
-    device_type = "cpu"
-    if accelerator is not None and torch.accelerator.is_available():
-        if accelerator.type in group_device_types(dist.group.WORLD) and backend_name(dist.group.WORLD) != "gloo":
-            device_type = accelerator.type
+    world, device_type = dist.group.WORLD, "cpu"
+    assert world is not None, "the caller has checked"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
+        device_type = accelerator.type
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

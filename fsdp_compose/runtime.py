@@ -26,13 +26,14 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ._torch import current_graph_task_id
+from ._torch import current_graph_task_id, hook_gradient
 from .dynamo import never_traced
 from .iteration import begin_backward, enter, reduce, reshard, unshard, wait_for_unshard
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
@@ -53,7 +54,7 @@ class _Use:
         self._position = 0
         # The numbers of the backward that reached this use last, and of the one that it has not finished.
         self._backward = self._active_backward = 0
-        self._versions = [handle.shard._version for handle in state._handles]
+        self._versions = [handle.shard._version for handle in state._handles]  # Note [Version counters]
 
     @property
     def device_type(self) -> str:
@@ -68,7 +69,7 @@ class _Use:
         come before its gradient is accumulated.
         """
         alias = tensor.view_as(tensor)
-        alias.register_hook(self.post_backward)
+        hook_gradient(alias, self.post_backward)
         return alias
 
     def hook_output(self, tensor: torch.Tensor) -> bool:
@@ -76,9 +77,9 @@ class _Use:
         base = tensor._base
         if (tensor if base is None else base).is_leaf:
             return False  # a parameter, or a view of one
-        tensor.register_hook(self.pre_backward)
+        hook_gradient(tensor, self.pre_backward)
         if base is not None and base.requires_grad:
-            base.register_hook(self.pre_backward)  # an in-place operation on a view drops the view's own hook
+            hook_gradient(base, self.pre_backward)  # an in-place operation on a view drops the view's own hook
         return True
 
     def register(self, is_recomputed: bool) -> None:
@@ -102,7 +103,7 @@ class _Use:
         if self._backward == root.num_backwards:
             return
         self._backward = self._active_backward = root.num_backwards
-        for handle, version in zip(state._handles, self._versions, strict=True):
+        for handle, version in zip(state._handles, self._versions):
             if handle.shard._version != version:
                 _refuse_stale_backward(state)
         state.phase = Phase.PRE_BACKWARD
@@ -165,7 +166,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     use = _Use(state, root.record) if _is_grad_enabled() else None
     state.entries.append((sys.exc_info()[1], use))
     if len(state.entries) == 1:
-        state.show_unsharded()
+        state.swap.show_unsharded()
     policy = state.mp_policy
     dtype = policy.param_dtype if policy.cast_forward_inputs else None
     # A recomputation for a backward that already waits for this group: the original graph has the hooks.
@@ -186,7 +187,11 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     error = sys.exc_info()[1]
     has_failed = error is not None and error is not entered_with
     if not state.entries:
-        state.show_sharded(strict=not has_failed)
+        try:
+            state.swap.show_sharded()
+        except RuntimeError:
+            if not has_failed:
+                raise
     is_recomputed = current_graph_task_id() != -1
     if not is_recomputed:
         root.depth -= 1
@@ -276,13 +281,14 @@ def guard_state_dict(module: nn.Module) -> None:
 def _show_faces(module: nn.Module, *_: Any) -> None:
     state = state_of_hooked(module)
     if state.entries:
-        state.show_sharded(strict=False)
+        with suppress(RuntimeError):
+            state.swap.show_sharded()
 
 
 def _show_forward(module: nn.Module, *_: Any) -> None:
     state = state_of_hooked(module)
     if state.entries:
-        state.show_unsharded()
+        state.swap.show_unsharded()
 
 
 # ---- inputs and outputs

@@ -26,7 +26,7 @@ from .exchange import ControlExchange
 from .flat_param import FlatParamHandle
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
-from .swap import ModuleSwap
+from .swap import ParameterSwap
 
 
 class Phase(Enum):
@@ -62,7 +62,7 @@ class _FSDPState(ComposableState):
         self.reshard_after_forward: bool | None = None
         self.requires_gradient_sync = True
         self._handles: list[FlatParamHandle] = []
-        self.swaps: list[ModuleSwap] = []
+        self.swap: ParameterSwap = cast(ParameterSwap, None)
         self.ignored: weakref.WeakSet[Any] | set[int] = set()
         self.root: RootContext | None = None
         self.index = -1
@@ -94,21 +94,6 @@ class _FSDPState(ComposableState):
     def name(self) -> str:
         """The name of the group in messages."""
         return self.fqn or "(root)"
-
-    def show_unsharded(self) -> None:
-        for swap in self.swaps:
-            swap.show_unsharded()
-
-    def show_sharded(self, strict: bool = True) -> None:
-        """Put the sharded faces back, everywhere; then, if ``strict``, raise for what forward had changed."""
-        error = None
-        for swap in self.swaps:
-            try:
-                swap.show_sharded()
-            except RuntimeError as caught:
-                error = error or caught
-        if error is not None and strict:
-            raise error
 
     def check_unsharded_edits(self) -> None:
         """Raise if ``forward`` wrote to an unsharded parameter: the edit would be lost at reshard."""

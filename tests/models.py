@@ -178,5 +178,3 @@ def assert_gradients_match(model: nn.Module, reference: nn.Module, tolerance: fl
 def pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """``model`` and an equal copy, for sharded and unsharded training."""
     return model, copy.deepcopy(model)
-
-
