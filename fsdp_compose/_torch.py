@@ -59,11 +59,16 @@ ReduceScatterOptions = _c10d.ReduceScatterOptions
 
 
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """``tensor.register_hook(hook)`` for a non-leaf, without the handle to remove it: half the host time."""
+    """``tensor.register_hook(hook)`` for a non-leaf, without the handle to remove it: half the host time.
+
+    ``grad_fn`` is read first: for a view whose base was written to, reading it makes the node anew, and torch (2.13)
+    crashes when hooks were set before.
+    """
+    grad_fn = tensor.grad_fn
     hooks = tensor._backward_hooks
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
-        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+        grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
     hooks[_hook_ids.__next__()] = hook
 
 

@@ -115,6 +115,7 @@ class Communicator:
         if not handle.is_unsharded:
             handle.storage.resize_(handle.storage_nbytes)
             handle.is_unsharded = True
+            handle.gathered_version = handle.shard._version
             self._start_all_gather(handle)
 
     def refresh(self, handle: FlatParamHandle) -> None:
@@ -122,6 +123,7 @@ class Communicator:
         if handle.is_resident:
             return
         self.wait(handle)
+        handle.gathered_version = handle.shard._version
         self._start_all_gather(handle)
 
     def _start_all_gather(self, handle: FlatParamHandle) -> None:
@@ -307,6 +309,6 @@ def _wait(work: dist.Work, what: str, handle: FlatParamHandle) -> None:
         work.wait()
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.fqns[0]} "
+            f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
             f"({len(handle.fqns)} parameters) failed: another rank died, or did not enter the same collective. {error}"
         ) from error

@@ -34,7 +34,7 @@ from .policy import MixedPrecisionPolicy
 
 SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
 
-_requires_grad = attrgetter("requires_grad")
+_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 Granularity = Callable[[str, nn.Parameter], "Granule | None"]
 
@@ -71,6 +71,7 @@ class FlatParamHandle:
     ) -> None:
         originals = [item.parameter for item in managed]
         self.fqns = [item.fqn for item in managed]
+        self.prefix = ""  # what precedes these names in the root, once a root is known
         self.mesh = mesh
         self._mp_policy = mp_policy
         self.layout = _plan(managed, mesh, mp_policy, granularity)
@@ -128,12 +129,14 @@ class FlatParamHandle:
         for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
             unsharded.__dict__.update(face.__dict__)
         self.unsharded_version = self._unsharded_base._version
+        self.gathered_version = -1  # of the shard, when it was gathered last
         self._face_memory = face_memory(self.faces)
         self._requires_grad: list[bool] = [False] * len(self.faces)
         self.is_trainable = False
         self.follow_requires_grad()
         self.reduce_plan = None
         self.is_unsharded = self.is_resident
+        self.is_kept = self.is_pinned = False
         if not self.is_resident and not self.is_meta:
             self.storage.resize_(0)
 
@@ -163,22 +166,23 @@ class FlatParamHandle:
             ValueError: the faces no longer agree on dtype or device, or one has another shape.
         """
         locals_ = [face_local(face) for face in self.faces]
+        first = f"{self.prefix}{self.fqns[0]}"
         for fqn, local, (_, _, shape) in zip(self.fqns, locals_, self.runs, strict=True):
             if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
                 raise ValueError(
-                    f"the parameters of one fully_shard group no longer agree: {fqn} is {local.dtype} on "
-                    f"{local.device}, {self.fqns[0]} is {locals_[0].dtype} on {locals_[0].device}; convert or move "
+                    f"the parameters of one fully_shard group no longer agree: {self.prefix}{fqn} is {local.dtype} on "
+                    f"{local.device}, {first} is {locals_[0].dtype} on {locals_[0].device}; convert or move "
                     "the whole sharded module, or shard the part that differs by its own fully_shard() call"
                 )
             if tuple(local.shape) != tuple(shape):
                 raise ValueError(
-                    f"the sharded parameter {fqn} was given data of shape {tuple(local.shape)} on rank "
-                    f"{self.mesh.shard_rank}; its shard has shape {tuple(shape)}"
+                    f"the sharded parameter {self.prefix}{fqn} was given data of shape {tuple(local.shape)} on rank "
+                    f"{self.mesh.shard_rank}, where its shard has shape {tuple(shape)}: assign data of that shape"
                 )
         device = locals_[0].device
         if device.type not in ("meta", self.mesh.device.type):
             raise ValueError(
-                f"the sharded parameter {self.fqns[0]} was moved to {device}, but its mesh is on "
+                f"the sharded parameter {first} was moved to {device}, but its mesh is on "
                 f"{self.mesh.device}; move it back before the next forward"
             )
         with torch.inference_mode(False), torch.no_grad():
@@ -230,21 +234,34 @@ class FlatParamHandle:
     def forgive_unsharded_edit(self) -> None:
         self.unsharded_version = self._unsharded_base._version
 
+    def has_unsharded_grad(self) -> bool:
+        """Whether autograd has left a gradient on an unsharded parameter, not taken yet."""
+        for grad in map(_grad, self.unsharded_params):
+            if grad is not None:
+                return True
+        return False
+
     def describe(self) -> list[dict[str, Any]]:
-        """The facts that must be the same on every rank, by parameter."""
-        return [
+        """The facts that must be the same on every rank: one for each parameter, then one for the whole."""
+        facts: list[dict[str, Any]] = [
             {
-                "fqn": placement.fqn,
+                "parameter": self.prefix + placement.fqn,
                 "shape": list(placement.shape),
                 "dtype": str(self.shard.dtype),
                 "compute dtype": str(self.param_dtype),
                 "reduce dtype": str(self.reduce_dtype),
                 "requires_grad": face.requires_grad,
-                "offset": placement.offset,
-                "elements per rank": self.layout.shard_numel,
             }
             for placement, face in zip(self.layout.params, self.faces, strict=True)
         ]
+        offsets = [placement.offset for placement in self.layout.params]
+        return [*facts, {"elements per rank": self.layout.shard_numel, "offsets": offsets}]
+
+    def adopt_faces(self, faces: dict[int, nn.Parameter]) -> None:
+        """Take over parameters, by index, that a materialisation from the meta device has put in the faces' place."""
+        for i, face in faces.items():
+            face.__dict__.update(self.faces[i].__dict__)
+            self.faces[i] = face
 
     def __repr__(self) -> str:
         return (

@@ -109,7 +109,6 @@ def fully_shard(
         for item in modules:
             item.register_forward_pre_hook(runtime.pre_forward, prepend=True, with_kwargs=True)
             item.register_forward_hook(runtime.post_forward, always_call=True)
-            runtime.guard_state_dict(item)
             _annotate_modules_for_dynamo(item, set(), use_orig_params=True)
 
     register_state(module, install)

@@ -9,7 +9,6 @@ import json
 import warnings
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
 
 import torch.nn as nn
 
@@ -19,8 +18,6 @@ from .dynamo import never_traced
 from .exchange import ControlExchange, control_group, order_hash
 from .meeting import first_difference, meet
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, states_to_run
-
-_grad = attrgetter("grad")
 
 _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
 _ALL_GATHER, _REDUCE_SCATTER = 0, 1
@@ -100,6 +97,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
             )
     for index, (item, name) in enumerate(found):
         item.fqn, item.index = name, index
+        item.set_prefix(f"{name}." if name else "")
         if item.reshard_after_forward is None:
             item.reshard_after_forward = item is not state
     if mesh.has_peers:
@@ -112,6 +110,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     root = RootContext(states, Communicator(mesh.device), exchange, _generation)
     for item in states:
         item.root = root
+        item.swap.note_children()
         item.reset()
     return root
 
@@ -160,7 +159,11 @@ def _meet_first_forward(state: _FSDPState, states: list[_FSDPState]) -> None:
 def enter(state: _FSDPState, module: nn.Module) -> RootContext:
     """Find the root of a forward that is being entered outside backward; begin an iteration when it is the first."""
     root = state.root
-    if root is None or (root.depth == 0 and root.generation != _generation):
+    if root is not None and root.depth == 0:
+        for item in root.live_states():
+            if item.swap.children_changed():
+                tree_has_changed()
+    if root is None or (root.depth == 0 and root.generation != _generation and not root.is_dead):
         root = initialise(state, module)
         _begin_forward(root)
     elif root.depth == 0 or state.index == 0:
@@ -187,7 +190,8 @@ def _begin_forward(root: RootContext) -> None:
     for state in root.live_states():
         _follow_user(root, state)
         for handle in state._handles:
-            if handle.is_kept or (handle.is_pinned and handle.is_unsharded):
+            is_stale = handle.is_kept or handle.is_pinned or handle.gathered_version != handle.shard._version
+            if handle.is_unsharded and is_stale and not handle.is_resident:
                 root.trace.append(state.index << 1 | _ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.is_kept = False
@@ -202,8 +206,12 @@ def _begin_forward(root: RootContext) -> None:
 def _follow_user(root: RootContext, state: _FSDPState) -> None:
     """Gradients dropped, ``requires_grad`` toggled, parameters moved since the last iteration."""
     for handle in state._handles:
+        if handle.has_unsharded_grad():
+            _refuse_stray_gradients(state)
         handle.gradient.release_if_dropped()
         handle.follow_requires_grad()
+        if handle.is_meta:
+            handle.adopt_faces(state.swap.materialised(handle))
         if handle.faces_moved():
             _reflatten(root, state)
         if handle.is_meta:
@@ -213,12 +221,23 @@ def _follow_user(root: RootContext, state: _FSDPState) -> None:
             )
 
 
+def _refuse_stray_gradients(state: _FSDPState) -> None:
+    for handle in state._handles:
+        handle.drop_iteration(is_tainted=False)
+    raise RuntimeError(
+        f"a backward reached parameters of the fully_shard group {state.name} without passing any of its module's "
+        "outputs, and their gradients were not reduced (they are thrown away now). Let forward return every tensor "
+        "that a loss is computed from, or keep it as an attribute of the module"
+    )
+
+
 def _reflatten(root: RootContext, state: _FSDPState) -> None:
     for handle in state._handles:
         if handle.faces_moved():
             root.communicator.wait(handle)
             handle.reflatten()
     state.swap.rebuild()
+    state.is_unhooked = False  # the new unsharded parameters have no hooks yet
 
 
 def _fold_trace(root: RootContext) -> None:
@@ -269,10 +288,7 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
                 end = offset + len(handle.is_used)
                 if handle.awaits_publication:
                     exchange.used[offset:end] = handle.is_used
-                    for grad in map(_grad, handle.unsharded_params):
-                        if grad is not None:
-                            is_late = True
-                            break
+                is_late |= handle.has_unsharded_grad()
                 offset = end
             exchange.late[state.index] = is_late
         exchange.start(order_hash(root.trace, len(root.trace)))

@@ -26,7 +26,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -46,11 +45,12 @@ _ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.
 class _Use:
     """One forward of one group under grad mode, as backward sees it."""
 
-    __slots__ = ("_active_backward", "_backward", "_position", "_record", "_state", "_versions")
+    __slots__ = ("_active_backward", "_backward", "_position", "_record", "_state", "_versions", "has_alias")
 
     def __init__(self, state: _FSDPState, record: ForwardRecord) -> None:
         self._state = state
         self._record = record
+        self.has_alias = False  # some input requires grad
         self._position = 0
         # The numbers of the backward that reached this use last, and of the one that it has not finished.
         self._backward = self._active_backward = 0
@@ -68,6 +68,7 @@ class _Use:
         Not the input itself: its gradient may be complete much later (skip connections), and the hook of a leaf can
         come before its gradient is accumulated.
         """
+        self.has_alias = True
         alias = tensor.view_as(tensor)
         hook_gradient(alias, self.post_backward)
         return alias
@@ -186,31 +187,41 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     assert root is not None
     error = sys.exc_info()[1]
     has_failed = error is not None and error is not entered_with
-    if not state.entries:
-        try:
-            state.swap.show_sharded()
-        except RuntimeError:
-            if not has_failed:
-                raise
     is_recomputed = current_graph_task_id() != -1
     if not is_recomputed:
         root.depth -= 1
+    try:
+        if not state.entries:
+            state.swap.show_sharded()
+            if not has_failed:
+                state.check_unsharded_edits()
+    except RuntimeError:
+        _abandon(root, state, is_recomputed)
+        if not has_failed:
+            raise
     if has_failed:
-        if is_recomputed:  # activation checkpointing stops early by an exception
-            root.recomputed.append(state)
-        else:
-            root.has_failed = root.depth == 0
-            reshard(root, state)
+        _abandon(root, state, is_recomputed)
         return None
-    if not state.entries:
-        state.check_unsharded_edits()
-    is_hooked = use is not None and _hook_outputs(state, module, use, output, is_recomputed)
+    is_hooked = False
+    if use is not None:
+        is_hooked = _hook_outputs(state, module, use, output, is_recomputed)
+    else:
+        _look_at_outputs(state, module, output)
     if is_recomputed:
         root.recomputed.append(state)
     else:
         _leave(root, state, module, is_hooked)
     dtype = state.mp_policy.output_dtype
     return None if dtype is None else _map_tensors(lambda tensor: _cast(tensor, dtype), output)
+
+
+def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
+    """A forward ended in an exception; in a recomputation this may be activation checkpointing, which stops early."""
+    if is_recomputed:
+        root.recomputed.append(state)
+    else:
+        root.has_failed = root.depth == 0
+        reshard(root, state)
 
 
 def _leave(root: RootContext, state: _FSDPState, module: nn.Module, is_hooked: bool) -> None:
@@ -266,31 +277,6 @@ def _enter_recompute(state: _FSDPState, module: nn.Module) -> RootContext:
     return root
 
 
-# ---- state dicts
-
-
-def guard_state_dict(module: nn.Module) -> None:
-    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded faces at any moment: also inside
-    forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
-    module.register_state_dict_pre_hook(_show_faces)
-    module.register_state_dict_post_hook(_show_forward)
-    module.register_load_state_dict_pre_hook(_show_faces)
-    module.register_load_state_dict_post_hook(_show_forward)
-
-
-def _show_faces(module: nn.Module, *_: Any) -> None:
-    state = state_of_hooked(module)
-    if state.entries:
-        with suppress(RuntimeError):
-            state.swap.show_sharded()
-
-
-def _show_forward(module: nn.Module, *_: Any) -> None:
-    state = state_of_hooked(module)
-    if state.entries:
-        state.swap.show_unsharded()
-
-
 # ---- inputs and outputs
 
 
@@ -322,29 +308,42 @@ def _prepare_inputs(
 
 
 def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, is_recomputed: bool) -> bool:
-    """Hook every output that requires grad; whether backward will reach this use."""
-    if isinstance(output, _Tensor):
-        if not output.requires_grad:
-            return False
-        is_opaque = not use.hook_output(output)
-        has_hooks = not is_opaque
-    else:
-        has_hooks, is_opaque = False, output is None
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, _Tensor):
-                if leaf.requires_grad:
-                    if use.hook_output(leaf):
-                        has_hooks = True
-                    else:
-                        is_opaque = True
-            elif not isinstance(leaf, _ATOMS):
-                is_opaque = True
+    """Hook every output that requires grad; whether backward may reach this use."""
+    has_hooks = is_opaque = False
+    for leaf in (output,) if isinstance(output, _Tensor) else tree_leaves(output):
+        if not isinstance(leaf, _Tensor):
+            is_opaque |= not isinstance(leaf, _ATOMS)
+        elif not leaf.requires_grad:
+            is_opaque |= _is_parameter_memory(state, leaf)
+        elif use.hook_output(leaf):
+            has_hooks = True
+        else:
+            is_opaque = True
+    for tensor in state.swap.kept_tensors():
+        has_hooks |= use.hook_output(tensor)
+    if not has_hooks:
+        # Nothing to hook: what backward needs may have left by another way, such as an attribute.
+        is_opaque |= state.is_trainable or use.has_alias
     if is_opaque:
         _keep_unsharded(state, module, output)
-    elif not has_hooks:
+    if has_hooks or is_opaque:
+        use.register(is_recomputed)
+    return has_hooks or is_opaque
+
+
+def _look_at_outputs(state: _FSDPState, module: nn.Module, output: Any) -> None:
+    """Without grad mode there is nothing to hook; only an output that is a parameter must not be freed."""
+    for leaf in (output,) if isinstance(output, _Tensor) else tree_leaves(output):
+        if isinstance(leaf, _Tensor) and _is_parameter_memory(state, leaf):
+            _keep_unsharded(state, module, output)
+
+
+def _is_parameter_memory(state: _FSDPState, tensor: torch.Tensor) -> bool:
+    """Whether an output is (a view of) an unsharded parameter, which resharding would free under the user's hands."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False
-    use.register(is_recomputed)
-    return True
+    address = tensor.untyped_storage().data_ptr()
+    return any(address == handle.storage.data_ptr() for handle in state._handles if handle.is_unsharded)
 
 
 def _keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
@@ -365,13 +364,12 @@ def _keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
         for param in handle.unsharded_params:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(note_backward)
-    if output is not None:
-        warnings.warn(
-            f"forward of the fully_shard'ed {type(module).__name__} ({state.name}) returned {type(output).__name__}, "
-            "in which tensors cannot be found or hooked: its parameters stay unsharded between forwards. Return "
-            "tensors, or a type registered with torch.utils._pytree, to save that memory",
-            stacklevel=2,
-        )
+    warnings.warn(
+        f"forward of the fully_shard'ed {type(module).__name__} ({state.name}) returned {type(output).__name__}, "
+        "in which no output that requires grad can be found or hooked: its parameters stay unsharded between forwards. "
+        "Return tensors, or a type registered with torch.utils._pytree, to save that memory",
+        stacklevel=2,
+    )
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

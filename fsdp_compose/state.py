@@ -95,15 +95,22 @@ class _FSDPState(ComposableState):
         """The name of the group in messages."""
         return self.fqn or "(root)"
 
+    def set_prefix(self, prefix: str) -> None:
+        """What precedes the names of the group's parameters in the root, for messages."""
+        self.swap.prefix = prefix
+        for handle in self._handles:
+            handle.prefix = prefix
+
     def check_unsharded_edits(self) -> None:
         """Raise if ``forward`` wrote to an unsharded parameter: the edit would be lost at reshard."""
         for handle in self._handles:
             if handle.was_edited_unsharded():
                 handle.forgive_unsharded_edit()
+                names = ", ".join(handle.prefix + fqn for fqn in handle.fqns)
                 raise RuntimeError(
                     f"a parameter of the fully_shard group {self.name} was modified in place inside forward; the edit "
                     "would be lost when the group is resharded. It is one of "
-                    f"{', '.join(handle.fqns)}. Modify parameters outside forward (the sharded parameters are "
+                    f"{names}. Modify parameters outside forward (the sharded parameters are "
                     "authoritative), or keep what changes in forward in a buffer"
                 )
 

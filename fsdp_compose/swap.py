@@ -13,17 +13,20 @@ back is an error that names it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
 
+import torch
 import torch.nn as nn
 
 from .flat_param import FlatParamHandle, ManagedParameter
 
 _Parameters = dict[str, "nn.Parameter | None"]
 _Namespace = dict[str, Any]
+
+_NUM_SEARCHES = 3  # forwards in which the modules' attributes are searched for tensors that forward kept
 
 
 class ParameterSwap:
@@ -53,9 +56,18 @@ class ParameterSwap:
                 owned.setdefault(module, {})[name] = where[item.fqn]
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
+        self.prefix = ""  # what precedes the names of these modules in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
+        self._all_namespaces = [_namespace_of(module, is_root=module in roots) for module in fqns]
+        self._side_outputs: list[tuple[Callable[[], _Namespace], str]] = []
+        self._num_searches = 0
+        self._children = [module._modules for module in fqns]
+        self._known_children: tuple[Any, ...] = ()
+        self.note_children()
         self._owned = list(owned.values())
         self._sharded: list[_Parameters] = [module._parameters for module in owned]
+        for module in owned:
+            _guard_state_dict(module)
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -82,6 +94,39 @@ class ParameterSwap:
         self._prepared_names = [list(parameters) for parameters in self._sharded]
         self._sharded_values = tuple(_values(self._sharded))
         self._unsharded_values = tuple(_values(self._unsharded))
+
+    def kept_tensors(self) -> list[torch.Tensor]:
+        """Tensors that require grad and that ``forward`` has kept on the group's modules as attributes (an auxiliary
+        loss, say): backward may enter the group through them. Attributes are looked for in the first forwards, then
+        only the ones found are read."""
+        if self._num_searches < _NUM_SEARCHES:
+            self._num_searches += 1
+            for namespace in self._all_namespaces:
+                for key, value in namespace().items():
+                    if _tensors_requiring_grad(value) and (namespace, key) not in self._side_outputs:
+                        self._side_outputs.append((namespace, key))
+        return [
+            tensor for namespace, key in self._side_outputs for tensor in _tensors_requiring_grad(namespace().get(key))
+        ]
+
+    def note_children(self) -> None:
+        """Remember the modules below those of the group, as they are now."""
+        self._known_children = tuple(_values(self._children))
+
+    def children_changed(self) -> bool:
+        """Whether a submodule was added, replaced or removed since."""
+        return not _hold(self._children, self._known_children)
+
+    def materialised(self, handle: FlatParamHandle) -> dict[int, nn.Parameter]:
+        """The parameters that ``to_empty()`` has put in the place of ``handle``'s meta faces, by index; every slot of a
+        shared parameter gets the same one."""
+        found: dict[int, nn.Parameter] = {}
+        for owned, sharded in zip(self._owned, self._sharded, strict=True):
+            for name, (owner, i) in owned.items():
+                present = sharded.get(name)
+                if owner is handle and present is not None and present is not handle.faces[i]:
+                    sharded[name] = found.setdefault(i, present)
+        return found
 
     def show_unsharded(self) -> None:
         """Called before ``forward``.
@@ -114,8 +159,8 @@ class ParameterSwap:
             changed = self._changed(self._unsharded, self._unsharded_values)
             self.rebuild()
             raise RuntimeError(
-                f"forward replaced, added or removed parameters of a sharded module: {', '.join(changed)}. Such a "
-                "change would be lost when the module is resharded; change parameters outside forward"
+                f"forward replaced, added or removed parameters of a sharded module: {self._join_names(changed)}. "
+                "Such a change would be lost when the module is resharded; change parameters outside forward"
             )
 
     def _reconcile(self) -> None:
@@ -132,9 +177,9 @@ class ParameterSwap:
                 refused.append(name)
         if refused:
             raise RuntimeError(
-                f"parameters of a sharded module were replaced, added or removed after fully_shard(): "
-                f"{', '.join(refused)}. A new value would not be sharded, and would not train: change parameters in "
-                "place (under torch.no_grad()), or before fully_shard()"
+                "parameters of a sharded module were replaced, added or removed after fully_shard(): "
+                f"{self._join_names(refused)}. A new value would not be sharded, and would not train: change "
+                "parameters in place (under torch.no_grad()), or before fully_shard()"
             )
         self.rebuild()
 
@@ -147,6 +192,9 @@ class ParameterSwap:
             name for name in before.keys() | now.keys() if before.get(name, missing) is not now.get(name, missing)
         )
 
+    def _join_names(self, names: Iterable[str]) -> str:
+        return ", ".join(self.prefix + name for name in names)
+
     def _by_name(self, dicts: Sequence[_Parameters]) -> dict[str, Any]:
         return {
             _join(fqn, name): value
@@ -155,11 +203,63 @@ class ParameterSwap:
         }
 
 
-def _values(dicts: Sequence[_Parameters]) -> Iterable[Any]:
-    return chain.from_iterable(map(dict.values, dicts))
+def _namespace_of(module: nn.Module, is_root: bool) -> Callable[[], _Namespace]:
+    """A function that returns the module's attributes; weak for the modules that hold the state."""
+    if not is_root:
+        attributes = module.__dict__
+        return lambda: attributes
+    ref = weakref.ref(module)
+    return lambda: getattr(ref(), "__dict__", {})
 
 
-def _hold(dicts: Sequence[_Parameters], values: tuple[Any, ...]) -> bool:
+def _tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
+    """The non-leaf tensors in ``value``, a tensor or a list, tuple or dict of tensors, that are part of a graph."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.grad_fn is not None else []
+    if type(value) in (list, tuple):
+        return [item for item in value if isinstance(item, torch.Tensor) and item.grad_fn is not None]
+    if type(value) is dict:
+        return _tensors_requiring_grad([*value.values()])
+    return []
+
+
+# ---- state dicts
+
+_FACES, _ASIDE = "_fsdp_compose_faces", "_fsdp_compose_aside"
+
+
+def _guard_state_dict(module: nn.Module) -> None:
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded faces at any moment: also inside
+    forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
+    if _FACES not in module.__dict__:
+        module.register_state_dict_pre_hook(_show_faces)
+        module.register_state_dict_post_hook(_show_what_was)
+        module.register_load_state_dict_pre_hook(_show_faces)
+        module.register_load_state_dict_post_hook(_show_what_was)
+    module.__dict__[_FACES] = module._parameters
+
+
+def _show_faces(module: nn.Module, *_: Any) -> None:
+    attributes = module.__dict__
+    if attributes["_parameters"] is not attributes[_FACES]:
+        attributes[_ASIDE] = attributes["_parameters"]
+        attributes["_parameters"] = attributes[_FACES]
+
+
+def _show_what_was(module: nn.Module, *_: Any) -> None:
+    aside = module.__dict__.pop(_ASIDE, None)
+    if aside is not None:
+        module.__dict__["_parameters"] = aside
+
+
+# ---- dicts
+
+
+def _values(dicts: Sequence[Mapping[str, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(map(dict.values, dicts))  # type: ignore[arg-type]
+
+
+def _hold(dicts: Sequence[Mapping[str, Any]], values: tuple[Any, ...]) -> bool:
     """Whether the dicts hold these very values, in this order."""
     return sum(map(len, dicts)) == len(values) and all(map(is_, _values(dicts), values))
 
