@@ -27,7 +27,7 @@ from .flat_param import (
 from .iteration import tree_has_changed
 from .mesh import DataParallelMesh, data_parallel_mesh
 from .policy import MixedPrecisionPolicy
-from .state import _FSDPState, get_state, register_state
+from .state import _FSDPState, _is_compatible, get_state, register_state
 from .swap import ParameterSwap
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
@@ -90,6 +90,10 @@ def fully_shard(
         mp_policy = MixedPrecisionPolicy()
     elif not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"fully_shard(mp_policy=...): expected fsdp_compose.MixedPrecisionPolicy, got {mp_policy!r}")
+    if granularity is not None and not callable(granularity):
+        raise TypeError(
+            f"fully_shard(granularity={granularity!r}): expected a function from (FQN, parameter) to a granule"
+        )
     ignored = _check_ignored(ignored_params)
     data_mesh = data_parallel_mesh(mesh)
     label = _label(modules)
@@ -109,9 +113,9 @@ def fully_shard(
         for item in modules:
             item.register_forward_pre_hook(runtime.pre_forward, prepend=True, with_kwargs=True)
             item.register_forward_hook(runtime.post_forward, always_call=True)
-            _annotate_modules_for_dynamo(item, set(), use_orig_params=True)
+            _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
 
-    register_state(module, install)
+    register_state(modules, install)
     tree_has_changed()
     return module
 
@@ -135,6 +139,11 @@ def _check_modules(module: Any) -> list[nn.Module]:
         if item not in modules[:i] and not any(item in set(other.modules()) for other in modules if other is not item)
     ]
     for item in roots:
+        if type(item).forward is nn.Module.forward and "forward" not in item.__dict__:
+            raise ValueError(
+                f"fully_shard(): a {type(item).__name__} has no forward, so nothing would ever gather its parameters; "
+                "shard its children, or make one group of them: fully_shard(list(module.children()))"
+            )
         if get_state(item) is not None:
             raise ValueError(
                 f"fully_shard() was already called on this {type(item).__name__}: a module can be sharded once. Shard "
@@ -149,11 +158,17 @@ def _check_modules(module: Any) -> list[nn.Module]:
 
 
 def _check_ignored(ignored_params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
-    ignored = set(ignored_params) if ignored_params is not None else set()
+    if ignored_params is None:
+        return set()
+    if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, Iterable):
+        raise TypeError(
+            f"fully_shard(ignored_params=...): expected several nn.Parameters, got {type(ignored_params).__name__}"
+        )
+    ignored = list(ignored_params)
     for item in ignored:
         if not isinstance(item, nn.Parameter):
             raise TypeError(f"fully_shard(ignored_params=...): expected nn.Parameters, got {type(item).__name__}")
-    return ignored
+    return set(ignored)
 
 
 def _label(modules: Sequence[nn.Module]) -> str:
@@ -167,19 +182,16 @@ def _group_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
     """The modules of the group with their names, depth first: not below a nested group, nor below a module that an
     incompatible API (torch's ``replicate``) manages."""
     names: dict[nn.Module, str] = {}
-
-    def visit(module: nn.Module, name: str) -> None:
-        if module in names or (name not in prefixes and get_state(module) is not None):
-            return
-        if "replicate" in composable_registry(module):
-            return
+    roots = [("" if len(modules) == 1 else str(i), module) for i, module in enumerate(modules)]
+    stack = [*reversed(roots)]
+    while stack:
+        name, module = stack.pop()
+        is_root = module in modules
+        if module in names or (get_state(module) is not None and not is_root) or not _is_compatible(module):
+            continue
         names[module] = name
-        for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name)
-
-    prefixes = {""} if len(modules) == 1 else {str(i) for i in range(len(modules))}
-    for prefix, module in zip(sorted(prefixes, key=lambda text: int(text or 0)), modules, strict=True):
-        visit(module, prefix)
+        children = [(f"{name}.{child}" if name else child, item) for child, item in module.named_children()]
+        stack.extend(reversed(children))
     return names
 
 

@@ -17,7 +17,7 @@ from .collectives import Communicator
 from .dynamo import never_traced
 from .exchange import ControlExchange, control_group, order_hash
 from .meeting import first_difference, meet
-from .state import ForwardRecord, Phase, RootContext, _FSDPState, states_to_run
+from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
 
 _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
 _ALL_GATHER, _REDUCE_SCATTER = 0, 1
@@ -119,9 +119,10 @@ def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) ->
     managed = {id(face) for item in states for handle in item._handles for face in handle.faces}
     ignored = {param for item in states for param in item.ignored}
     stray = [
-        name
-        for name, param in module.named_parameters()
-        if param.requires_grad and id(param) not in managed and param not in ignored
+        f"{prefix}.{name}" if prefix else name
+        for prefix, submodule in modules_to_run(module)
+        for name, param in submodule._parameters.items()
+        if param is not None and param.requires_grad and id(param) not in managed and param not in ignored
     ]
     if stray:
         raise ValueError(

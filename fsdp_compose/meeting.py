@@ -3,7 +3,7 @@
 A meeting compares what each rank brings and ends the same way on every rank: all return, or all raise one error. It is
 used where a collective would hang or pair wrongly: at the first forward, and after an interrupted iteration.
 
-Cost: every rank writes two keys and reads one; the first rank reads one small key per rank.
+Cost: every rank writes two keys and reads two; the first rank reads one small key per rank.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from ._torch import default_store, group_timeout
 TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
 _GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
 
-# How many meetings each process group has completed, by purpose: part of the keys. A meeting that failed is not
-# counted, so that ranks that try again meet those that come late.
-_completed: dict[tuple[str, str], int] = {}
+# The number of the next round for each process group and purpose, as far as this rank knows: part of the keys.
+_next_round: dict[tuple[str, str], int] = {}
 
 
 def meet(
@@ -35,7 +34,8 @@ def meet(
 ) -> str:
     """Bring ``payload`` to a meeting of all ranks of ``group`` and return its verdict, the same on every rank.
 
-    Every rank of ``group`` must call it, for the same ``purpose``.
+    Every rank of ``group`` must call it, for the same ``purpose``. The first rank opens a round, waits for the others
+    and judges it. A round that failed stays closed: ranks that try again, and those that come late, meet in the next.
 
     Args:
         payload: a short text.
@@ -48,27 +48,33 @@ def meet(
         RuntimeError: on every rank that came: some rank did not within the time (``FSDP_COMPOSE_TIMEOUT`` seconds, by
             default the timeout of the process group), naming the call and the absent ranks; or what ``explain`` said.
     """
-    rank, world_size, name = group.rank(), group.size(), str(group.group_name)
+    rank, name = group.rank(), str(group.group_name)
+    number = _next_round.get((name, purpose), 0)
+    store = dist.PrefixStore(f"fsdp_compose/{name}/{purpose}", default_store())
     timeout = _timeout(group)
-    number = _completed.get((name, purpose), 0)
-    store = dist.PrefixStore(f"fsdp_compose/{name}/{purpose}/{number}", default_store())
+    if rank != 0:
+        while store.check([f"verdict/{number}"]):
+            number += 1
+        _wait(store, [f"open/{number}"], timeout, lambda: _absence([0], group.size(), purpose, timeout))
+    _next_round[name, purpose] = number + 1
     if explain is not None:
-        store.set(f"details/{rank}", details)
-    store.set(f"payload/{rank}", payload)
+        store.set(f"details/{number}/{rank}", details)
+    store.set(f"payload/{number}/{rank}", payload)
     if rank == 0:
-        verdict = _preside(store, world_size, timeout, purpose, judge, explain)
-        store.set("verdict", verdict)
+        store.set(f"open/{number}", "")
+        verdict = _preside(store, number, group.size(), timeout, purpose, judge, explain)
+        store.set(f"verdict/{number}", verdict)
     else:
-        _wait(store, ["verdict"], timeout + _GRACE, lambda: _absence(store, world_size, purpose, timeout))
-        verdict = store.get("verdict").decode()
-    kind, _, text = verdict.partition(":")
-    if kind == "absent":
-        if rank == 0:
-            store.delete_key("verdict")  # let a second attempt be judged afresh
-        raise RuntimeError(text)
-    _completed[name, purpose] = number + 1
+        _wait(
+            store,
+            [f"verdict/{number}"],
+            timeout + _GRACE,
+            lambda: _absence([0], group.size(), purpose, timeout),
+        )
+        verdict = store.get(f"verdict/{number}").decode()
     if explain is not None:
-        store.delete_key(f"details/{rank}")
+        store.delete_key(f"details/{number}/{rank}")
+    kind, _, text = verdict.partition(":")
     if kind == "error":
         raise RuntimeError(text)
     return text
@@ -76,22 +82,28 @@ def meet(
 
 def _preside(
     store: dist.Store,
+    number: int,
     world_size: int,
     timeout: timedelta,
     purpose: str,
     judge: Callable[[list[str]], str],
     explain: Callable[[int, str, str], str] | None,
 ) -> str:
-    keys = [f"payload/{rank}" for rank in range(world_size)]
+    keys = [f"payload/{number}/{rank}" for rank in range(world_size)]
+
+    def absence() -> str:
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return _absence(absent, world_size, purpose, timeout)
+
     try:
-        _wait(store, keys, timeout, lambda: _absence(store, world_size, purpose, timeout))
+        _wait(store, keys, timeout, absence)
     except RuntimeError as error:
-        return f"absent:{error}"
+        return f"error:{error}"
     payloads = [payload.decode() for payload in store.multi_get(keys)]
     if explain is not None:
         for rank, payload in enumerate(payloads):
             if payload != payloads[0]:
-                texts = store.multi_get(["details/0", f"details/{rank}"])
+                texts = store.multi_get([f"details/{number}/0", f"details/{number}/{rank}"])
                 return "error:" + explain(rank, texts[0].decode(), texts[1].decode())
     return "ok:" + judge(payloads)
 
@@ -103,13 +115,11 @@ def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta, absence: C
         raise RuntimeError(absence()) from error
 
 
-def _absence(store: dist.Store, world_size: int, purpose: str, timeout: timedelta) -> str:
-    absent = [rank for rank in range(world_size) if not store.check([f"payload/{rank}"])]
-    who = f"rank(s) {', '.join(map(str, absent))} did not" if absent else "the first rank did not judge it"
+def _absence(absent: Sequence[int], world_size: int, purpose: str, timeout: timedelta) -> str:
     return (
-        f"{purpose}: {who} come to the meeting of {world_size} ranks within {timeout.total_seconds():g} s. Every rank "
-        "must make this call; a rank that is missing has died, hangs in a collective, or took another path "
-        f"(set {TIMEOUT_ENV} to wait longer or shorter)"
+        f"{purpose}: rank(s) {', '.join(map(str, absent))} did not come to the meeting of {world_size} ranks within "
+        f"{timeout.total_seconds():g} s. Every rank must make this call; a rank that is missing has died, hangs in a "
+        f"collective, or took another path (set {TIMEOUT_ENV} to wait longer or shorter)"
     )
 
 

@@ -92,4 +92,6 @@ def _default_mesh() -> DeviceMesh:
 def _mesh_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
+    if not torch.get_device_module(device_type).is_available():
+        raise ValueError(f"fully_shard(mesh=...): the mesh is on {device_type}, and this machine has no such device")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

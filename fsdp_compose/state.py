@@ -195,11 +195,9 @@ class RootContext:
 # ---- registry
 
 
-def fully_shard(module: Any, install: Callable[[_FSDPState], None]) -> Any:
+def fully_shard(module: list[nn.Module], install: Callable[[_FSDPState], None]) -> Any:
     """The function known to torch's registry; its name is the API's name there."""
-    first = module if isinstance(module, nn.Module) else module[0]
-    state = _registered.state(first)
-    install(state)
+    install(_registered.state(module[0]))
     return module
 
 
@@ -207,16 +205,16 @@ _API = fully_shard
 _registered: Any = contract(state_cls=_FSDPState)(fully_shard)
 
 
-def register_state(module: nn.Module | list[nn.Module], install: Callable[[_FSDPState], None]) -> None:
-    """Register a new state on ``module`` (a list: on each of its roots) and let ``install`` fill it in.
+def register_state(modules: list[nn.Module], install: Callable[[_FSDPState], None]) -> None:
+    """Register one new state on ``modules``, of which none is inside another, and let ``install`` fill it in.
 
     A failure leaves no trace in the registry.
     """
     try:
-        _registered(module, install)
+        _registered(modules, install)
     except BaseException:
-        for item in [module] if isinstance(module, nn.Module) else module:
-            drop_composable_state(item, _API)
+        for module in modules:
+            drop_composable_state(module, _API)
         raise
 
 
@@ -278,6 +276,13 @@ def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
         if state is not None and state not in found:
             found[state] = names[submodule]
     return list(found.items())
+
+
+def modules_to_run(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module under ``module`` with its name, except those that an incompatible API (torch's ``replicate``)
+    manages: that API is responsible for their parameters."""
+    names = {submodule: name for name, submodule in module.named_modules()}
+    return [(names[submodule], submodule) for submodule in _walk(module, stop_at_incompatible=True)]
 
 
 def _walk(module: nn.Module, stop_at_incompatible: bool) -> Iterator[nn.Module]:
