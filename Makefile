@@ -17,8 +17,8 @@ LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
-	GLOO_SOCKET_IFNAME=$(LOOPBACK) $(BIN)/python -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
-		--nproc_per_node $(PROCESSES) examples/train_gpt.py $(DEMO_ARGS)
+	GLOO_SOCKET_IFNAME=$(LOOPBACK) OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run \
+		--standalone --local-addr 127.0.0.1 --nproc_per_node $(PROCESSES) examples/train_gpt.py $(DEMO_ARGS)
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

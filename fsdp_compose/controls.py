@@ -105,7 +105,7 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, *,
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"set_reshard_after_forward(): expected True or False, got {reshard_after_forward!r}")
     for state in _states(module, recurse):
-        state.reshard_after_forward = reshard_after_forward
+        state.reshard_option = state.reshard_after_forward = reshard_after_forward
 
 
 def _own_state(module: nn.Module, call: str) -> _FSDPState:

@@ -105,7 +105,7 @@ def fully_shard(
     def install(state: _FSDPState) -> None:
         state.modules = tuple(weakref.ref(item) for item in modules)
         state.fqn = label
-        state.mesh, state.mp_policy, state.reshard_after_forward = data_mesh, mp_policy, reshard_after_forward
+        state.mesh, state.mp_policy, state.reshard_option = data_mesh, mp_policy, reshard_after_forward
         state._handles = handles
         state.ignored = weakref.WeakSet(ignored)
         _put_faces(managed, handles, label)

@@ -7,8 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from contextlib import suppress
-from functools import partial
 
 import torch.nn as nn
 
@@ -60,6 +58,7 @@ def reduce(root: RootContext, state: _FSDPState) -> None:
     """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them."""
     state.phase = Phase.POST_BACKWARD
     state.is_reduced = True
+    state.has_unsynced = not state.requires_gradient_sync
     for handle in state._handles:
         if not handle.is_trainable:
             root.communicator.reshard(handle)
@@ -87,6 +86,8 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     """
     found = states_to_run(module)
     states = [item for item, _ in found]
+    for item in states:
+        _adopt_materialised(item)
     _check_everything_is_managed(module, states)
     mesh = state.mesh
     for item, name in found:
@@ -98,8 +99,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     for index, (item, name) in enumerate(found):
         item.fqn, item.index = name, index
         item.set_prefix(f"{name}." if name else "")
-        if item.reshard_after_forward is None:
-            item.reshard_after_forward = item is not state
+        item.reshard_after_forward = item is not state if item.reshard_option is None else item.reshard_option
     if mesh.has_peers:
         _meet_first_forward(state, states)
     exchange = ControlExchange(
@@ -206,13 +206,12 @@ def _begin_forward(root: RootContext) -> None:
 
 def _follow_user(root: RootContext, state: _FSDPState) -> None:
     """Gradients dropped, ``requires_grad`` toggled, parameters moved since the last iteration."""
+    _adopt_materialised(state)
     for handle in state._handles:
         if handle.has_unsharded_grad():
             _refuse_stray_gradients(state)
         handle.gradient.release_if_dropped()
         handle.follow_requires_grad()
-        if handle.is_meta:
-            handle.adopt_faces(state.swap.materialised(handle))
         if handle.faces_moved():
             _reflatten(root, state)
         if handle.is_meta:
@@ -220,6 +219,12 @@ def _follow_user(root: RootContext, state: _FSDPState) -> None:
                 f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
                 "model.to_empty(device=...) and initialise them before the first forward"
             )
+
+
+def _adopt_materialised(state: _FSDPState) -> None:
+    for handle in state._handles:
+        if handle.is_meta:
+            handle.adopt_faces(state.swap.materialised(handle))
 
 
 def _refuse_stray_gradients(state: _FSDPState) -> None:
@@ -254,7 +259,25 @@ def begin_backward(root: RootContext) -> None:
     """Called from the first hook of a root that a backward reaches."""
     root.is_in_backward = True
     root.num_backwards += 1
-    queue_end_of_backward(partial(finish_backward, root))
+    queue_end_of_backward(_EndOfBackward(root))
+
+
+class _EndOfBackward:
+    """The callback at the end of a backward. Autograd drops it uncalled when the backward raises: then the modules
+    show their sharded parameters again, before the exception reaches anybody."""
+
+    def __init__(self, root: RootContext) -> None:
+        self._root: RootContext | None = root
+
+    def __call__(self) -> None:
+        root, self._root = self._root, None
+        assert root is not None
+        finish_backward(root)
+
+    def __del__(self) -> None:
+        if self._root is not None:
+            for state in self._root.live_states():
+                state.restore_faces()
 
 
 @never_traced
@@ -262,7 +285,10 @@ def finish_backward(root: RootContext) -> None:
     """Reduce what has not been reduced, agree with the other ranks, and only then show the gradients."""
     states = root.live_states()
     for state in reversed(states):
-        if (state.ran_backward or state.is_unhooked) and not state.is_reduced:
+        if state.active_uses:
+            state.show_sharded()
+        is_due = state.ran_backward or state.is_unhooked or (state.has_unsynced and state.requires_gradient_sync)
+        if is_due and not state.is_reduced:
             reduce(root, state)
     _exchange(root, states)
     _publish(root, states)
@@ -352,9 +378,7 @@ def heal(root: RootContext) -> None:
     """
     states = root.live_states()
     for state in states:
-        if state.entries:
-            with suppress(RuntimeError):  # what the interrupted forward changed in the modules is thrown away too
-                state.swap.show_sharded()
+        state.restore_faces()
     mesh, count = states[0].mesh, root.num_collectives + len(root.trace)
     is_tainted = root.has_added
     if mesh.has_peers:

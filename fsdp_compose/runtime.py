@@ -110,6 +110,8 @@ class _Use:
         state.phase = Phase.PRE_BACKWARD
         state.ran_backward = True
         state.active_uses += 1
+        if state.active_uses == 1:
+            state.show_unsharded()
         state.last_use = max(state.last_use, self._record.number)
         unshard(root, state)
         if self._position:
@@ -131,6 +133,7 @@ class _Use:
         state.active_uses -= 1
         if state.active_uses > 0:
             return
+        state.show_sharded()
         for earlier in state.outstanding:
             if earlier <= number:
                 state.phase = Phase.POST_BACKWARD
@@ -166,8 +169,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     wait_for_unshard(root, state)
     use = _Use(state, root.record) if _is_grad_enabled() else None
     state.entries.append((sys.exc_info()[1], use))
-    if len(state.entries) == 1:
-        state.swap.show_unsharded()
+    state.show_unsharded()
     policy = state.mp_policy
     dtype = policy.param_dtype if policy.cast_forward_inputs else None
     # A recomputation for a backward that already waits for this group: the original graph has the hooks.
@@ -191,10 +193,9 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     if not is_recomputed:
         root.depth -= 1
     try:
-        if not state.entries:
-            state.swap.show_sharded()
-            if not has_failed:
-                state.check_unsharded_edits()
+        state.show_sharded()
+        if not has_failed and not state.num_shows:
+            state.check_unsharded_edits()
     except RuntimeError:
         _abandon(root, state, is_recomputed)
         if not has_failed:

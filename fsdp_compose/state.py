@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum
 from typing import Any, cast
 
@@ -43,7 +44,7 @@ class _FSDPState(ComposableState):
     Attributes:
         modules: weak references to the module, or modules, given to the call.
         fqn: name of the (first) module, relative to the root, once a root is known; a class name before.
-        mesh, mp_policy, reshard_after_forward: as given to the call (``None`` decided by the root).
+        mesh, mp_policy, reshard_option: as given to the call; ``reshard_after_forward`` is what the root made of it.
         requires_gradient_sync: whether backward reduces (``no_sync`` says no).
         root: what the groups below one root share; ``None`` before the first forward.
         index: position of the state in the root's order.
@@ -59,7 +60,8 @@ class _FSDPState(ComposableState):
         self.fqn = ""
         self.mesh: DataParallelMesh = cast(DataParallelMesh, None)
         self.mp_policy = MixedPrecisionPolicy()
-        self.reshard_after_forward: bool | None = None
+        self.reshard_option: bool | None = None
+        self.reshard_after_forward = True
         self.requires_gradient_sync = True
         self._handles: list[FlatParamHandle] = []
         self.swap: ParameterSwap = cast(ParameterSwap, None)
@@ -68,6 +70,7 @@ class _FSDPState(ComposableState):
         self.index = -1
         # A forward returned something that cannot be hooked: stays unsharded, is reduced at the end of any backward.
         self.is_unhooked = False
+        self.has_unsynced = False  # a backward without gradient sync has run since the last reduction
         self.reset()
 
     def reset(self) -> None:
@@ -76,6 +79,7 @@ class _FSDPState(ComposableState):
         self.entries: list[tuple[BaseException | None, Any]] = []
         self.outstanding: list[int] = []
         self.pending_modules: set[int] = set()
+        self.num_shows = 0  # forwards and backwards during which modules show the unsharded parameters
         self.active_uses = 0  # uses between their pre-backward and their post-backward
         self.last_use = 0  # number of the latest forward that this backward has reached
         self.ran_backward = False  # pre-backward came in this backward
@@ -94,6 +98,26 @@ class _FSDPState(ComposableState):
     def name(self) -> str:
         """The name of the group in messages."""
         return self.fqn or "(root)"
+
+    def show_unsharded(self) -> None:
+        """Let the modules see the unsharded parameters: in forward, and in backward, where activation checkpointing
+        may run a part of forward again without the hooks. Calls nest."""
+        self.num_shows += 1
+        if self.num_shows == 1:
+            self.swap.show_unsharded()
+
+    def show_sharded(self) -> None:
+        """Undo one ``show_unsharded``."""
+        self.num_shows -= 1
+        if self.num_shows == 0:
+            self.swap.show_sharded()
+
+    def restore_faces(self) -> None:
+        """Put the sharded faces back after an interruption, whatever it left."""
+        if self.num_shows:
+            self.num_shows = 0
+            with suppress(RuntimeError):  # what the interrupted forward changed in the modules is thrown away too
+                self.swap.show_sharded()
 
     def set_prefix(self, prefix: str) -> None:
         """What precedes the names of the group's parameters in the root, for messages."""

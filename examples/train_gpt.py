@@ -1,0 +1,307 @@
+"""Trains a byte-level GPT on the source code of Python's standard library, sharded over any number of processes.
+
+    torchrun --standalone --nproc_per_node 2 examples/train_gpt.py --steps 300
+
+One GPU per process with NCCL if the machine has enough of them, otherwise the CPU with gloo. Each step draws one global
+batch from (seed, step) and every rank takes its slice: the run is the same on any number of processes. At the end --out
+holds log.json and loss.png, and the model has written some Python of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from fsdp_compose import MixedPrecisionPolicy, fully_shard
+
+VOCABULARY = 256  # a token is a byte
+SUFFIXES = (".py", ".txt")  # of the files read from a directory
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+class Corpus:
+    """Bytes of text, the last 5 % of them for validation."""
+
+    def __init__(self, path: Path, max_bytes: int, seq_len: int):
+        files = [path]
+        if path.is_dir():
+            relative = sorted(file.relative_to(path) for file in path.rglob("*") if file.suffix in SUFFIXES)
+            files = [path / file for file in relative if SKIPPED_FOLDERS.isdisjoint(file.parts)]
+        text = bytearray()
+        while files and len(text) < max_bytes:
+            text += files.pop(0).read_bytes()
+        del text[max_bytes:]
+        if not text:
+            raise SystemExit(f"--data {path}: expected a file, or a directory with some {'/'.join(SUFFIXES)} files")
+        tokens = torch.frombuffer(text, dtype=torch.uint8)
+        self.training, self.validation = tokens.split([len(tokens) - len(tokens) // 20, len(tokens) // 20])
+        if len(self.validation) <= seq_len:
+            raise SystemExit(f"{path} is too short: 5 % of its {len(tokens):,} bytes must exceed --seq-len {seq_len}")
+
+
+def windows(tokens: Tensor, starts: Tensor, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and the bytes that follow them, one row per start."""
+    rows = torch.stack([tokens[start : start + seq_len + 1] for start in starts.tolist()]).long().to(device)
+    return rows[:, :-1], rows[:, 1:]
+
+
+# ---- model -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.projection = nn.Linear(dim, dim, bias=False)
+        self.mlp_norm = nn.LayerNorm(dim)
+        self.mlp_in = nn.Linear(dim, 4 * dim, bias=False)
+        self.mlp_out = nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, args: argparse.Namespace):
+        super().__init__()
+        self.checkpoint_activations = args.checkpoint_activations
+        self.embedding = nn.Embedding(VOCABULARY, args.dim)
+        self.positions = nn.Embedding(args.seq_len, args.dim)
+        self.blocks = nn.ModuleList(Block(args.dim, args.heads) for _ in range(args.layers))
+        self.norm = nn.LayerNorm(args.dim)
+        self.head = nn.Linear(args.dim, VOCABULARY, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:  # the two writers into the residual stream of each block share its variance
+                writes_residual = name.endswith(("projection.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * args.layers) if writes_residual else 0.02)
+        if args.tie:
+            self.head.weight = self.embedding.weight  # both belong to the root's group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.head(self.norm(x)).float()
+
+
+def build_model(args: argparse.Namespace, device: torch.device) -> tuple[GPT, int]:
+    """The sharded model, and the number of parameters it had before."""
+    torch.manual_seed(args.seed)  # every rank builds the same model and keeps its share
+    model = GPT(args).to(device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if args.compile:
+        for block in model.blocks:
+            block.compile()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.bf16 else {}
+    policy = MixedPrecisionPolicy(**dtypes)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model, num_parameters
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def loss_of(model: GPT, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def mean_over_ranks(losses: list[Tensor]) -> float:
+    total = torch.stack(losses).mean()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def my_slice(starts: Tensor) -> Tensor:
+    """This rank's part of a global batch."""
+    return starts.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+@torch.no_grad()
+def validate(model: GPT, corpus: Corpus, args: argparse.Namespace, device: torch.device) -> float:
+    """Mean loss over evenly spaced windows. All ranks take part: each forward gathers parameters."""
+    starts = torch.linspace(0, len(corpus.validation) - args.seq_len - 1, args.val_batches * args.batch).long()
+    losses = [
+        loss_of(model, *windows(corpus.validation, my_slice(batch), args.seq_len, device))
+        for batch in starts.split(args.batch)
+    ]
+    return mean_over_ranks(losses)
+
+
+@torch.no_grad()
+def generate(model: GPT, args: argparse.Namespace, device: torch.device) -> str:
+    """Continues the prompt byte by byte. All ranks draw the same bytes, in step: each forward gathers parameters."""
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = torch.tensor([list(args.prompt.encode())], device=device)
+    for _ in range(args.sample_bytes):
+        logits = model(tokens[:, -args.seq_len :])[:, -1].cpu() / args.temperature
+        drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        tokens = torch.cat([tokens, drawn.to(device)], dim=1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Linear warm-up over the first tenth, then a cosine down to a tenth, as a factor of --lr."""
+    warmup = max(1, args.steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, args.steps - warmup))
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of the whole process; in KiB, on macOS in bytes
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def train(model: GPT, corpus: Corpus, args: argparse.Namespace, device: torch.device) -> list[dict[str, float]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args))
+    log: list[dict[str, float]] = []
+    progress = tqdm(range(1, args.steps + 1), disable=dist.get_rank() != 0, mininterval=1.0, unit="step")
+    losses: list[Tensor] = []  # since the last entry of the log
+    since = time.perf_counter()
+    for step in progress:
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+        starts = torch.randint(len(corpus.training) - args.seq_len, (args.batch,), generator=generator)
+        loss = loss_of(model, *windows(corpus.training, my_slice(starts), args.seq_len, device))
+        losses.append(loss.detach())
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+        time_to_validate = step % args.val_every == 0 or step == args.steps
+        if step % args.log_every and not time_to_validate:
+            continue
+        entry = {"step": step, "loss": mean_over_ranks(losses)}  # waits for the device, so that the clock is right
+        entry["tokens_per_second"] = len(losses) * args.batch * args.seq_len / (time.perf_counter() - since)
+        entry["peak_memory_mib"] = peak_memory_mib(device)
+        if time_to_validate:
+            entry["val_loss"] = validate(model, corpus, args, device)
+            if not progress.disable:
+                progress.write(f"step {step}: training loss {entry['loss']:.3f}, validation {entry['val_loss']:.3f}")
+        progress.set_postfix_str(
+            f"loss {entry['loss']:.3f}, {entry['tokens_per_second']:,.0f} tokens/s, {entry['peak_memory_mib']:,.0f} MiB"
+        )
+        log.append(entry)
+        losses, since = [], time.perf_counter()
+    return log
+
+
+# ---- the run around it -----------------------------------------------------------------------------------------------
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    parser.add_argument("--data", type=Path, default=stdlib, help="file or directory (default: the standard library)")
+    parser.add_argument("--max-bytes", type=int, default=16 << 20, help="read at most so much text")
+    parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="directory of log.json and loss.png")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=12, help="sequences per step, over all ranks")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--tie", action=argparse.BooleanOptionalAction, default=True, help="one embedding and head")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep and reduce in float32")
+    parser.add_argument("--compile", action="store_true", help="compile each block")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
+    parser.add_argument("--log-every", type=int, default=5)
+    parser.add_argument("--val-every", type=int, default=50)
+    parser.add_argument("--val-batches", type=int, default=4)
+    parser.add_argument("--prompt", default="def ")
+    parser.add_argument("--sample-bytes", type=int, default=300)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    return parser.parse_args()
+
+
+def start_process_group(args: argparse.Namespace) -> torch.device:
+    """Joins the other processes; returns the device this one computes on."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise SystemExit(f"start this under torchrun: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}")
+    world_size, local_world_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if args.batch % world_size:
+        raise SystemExit(f"--batch {args.batch} is the global batch: expected a multiple of the {world_size} processes")
+    if torch.cuda.device_count() < local_world_size:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def save(args: argparse.Namespace, log: list[dict[str, float]], summary: dict[str, float | str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    from matplotlib import pyplot
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    (args.out / "log.json").write_text(json.dumps({"settings": settings, **summary, "log": log}, indent=1))
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for key, label in {"loss": "training", "val_loss": "validation"}.items():
+        points = [(entry["step"], entry[key]) for entry in log if key in entry]
+        axes.plot(*zip(*points, strict=True), label=label, marker="o" if key == "val_loss" else "")
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=f"{summary['num_parameters']:,} parameters")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(args.out / "loss.png", dpi=120)
+
+
+def main() -> None:
+    args = parse_args()
+    device = start_process_group(args)
+    start = time.perf_counter()
+    corpus = Corpus(args.data, args.max_bytes, args.seq_len)
+    model, num_parameters = build_model(args, device)
+    if dist.get_rank() == 0:
+        print(f"{num_parameters:,} parameters over {dist.get_world_size()} processes ({device.type})")
+        print(f"{len(corpus.training):,} bytes to train on, {len(corpus.validation):,} to validate")
+    log = train(model, corpus, args, device)
+    sample = generate(model, args, device)
+    seconds = time.perf_counter() - start
+    if dist.get_rank() == 0:
+        save(args, log, {"num_parameters": num_parameters, "seconds": seconds, "sample": sample})
+        print(f"\n{sample}\n\n{num_parameters:,} parameters, {seconds:.0f} s; loss curve in {args.out}/loss.png")
+    dist.barrier()  # nobody leaves while another still needs it
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

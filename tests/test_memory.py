@@ -1,0 +1,399 @@
+"""Where memory is, when it goes, and that nothing keeps a model alive."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compose import MixedPrecisionPolicy, fully_shard, no_sync, unshard
+from fsdp_compose.flat_param import FlatParamHandle
+from fsdp_compose.state import _get_fsdp_handles, _get_fsdp_states, get_state
+from tests.harness import distributed, fake_process_group
+from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
+
+
+def handles_of(model: nn.Module) -> list[FlatParamHandle]:
+    handles = _get_fsdp_handles(model)
+    assert handles
+    return handles
+
+
+def unsharded_bytes(module: nn.Module) -> int:
+    return sum(handle.storage.nbytes() for handle in handles_of(module))
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of sharded gradients, unsharded accumulated gradients and reduce buffers."""
+    flats = [tensor for handle in handles_of(model) for tensor in (handle.gradient._flat, handle.accumulated_grad)]
+    root = get_state(model).root
+    buffers = root.communicator._buffers.values() if root is not None else ()
+    storages = [flat.untyped_storage() for flat in flats if flat is not None] + [buffer.storage for buffer in buffers]
+    return sum(storage.nbytes() for storage in storages)
+
+
+# ---- unsharded parameters --------------------------------------------------------------------------------------------
+
+
+class GatherOutputs(TorchDispatchMode):
+    """Where the all-gathers write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allgather" in function._schema.name:
+            self.storages.add(args[0].untyped_storage().data_ptr())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@distributed(world_size=(2, 3))
+def test_each_unsharded_parameter_lies_in_the_output_of_an_all_gather(param_dtype):
+    model = shard_gpt(GPT(dim=4, layers=2), mp_policy=MixedPrecisionPolicy(param_dtype))
+    gathers = GatherOutputs()
+    seen: list[str] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            assert param.untyped_storage().data_ptr() in gathers.storages, name
+            assert param.dtype == (param_dtype or torch.float32)
+            seen.append(name)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+    (batch,) = batches(1)
+    with gathers:
+        gpt_loss(model, local_part(batch)).backward()
+    # Where a parameter is used without its module's forward, nobody looks: the position table.
+    assert len(seen) == len(list(model.parameters())) - 1
+
+
+@distributed(world_size=1)
+def test_one_rank_computes_with_its_shard():
+    model = fully_shard(nn.Linear(3, 3))
+    (handle,) = handles_of(model)
+    seen = []
+    model.register_forward_pre_hook(lambda module, _: seen.append(module.weight.untyped_storage().data_ptr()))
+    model(torch.ones(1, 3)).sum().backward()
+    assert seen == [handle.shard.untyped_storage().data_ptr()]
+    assert unsharded_bytes(model) == handle.shard.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@distributed(world_size=(2, 3))
+def test_nothing_is_left_unsharded_after_a_training_step(reshard_after_forward):
+    model = shard_gpt(GPT(dim=4, layers=2), reshard_after_forward=reshard_after_forward)
+    assert unsharded_bytes(model) == 0, "after fully_shard"
+    optimizer = adamw(model.parameters())
+    for batch in batches(3):
+        gpt_loss(model, local_part(batch)).backward()
+        assert unsharded_bytes(model) == 0, "after backward"
+        assert sum(buffer.storage.nbytes() for buffer in get_state(model).root.communicator._buffers.values()) == 0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@distributed(world_size=(2, 3))
+def test_nothing_is_left_unsharded_after_a_forward_that_raised():
+    model = shard_gpt(GPT(dim=4, layers=2))
+    (batch,) = batches(1)
+    gpt_loss(model, local_part(batch)).backward()
+    hook = model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(local_part(batch)[:, :-1])
+    assert unsharded_bytes(model) == 0
+    hook.remove()
+    with pytest.warns(UserWarning, match="interrupted"):
+        gpt_loss(model, local_part(batch)).backward()
+
+
+class MostUnshardedAtOnce:
+    """Counts, at each module's forward, the groups whose parameters are there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.most = 0
+        self._states = _get_fsdp_states(model)
+        for module in model.modules():
+            module.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        there = [any(handle.storage.nbytes() for handle in state._handles) for state in self._states]
+        self.most = max(self.most, sum(there))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@distributed(world_size=2)
+def test_evaluation_holds_the_groups_that_run_and_one_prefetched(mode):
+    model = GPT(dim=4, layers=4)
+    for part in (model.tokens, model.positions, model.norm, model.head):
+        part.requires_grad_(False)  # in no group
+    model = nn.Sequential(*model.blocks)
+    for block in model:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=True)
+    count = MostUnshardedAtOnce(model)
+    for _ in range(3):
+        with mode():
+            model(torch.ones(1, 2, 4))
+        assert unsharded_bytes(model) == 0
+    assert count.most == 2
+
+
+@distributed(world_size=2)
+def test_unsharded_ahead_of_an_iteration_that_does_not_use_it():
+    model = shard_gpt(GPT(dim=4, layers=2))
+    (batch,) = batches(1)
+    unshard(model.blocks[0])
+    assert unsharded_bytes(model.blocks[0]) > 0
+    with torch.no_grad():
+        gpt_loss(model, local_part(batch))
+    assert unsharded_bytes(model) == 0
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@distributed(world_size=(2, 3))
+def test_gradient_memory_is_freed_by_the_forward_after_zero_grad():
+    model = shard_gpt(GPT(dim=4, layers=2))
+    shard_bytes = sum(handle.shard.untyped_storage().nbytes() for handle in handles_of(model))
+    for batch in batches(3):
+        loss = gpt_loss(model, local_part(batch))
+        assert gradient_bytes(model) == 0, "after forward"
+        loss.backward()
+        assert gradient_bytes(model) == shard_bytes, "after backward: sharded gradients and nothing else"
+        model.zero_grad()
+
+
+@distributed(world_size=(2, 3))
+def test_gradient_memory_that_the_user_holds_is_his():
+    model = shard_gpt(GPT(dim=4, layers=2))
+    first, second = batches(2)
+    gpt_loss(model, local_part(first)).backward()
+    held = [param.grad for param in model.parameters()]
+    references = [weakref.ref(grad) for grad in held]
+    model.zero_grad()
+    gpt_loss(model, local_part(second)).backward()
+    assert not any(param.grad is grad for param, grad in zip(model.parameters(), held, strict=True))
+    held.clear()
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+@distributed(world_size=(2, 3))
+def test_accumulation_without_sync_holds_unsharded_gradients_until_they_are_reduced():
+    model = shard_gpt(GPT(dim=4, layers=2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    flat_bytes = sum(handle.layout.flat_numel * 4 for handle in handles_of(model))
+    shard_bytes = sum(handle.shard.untyped_storage().nbytes() for handle in handles_of(model))
+    first, second = batches(2)
+    with no_sync(model):
+        gpt_loss(model, local_part(first)).backward()
+        assert gradient_bytes(model) == flat_bytes
+    gpt_loss(model, local_part(second)).backward()
+    assert gradient_bytes(model) == shard_bytes
+    assert not any(handle.reduce_output is not None or handle.reduce_input is not None for handle in handles_of(model))
+
+
+@distributed(world_size=(2, 3))
+def test_frozen_group_has_no_gradient_memory():
+    model = GPT(dim=4, layers=2)
+    model.blocks[0].requires_grad_(False)
+    shard_gpt(model)
+    (batch,) = batches(1)
+    gpt_loss(model, local_part(batch)).backward()
+    (frozen,) = handles_of(model.blocks[0])
+    trained = sum(handle.shard.untyped_storage().nbytes() for handle in handles_of(model) if handle is not frozen)
+    assert gradient_bytes(model) == trained
+    assert frozen.gradient._flat is None
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+@distributed(world_size=(2, 3))
+def test_original_parameters_are_freed_by_fully_shard():
+    model = GPT(dim=4, layers=2)
+    originals = [weakref.ref(param) for param in model.parameters()]
+    numel = sum(param.numel() for param in model.parameters())
+    with no_garbage_collection():
+        shard_gpt(model)
+        assert [reference() for reference in originals] == [None] * len(originals)
+    held = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in model.parameters()}
+    assert sum(held.values()) <= numel * 4 / dist.get_world_size() * 1.2, "a rank holds its share and some padding"
+
+
+# ---- the end of a model ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def first_optimizer_step() -> None:
+    """The first one in a process imports modules from inside, and what it works on stays in a cycle."""
+    param = nn.Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    adamw([param]).step()
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    first_optimizer_step()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def references_to(model: nn.Module) -> dict[str, weakref.ref[Any]]:
+    """Everything that must go with ``model``."""
+    references: dict[str, weakref.ref[Any]] = {}
+    for name, module in model.named_modules():
+        references[f"module {name}"] = weakref.ref(module)
+    for name, param in model.named_parameters():
+        references[f"parameter {name}"] = weakref.ref(param)
+    for state in _get_fsdp_states(model):
+        references[f"state {state.fqn}"] = weakref.ref(state)
+        for i, handle in enumerate(state._handles):
+            references[f"handle {i} of {state.fqn}"] = weakref.ref(handle)
+            references[f"shard {i} of {state.fqn}"] = weakref.ref(handle.shard)
+            references[f"unsharded storage {i} of {state.fqn}"] = weakref.ref(handle.storage)
+            if handle.gradient._flat is not None:
+                references[f"gradient {i} of {state.fqn}"] = weakref.ref(handle.gradient._flat)
+        if state.root is not None:
+            references["root"] = weakref.ref(state.root.communicator)
+    return references
+
+
+def alive(references: dict[str, weakref.ref[Any]]) -> list[str]:
+    return [name for name, reference in references.items() if reference() is not None]
+
+
+def assert_gone(references: dict[str, weakref.ref[Any]]) -> None:
+    """A finished collective lets go of its tensors a moment later, on a thread of the process group."""
+    deadline = time.monotonic() + 2
+    while alive(references) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive(references) == []
+
+
+def use_and_drop(model: nn.Module, when: str) -> dict[str, weakref.ref[Any]]:
+    """Uses ``model`` for a while and returns references to what was in it; the caller holds nothing else."""
+    optimizer = adamw(model.parameters())
+    if when == "before the first forward":
+        return references_to(model)
+    for batch in batches(1 if when == "after a forward" else 3):
+        loss = gpt_loss(model, local_part(batch))
+        if when == "after a forward":
+            return references_to(model)
+        if when == "after a forward that raised":
+            hook = model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+            with contextlib.suppress(ZeroDivisionError):
+                gpt_loss(model, local_part(batch))
+            hook.remove()
+            return references_to(model)
+        if when == "after accumulation without sync":
+            with no_sync(model):
+                loss.backward()
+            continue
+        loss.backward()
+        if when == "after backward without a step":
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        if when == "after evaluation":
+            with torch.no_grad():
+                gpt_loss(model, local_part(batch))
+    return references_to(model)
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before the first forward",
+        "after a forward",
+        "after a forward that raised",
+        "after training steps",
+        "after backward without a step",
+        "after accumulation without sync",
+        "after evaluation",
+    ],
+)
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@distributed(world_size=2)
+def test_everything_goes_with_the_model(when, use_reentrant):
+    with no_garbage_collection():
+        model = shard_gpt(GPT(dim=4, layers=2, use_reentrant=use_reentrant))
+        references = use_and_drop(model, when)
+        assert alive(references) == list(references)
+        del model
+        assert_gone(references)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@distributed(world_size=2)
+def test_loss_keeps_what_its_backward_needs_and_then_lets_go(reshard_after_forward):
+    (batch,) = batches(1)
+    with no_garbage_collection():
+        model = shard_gpt(GPT(dim=4, layers=2), reshard_after_forward=reshard_after_forward)
+        loss = gpt_loss(model, local_part(batch))
+        references = references_to(model)
+        del model
+        assert "state blocks.0" in alive(references), "the graph holds it"
+        del loss
+        assert_gone(references)
+
+
+@distributed(world_size=2)
+def test_optimizer_holds_parameters_and_not_the_model():
+    with no_garbage_collection():
+        model = shard_gpt(GPT(dim=4, layers=2))
+        optimizer = adamw(model.parameters())
+        for batch in batches(2):
+            gpt_loss(model, local_part(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        references = references_to(model)
+        del model
+        assert {name.split()[0] for name in alive(references)} == {"parameter"}
+        del optimizer
+        assert_gone(references)
+
+
+@distributed(world_size=2)
+def test_sharded_child_outlives_its_root():
+    (batch,) = batches(1)
+    with no_garbage_collection():
+        model = shard_gpt(GPT(dim=4, layers=2))
+        gpt_loss(model, local_part(batch)).backward()
+        block = model.blocks[0]
+        references = references_to(model)
+        del model
+        names = alive(references)
+        assert not any("blocks.1" in name or "head" in name for name in names)
+        block.zero_grad()
+        block(torch.ones(1, 2, 4)).sum().backward()
+        assert block.qkv.weight.grad is not None
+        del block
+        assert_gone(references)
+
+
+def test_rejected_call_keeps_nothing():
+    with fake_process_group(world_size=4), no_garbage_collection():
+        model = GPT(dim=4, layers=1)
+        model.head.weight.grad = torch.zeros_like(model.head.weight)
+        with contextlib.suppress(ValueError):
+            fully_shard(model)
+        reference = weakref.ref(model)
+        del model
+        assert reference() is None

@@ -1,0 +1,551 @@
+"""Every private torch API that the package uses still exists and behaves as ``fsdp_compose/_torch.py`` says, one named
+test for each; and no other file uses one, except for a short list."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import fsdp_compose
+from fsdp_compose import _torch
+from tests.harness import ROOT, distributed, fake_process_group
+
+PACKAGE = Path(fsdp_compose.__file__).parent
+
+# Underscore names of torch that files other than _torch.py use. Attributes that every tensor, module and process group
+# of torch 2.12 and 2.13 has, and that the hot path or a plain reading of the code wants by their own names.
+ALLOWED = {
+    "_allgather_base": "all-gather on the process group object, without the cost of torch.distributed's checks",
+    "_backward_hooks": "gradient hooks of a parameter that would be lost",
+    "_base": "the tensor that an output is a view of",
+    "_dynamo": "torch._dynamo.disable, imported lazily; there is no public torch.compiler.disable without the import",
+    "_fsdp_use_orig_params": "what Dynamo reads on a managed module",
+    "_is_fsdp_managed_module": "what Dynamo reads on a managed module",
+    "_modules": "children of a module by name",
+    "_parameters": "parameters of a module by name: what a swap exchanges",
+    "_post_accumulate_grad_hooks": "gradient hooks of a parameter that would be lost",
+    "_pytree": "torch.utils._pytree, where users register their containers; it has no public name",
+    "_reduce_scatter_base": "reduce-scatter on the process group object, as _allgather_base",
+    "_version": "version counters, which autograd's documentation describes",
+}
+
+
+# ---- no other file uses private names --------------------------------------------------------------------------------
+
+
+def own_names(trees: list[ast.Module]) -> set[str]:
+    """Names that the package defines: functions, classes, variables, arguments, attributes of ``self``, slots."""
+    names = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            names.update(ast.literal_eval(node.value))
+    return names
+
+
+def private_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Names with one leading underscore that are read or written as attributes, imported, or spelled as strings."""
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.Attribute):
+            found = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            found = [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = [node.value]
+        for name in found:
+            if re.fullmatch(r"_[A-Za-z]\w*", name):
+                yield name, node.lineno
+
+
+def test_no_other_file_uses_private_names_of_torch():
+    files = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    own = own_names(list(files.values()))
+    used = {
+        (name, f"{path.name}:{line}")
+        for path, tree in files.items()
+        if path.name != "_torch.py"
+        for name, line in private_names(tree)
+        if name not in own and not name.startswith("_fsdp_compose")
+    }
+    assert not {item for item in used if item[0] not in ALLOWED}, "wrap them in fsdp_compose/_torch.py"
+    assert ALLOWED.keys() == {name for name, _ in used}, "take names that are no longer used from the list"
+
+
+def test_every_name_in_the_private_file_has_a_test():
+    names = []
+    for node in ast.parse((PACKAGE / "_torch.py").read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+        elif isinstance(node, ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+    public = {name for name in names if not name.startswith("_")}
+    outside = {"annotations", "OrderedDict", "Callable", "timedelta", "count", "Any", "cast"}
+    missing = {name for name in public - outside if f"test_{name}" not in globals()}
+    assert not missing, f"tests are missing for {missing}"
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+class Backward(torch.autograd.Function):
+    """Calls ``action`` in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, action: Any) -> torch.Tensor:
+        ctx.action = action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.action()
+        return grad, None
+
+
+def test_current_graph_task_id():
+    assert _torch.current_graph_task_id() == -1
+    x, outer, inner = torch.ones(2, requires_grad=True), [], []
+
+    def nested() -> None:
+        outer.append(_torch.current_graph_task_id())
+        with torch.enable_grad():
+            leaf = torch.ones(1, requires_grad=True)
+            Backward.apply(leaf, lambda: inner.append(_torch.current_graph_task_id())).sum().backward()
+        outer.append(_torch.current_graph_task_id())
+
+    for _ in range(2):
+        Backward.apply(x, nested).sum().backward()
+    assert _torch.current_graph_task_id() == -1
+    assert min(outer + inner) >= 0
+    assert outer[0] == outer[1] != outer[2] == outer[3]
+    assert len({outer[0], outer[2], *inner}) == 4
+
+
+def test_queue_end_of_backward():
+    x, events = torch.ones(2, requires_grad=True), []
+    x.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    Backward.apply(x, lambda: _torch.queue_end_of_backward(lambda: events.append("end"))).sum().backward()
+    assert events == ["gradient", "end"]
+
+    def fail() -> None:
+        _torch.queue_end_of_backward(lambda: events.append("never"))
+        raise ValueError("by the test")
+
+    with pytest.raises(ValueError, match="by the test"):
+        Backward.apply(x, fail).sum().backward()
+    Backward.apply(x, lambda: None).sum().backward()
+    assert events == ["gradient", "end", "gradient"]
+    with pytest.raises(RuntimeError, match="backward"):
+        _torch.queue_end_of_backward(lambda: None)
+
+
+def test_queue_end_of_backward_raises_what_the_callback_raises():
+    def fail() -> None:
+        raise ValueError("at the end")
+
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(ValueError, match="at the end"):
+        Backward.apply(x, lambda: _torch.queue_end_of_backward(fail)).sum().backward()
+
+
+def test_hook_gradient():
+    x, events = torch.ones(2, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda grad: events.append("before"))
+    _torch.hook_gradient(y, lambda grad: events.append(grad.tolist()))
+    removable = y.register_hook(lambda grad: events.append("removed"))
+    y.register_hook(lambda grad: events.append("after"))
+    removable.remove()
+    y.backward(torch.tensor([3.0, 4.0]), retain_graph=True)
+    assert events == ["before", [3.0, 4.0], "after"]
+    assert x.grad.tolist() == [6.0, 8.0]
+    z = x * 2  # no hook before, several after
+    _torch.hook_gradient(z, lambda grad: events.append("first"))
+    _torch.hook_gradient(z, lambda grad: events.append("second"))
+    events.clear()
+    (z * z).sum().backward()
+    assert events == ["first", "second"]
+
+
+def test_hook_gradient_of_a_view_whose_base_was_written_to():
+    x, events = torch.ones(4, requires_grad=True), []
+    base = x * 1
+    view = base[:2]
+    base.mul_(3)
+    _torch.hook_gradient(view, lambda grad: events.append(grad.tolist()))
+    view.sum().backward()
+    assert events == [[1.0, 1.0]] and x.grad.tolist() == [3.0, 3.0, 0.0, 0.0]
+
+
+def test_hook_gradient_keeps_nothing_alive():
+    """The hook belongs to the graph: it goes with the tensor."""
+    import weakref
+
+    class Hook:
+        def __call__(self, grad: torch.Tensor) -> None: ...
+
+    hook, y = Hook(), torch.ones(2, requires_grad=True) * 2
+    _torch.hook_gradient(y, hook)
+    reference = weakref.ref(hook)
+    del hook
+    assert reference() is not None
+    del y
+    assert reference() is None
+
+
+def test_version_counters():
+    """``_version``: shared by views, not by ``.data``; a refilled storage is no edit for autograd."""
+    flat = torch.zeros(4)
+    base = flat.data
+    param = nn.Parameter(base[1:3])
+    versions = base._version
+    flat.add_(1)
+    assert base._version == param._version == versions
+    with torch.no_grad():
+        param.mul_(2)
+    assert base._version == versions + 1
+    assert flat._version == 1 and flat.tolist() == [1, 2, 2, 1]
+    out = (param * param).sum()  # saves param
+    storage = flat.untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(nbytes)
+    flat.fill_(5)
+    out.backward()
+    assert param.grad.tolist() == [10, 10]
+
+
+def test_base_of_a_view():
+    x = torch.ones(4, requires_grad=True)
+    y = x * 2
+    assert y._base is None and y[:2]._base is y and y[:2][:1]._base is y and y.detach()._base is None
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_foreach_copy_(source):
+    flat = torch.full((7,), 9.0)
+    targets = [flat[0:2], flat[3:3], flat[4:7].view(3, 1)]
+    _torch.foreach_copy_(targets, [torch.ones(shape, dtype=source) for shape in (2, 0, (3, 1))])
+    assert flat.tolist() == [1, 1, 9, 9, 1, 1, 1]
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+def test_foreach_add_(source):
+    flat = torch.full((5,), 0.5)
+    _torch.foreach_add_([flat[0:2], flat[2:2], flat[3:5]], [torch.ones(n, dtype=source) for n in (2, 0, 2)])
+    assert flat.dtype == torch.float32 and flat.tolist() == [1.5, 1.5, 0.5, 1.5, 1.5]
+
+
+def test_foreach_zero_():
+    flat = torch.ones(5)
+    _torch.foreach_zero_([flat[0:2], flat[2:2], flat[4:5]])
+    assert flat.tolist() == [0, 0, 1, 1, 0]
+
+
+def test_storage_use_count():
+    flat = torch.zeros(4)
+    storage = flat.untyped_storage()
+    alone = _torch.storage_use_count(storage)
+    view = flat[1:]
+    assert _torch.storage_use_count(storage) == alone + 1
+    detached = flat.detach()
+    assert _torch.storage_use_count(storage) == alone + 2
+    del view, detached
+    assert _torch.storage_use_count(storage) == alone
+    kept = [torch.ones(3, requires_grad=True) * flat[1:]]  # the graph has saved the view for backward
+    assert _torch.storage_use_count(storage) == alone + 1
+    kept.clear()
+    assert _torch.storage_use_count(storage) == alone
+
+
+# ---- Dynamo ----------------------------------------------------------------------------------------------------------
+
+
+def test_eval_frame_callback():
+    code = """
+        import sys
+        import torch
+        from fsdp_compose._torch import eval_frame_callback, skip_frame
+        assert eval_frame_callback() is None
+
+        seen = []
+        def look(x):
+            seen.append(eval_frame_callback() is not None)
+            return x
+        skip_frame(look)
+        look(1)
+        assert seen == [False]
+        assert "torch._dynamo" not in sys.modules, "reading the callback, or skipping a frame, imports Dynamo"
+
+        @torch.compile(backend="eager")
+        def function(x):
+            return look(x + 1) + 1
+
+        assert function(torch.zeros(1)).item() == 2
+        assert function(torch.zeros(1)).item() == 2
+        assert seen == [False, True, True], seen
+        assert eval_frame_callback() is None
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_skip_frame():
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    seen = []
+
+    def hook(x: torch.Tensor) -> torch.Tensor:
+        seen.append(type(x))
+        return x.sin()
+
+    _torch.skip_frame(hook)
+    x = torch.ones(2)
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x: hook(x * 2) + 1, backend=counter)
+    torch.testing.assert_close(compiled(x), (x * 2).sin() + 1)
+    compiled(x)
+    assert counter.frame_count == 2  # before the call and after it
+    assert counter.op_count == 2  # nothing of the hook itself
+    assert seen == [torch.Tensor] * 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fsdp_compose hook"):
+        torch.compile(lambda x: hook(x * 3) + 1, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + self.bias
+
+
+def test_annotations_are_what_dynamo_reads():
+    """Equal modules with both annotations share a graph whose parameters are inputs, read anew at each call."""
+    from torch._dynamo.testing import CompileCounter
+
+    from fsdp_compose.dynamo import _annotate_modules_for_dynamo
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    layers = [Scale() for _ in range(3)]
+    for layer in layers:
+        _annotate_modules_for_dynamo(layer, set(), use_orig_params=True)
+        layer.compile(backend=counter, fullgraph=True)
+    x = torch.randn(2, 3)
+    for _ in range(2):
+        for layer in layers:
+            torch.testing.assert_close(layer(x), x * layer.weight + layer.bias)
+            layer._parameters = {name: nn.Parameter(value + 1) for name, value in layer._parameters.items()}
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+# ---- modules and the composable contract -----------------------------------------------------------------------------
+
+
+def test_parameters_dict_of_a_module_can_be_exchanged():
+    linear = nn.Linear(2, 2)
+    own, other = linear._parameters, {"weight": nn.Parameter(torch.eye(2)), "bias": None}
+    linear.__dict__["_parameters"] = other
+    assert linear.weight is other["weight"] and linear.bias is None
+    assert list(linear.parameters()) == [other["weight"]]
+    assert linear(torch.ones(1, 2)).tolist() == [[1, 1]]
+    linear._parameters = own
+    assert linear.weight is own["weight"]
+
+
+def test_hooks_that_would_be_lost_are_seen_on_a_parameter():
+    param = nn.Parameter(torch.ones(1))
+    assert not param._backward_hooks and not param._post_accumulate_grad_hooks
+    param.register_hook(lambda grad: None)
+    param.register_post_accumulate_grad_hook(lambda param: None)
+    assert param._backward_hooks and param._post_accumulate_grad_hooks
+
+
+def api(module: Any) -> Any:
+    raise LookupError("by the test")
+
+
+def test_contract():
+    seen = []
+
+    def feature(module: Any) -> Any:
+        seen.append(registered.state(module if isinstance(module, nn.Module) else module[0]))
+        return module
+
+    registered = _torch.contract(state_cls=_torch.ComposableState)(feature)
+    one, pair = nn.Linear(1, 1), [nn.Linear(1, 1), nn.Linear(1, 1)]
+    assert registered(one) is one and registered(pair) is pair
+    assert registered.state(one) is seen[0] and type(seen[0]) is _torch.ComposableState
+    assert registered.state(pair[0]) is registered.state(pair[1]) is seen[1]  # known before the function is called
+    with pytest.raises(AssertionError, match="feature"):
+        registered(one)
+
+
+def test_ComposableState():
+    class State(_torch.ComposableState):
+        def __init__(self) -> None:
+            self.ready = True
+
+    registered = _torch.contract(state_cls=State)(lambda module: module)
+    assert registered.state(registered(nn.Linear(1, 1))).ready
+
+
+def test_composable_registry():
+    module = nn.Linear(1, 1)
+    assert _torch.composable_registry(module) == {}
+    _torch.contract()(does_nothing)(module)
+    assert list(_torch.composable_registry(module)) == ["does_nothing"]
+
+
+def test_composable_states():
+    module = nn.Linear(1, 1)
+    assert _torch.composable_states(module) == {}
+    assert _torch.STATE_KEY not in vars(module)
+    registered = _torch.contract()(does_nothing)
+    registered(module)
+    assert _torch.composable_states(module) == {does_nothing: registered.state(module)}
+
+
+def test_STATE_KEY():
+    module = nn.Linear(1, 1)
+    registered = _torch.contract()(does_nothing)
+    registered(module)
+    assert vars(module)[_torch.STATE_KEY][does_nothing] is registered.state(module)
+
+
+def test_drop_composable_state():
+    module = nn.Linear(1, 1)
+    registered = _torch.contract()(api)
+    with pytest.raises(LookupError):
+        registered(module)
+    assert _torch.composable_registry(module)  # the contract registers before it calls
+    _torch.drop_composable_state(module, api)
+    assert not _torch.composable_registry(module) and not _torch.composable_states(module)
+    with pytest.raises(LookupError):  # and not: has already been applied
+        registered(module)
+
+
+def does_nothing(module: Any) -> Any:
+    """A composable API that does nothing."""
+    return module
+
+
+# ---- process groups --------------------------------------------------------------------------------------------------
+
+
+@distributed(world_size=(2, 3))
+def test_AllgatherOptions(world_size):
+    """In place: the input is a slice of the output; asynchronous; uneven neighbours of the slices are not touched."""
+    options = _torch.AllgatherOptions()
+    options.asyncOp = True
+    rank = dist.get_rank()
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64):
+        whole = torch.full((4 * world_size + 1,), 99).to(dtype)
+        own = whole[4 * rank : 4 * rank + 4]
+        own.copy_(torch.arange(4) + 10 * rank)
+        work = dist.group.WORLD._allgather_base(whole[:-1], own, options)
+        work.wait()
+        assert whole.tolist() == [10 * r + i for r in range(world_size) for i in range(4)] + [99]
+
+
+@distributed(world_size=(2, 3))
+def test_ReduceScatterOptions(world_size):
+    """Averages, into a tensor of its own or into this rank's slice of the input."""
+    rank = dist.get_rank()
+    average = (world_size - 1) / 2
+    for operation, expected in ((dist.ReduceOp.AVG, average), (dist.ReduceOp.SUM, average * world_size)):
+        options = _torch.ReduceScatterOptions()
+        options.reduceOp, options.asyncOp = operation, True
+        for dtype in (torch.float32, torch.bfloat16):
+            for in_place in (False, True):
+                whole = torch.full((4 * world_size,), float(rank), dtype=dtype)
+                output = whole[4 * rank : 4 * rank + 4] if in_place else torch.empty(4, dtype=dtype)
+                dist.group.WORLD._reduce_scatter_base(output, whole, options).wait()
+                assert output.tolist() == [expected] * 4
+
+
+@distributed(world_size=(2, 3))
+def test_AllreduceOptions(world_size):
+    options = _torch.AllreduceOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp(dist.ReduceOp.MAX), True
+    memory = bytearray([dist.get_rank(), 255 - dist.get_rank(), 7])
+    dist.group.WORLD.allreduce([torch.frombuffer(memory, dtype=torch.uint8)], options).wait()
+    assert list(memory) == [world_size - 1, 255, 7]
+
+
+def test_collectives_of_the_fake_group():
+    with fake_process_group(rank=1, world_size=4):
+        whole = torch.ones(8)
+        for call, tensors in (("_allgather_base", (whole, whole[2:4])), ("_reduce_scatter_base", (whole[2:4], whole))):
+            options = _torch.AllgatherOptions() if call == "_allgather_base" else _torch.ReduceScatterOptions()
+            getattr(dist.group.WORLD, call)(*tensors, options).wait()
+
+
+@distributed(world_size=2)
+def test_default_store():
+    store = _torch.default_store()
+    store.set(f"test_default_store/{dist.get_rank()}", "hello")
+    store.wait([f"test_default_store/{rank}" for rank in range(2)], timedelta(seconds=20))
+    assert store.get("test_default_store/1") == b"hello"
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["test_default_store/never"], timedelta(seconds=0.1))
+
+
+@distributed(world_size=2)
+def test_backend_name():
+    assert _torch.backend_name(dist.group.WORLD) == "gloo"
+
+
+def test_backend_name_of_the_fake_group():
+    with fake_process_group():
+        assert _torch.backend_name(dist.group.WORLD) == "fake"
+
+
+@distributed(world_size=2)
+def test_group_device_types():
+    assert "cpu" in _torch.group_device_types(dist.group.WORLD)
+    assert _torch.group_device_types(dist.group.WORLD) <= {"cpu", "cuda", "mps", "xpu", "hpu"}
+
+
+@distributed(world_size=2)
+def test_group_timeout():
+    seconds = 123.0
+    assert _torch.group_timeout(dist.new_group(timeout=timedelta(seconds=seconds))).total_seconds() == seconds
+
+
+def test_group_timeout_of_a_group_that_has_none():
+    with fake_process_group():
+        assert _torch.group_timeout(dist.group.WORLD) >= timedelta(minutes=1)
