@@ -47,6 +47,8 @@ from models import TinyBlocks, num_groups
 from systems import SYSTEMS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp_compose import flat_grad, iteration, state, swap, watch
+
 BASELINE, REFERENCE, OURS = "plain", "FSDP2", "fsdp_compose"
 PRECISIONS = {"fp32": False, "bf16/fp32": True}  # parameter/reduction dtype; whether that is mixed precision
 SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
@@ -55,7 +57,21 @@ Case = tuple[str, str]  # precision, system
 
 # How to switch single checks of fsdp_compose off, for ``--ablate`` only: name -> a function that is called once, in a
 # process of its own, before any model is built (set an environment variable, or replace a module attribute).
-ABLATIONS: dict[str, Callable[[], None]] = {}
+ABLATIONS: dict[str, Callable[[], None]] = {
+    "what the user changed since (slots, memory, requires_grad)": lambda: _replace(watch.Watch, "is_quiet", True),
+    "gradients that came late, or past the outputs": lambda: _replace(watch.Watch, "has_unsharded_grads", False),
+    "gradients put on the sharded parameters meanwhile": lambda: _replace(watch.Watch, "has_grads", False),
+    "backward that entered past the outputs": lambda: _replace(state._FSDPState, "refuse_unseen_backward", None),
+    "step between forward and backward": lambda: _replace(state._FSDPState, "check_versions", None),
+    "parameter edited inside forward": lambda: _replace(state._FSDPState, "check_unsharded_edits", None),
+    "parameter replaced inside forward": lambda: _replace(swap, "_hold", True),
+    "gradient that the user holds": lambda: _replace(flat_grad.ShardedGradient, "_is_held_elsewhere", False),
+    "control exchange (its own bytes; no ranks to talk to here)": lambda: _replace(iteration, "_exchange", None),
+}
+
+
+def _replace(owner: Any, name: str, answer: Any) -> None:
+    setattr(owner, name, lambda *_: answer)
 
 
 # ---- what is timed

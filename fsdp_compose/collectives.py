@@ -14,6 +14,7 @@ different layouts, so whoever takes it over from another layout zeroes its own p
 
 from __future__ import annotations
 
+from itertools import count
 from operator import attrgetter
 from typing import Any
 
@@ -36,8 +37,9 @@ class ReduceBuffer:
     There is one slot: a second reduce-scatter in flight cost a block of memory and gained no time when measured.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, pool_id: int) -> None:
         self.dtype, self.device = dtype, device
+        self.pool_id = pool_id  # of the communicator that owns it
         self.storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
         self.nbytes = 0  # of the storage as it is now
         self.owner: FlatParamHandle | None = None  # whose reduce-scatter is in flight
@@ -95,6 +97,8 @@ class ReducePlan:
         self.goes_direct = flat.dtype == handle.shard.dtype and mesh.shard_world_size > 1
 
 
+_pool_ids = count()
+
 # Equal paddings are one object, so that "whose zeros are in the buffer" is a comparison of identities.
 _same_bounds: dict[object, object] = {}
 
@@ -107,6 +111,7 @@ class Communicator:
         self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
         self._reduce_stream = self._module.Stream(device, priority=-1) if self._module else None
         self._buffers: dict[tuple[torch.dtype, torch.device], ReduceBuffer] = {}
+        self._pool_id = next(_pool_ids)
 
     # ---- parameters
 
@@ -115,7 +120,6 @@ class Communicator:
         if not handle.is_unsharded:
             handle.storage.resize_(handle.storage_nbytes)
             handle.is_unsharded = True
-            handle.gathered_version = handle.shard._version
             self._start_all_gather(handle)
 
     def refresh(self, handle: FlatParamHandle) -> None:
@@ -123,19 +127,20 @@ class Communicator:
         if handle.is_resident:
             return
         self.wait(handle)
-        handle.gathered_version = handle.shard._version
         self._start_all_gather(handle)
 
     def _start_all_gather(self, handle: FlatParamHandle) -> None:
         if self._all_gather_stream is None:
-            handle.gather_input.copy_(handle.shard)  # the only copy of an unshard; casts
+            if handle.cast_shard is not None:
+                handle.cast_shard.copy_(handle.shard)
             mesh = handle.mesh
             if mesh.shard_world_size > 1:
                 handle.all_gather_work = mesh.shard_group._allgather_base(*handle.gather_wires, _ALL_GATHER_OPTIONS)
             return
         self._all_gather_stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._all_gather_stream):
-            handle.gather_input.copy_(handle.shard)
+            if handle.cast_shard is not None:
+                handle.cast_shard.copy_(handle.shard)
             # At world size 1 NCCL's collective is an ordinary no-op whose work still orders the copy before compute.
             handle.all_gather_work = handle.mesh.shard_group._allgather_base(*handle.gather_wires, _ALL_GATHER_OPTIONS)
 
@@ -172,7 +177,7 @@ class Communicator:
         grads, missing = _take_gradients(handle)
         self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
         plan = handle.reduce_plan
-        if plan is None or plan.buffer is not self._buffers.get((handle.reduce_dtype, handle.shard.device)):
+        if plan is None or plan.buffer.pool_id != self._pool_id:
             plan = handle.reduce_plan = ReducePlan(handle, self._buffer_for(handle))
         buffer = plan.buffer
         if buffer.owner is not None:
@@ -242,7 +247,7 @@ class Communicator:
         key = (handle.reduce_dtype, handle.shard.device)
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = ReduceBuffer(*key)
+            buffer = self._buffers[key] = ReduceBuffer(*key, self._pool_id)
         elif buffer.owner is not None:
             self._finish_owner(buffer)
         return buffer

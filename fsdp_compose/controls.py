@@ -29,8 +29,9 @@ class UnshardHandle:
 def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
     """All-gather the parameters of ``module``'s group ahead of its forward.
 
-    Only storage is materialised: the module's next forward uses it, and frees it as it always does. Parameters edited
-    in between are gathered again by that forward (edits through ``p.data`` cannot be seen: make them before).
+    Only storage is materialised: the module's next forward uses it, and frees it as it always does. Meant for use
+    inside the outermost forward, ahead of a module's own: what is unsharded when the outermost forward begins is
+    gathered again, since parameters may have been edited in between.
 
     Ranks: all ranks of the mesh must call it, in the same order among their other collectives.
 

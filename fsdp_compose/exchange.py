@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -122,7 +121,3 @@ class ControlExchange:
 def order_hash(trace: list[int], seed: int) -> int:
     """A hash of a sequence of small integers that is the same in every process (integers are not salted)."""
     return hash((seed, *trace))
-
-
-def unpack_order(detail: str) -> list[Any]:
-    return detail.split(";") if detail else []

@@ -8,7 +8,9 @@ is can change here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,11 +19,31 @@ import torch.nn as nn
 OWNER_ATTRIBUTE = "_fsdp_compose_owner"
 
 
-def make_face(local: torch.Tensor, original: nn.Parameter) -> nn.Parameter:
-    """A sharded face over ``local``, a view of the shard, with the attributes the user had set on ``original``."""
+def make_face(local: torch.Tensor, original: nn.Parameter, fqn: str) -> nn.Parameter:
+    """A sharded face over ``local``, a view of the shard, with the attributes the user had set on ``original``.
+
+    Its gradients arrive without autograd, so that a gradient hook would never run: registering one raises.
+    """
     face = nn.Parameter(local, requires_grad=original.requires_grad)
     face.__dict__.update(original.__dict__)
+    for name in _HOOK_METHODS:
+        face.__dict__[name] = partial(_refuse_hook, name, fqn)
     return face
+
+
+def copy_attributes(face: nn.Parameter, to: nn.Parameter) -> None:
+    """Give another parameter the attributes that the user has set on ``face``."""
+    to.__dict__.update({key: value for key, value in face.__dict__.items() if key not in _HOOK_METHODS})
+
+
+_HOOK_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def _refuse_hook(method: str, fqn: str, *_: Any) -> None:
+    raise ValueError(
+        f"{method}() on the sharded parameter {fqn}: gradient hooks on sharded parameters are not supported and would "
+        "never run; look at .grad after backward"
+    )
 
 
 def rebind_face(face: nn.Parameter, local: torch.Tensor) -> None:

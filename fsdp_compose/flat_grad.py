@@ -47,6 +47,7 @@ class ShardedGradient:
         self._nbytes = shard.numel() * shard.element_size()
         self._flat: torch.Tensor | None = None
         self._is_allocated = False
+        self._is_dropped = False  # no face had a gradient when the present forward began
         self._views: list[torch.Tensor] = []
         self._is_published = bytes(len(faces))
         self._references = (0, 0)
@@ -60,9 +61,10 @@ class ShardedGradient:
         in the same backward is added to the first."""
         if self._target is not None:
             return Arrival.ADDED
-        for grad in map(_grad, self._faces):
-            if grad is not None:
-                return self._prepare_to_add()
+        if not self._is_dropped:  # else: publish() looks again
+            for grad in map(_grad, self._faces):
+                if grad is not None:
+                    return self._prepare_to_add()
         self._ensure_writable()
         self._arrival, self._target = Arrival.FRESH, self._flat
         return Arrival.FRESH
@@ -86,10 +88,13 @@ class ShardedGradient:
         assert self._target is not None, "prepare() first"
         return self._target
 
-    def publish(self, is_used: bytes) -> None:
+    def publish(self, is_used: bytes, has_others: bool = True) -> None:
         """Show the reduced gradient: ``face.grad`` of every face for which ``is_used`` holds a 1; the others stay as
-        they are, ``None`` when they had none."""
+        they are, ``None`` when they had none. ``has_others``: faces may have gradients that are not ours."""
+        self._is_dropped = False
         if self._arrival is Arrival.FRESH:
+            if has_others:
+                self._add_others()
             if 0 not in is_used:
                 for face, view in zip(self._faces, self._views):
                     face.grad = view
@@ -116,18 +121,26 @@ class ShardedGradient:
 
     # ---- between backwards
 
-    def release_if_dropped(self) -> None:
-        """Free the memory when the user has dropped the gradient (``zero_grad()``)."""
+    def release_if_dropped(self, is_known_to_be: bool = False) -> None:
+        """Free the memory when the user has dropped the gradient (``zero_grad()``), or is known to have."""
+        self._is_dropped = is_known_to_be
         if not self._is_allocated:
             return
-        for grad in map(_grad, self._faces):
-            if grad is not None:
-                return
+        if not is_known_to_be:
+            for grad in map(_grad, self._faces):
+                if grad is not None:
+                    return
         if self._is_held_elsewhere():
             self._forget()
         else:
             self._storage.resize_(0)
             self._is_allocated = False
+
+    def _add_others(self) -> None:
+        """Add what the same backward has put into ``face.grad`` by itself: terms of the loss on the faces."""
+        for face, view in zip(self._faces, self._views, strict=True):
+            if face.grad is not None:
+                view.add_(face.grad)
 
     def forget_result(self) -> None:
         """Do not publish what was reduced."""

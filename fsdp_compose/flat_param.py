@@ -5,7 +5,7 @@ view of them once, and knows nothing about modules, hooks or when things happen:
 
     shard       |a a a|a b b|            this rank's equal slice, original dtype, always resident
                    |                     faces: leaf nn.Parameters over the runs, what optimizers see
-                   v  copy + all-gather
+                   v  (cast +) all-gather
     unsharded   |a a a a|b b|-|c c c|-|  compute dtype; storage exists between unshard and reshard only
                                          unsharded parameters: leaf nn.Parameters, what ``forward`` computes with
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from .faces import OWNER_ATTRIBUTE, face_local, face_memory, make_face, rebind_face
+from .faces import OWNER_ATTRIBUTE, copy_attributes, face_local, face_memory, make_face, rebind_face
 from .flat_grad import ShardedGradient
 from .layout import FlatLayout, Granule, ParamSpec, plan_layout
 from .mesh import DataParallelMesh
@@ -84,7 +84,7 @@ class FlatParamHandle:
         # Under no_sync: gradients of earlier backwards, unsharded, in the reduce dtype; and who has contributed.
         self.accumulated_grad: torch.Tensor | None = None
         self.is_used = bytearray(len(managed))
-        self.all_used = b"\x01" * len(managed)
+        self.all_used, self.none_used = b"\x01" * len(managed), bytes(len(managed))
         # A reduction in flight: its work, where the result arrives, the memory it reads, and whether it is added.
         self.reduce_work: dist.Work | None = None
         self.reduce_output: torch.Tensor | None = None
@@ -99,8 +99,8 @@ class FlatParamHandle:
                     shard[start:stop].copy_(original.detach().reshape(-1)[placement : placement + stop - start])
         self.faces: list[nn.Parameter] = []
         with torch.inference_mode(False), torch.no_grad():
-            for original, local in zip(originals, self._views_of(shard), strict=True):
-                self.faces.append(make_face(local, original))
+            for original, local, fqn in zip(originals, self._views_of(shard), self.fqns, strict=True):
+                self.faces.append(make_face(local, original, fqn))
         self._adopt(shard)
 
     # ---- building
@@ -120,16 +120,18 @@ class FlatParamHandle:
             flat = shard
             if not self.is_resident:
                 flat = torch.empty(self.layout.flat_numel, dtype=self.param_dtype, device=shard.device)
-            self.gather_input = flat[rank * numel : (rank + 1) * numel]
-            self.gather_wires = (wire(flat), wire(self.gather_input))
+            # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
+            own_slice = flat[rank * numel : (rank + 1) * numel]
+            is_cast = self.param_dtype != shard.dtype or self.mesh.shard_world_size == 1
+            self.cast_shard = own_slice if is_cast else None
+            self.gather_wires = (wire(flat), wire(own_slice if is_cast else shard))
             self.storage = flat.untyped_storage()
             self.storage_nbytes = self.storage.nbytes()
             self._unsharded_base = flat.data  # Note [Version counters]
             self.unsharded_params = [nn.Parameter(view, requires_grad=False) for view in self._full_views()]
         for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
-            unsharded.__dict__.update(face.__dict__)
+            copy_attributes(face, unsharded)
         self.unsharded_version = self._unsharded_base._version
-        self.gathered_version = -1  # of the shard, when it was gathered last
         self._face_memory = face_memory(self.faces)
         self._requires_grad: list[bool] = [False] * len(self.faces)
         self.is_trainable = False
@@ -191,7 +193,11 @@ class FlatParamHandle:
             for face, view, local in zip(self.faces, views, locals_, strict=True):
                 view.copy_(local)
                 rebind_face(face, view)
+        was_unsharded = self.is_unsharded
         self._adopt(shard)
+        if was_unsharded and not self.is_resident and not self.is_meta:
+            self.storage.resize_(self.storage_nbytes)  # to be gathered again when the other ranks do
+            self.is_unsharded = True
 
     def follow_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` that the faces have now."""
@@ -218,7 +224,7 @@ class FlatParamHandle:
         else:
             self.gradient.forget_result()
         if self.accumulated_grad is None:
-            self.is_used[:] = bytes(len(self.is_used))
+            self.is_used[:] = self.none_used
         return had_gradient
 
     # ---- facts
@@ -260,7 +266,7 @@ class FlatParamHandle:
     def adopt_faces(self, faces: dict[int, nn.Parameter]) -> None:
         """Take over parameters, by index, that a materialisation from the meta device has put in the faces' place."""
         for i, face in faces.items():
-            face.__dict__.update(self.faces[i].__dict__)
+            face.__dict__.update(self.faces[i].__dict__)  # what refuses hooks too
             self.faces[i] = face
 
     def __repr__(self) -> str:

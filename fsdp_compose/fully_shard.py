@@ -228,8 +228,8 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMes
             )
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"fully_shard(): the parameter {item.fqn} has gradient hooks, which would be lost: register them on "
-                "the sharded parameter, after fully_shard()"
+                f"fully_shard(): the parameter {item.fqn} has gradient hooks, which would be lost: gradient "
+                "hooks on sharded parameters are not supported; look at .grad after backward"
             )
         if param.grad is not None:
             raise ValueError(

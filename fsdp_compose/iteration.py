@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import warnings
+from types import FrameType
 
 import torch.nn as nn
 
@@ -16,9 +18,11 @@ from .dynamo import never_traced
 from .exchange import ControlExchange, control_group, order_hash
 from .meeting import first_difference, meet
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
+from .watch import Watch
 
 _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
 _ALL_GATHER, _REDUCE_SCATTER = 0, 1
+_IDLE = Phase.IDLE
 _KINDS = ("all-gather", "reduce-scatter")
 
 # Raised by every fully_shard call: tells roots to look at their module tree again.
@@ -108,6 +112,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
         control=control_group(mesh.shard_group) if mesh.has_peers else None,
     )
     root = RootContext(states, Communicator(mesh.device), exchange, _generation)
+    _take_over(root, states)  # what was changed since fully_shard()
     for item in states:
         item.root = root
         item.swap.note_children()
@@ -160,42 +165,81 @@ def _meet_first_forward(state: _FSDPState, states: list[_FSDPState]) -> None:
 def enter(state: _FSDPState, module: nn.Module) -> RootContext:
     """Find the root of a forward that is being entered outside backward; begin an iteration when it is the first."""
     root = state.root
-    if root is not None and root.depth == 0:
-        for item in root.live_states():
-            if item.swap.children_changed():
-                tree_has_changed()
-    if root is None or (root.depth == 0 and root.generation != _generation and not root.is_dead):
+    if root is None:
         root = initialise(state, module)
         _begin_forward(root)
-    elif root.depth == 0 or state.index == 0:
+    elif root.depth == 0 or (state.index == 0 and not _is_running(root.caller)):
         if root.is_dead:
             heal(root)
-        if state.index != 0 and root.depth == 0 and root.states[0]() is None:
-            root = initialise(state, module)  # the module that was the root is gone
+        if root.watch is None or root.generation != _generation:
+            root = initialise(state, module)  # the module that was the root is gone, or a group was added somewhere
+        elif not root.watch.is_quiet():
+            root = _follow_user(root, state, module)
         _begin_forward(root)
     return root
+
+
+def _caller() -> FrameType | None:
+    """The frame outside this package that has called a hook."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__package__") == __package__:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is on the stack: tells a root that calls itself from a forward that was interrupted."""
+    current: FrameType | None = sys._getframe() if frame is not None else None
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
 
 
 def enter_alone(state: _FSDPState, module: nn.Module) -> RootContext:
     """The root of a group that the user drives by hand, outside forward and backward; ready to be unsharded."""
     root = state.root
-    if root is None:
-        root = initialise(state, module)
-    if root.depth == 0:
-        _follow_user(root, state)
+    if root is None or root.watch is None:
+        return initialise(state, module)
+    if root.depth == 0 and not root.watch.is_quiet():
+        return _follow_user(root, state, module)
     return root
 
 
+def _follow_user(root: RootContext, state: _FSDPState, module: nn.Module) -> RootContext:
+    """The user has changed something since the last iteration: take it over, or refuse it."""
+    states = root.live_states()
+    if any(item.swap.children_changed() for item in states):
+        return initialise(state, module)
+    _take_over(root, states)
+    return root
+
+
+def _take_over(root: RootContext, states: list[_FSDPState]) -> None:
+    for item in states:
+        _adopt_materialised(item)
+        for handle in item._handles:
+            if handle.has_unsharded_grad():
+                _refuse_stray_gradients(item)
+            handle.follow_requires_grad()
+        item.swap.check_slots()
+        if any(handle.faces_moved() for handle in item._handles):
+            _reflatten(root, item)
+    _refuse_meta(states)
+    states[0].watch = Watch(states)
+
+
 def _begin_forward(root: RootContext) -> None:
-    """Look at what the user did since the last iteration, and start a new record."""
+    """Free gradients that were dropped, gather again what stayed unsharded, and start a new record."""
+    may_release = not root.watch.has_grads()  # one look for all
     for state in root.live_states():
-        _follow_user(root, state)
         for handle in state._handles:
-            is_stale = handle.is_kept or handle.is_pinned or handle.gathered_version != handle.shard._version
-            if handle.is_unsharded and is_stale and not handle.is_resident:
+            handle.gradient.release_if_dropped(may_release)
+            if handle.is_unsharded and not handle.is_resident:
+                # Its shard may have been edited, in ways that leave no trace or on some ranks only.
                 root.trace.append(state.index << 1 | _ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.is_kept = False
+    root.caller = _caller()
     root.num_forwards += 1
     if root.record.begun:
         root.previous = root.record
@@ -204,17 +248,9 @@ def _begin_forward(root: RootContext) -> None:
         _fold_trace(root)
 
 
-def _follow_user(root: RootContext, state: _FSDPState) -> None:
-    """Gradients dropped, ``requires_grad`` toggled, parameters moved since the last iteration."""
-    _adopt_materialised(state)
-    for handle in state._handles:
-        if handle.has_unsharded_grad():
-            _refuse_stray_gradients(state)
-        handle.gradient.release_if_dropped()
-        handle.follow_requires_grad()
-        if handle.faces_moved():
-            _reflatten(root, state)
-        if handle.is_meta:
+def _refuse_meta(states: list[_FSDPState]) -> None:
+    for state in states:
+        if any(handle.is_meta for handle in state._handles):
             raise ValueError(
                 f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
                 "model.to_empty(device=...) and initialise them before the first forward"
@@ -224,7 +260,10 @@ def _follow_user(root: RootContext, state: _FSDPState) -> None:
 def _adopt_materialised(state: _FSDPState) -> None:
     for handle in state._handles:
         if handle.is_meta:
-            handle.adopt_faces(state.swap.materialised(handle))
+            found = state.swap.materialised(handle)
+            handle.adopt_faces(found)
+            if found:
+                state.swap.rebuild()
 
 
 def _refuse_stray_gradients(state: _FSDPState) -> None:
@@ -285,21 +324,29 @@ def finish_backward(root: RootContext) -> None:
     """Reduce what has not been reduced, agree with the other ranks, and only then show the gradients."""
     states = root.live_states()
     for state in reversed(states):
+        if not state.ran_backward:
+            state.refuse_unseen_backward()
         if state.active_uses:
-            state.show_sharded()
+            state.show_sharded(in_backward=True)
         is_due = state.ran_backward or state.is_unhooked or (state.has_unsynced and state.requires_gradient_sync)
         if is_due and not state.is_reduced:
+            if not state.ran_backward:
+                state.check_versions(state.unhooked_versions)
             reduce(root, state)
     _exchange(root, states)
     _publish(root, states)
     for state in states:
         if state.ran_backward:
             # A use that this backward passed by will not hold up a later reduction.
-            state.outstanding = [number for number in state.outstanding if number > state.last_use]
-        state.phase = Phase.IDLE
-        state.ran_backward = state.is_reduced = False
-        state.active_uses = state.last_use = 0
-        reshard(root, state)
+            if state.outstanding:
+                state.outstanding = [number for number in state.outstanding if number > state.last_use]
+            state.ran_backward = False
+            state.active_uses = state.last_use = 0
+        state.phase = _IDLE
+        state.is_reduced = False
+        for handle in state._handles:
+            if handle.is_unsharded:
+                root.communicator.reshard(handle)
     root.is_in_backward = root.has_added = False
     root.recomputed.clear()
 
@@ -308,14 +355,14 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
     """Agree with all ranks on the order of collectives and on who has a gradient; reduce again what came late."""
     exchange = root.exchange
     while True:
-        offset = 0
+        offset, may_be_late = 0, root.watch is None or root.watch.has_unsharded_grads()
         for state in states:
             is_late = False
             for handle in state._handles:
                 end = offset + len(handle.is_used)
                 if handle.awaits_publication:
                     exchange.used[offset:end] = handle.is_used
-                is_late |= handle.has_unsharded_grad()
+                is_late |= may_be_late and handle.has_unsharded_grad()
                 offset = end
             exchange.late[state.index] = is_late
         exchange.start(order_hash(root.trace, len(root.trace)))
@@ -333,14 +380,14 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
 
 def _publish(root: RootContext, states: list[_FSDPState]) -> None:
     used, offset = root.exchange.used, 0
+    has_others = root.watch is None or root.watch.has_grads()
     for state in states:
         for handle in state._handles:
             end = offset + len(handle.is_used)
             if handle.awaits_publication:
                 handle.awaits_publication = False
-                handle.gradient.publish(bytes(used[offset:end]))
-                handle.is_used[:] = bytes(end - offset)
-                used[offset:end] = handle.is_used
+                handle.gradient.publish(bytes(used[offset:end]), has_others)
+                handle.is_used[:] = used[offset:end] = handle.none_used
             offset = end
 
 

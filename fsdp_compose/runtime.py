@@ -45,16 +45,26 @@ _ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.
 class _Use:
     """One forward of one group under grad mode, as backward sees it."""
 
-    __slots__ = ("_active_backward", "_backward", "_position", "_record", "_state", "_versions", "has_alias")
+    __slots__ = (
+        "_active_backward",
+        "_backward",
+        "_position",
+        "_record",
+        "_state",
+        "containers",
+        "has_alias",
+        "versions",
+    )
 
     def __init__(self, state: _FSDPState, record: ForwardRecord) -> None:
         self._state = state
         self._record = record
+        self.containers: list[tuple[Any, set[int]]] = []
         self.has_alias = False  # some input requires grad
         self._position = 0
         # The numbers of the backward that reached this use last, and of the one that it has not finished.
         self._backward = self._active_backward = 0
-        self._versions = [handle.shard._version for handle in state._handles]  # Note [Version counters]
+        self.versions = [handle.shard._version for handle in state._handles]  # Note [Version counters]
 
     @property
     def device_type(self) -> str:
@@ -72,6 +82,19 @@ class _Use:
         alias = tensor.view_as(tensor)
         hook_gradient(alias, self.post_backward)
         return alias
+
+    def watch_container(self, container: list[Any] | dict[Any, Any]) -> None:
+        """Remember a list or dict among the inputs: forward may put tensors in there."""
+        self.containers.append((container, {id(item) for item in tree_leaves(container)}))
+
+    def tensors_put_into_inputs(self) -> list[torch.Tensor]:
+        """Tensors that require grad and that forward has put into lists or dicts that it was given."""
+        return [
+            item
+            for container, before in self.containers
+            for item in tree_leaves(container)
+            if isinstance(item, _Tensor) and item.grad_fn is not None and id(item) not in before
+        ]
 
     def hook_output(self, tensor: torch.Tensor) -> bool:
         """Hook an output for pre-backward; ``False`` if backward could enter the group past such a hook."""
@@ -104,9 +127,9 @@ class _Use:
         if self._backward == root.num_backwards:
             return
         self._backward = self._active_backward = root.num_backwards
-        for handle, version in zip(state._handles, self._versions):
-            if handle.shard._version != version:
-                _refuse_stale_backward(state)
+        state.check_versions(self.versions)
+        if not state.ran_backward:
+            state.refuse_unseen_backward()
         state.phase = Phase.PRE_BACKWARD
         state.ran_backward = True
         state.active_uses += 1
@@ -133,20 +156,13 @@ class _Use:
         state.active_uses -= 1
         if state.active_uses > 0:
             return
-        state.show_sharded()
+        state.show_sharded(in_backward=True)
         for earlier in state.outstanding:
             if earlier <= number:
                 state.phase = Phase.POST_BACKWARD
                 reshard(root, state)
                 return
         reduce(root, state)
-
-
-def _refuse_stale_backward(state: _FSDPState) -> None:
-    raise RuntimeError(
-        f"parameters of the fully_shard group {state.name} were modified (optimizer.step()?) between a forward and "
-        "its backward, whose gradients would be wrong: run backward before the step, or forward again after it"
-    )
 
 
 # ---- forward
@@ -221,7 +237,8 @@ def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
     if is_recomputed:
         root.recomputed.append(state)
     else:
-        root.has_failed = root.depth == 0
+        if root.depth == 0:
+            root.has_failed, root.caller = True, None
         reshard(root, state)
 
 
@@ -240,6 +257,7 @@ def _leave(root: RootContext, state: _FSDPState, module: nn.Module, is_hooked: b
 def _end_forward(root: RootContext, is_hooked: bool) -> None:
     """The outermost forward ends: free prefetches that nobody used, and, when no backward will come, everything."""
     root.has_failed = False
+    root.caller = None
     for state in root.live_states():
         is_waiting = bool(state.pending_modules)
         state.pending_modules.clear()
@@ -296,20 +314,40 @@ def _prepare_inputs(
         return (tensor,), kwargs
     prepared: dict[int, tuple[_Tensor, _Tensor]] = {}
 
-    def prepare(tensor: torch.Tensor) -> torch.Tensor:
+    def prepare(tensor: torch.Tensor, may_alias: bool) -> torch.Tensor:
         known = prepared.get(id(tensor))
         if known is None:
             result = tensor if dtype is None else _cast(tensor, dtype)
-            if use is not None and result.requires_grad and result.device.type == use.device_type:
+            if may_alias and use is not None and result.requires_grad and result.device.type == use.device_type:
                 result = use.alias(result)
             known = prepared[id(tensor)] = (tensor, result)  # holds the tensor, so that the id stays its own
         return known[1]
 
-    return _map_tensors(prepare, args), _map_tensors(prepare, kwargs)
+    def visit(value: Any) -> Any:
+        if isinstance(value, _Tensor):
+            return prepare(value, may_alias=True)
+        if type(value) is tuple:
+            return tuple([visit(item) for item in value])
+        if isinstance(value, _ATOMS):
+            return value
+        # A container that the caller and forward may share: a tensor that forward puts in there escapes by it, and a
+        # copy would hide what forward writes. So it is replaced only if a cast needs it.
+        if use is not None and isinstance(value, (list, dict)):
+            use.watch_container(value)
+        return _map_tensors(lambda tensor: prepare(tensor, may_alias=False), value)
+
+    return visit(args), {key: visit(value) for key, value in kwargs.items()}
 
 
 def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, is_recomputed: bool) -> bool:
     """Hook every output that requires grad; whether backward may reach this use."""
+    kept = state.swap.kept_tensors()
+    if use.containers:
+        kept += use.tensors_put_into_inputs()
+        use.containers.clear()
+    if isinstance(output, _Tensor) and output.requires_grad and not kept and use.hook_output(output):  # the fast path
+        use.register(is_recomputed)
+        return True
     has_hooks = is_opaque = False
     for leaf in (output,) if isinstance(output, _Tensor) else tree_leaves(output):
         if not isinstance(leaf, _Tensor):
@@ -320,13 +358,14 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
             has_hooks = True
         else:
             is_opaque = True
-    for tensor in state.swap.kept_tensors():
+    for tensor in kept:
         has_hooks |= use.hook_output(tensor)
     if not has_hooks:
         # Nothing to hook: what backward needs may have left by another way, such as an attribute.
         is_opaque |= state.is_trainable or use.has_alias
     if is_opaque:
         _keep_unsharded(state, module, output)
+        state.unhooked_versions = use.versions
     if has_hooks or is_opaque:
         use.register(is_recomputed)
     return has_hooks or is_opaque
@@ -378,16 +417,18 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor in it replaced; the common containers without the price of a pytree."""
+    """``value`` with every tensor in it replaced; ``value`` itself if none was."""
     if isinstance(value, _Tensor):
         return function(value)
-    kind = type(value)
-    if kind is tuple:
-        return tuple([_map_tensors(function, item) for item in value])
-    if kind is list:
-        return [_map_tensors(function, item) for item in value]
-    if kind is dict:
-        return {key: _map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, _ATOMS):
         return value
-    return tree_map_only(_Tensor, function, value)
+    changed = False
+
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal changed
+        result = function(tensor)
+        changed |= result is not tensor
+        return result
+
+    mapped = tree_map_only(_Tensor, apply, value)
+    return mapped if changed else value

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from enum import Enum
+from types import FrameType
 from typing import Any, cast
 
 import torch.nn as nn
@@ -67,9 +67,11 @@ class _FSDPState(ComposableState):
         self.swap: ParameterSwap = cast(ParameterSwap, None)
         self.ignored: weakref.WeakSet[Any] | set[int] = set()
         self.root: RootContext | None = None
+        self.watch: Any = None  # of the whole root, on the root's own state
         self.index = -1
         # A forward returned something that cannot be hooked: stays unsharded, is reduced at the end of any backward.
         self.is_unhooked = False
+        self.unhooked_versions: list[int] | None = None  # of the shards, at that forward
         self.has_unsynced = False  # a backward without gradient sync has run since the last reduction
         self.reset()
 
@@ -99,6 +101,30 @@ class _FSDPState(ComposableState):
         """The name of the group in messages."""
         return self.fqn or "(root)"
 
+    def check_versions(self, versions: list[int] | None) -> None:
+        """Raise if a shard was written to since a forward, when it had ``versions``."""
+        if versions is None:
+            return
+        for handle, version in zip(self._handles, versions):
+            if handle.shard._version != version:
+                raise RuntimeError(
+                    f"parameters of the fully_shard group {self.name} were modified (optimizer.step()?) between a "
+                    "forward and its backward, whose gradients would be wrong: run backward before the step, or "
+                    "forward again after it"
+                )
+
+    def refuse_unseen_backward(self) -> None:
+        """Raise if backward has entered the group before any of its hooks: it may have computed with memory that was
+        freed, or that an all-gather was still filling."""
+        if self.is_unhooked or not self.reshard_after_forward:
+            return
+        if any(handle.has_unsharded_grad() and not handle.is_resident for handle in self._handles):
+            raise RuntimeError(
+                f"a backward entered the fully_shard group {self.name} past its module's outputs, where its parameters "
+                "were not gathered: its gradients are wrong, and none was published. Let forward return every tensor "
+                "that a loss is computed from, or keep it as an attribute of the module"
+            )
+
     def show_unsharded(self) -> None:
         """Let the modules see the unsharded parameters: in forward, and in backward, where activation checkpointing
         may run a part of forward again without the hooks. Calls nest."""
@@ -106,18 +132,21 @@ class _FSDPState(ComposableState):
         if self.num_shows == 1:
             self.swap.show_unsharded()
 
-    def show_sharded(self) -> None:
+    def show_sharded(self, in_backward: bool = False) -> None:
         """Undo one ``show_unsharded``."""
         self.num_shows -= 1
         if self.num_shows == 0:
-            self.swap.show_sharded()
+            if in_backward:
+                self.swap.write_sharded()
+            else:
+                self.swap.show_sharded()
 
     def restore_faces(self) -> None:
         """Put the sharded faces back after an interruption, whatever it left."""
         if self.num_shows:
             self.num_shows = 0
-            with suppress(RuntimeError):  # what the interrupted forward changed in the modules is thrown away too
-                self.swap.show_sharded()
+            self.swap.write_sharded()
+            self.swap.rebuild()  # what the interrupted forward changed in the modules is thrown away too
 
     def set_prefix(self, prefix: str) -> None:
         """What precedes the names of the group's parameters in the root, for messages."""
@@ -137,6 +166,15 @@ class _FSDPState(ComposableState):
                     f"{names}. Modify parameters outside forward (the sharded parameters are "
                     "authoritative), or keep what changes in forward in a buffer"
                 )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
+        raise NotImplementedError(
+            f"a module with the fully_shard group {self.name} cannot be copied or pickled (yet): copy it before "
+            "fully_shard(), and save its state_dict()"
+        )
+
+    def __reduce__(self) -> Any:
+        return self.__deepcopy__({})
 
     def __repr__(self) -> str:
         return f"_FSDPState({self.name}, {self._handles})"
@@ -173,6 +211,7 @@ class RootContext:
         record: what the present (or last) top-level forward has run; ``previous`` the one before, which drives
             prefetch.
         num_forwards, num_backwards: top-level forwards and backwards so far.
+        caller: the frame that has called the outermost module, while its forward runs.
         trace: codes of the collectives issued since the last exchange; ``num_collectives`` those before.
         is_in_backward: a backward has begun and its final callback has not come.
         has_failed: a forward ended in an exception that no enclosing forward handled.
@@ -194,6 +233,7 @@ class RootContext:
         self.num_forwards = 0
         self.num_backwards = 0
         self.previous = ForwardRecord(0)
+        self.caller: FrameType | None = None
         self.trace: list[int] = []
         self.num_collectives = 0
         self.reset()
@@ -201,11 +241,19 @@ class RootContext:
     def reset(self) -> None:
         """Forget the iteration that was going on."""
         self.depth = 0
+        self.caller = None
         self.record = ForwardRecord(self.num_forwards)
         self.is_in_backward = False
         self.has_failed = False
         self.has_added = False
         self.recomputed: list[_FSDPState] = []
+
+    @property
+    def watch(self) -> Any:
+        """What the user may change between iterations, a ``Watch``; ``None`` when the root module is gone. The root's
+        own state keeps it: it refers to modules, which refer to their states, which refer to this context."""
+        owner = self.states[0]()
+        return None if owner is None else owner.watch
 
     @property
     def is_dead(self) -> bool:

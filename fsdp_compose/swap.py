@@ -6,8 +6,8 @@ module: one write per module, and the only way that Dynamo can trace (entry by e
 group does not own stand in both dicts. Lists in which a module caches its weights (``nn.RNN._flat_weights``) are
 swapped the same way.
 
-A swap is made only if every slot holds what we put there; a parameter that was replaced, added or removed behind our
-back is an error that names it.
+A parameter that was replaced, added or removed behind our back is an error that names it: outside forward seen at the
+begin of the next iteration, inside forward at its end.
 """
 
 from __future__ import annotations
@@ -105,9 +105,15 @@ class ParameterSwap:
                 for key, value in namespace().items():
                     if _tensors_requiring_grad(value) and (namespace, key) not in self._side_outputs:
                         self._side_outputs.append((namespace, key))
+        if not self._side_outputs:
+            return []
         return [
             tensor for namespace, key in self._side_outputs for tensor in _tensors_requiring_grad(namespace().get(key))
         ]
+
+    def watched_dicts(self) -> list[dict[str, Any]]:
+        """The dicts of which an entry that changes between iterations matters: sharded parameters, and submodules."""
+        return [*self._sharded, *self._children]
 
     def note_children(self) -> None:
         """Remember the modules below those of the group, as they are now."""
@@ -116,6 +122,11 @@ class ParameterSwap:
     def children_changed(self) -> bool:
         """Whether a submodule was added, replaced or removed since."""
         return not _hold(self._children, self._known_children)
+
+    def check_slots(self) -> None:
+        """Raise if a parameter was replaced, added or removed since ``fully_shard``."""
+        if not _hold(self._sharded, self._sharded_values):
+            self._reconcile()
 
     def materialised(self, handle: FlatParamHandle) -> dict[int, nn.Parameter]:
         """The parameters that ``to_empty()`` has put in the place of ``handle``'s meta faces, by index; every slot of a
@@ -129,13 +140,7 @@ class ParameterSwap:
         return found
 
     def show_unsharded(self) -> None:
-        """Called before ``forward``.
-
-        Raises:
-            RuntimeError: a parameter was replaced, added or removed since ``fully_shard``.
-        """
-        if not _hold(self._sharded, self._sharded_values):
-            self._reconcile()
+        """Called before ``forward``, and before backward."""
         for namespace, key, _, unsharded in self._writes:
             namespace[key] = unsharded
         for ref, key, _, unsharded in self._root_writes:
@@ -143,18 +148,22 @@ class ParameterSwap:
             if module is not None:
                 module.__dict__[key] = unsharded
 
-    def show_sharded(self) -> None:
-        """Called after ``forward``, however it ended. Restores first, then complains about what forward changed.
-
-        Raises:
-            RuntimeError: ``forward`` replaced, added or removed a parameter.
-        """
+    def write_sharded(self) -> None:
+        """``show_sharded`` without looking at what was there."""
         for namespace, key, sharded, _ in self._writes:
             namespace[key] = sharded
         for ref, key, sharded, _ in self._root_writes:
             module = ref()
             if module is not None:
                 module.__dict__[key] = sharded
+
+    def show_sharded(self) -> None:
+        """Called after ``forward``, however it ended. Restores first, then complains about what forward changed.
+
+        Raises:
+            RuntimeError: ``forward`` replaced, added or removed a parameter.
+        """
+        self.write_sharded()
         if not _hold(self._unsharded, self._unsharded_values):
             changed = self._changed(self._unsharded, self._unsharded_values)
             self.rebuild()
@@ -213,13 +222,17 @@ def _namespace_of(module: nn.Module, is_root: bool) -> Callable[[], _Namespace]:
 
 
 def _tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """The non-leaf tensors in ``value``, a tensor or a list, tuple or dict of tensors, that are part of a graph."""
+    """The tensors that are part of a graph in ``value``: a tensor, lists, tuples and dicts of them, or an object's
+    attributes."""
     if isinstance(value, torch.Tensor):
         return [value] if value.grad_fn is not None else []
     if type(value) in (list, tuple):
-        return [item for item in value if isinstance(item, torch.Tensor) and item.grad_fn is not None]
+        return [tensor for item in value for tensor in _tensors_requiring_grad(item)]
     if type(value) is dict:
-        return _tensors_requiring_grad([*value.values()])
+        return [tensor for item in value.values() for tensor in _tensors_requiring_grad(item)]
+    attributes = getattr(value, "__dict__", None)
+    if attributes and not isinstance(value, (nn.Module, type)) and not callable(value):
+        return [item for item in attributes.values() if isinstance(item, torch.Tensor) and item.grad_fn is not None]
     return []
 
 

@@ -152,9 +152,9 @@ def faces(model: nn.Module) -> list[nn.Parameter]:
 
 
 def breakable_mesh() -> DeviceMesh:
-    """All ranks, through a process group of the test's own, whose collectives give up after 3 seconds: what breaks it
+    """All ranks, through a process group of the test's own, whose collectives give up after 2 seconds: what breaks it
     does no harm to other tests."""
-    return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=3)), "cpu")
+    return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
 
 
 def same_on_every_rank(text: str) -> str:
@@ -210,6 +210,7 @@ def in_double(model: Stack) -> None:
         (frozen, r"blocks\.1.*up\.weight.*requires_grad.*true.*blocks\.1.*up\.bias"),
         (in_double, r"blocks\.1.*norm\.weight.*float32.*blocks\.1.*norm\.weight.*float64"),
     ],
+    ids=["shape", "requires_grad", "dtype"],
 )
 @distributed(world_size=(2, 3))
 def test_ranks_with_different_models_raise_the_same_error_at_first_forward(world_size, change, names):
@@ -245,6 +246,21 @@ def test_ranks_that_shard_the_same_model_differently_raise_at_first_forward(diff
     with pytest.raises(RuntimeError, match="first forward: the ranks have different models.*rank 0.*rank 1") as error:
         model(inputs())
     same_on_every_rank(str(error.value))
+
+
+@pytest.mark.parametrize("early", [0, 1])
+@distributed(world_size=2)
+def test_first_forward_names_a_rank_that_does_not_come_and_can_be_repeated(early):
+    model, reference = stacks()
+    late = 1 - early
+    with environment(**{TIMEOUT_ENV: "0.5"}):
+        if dist.get_rank() == early:
+            with pytest.raises(RuntimeError, match=rf"first forward: rank\(s\) {late} did not come.*{TIMEOUT_ENV}"):
+                model(inputs())
+        else:
+            time.sleep(1)
+    with environment(**{TIMEOUT_ENV: "10"}):
+        assert_trains_on(model, reference)
 
 
 class Experts(nn.Module):
@@ -619,6 +635,54 @@ def test_edit_after_an_explicit_unshard_takes_effect(edit):
     assert_trains_on(model, reference)
 
 
+@pytest.mark.parametrize(
+    "before, edit",
+    [
+        ("a forward without backward", "p.data = ..."),
+        ("a forward without backward", "p.mul_ where there are elements"),
+        ("an explicit unshard", "p.data = ..."),
+    ],
+)
+@distributed(world_size=(2, 3))
+def test_edit_that_only_some_ranks_can_see_takes_effect_on_all(world_size, before, edit):
+    """Small parameters have elements on one rank only: what a rank does about an edit must not depend on seeing it."""
+    model, reference = stacks(reshard_after_forward=False, mesh=breakable_mesh())
+    model(inputs())
+    if before == "an explicit unshard":
+        with torch.no_grad():
+            model(inputs())
+        for module in [*model.blocks, model]:
+            unshard(module)
+    for name in ("embed.bias", "blocks.0.norm.weight", "blocks.1.down.bias"):
+        for param in (model.get_parameter(name), reference.get_parameter(name)):
+            if edit == "p.data = ...":
+                param.data = param.data * 3
+            elif param.numel():
+                with torch.no_grad():
+                    param.mul_(3)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-5)
+    assert_trains_on(model, reference)
+
+
+@pytest.mark.parametrize("edit", [edit_replace_data, torch.nn.Module.double])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@distributed(world_size=2)
+def test_other_memory_between_a_forward_and_its_backward_raises(reshard_after_forward, edit):
+    model, reference = stacks(reshard_after_forward=reshard_after_forward)
+    first = loss_of(model, local_part(inputs(0)))
+    edit(model)
+    dtype = model.embed.weight.dtype
+    second = loss_of(model, local_part(inputs(1)).to(dtype))
+    with pytest.raises(RuntimeError, match="modified.*between a forward and its backward"):
+        (first + second).backward()
+    edit(reference)
+    with our_warnings():
+        loss_of(model, local_part(inputs(2)).to(dtype)).backward()
+    loss_of(reference, inputs(2).to(dtype)).backward()
+    assert_gradients_match(model, reference, 1e-6)
+
+
 @pytest.mark.parametrize("place", ["block", "root"])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(world_size=2)
@@ -811,6 +875,20 @@ def test_second_backward_after_a_step_raises():
         loss.backward()
 
 
+@pytest.mark.parametrize("kind", ["object", "None", "a number"])
+@distributed(world_size=2)
+def test_step_between_forward_and_backward_raises_where_outputs_cannot_be_hooked(kind):
+    model, _ = pair(Layer(kind))
+    fully_shard(model)
+    batch = torch.randn(ROWS, DIM)
+    with our_warnings():
+        model.read(model(batch)).sum().backward()
+        value = model.read(model(batch)).sum()
+        sgd(model).step()
+        with pytest.raises(RuntimeError, match=r"\(root\).*modified.*between a forward and its backward"):
+            value.backward()
+
+
 # ---- 8. Healing ------------------------------------------------------------------------------------------------------
 
 
@@ -915,8 +993,10 @@ def test_interruption_while_prefetched_groups_are_in_flight(kind):
     interrupt(model, "forward", 0, kind("by the user"))
     assert in_flight == [[1]]
     model.blocks[0].trip.look = lambda: None
+    for param in [*faces(model), *reference.parameters()]:
+        param.data.mul_(1.5)  # what was gathered for the interrupted iteration is stale
     with our_warnings(), torch.no_grad():
-        model(inputs())
+        torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
     assert_nothing_is_unsharded(model)
     assert_trains_on(model, reference)
     in_flight.clear()
@@ -997,6 +1077,47 @@ def test_forwards_without_backward_are_no_interruption():
     for i in range(2):
         loss_of(reference, inputs(i)).backward()
     assert_gradients_match(model, reference, 1e-6)
+
+
+class CallsItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(IN, IN), nn.Linear(IN, OUT)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = torch.tanh(self.inner(x))
+        return self.outer(x) + self(x, depth - 1) if depth else self.outer(x)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@distributed(world_size=2)
+def test_root_that_calls_itself_is_no_interruption(nested):
+    torch.manual_seed(0)
+    model, reference = pair(CallsItself())
+    if nested:
+        fully_shard(model.inner)
+    fully_shard(model)
+    with our_warnings() as texts:
+        assert_trains_on(model, reference)
+    assert not texts
+
+
+@distributed(world_size=2)
+def test_interleaved_roots_are_no_interruption():
+    (first, first_reference), (second, second_reference) = stacks(), stacks()
+    optimizers = [sgd(model) for model in (first, second, first_reference, second_reference)]
+    with our_warnings() as texts:
+        for step in range(3):
+            losses = loss_of(first, local_part(inputs(step))), loss_of(second, local_part(inputs(step + 9)))
+            (losses[0] * losses[1]).backward()  # one backward through both
+            for ours, theirs in zip(inputs(step).chunk(2), inputs(step + 9).chunk(2)):
+                (loss_of(first_reference, ours) * loss_of(second_reference, theirs) / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert not texts
+    assert_parameters_match(first, first_reference, 1e-6)
+    assert_parameters_match(second, second_reference, 1e-6)
 
 
 @pytest.mark.parametrize("where, healer", [("forward", 0), ("backward", 1)])
@@ -1362,3 +1483,89 @@ def test_root_that_returns_no_plain_tensor_is_reduced_after_a_change_of_dtype(ki
         for module, part in ((model.double(), local_part(batch)), (reference.double(), batch)):
             module.read(module(part.double())).square().mean().backward()
     assert_gradients_match(model, reference, 1e-6)
+
+
+class Escaping(nn.Module):
+    """A block whose auxiliary loss, computed after its output, leaves it by the way that ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.num_calls = kind, 0
+        self.inner, self.gate = nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
+        self.kept: Any = []
+
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+        value = x + torch.tanh(self.inner(x))
+        aux = self.gate(x * 2).square().mean()
+        self.num_calls += 1
+        self.kept = {
+            "list": lambda: [aux],
+            "dict": lambda: {"a": aux},
+            "dict of lists": lambda: {"a": [aux]},
+            "object": lambda: Result(aux),
+            "argument": lambda: losses.append(aux),
+            "later": lambda: [aux] if self.num_calls > 4 else [],  # switched on after a few steps
+        }[self.kind]()
+        return value
+
+    def read(self) -> list[torch.Tensor]:
+        kept = self.kept
+        if isinstance(kept, dict):
+            kept = kept["a"]
+        return kept if isinstance(kept, list) else [kept.value] if isinstance(kept, Result) else [kept]
+
+
+class EscapingStack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(IN, DIM), nn.ModuleList(Escaping(kind) for _ in range(3))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, losses)
+        if self.kind != "argument":
+            losses = [loss for layer in self.layers for loss in layer.read()]
+        return x, sum(losses, torch.zeros(()))
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("kind", ["list", "dict", "dict of lists", "object", "argument"])
+@distributed(world_size=2)
+def test_auxiliary_loss_that_leaves_a_block_by_another_way_is_reduced(kind, reshard_after_forward):
+    torch.manual_seed(0)
+    model, reference = pair(EscapingStack(kind))
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=reshard_after_forward)
+    fully_shard(model)
+
+    def loss(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        value, aux = module(batch)
+        return value.square().mean() + aux
+
+    for _ in range(2):  # six steps
+        if not gradients_or_an_error_that_names("layers.", model, reference, loss):
+            break
+
+
+class Appends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(IN, OUT)
+
+    def forward(self, x: torch.Tensor, *, history: list[Any], cache: dict[str, Any]) -> torch.Tensor:
+        history.append(len(history))
+        cache["last"] = x
+        return self.linear(x)
+
+
+@distributed(world_size=2)
+def test_containers_that_forward_writes_to_are_the_callers():
+    model = fully_shard(Appends())
+    history: list[Any] = ["begin"]
+    cache: dict[str, Any] = {}
+    for step in range(2):
+        model(inputs(step), history=history, cache=cache)
+    assert history == ["begin", 1, 2] and cache["last"].shape == (ROWS, IN)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, no_sync, unshard
 from fsdp_compose.flat_param import FlatParamHandle
@@ -149,6 +150,25 @@ def test_evaluation_holds_the_groups_that_run_and_one_prefetched(mode):
             model(torch.ones(1, 2, 4))
         assert unsharded_bytes(model) == 0
     assert count.most == 2
+
+
+# Without reentry the recomputation begins when the last block has been gathered for its backward, and prefetched the
+# one before.
+@pytest.mark.parametrize(("use_reentrant", "at_most"), [(True, 2), (False, 3)])
+@distributed(world_size=2)
+def test_recomputation_of_a_long_segment_frees_each_block_before_the_next(use_reentrant, at_most):
+    blocks = nn.Sequential(*GPT(dim=4, layers=5).blocks)
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(blocks)
+    count = MostUnshardedAtOnce(blocks)
+    for _ in range(2):
+        x = torch.ones(1, 2, 4, requires_grad=True)
+        y = checkpoint(lambda x: blocks(x), x, use_reentrant=use_reentrant)
+        count.most = 0  # from here on in the recomputation
+        y.sum().backward()
+        assert 0 < count.most <= at_most
+        assert unsharded_bytes(blocks) == 0
 
 
 @distributed(world_size=2)

@@ -66,7 +66,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Names with one leading underscore that are read or written as attributes, imported, or spelled as strings."""
     for node in ast.walk(tree):
         found: list[str] = []
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "sys":
             found = [node.attr]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
