@@ -47,7 +47,7 @@ from models import TinyBlocks, num_groups
 from systems import SYSTEMS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compose import flat_grad, iteration, state, swap, watch
+from fsdp_compose import exchange, flat_grad, state, swap, watch
 
 BASELINE, REFERENCE, OURS = "plain", "FSDP2", "fsdp_compose"
 PRECISIONS = {"fp32": False, "bf16/fp32": True}  # parameter/reduction dtype; whether that is mixed precision
@@ -66,7 +66,10 @@ ABLATIONS: dict[str, Callable[[], None]] = {
     "parameter edited inside forward": lambda: _replace(state._FSDPState, "check_unsharded_edits", None),
     "parameter replaced inside forward": lambda: _replace(swap, "_hold", True),
     "gradient that the user holds": lambda: _replace(flat_grad.ShardedGradient, "_is_held_elsewhere", False),
-    "control exchange (its own bytes; no ranks to talk to here)": lambda: _replace(iteration, "_exchange", None),
+    "control exchange (its bytes only: there are no ranks to talk to)": lambda: (
+        _replace(exchange.ControlExchange, "start", None),
+        _replace(exchange.ControlExchange, "wait", True),
+    )[0],
 }
 
 
