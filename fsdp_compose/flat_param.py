@@ -12,7 +12,7 @@ view of them once, and knows nothing about modules, hooks or when things happen:
 Note [Version counters]. The unsharded parameters are views of ``flat.data``: they have a version counter of their own,
 so refilling the storage never looks to autograd like an edit of a saved tensor, and an edit that ``forward`` makes on
 one of them is seen as a change of ``unsharded_version``. The faces share the version counter of ``shard``: an optimizer
-step between forward and backward is seen as a change of ``shard_version``.
+step between forward and backward is seen as a change of ``shard._version``.
 """
 
 from __future__ import annotations
@@ -228,10 +228,6 @@ class FlatParamHandle:
         return had_gradient
 
     # ---- facts
-
-    @property
-    def shard_version(self) -> int:
-        return self.shard._version
 
     def was_edited_unsharded(self) -> bool:
         """Whether somebody wrote to an unsharded parameter since it was unsharded; such an edit would be lost."""
