@@ -29,7 +29,6 @@ __all__ = [
     "current_graph_task_id",
     "default_store",
     "drop_composable_state",
-    "eval_frame_callback",
     "foreach_add_",
     "foreach_copy_",
     "foreach_zero_",
@@ -44,10 +43,6 @@ contract = contract
 
 # -1 outside of backward, else the number of the autograd graph task that runs on this thread.
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-
-# The frame-evaluation callback of torch.compile on this thread: None when nothing is being compiled or run compiled.
-# Reading it needs no ``import torch._dynamo`` (0.85 s).
-eval_frame_callback: Callable[[], Any] = _eval_frame.get_eval_frame_callback
 
 foreach_copy_ = torch._foreach_copy_
 foreach_add_ = torch._foreach_add_
@@ -82,9 +77,10 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
-    """Tell Dynamo never to trace the frame of ``function``, and to break the graph where it is called."""
-    strategy = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
-    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    """Tell Dynamo never to trace the frame of ``function`` nor the frames below it, and to break the graph where it is
+    called."""
+    skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "fsdp_compose hook"  # type: ignore[attr-defined]
 

@@ -37,6 +37,8 @@ class ReduceBuffer:
     There is one slot: a second reduce-scatter in flight cost a block of memory and gained no time when measured.
     """
 
+    __slots__ = ("device", "dtype", "nbytes", "owner", "pool_id", "storage", "zeroed_gaps")
+
     def __init__(self, dtype: torch.dtype, device: torch.device, pool_id: int) -> None:
         self.dtype, self.device = dtype, device
         self.pool_id = pool_id  # of the communicator that owns it
@@ -106,6 +108,8 @@ _same_bounds: dict[object, object] = {}
 class Communicator:
     """Streams and reduce buffers that the groups below one root share."""
 
+    __slots__ = ("_all_gather_stream", "_buffers", "_module", "_pool_id", "_reduce_stream")
+
     def __init__(self, device: torch.device) -> None:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
         self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
@@ -116,11 +120,10 @@ class Communicator:
     # ---- parameters
 
     def unshard(self, handle: FlatParamHandle) -> None:
-        """Allocate the unsharded storage and start the all-gather into it; nothing when it is there already."""
-        if not handle.is_unsharded:
-            handle.storage.resize_(handle.storage_nbytes)
-            handle.is_unsharded = True
-            self._start_all_gather(handle)
+        """Allocate the unsharded storage of a handle that has none, and start the all-gather into it."""
+        handle.storage.resize_(handle.storage_nbytes)
+        handle.is_unsharded = True
+        self._start_all_gather(handle)
 
     def refresh(self, handle: FlatParamHandle) -> None:
         """Gather again into the storage of a handle that was left unsharded; its shard may have changed."""
@@ -149,11 +152,14 @@ class Communicator:
         work = handle.all_gather_work
         if work is not None:
             handle.all_gather_work = None
-            _wait(work, "all-gather", handle)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _failure("all-gather", handle, error) from error
 
     def reshard(self, handle: FlatParamHandle) -> None:
         """Free the unsharded storage."""
-        if handle.is_resident or not handle.is_unsharded or handle.is_pinned:
+        if handle.is_pinned or not handle.is_unsharded:
             return
         if handle.all_gather_work is not None:
             self.wait(handle)
@@ -225,7 +231,10 @@ class Communicator:
         assert handle is not None
         work, handle.reduce_work = handle.reduce_work, None
         if work is not None:
-            _wait(work, "reduce-scatter", handle)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _failure("reduce-scatter", handle, error) from error
         output, target = handle.reduce_output, handle.gradient.target
         assert output is not None and handle.reduce_input is not None
         if handle.reduce_input.average_by_hand:
@@ -309,11 +318,8 @@ def _add_to_accumulated(handle: FlatParamHandle, grads: list[torch.Tensor]) -> N
     foreach_add_([views[i] for i in present], [grads[i] for i in present])
 
 
-def _wait(work: dist.Work, what: str, handle: FlatParamHandle) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
-            f"({len(handle.fqns)} parameters) failed: another rank died, or did not enter the same collective. {error}"
-        ) from error
+def _failure(what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
+        f"({len(handle.fqns)} parameters) failed: another rank died, or did not enter the same collective. {error}"
+    )

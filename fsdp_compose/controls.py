@@ -64,7 +64,7 @@ def reshard(module: nn.Module) -> None:
         raise RuntimeError(f"reshard(): a forward or backward of the fully_shard group {state.name} is running")
     if state.root is not None:
         for handle in state._handles:
-            handle.is_pinned = False
+            handle.is_pinned = handle.is_resident
         _reshard(state.root, state)
 
 

@@ -38,6 +38,11 @@ class ShardedGradient:
         shard: the shard, whose length, dtype and device the gradient has.
     """
 
+    __slots__ = (
+        "_arrival", "_device", "_dtype", "_faces", "_flat", "_is_allocated", "_is_dropped", "_is_published", "_nbytes",
+        "_numel", "_references", "_runs", "_storage", "_target", "_views",
+    )  # fmt: skip
+
     def __init__(
         self, faces: Sequence[nn.Parameter], runs: Sequence[tuple[int, int, tuple[int, ...]]], shard: torch.Tensor
     ) -> None:

@@ -60,7 +60,19 @@ class FlatParamHandle:
         unsharded_params: the unsharded faces, by parameter; usable while ``is_unsharded``.
         gradient: the flat gradient.
         is_unsharded: the unsharded storage exists (its all-gather may still be in flight).
+        is_resident: there is nothing to gather, the unsharded parameters always exist.
+        is_pinned: must not be resharded: resident, or its module's outputs cannot be hooked.
+        used_range: where the handle's parameters stand among all of the root, in the control exchange.
     """
+
+    __slots__ = (
+        "__weakref__", "_face_memory", "_mp_policy", "_no_grads", "_requires_grad", "accumulated_grad",
+        "all_gather_work", "all_used", "awaits_publication", "cast_shard", "faces", "fqns", "gather_wires", "gradient",
+        "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable", "is_unsharded", "is_used",
+        "layout", "mesh", "none_used", "param_dtype", "prefix", "reduce_dtype", "reduce_input", "reduce_output",
+        "reduce_plan", "reduce_work", "runs", "shard", "storage", "storage_nbytes", "unsharded_base",
+        "unsharded_params", "unsharded_version", "used_range",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -78,13 +90,14 @@ class FlatParamHandle:
         self.runs = _runs(self.layout, mesh.shard_rank)
         self.is_unsharded = False
         self.is_kept = False  # left unsharded by a forward (not by a prefetch): stale at the next forward
-        self.is_pinned = False  # must not be resharded: its module's outputs cannot be hooked
         self.awaits_publication = False  # reduced in this backward, not yet shown to the user
         self.all_gather_work: dist.Work | None = None
         # Under no_sync: gradients of earlier backwards, unsharded, in the reduce dtype; and who has contributed.
         self.accumulated_grad: torch.Tensor | None = None
         self.is_used = bytearray(len(managed))
         self.all_used, self.none_used = b"\x01" * len(managed), bytes(len(managed))
+        self.used_range = slice(0, 0)
+        self._no_grads = [None] * len(managed)
         # A reduction in flight: its work, where the result arrives, the memory it reads, and whether it is added.
         self.reduce_work: dist.Work | None = None
         self.reduce_output: torch.Tensor | None = None
@@ -127,18 +140,18 @@ class FlatParamHandle:
             self.gather_wires = (wire(flat), wire(own_slice if is_cast else shard))
             self.storage = flat.untyped_storage()
             self.storage_nbytes = self.storage.nbytes()
-            self._unsharded_base = flat.data  # Note [Version counters]
+            self.unsharded_base = flat.data  # Note [Version counters]
             self.unsharded_params = [nn.Parameter(view, requires_grad=False) for view in self._full_views()]
         for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
             copy_attributes(face, unsharded)
-        self.unsharded_version = self._unsharded_base._version
+        self.unsharded_version = self.unsharded_base._version
         self._face_memory = face_memory(self.faces)
         self._requires_grad: list[bool] = [False] * len(self.faces)
         self.is_trainable = False
         self.follow_requires_grad()
         self.reduce_plan = None
-        self.is_unsharded = self.is_resident
-        self.is_kept = self.is_pinned = False
+        self.is_unsharded = self.is_pinned = self.is_resident
+        self.is_kept = False
         if not self.is_resident and not self.is_meta:
             self.storage.resize_(0)
 
@@ -149,7 +162,7 @@ class FlatParamHandle:
         return [shard[start:stop].view(shape) for start, stop, shape in self.runs]
 
     def _full_views(self) -> list[torch.Tensor]:
-        return self.full_views_of(self._unsharded_base)
+        return self.full_views_of(self.unsharded_base)
 
     def full_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of ``flat``, a whole flat parameter, with the parameters' shapes."""
@@ -231,17 +244,14 @@ class FlatParamHandle:
 
     def was_edited_unsharded(self) -> bool:
         """Whether somebody wrote to an unsharded parameter since it was unsharded; such an edit would be lost."""
-        return self._unsharded_base._version != self.unsharded_version
+        return self.unsharded_base._version != self.unsharded_version
 
     def forgive_unsharded_edit(self) -> None:
-        self.unsharded_version = self._unsharded_base._version
+        self.unsharded_version = self.unsharded_base._version
 
     def has_unsharded_grad(self) -> bool:
         """Whether autograd has left a gradient on an unsharded parameter, not taken yet."""
-        for grad in map(_grad, self.unsharded_params):
-            if grad is not None:
-                return True
-        return False
+        return [*map(_grad, self.unsharded_params)] != self._no_grads  # "==" looks at identities first
 
     def describe(self) -> list[dict[str, Any]]:
         """The facts that must be the same on every rank: one for each parameter, then one for the whole."""

@@ -106,8 +106,12 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
         item.reshard_after_forward = item is not state if item.reshard_option is None else item.reshard_option
     if mesh.has_peers:
         _meet_first_forward(state, states)
+    num_params = 0
+    for item in states:
+        for handle in item._handles:
+            handle.used_range = slice(num_params, num_params := num_params + len(handle.fqns))
     exchange = ControlExchange(
-        num_params=sum(len(handle.fqns) for item in states for handle in item._handles),
+        num_params=num_params,
         num_groups=len(states),
         control=control_group(mesh.shard_group) if mesh.has_peers else None,
     )
@@ -248,6 +252,19 @@ def _begin_forward(root: RootContext) -> None:
         _fold_trace(root)
 
 
+def check_after_forward(root: RootContext) -> None:
+    """Called at the end of an outermost forward: raise if it has changed an unsharded parameter."""
+    watch = root.watch
+    if watch is None or not watch.was_forward_quiet():
+        states = root.live_states()
+        try:
+            for state in states:
+                state.check_after_forward()
+        finally:
+            if watch is not None:
+                states[0].watch = Watch(states)
+
+
 def _refuse_meta(states: list[_FSDPState]) -> None:
     for state in states:
         if any(handle.is_meta for handle in state._handles):
@@ -316,7 +333,7 @@ class _EndOfBackward:
     def __del__(self) -> None:
         if self._root is not None:
             for state in self._root.live_states():
-                state.restore_faces()
+                state.swap.restore()
 
 
 @never_traced
@@ -327,10 +344,10 @@ def finish_backward(root: RootContext) -> None:
         if not state.ran_backward:
             state.refuse_unseen_backward()
         if state.active_uses:
-            state.show_sharded(in_backward=True)
+            state.swap.show_sharded()
         is_due = state.ran_backward or state.is_unhooked or (state.has_unsynced and state.requires_gradient_sync)
         if is_due and not state.is_reduced:
-            if not state.ran_backward:
+            if state.unhooked_versions is not None and not state.ran_backward:
                 state.check_versions(state.unhooked_versions)
             reduce(root, state)
     _exchange(root, states)
@@ -355,40 +372,36 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
     """Agree with all ranks on the order of collectives and on who has a gradient; reduce again what came late."""
     exchange = root.exchange
     while True:
-        offset, may_be_late = 0, root.watch is None or root.watch.has_unsharded_grads()
+        may_be_late = root.watch is None or root.watch.has_unsharded_grads()
+        exchange.late[:] = bytes(len(exchange.late))
         for state in states:
-            is_late = False
             for handle in state._handles:
-                end = offset + len(handle.is_used)
                 if handle.awaits_publication:
-                    exchange.used[offset:end] = handle.is_used
-                is_late |= may_be_late and handle.has_unsharded_grad()
-                offset = end
-            exchange.late[state.index] = is_late
+                    exchange.used[handle.used_range] = handle.is_used
+            if may_be_late:
+                exchange.late[state.index] = any(handle.has_unsharded_grad() for handle in state._handles)
         exchange.start(order_hash(root.trace, len(root.trace)))
         root.communicator.finish()
         if not exchange.wait():
             _raise_different_order(root, states)
         root.num_collectives += len(root.trace)
         root.trace.clear()
-        late = [state for state in states if exchange.late[state.index]]
-        if not late:
+        if not any(exchange.late):
             return
-        for state in late:
-            reduce(root, state)
+        for state in states:
+            if exchange.late[state.index]:
+                reduce(root, state)
 
 
 def _publish(root: RootContext, states: list[_FSDPState]) -> None:
-    used, offset = root.exchange.used, 0
+    used = root.exchange.used
     has_others = root.watch is None or root.watch.has_grads()
     for state in states:
         for handle in state._handles:
-            end = offset + len(handle.is_used)
             if handle.awaits_publication:
                 handle.awaits_publication = False
-                handle.gradient.publish(bytes(used[offset:end]), has_others)
-                handle.is_used[:] = used[offset:end] = handle.none_used
-            offset = end
+                handle.gradient.publish(bytes(used[handle.used_range]), has_others)
+                handle.is_used[:] = used[handle.used_range] = handle.none_used
 
 
 def _raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:
@@ -425,7 +438,7 @@ def heal(root: RootContext) -> None:
     """
     states = root.live_states()
     for state in states:
-        state.restore_faces()
+        state.swap.restore()
     mesh, count = states[0].mesh, root.num_collectives + len(root.trace)
     is_tainted = root.has_added
     if mesh.has_peers:
@@ -440,8 +453,11 @@ def heal(root: RootContext) -> None:
         for handle in state._handles:
             root.communicator.wait(handle)
             had_gradient |= handle.drop_iteration(is_tainted)
+            handle.forgive_unsharded_edit()
             root.communicator.reshard(handle)
         state.reset()
+    if root.watch is not None:
+        states[0].watch = Watch(states)
     root.num_collectives = count
     root.trace.clear()
     root.reset()

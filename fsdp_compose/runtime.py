@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ._torch import current_graph_task_id, hook_gradient
 from .dynamo import never_traced
-from .iteration import begin_backward, enter, reduce, reshard, unshard, wait_for_unshard
+from .iteration import begin_backward, check_after_forward, enter, reduce, reshard, unshard, wait_for_unshard
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
 
 _Tensor = torch.Tensor
@@ -64,7 +64,7 @@ class _Use:
         self._position = 0
         # The numbers of the backward that reached this use last, and of the one that it has not finished.
         self._backward = self._active_backward = 0
-        self.versions = [handle.shard._version for handle in state._handles]  # Note [Version counters]
+        self.versions = state.shard_versions()
 
     @property
     def device_type(self) -> str:
@@ -134,7 +134,7 @@ class _Use:
         state.ran_backward = True
         state.active_uses += 1
         if state.active_uses == 1:
-            state.show_unsharded()
+            state.swap.show_unsharded()
         state.last_use = max(state.last_use, self._record.number)
         unshard(root, state)
         if self._position:
@@ -156,7 +156,7 @@ class _Use:
         state.active_uses -= 1
         if state.active_uses > 0:
             return
-        state.show_sharded(in_backward=True)
+        state.swap.show_sharded()
         for earlier in state.outstanding:
             if earlier <= number:
                 state.phase = Phase.POST_BACKWARD
@@ -185,7 +185,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     wait_for_unshard(root, state)
     use = _Use(state, root.record) if _is_grad_enabled() else None
     state.entries.append((sys.exc_info()[1], use))
-    state.show_unsharded()
+    state.swap.show_unsharded()
     policy = state.mp_policy
     dtype = policy.param_dtype if policy.cast_forward_inputs else None
     # A recomputation for a backward that already waits for this group: the original graph has the hooks.
@@ -206,16 +206,15 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     error = sys.exc_info()[1]
     has_failed = error is not None and error is not entered_with
     is_recomputed = current_graph_task_id() != -1
+    state.swap.show_sharded()
     if not is_recomputed:
         root.depth -= 1
-    try:
-        state.show_sharded()
-        if not has_failed and not state.num_shows:
-            state.check_unsharded_edits()
-    except RuntimeError:
-        _abandon(root, state, is_recomputed)
-        if not has_failed:
-            raise
+        if root.depth == 0 and not has_failed:
+            try:
+                check_after_forward(root)
+            except RuntimeError:
+                _abandon(root, state, is_recomputed)
+                raise
     if has_failed:
         _abandon(root, state, is_recomputed)
         return None

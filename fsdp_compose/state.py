@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
+from operator import attrgetter
 from types import FrameType
 from typing import Any, cast
 
@@ -38,6 +39,9 @@ class Phase(Enum):
     POST_BACKWARD = "its gradients have been taken in this backward"
 
 
+_shard_version = attrgetter("shard._version")
+
+
 class _FSDPState(ComposableState):
     """What ``fully_shard`` keeps for one group.
 
@@ -54,6 +58,13 @@ class _FSDPState(ComposableState):
         outstanding: number of the forward of each use whose backward has not come yet, in order.
         pending_modules: of several modules, how many have yet to run before the group is resharded.
     """
+
+    __slots__ = (
+        "_handles", "active_uses", "entries", "fqn", "has_unsynced", "ignored", "index", "is_reduced", "is_unhooked",
+        "last_use", "mesh", "modules", "mp_policy", "outstanding", "pending_modules", "phase", "ran_backward",
+        "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root", "swap", "unhooked_versions",
+        "watch",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.modules: tuple[weakref.ref[nn.Module], ...] = ()
@@ -81,7 +92,6 @@ class _FSDPState(ComposableState):
         self.entries: list[tuple[BaseException | None, Any]] = []
         self.outstanding: list[int] = []
         self.pending_modules: set[int] = set()
-        self.num_shows = 0  # forwards and backwards during which modules show the unsharded parameters
         self.active_uses = 0  # uses between their pre-backward and their post-backward
         self.last_use = 0  # number of the latest forward that this backward has reached
         self.ran_backward = False  # pre-backward came in this backward
@@ -101,17 +111,18 @@ class _FSDPState(ComposableState):
         """The name of the group in messages."""
         return self.fqn or "(root)"
 
-    def check_versions(self, versions: list[int] | None) -> None:
-        """Raise if a shard was written to since a forward, when it had ``versions``."""
-        if versions is None:
-            return
-        for handle, version in zip(self._handles, versions):
-            if handle.shard._version != version:
-                raise RuntimeError(
-                    f"parameters of the fully_shard group {self.name} were modified (optimizer.step()?) between a "
-                    "forward and its backward, whose gradients would be wrong: run backward before the step, or "
-                    "forward again after it"
-                )
+    def shard_versions(self) -> list[int]:
+        """Changes with every write to a sharded parameter; see Note [Version counters]."""
+        return [*map(_shard_version, self._handles)]
+
+    def check_versions(self, versions: list[int]) -> None:
+        """Raise if a shard was written to since a forward, when they had ``versions``."""
+        if [*map(_shard_version, self._handles)] != versions:
+            raise RuntimeError(
+                f"parameters of the fully_shard group {self.name} were modified (optimizer.step()?) between a "
+                "forward and its backward, whose gradients would be wrong: run backward before the step, or "
+                "forward again after it"
+            )
 
     def refuse_unseen_backward(self) -> None:
         """Raise if backward has entered the group before any of its hooks: it may have computed with memory that was
@@ -125,37 +136,16 @@ class _FSDPState(ComposableState):
                 "that a loss is computed from, or keep it as an attribute of the module"
             )
 
-    def show_unsharded(self) -> None:
-        """Let the modules see the unsharded parameters: in forward, and in backward, where activation checkpointing
-        may run a part of forward again without the hooks. Calls nest."""
-        self.num_shows += 1
-        if self.num_shows == 1:
-            self.swap.show_unsharded()
-
-    def show_sharded(self, in_backward: bool = False) -> None:
-        """Undo one ``show_unsharded``."""
-        self.num_shows -= 1
-        if self.num_shows == 0:
-            if in_backward:
-                self.swap.write_sharded()
-            else:
-                self.swap.show_sharded()
-
-    def restore_faces(self) -> None:
-        """Put the sharded faces back after an interruption, whatever it left."""
-        if self.num_shows:
-            self.num_shows = 0
-            self.swap.write_sharded()
-            self.swap.rebuild()  # what the interrupted forward changed in the modules is thrown away too
-
     def set_prefix(self, prefix: str) -> None:
         """What precedes the names of the group's parameters in the root, for messages."""
         self.swap.prefix = prefix
         for handle in self._handles:
             handle.prefix = prefix
 
-    def check_unsharded_edits(self) -> None:
-        """Raise if ``forward`` wrote to an unsharded parameter: the edit would be lost at reshard."""
+    def check_after_forward(self) -> None:
+        """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one: the change would
+        be lost when the group is resharded."""
+        self.swap.check_unsharded_slots()
         for handle in self._handles:
             if handle.was_edited_unsharded():
                 handle.forgive_unsharded_edit()
@@ -218,6 +208,12 @@ class RootContext:
         has_added: this backward has added to a gradient that was there before.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
     """
+
+    __slots__ = (
+        "__weakref__", "caller", "communicator", "depth", "exchange", "generation", "has_added", "has_failed",
+        "is_in_backward", "num_backwards", "num_collectives", "num_forwards", "previous", "recomputed", "record",
+        "states", "trace",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ group does not own stand in both dicts. Lists in which a module caches its weigh
 swapped the same way.
 
 A parameter that was replaced, added or removed behind our back is an error that names it: outside forward seen at the
-begin of the next iteration, inside forward at its end.
+begin of the next iteration, inside forward at the end of the outermost one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,16 @@ class ParameterSwap:
         managed: the group's parameters, whose faces are already in place in the modules.
         handles: the handles that hold them, by FQN.
         fqns: name of every module of the group, relative to the sharded module.
+
+    Attributes:
+        num_shows: forwards and backwards during which the modules show the unsharded parameters.
     """
+
+    __slots__ = (
+        "_all_namespaces", "_children", "_fqns", "_known_children", "_namespaces", "_num_searches", "_owned",
+        "_prepared_names", "_root_writes", "_roots", "_sharded", "_sharded_values", "_side_outputs", "_unsharded",
+        "_unsharded_values", "_writes", "num_shows", "prefix",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -56,6 +65,7 @@ class ParameterSwap:
                 owned.setdefault(module, {})[name] = where[item.fqn]
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
+        self.num_shows = 0
         self.prefix = ""  # what precedes the names of these modules in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
         self._all_namespaces = [_namespace_of(module, is_root=module in roots) for module in fqns]
@@ -66,21 +76,21 @@ class ParameterSwap:
         self.note_children()
         self._owned = list(owned.values())
         self._sharded: list[_Parameters] = [module._parameters for module in owned]
+        self._unsharded: list[_Parameters] = [{} for _ in owned]
         for module in owned:
             _guard_state_dict(module)
         self.rebuild()
 
     def rebuild(self) -> None:
         """Prepare the unsharded dicts from the handles' present unsharded parameters."""
-        self._unsharded: list[_Parameters] = []
         self._writes: list[tuple[_Namespace, str, Any, Any]] = []  # (where, key, sharded value, unsharded value)
         self._root_writes: list[tuple[weakref.ref[nn.Module], str, Any, Any]] = []
-        for namespace, root, owned, sharded in zip(
-            self._namespaces, self._roots, self._owned, self._sharded, strict=True
+        for namespace, root, owned, sharded, unsharded in zip(
+            self._namespaces, self._roots, self._owned, self._sharded, self._unsharded, strict=True
         ):
             params = {name: handle.unsharded_params[i] for name, (handle, i) in owned.items()}
-            unsharded = {name: params.get(name, value) for name, value in sharded.items()}
-            self._unsharded.append(unsharded)
+            unsharded.clear()  # the same dict: others remember it
+            unsharded.update((name, params.get(name, value)) for name, value in sharded.items())
             by_face = {id(sharded[name]): param for name, param in params.items()}
             writes: list[tuple[str, Any, Any]] = [("_parameters", sharded, unsharded)]
             present = namespace if root is None else getattr(root(), "__dict__", {})
@@ -115,6 +125,10 @@ class ParameterSwap:
         """The dicts of which an entry that changes between iterations matters: sharded parameters, and submodules."""
         return [*self._sharded, *self._children]
 
+    def unsharded_dicts(self) -> list[dict[str, Any]]:
+        """The dicts that the modules show inside forward."""
+        return [*self._unsharded]
+
     def note_children(self) -> None:
         """Remember the modules below those of the group, as they are now."""
         self._known_children = tuple(_values(self._children))
@@ -140,7 +154,11 @@ class ParameterSwap:
         return found
 
     def show_unsharded(self) -> None:
-        """Called before ``forward``, and before backward."""
+        """Called before ``forward``, and before backward, where activation checkpointing may run a part of forward
+        again without the hooks. Calls nest."""
+        self.num_shows += 1
+        if self.num_shows > 1:
+            return
         for namespace, key, _, unsharded in self._writes:
             namespace[key] = unsharded
         for ref, key, _, unsharded in self._root_writes:
@@ -148,8 +166,22 @@ class ParameterSwap:
             if module is not None:
                 module.__dict__[key] = unsharded
 
-    def write_sharded(self) -> None:
-        """``show_sharded`` without looking at what was there."""
+    def show_sharded(self) -> None:
+        """Undo one ``show_unsharded``."""
+        self.num_shows -= 1
+        if not self.num_shows:
+            self._write_sharded()
+
+    def restore(self) -> None:
+        """Put the sharded faces back after an interruption, whatever it left, and throw away what the interrupted
+        forward changed in the modules."""
+        if self.num_shows:
+            self.num_shows = 0
+            self._write_sharded()
+        if not _hold(self._unsharded, self._unsharded_values):
+            self.rebuild()
+
+    def _write_sharded(self) -> None:
         for namespace, key, sharded, _ in self._writes:
             namespace[key] = sharded
         for ref, key, sharded, _ in self._root_writes:
@@ -157,13 +189,8 @@ class ParameterSwap:
             if module is not None:
                 module.__dict__[key] = sharded
 
-    def show_sharded(self) -> None:
-        """Called after ``forward``, however it ended. Restores first, then complains about what forward changed.
-
-        Raises:
-            RuntimeError: ``forward`` replaced, added or removed a parameter.
-        """
-        self.write_sharded()
+    def check_unsharded_slots(self) -> None:
+        """Raise if a forward replaced, added or removed a parameter."""
         if not _hold(self._unsharded, self._unsharded_values):
             changed = self._changed(self._unsharded, self._unsharded_values)
             self.rebuild()

@@ -1,8 +1,8 @@
-"""What the user may have done to a model between two iterations, noticed in one pass over plain lists.
+"""What the user may have done to a model between two iterations, or inside forward, noticed in a pass over plain lists.
 
-Built when a root is set up, and again after every change that it has noticed. The pass is on the hot path (each
-top-level forward, every parameter), so it compares and nothing more; who changed what is found out by the slow path in
-``iteration``.
+Built when a root is set up, and again after every change that it has noticed. The passes are on the hot path (each
+top-level forward, every parameter), so they compare and nothing more; who changed what is found out by the slow path
+in ``iteration``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from .state import _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
+_unsharded_version = attrgetter("unsharded_base._version")
 _dtype, _grad, _requires_grad = attrgetter("dtype"), attrgetter("grad"), attrgetter("requires_grad")
 
 
@@ -35,16 +36,19 @@ class Watch:
         self._empty = [face for face in self._faces if not face.numel()]
         self._dtypes = [*map(_dtype, self._empty)]
         self._unsharded = [param for handle in handles for param in handle.unsharded_params]
+        self._no_grads = [None] * len(self._faces)
+        self._unsharded_dicts = [item for state in states for item in state.swap.unsharded_dicts()]
+        self._unsharded_values = tuple(chain.from_iterable(map(dict.values, self._unsharded_dicts)))
+        self._handles = handles
+        self._versions = [*map(_unsharded_version, handles)]
         self._has_meta = any(handle.is_meta for handle in handles)
 
     def is_quiet(self) -> bool:
         """Whether every slot holds what it held, every parameter is where it was and requires grad as it did, and no
         gradient was left on an unsharded parameter."""
-        dicts = self._dicts
         return (
             not self._has_meta
-            and sum(map(len, dicts)) == len(self._values)
-            and all(map(is_, chain.from_iterable(map(dict.values, dicts)), self._values))
+            and _hold(self._dicts, self._values)
             and [*map(_requires_grad, self._faces)] == self._requires_grad
             and [*map(_data_ptr, self._filled)] == self._addresses
             and [*map(_dtype, self._empty)] == self._dtypes
@@ -53,15 +57,19 @@ class Watch:
 
     def has_unsharded_grads(self) -> bool:
         """Whether autograd has left a gradient on some unsharded parameter, not taken yet."""
-        return _any_present(map(_grad, self._unsharded))
+        return [*map(_grad, self._unsharded)] != self._no_grads  # "==" looks at identities first
 
     def has_grads(self) -> bool:
         """Whether some sharded parameter has a gradient."""
-        return _any_present(map(_grad, self._faces))
+        return [*map(_grad, self._faces)] != self._no_grads
+
+    def was_forward_quiet(self) -> bool:
+        """Whether no forward replaced, added, removed or wrote to an unsharded parameter."""
+        return _hold(self._unsharded_dicts, self._unsharded_values) and (
+            [*map(_unsharded_version, self._handles)] == self._versions
+        )
 
 
-def _any_present(values: Any) -> bool:
-    for value in values:
-        if value is not None:
-            return True
-    return False
+def _hold(dicts: Sequence[dict[str, Any]], values: tuple[Any, ...]) -> bool:
+    """Whether the dicts hold these very values, in this order."""
+    return sum(map(len, dicts)) == len(values) and all(map(is_, chain.from_iterable(map(dict.values, dicts)), values))
