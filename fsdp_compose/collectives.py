@@ -108,7 +108,7 @@ _same_bounds: dict[object, object] = {}
 class Communicator:
     """Streams and reduce buffers that the groups below one root share."""
 
-    __slots__ = ("_all_gather_stream", "_buffers", "_module", "_pool_id", "_reduce_stream")
+    __slots__ = ("__weakref__", "_all_gather_stream", "_buffers", "_module", "_pool_id", "_reduce_stream")
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
