@@ -1,5 +1,8 @@
 """fsdp_compose: fully sharded data parallel training on flat parameters, as functions on ordinary modules."""
 
+from . import _requirements as _requirements  # first: the others need that torch
+from . import ragged_ops as ragged_ops  # gives RaggedDTensor its operations
+from .clip import clip_grad_norm_
 from .controls import (
     UnshardHandle,
     no_sync,
@@ -9,13 +12,19 @@ from .controls import (
     unshard,
 )
 from .fully_shard import fully_shard
+from .placement import RaggedShard
 from .policy import MixedPrecisionPolicy
+from .ragged import RaggedDTensor, distribute_ragged
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MixedPrecisionPolicy",
+    "RaggedDTensor",
+    "RaggedShard",
     "UnshardHandle",
+    "clip_grad_norm_",
+    "distribute_ragged",
     "fully_shard",
     "no_sync",
     "reshard",

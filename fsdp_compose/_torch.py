@@ -20,21 +20,35 @@ from torch._C._dynamo import eval_frame as _eval_frame
 from torch.distributed import distributed_c10d as _distributed_c10d
 from torch.distributed._composable.contract import STATE_KEY, _get_registry, contract
 from torch.distributed._composable_state import _State as ComposableState
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 
 __all__ = [
     "ComposableState",
+    "DTensorSpec",
+    "NormPartial",
+    "TensorMeta",
+    "allow_in_foreach",
     "backend_name",
     "composable_registry",
+    "compute_local_shape_and_global_offset",
     "contract",
     "current_graph_task_id",
     "default_store",
     "drop_composable_state",
     "foreach_add_",
     "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
     "foreach_zero_",
     "group_timeout",
     "hook_gradient",
     "queue_end_of_backward",
+    "share_versions",
     "skip_frame",
     "storage_use_count",
 ]
@@ -46,6 +60,8 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 foreach_copy_ = torch._foreach_copy_
 foreach_add_ = torch._foreach_add_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
 AllgatherOptions = _c10d.AllgatherOptions
@@ -127,3 +143,51 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         if timeout is not None:
             return cast(timedelta, timeout)
     return _distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+
+
+# ---- DTensor
+
+
+def make_dtensor(cls: Any, local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Any:
+    """A DTensor (or an instance of a subclass) over ``local``, whose elements it shares.
+
+    torch copies the storage offset of ``local`` onto the wrapper, which has no storage: for a view into a larger buffer
+    its ``data_ptr()`` would not be 0, and deepcopy, ``torch.save`` and checkpointing would take it for a real tensor.
+    So the wrapper is built at offset 0.
+    """
+    if local.storage_offset():
+        at_zero = local.as_strided(local.shape, local.stride(), 0)
+        tensor = torch.Tensor._dtensor__new__(cls, at_zero, spec, requires_grad=requires_grad)
+        tensor._local_tensor = local
+        return tensor
+    return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
+
+
+def dtensor_spec(tensor: DTensor) -> DTensorSpec:
+    return tensor._spec
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """What this rank holds of ``tensor``, the very object."""
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    tensor._local_tensor = local
+
+
+_VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def share_versions() -> Any:
+    """A context in which views made inside a ``__torch_dispatch__`` share the version counter of what they are views
+    of, as they do outside."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include, exclude - _VERSIONS)
+
+
+def allow_in_foreach(cls: Any) -> None:
+    """Let optimizers and ``clip_grad_norm_`` use their fast paths for ``cls``: they compare types."""
+    for types in (_types_of_optimizers, _types_of_clipping):
+        if cls not in types:
+            types.append(cls)

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from ._torch import AllgatherOptions, ReduceScatterOptions, foreach_add_, foreach_copy_, foreach_zero_
 from .flat_grad import Arrival
-from .flat_param import FlatParamHandle, wire
+from .flat_param import FlatParamHandle
+from .wire import wire
 
 _grad = attrgetter("grad")
 

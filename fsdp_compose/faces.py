@@ -1,71 +1,111 @@
 """The one factory of sharded faces: what users, optimizers and checkpoints see of a sharded parameter.
 
-A face is a leaf ``nn.Parameter`` over this rank's run of the parameter inside the shard. Today it is a plain local
-view. The runtime reads and writes shards and never calls an operation on a face, so the kind of tensor that a face
-is can change here and nowhere else.
+A face is a leaf ``nn.Parameter`` and a ``RaggedDTensor`` whose local tensor is a view of this rank's shard. The runtime
+reads and writes shards and never calls an operation on a face, so what kind of tensor a face is can change here and
+nowhere else.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ._torch import set_local_tensor
+from .layout import FlatLayout
+from .placement import RaggedShard
+from .ragged import RaggedDTensor, RaggedSpec, distribute_ragged
 
 # Where a face or an original parameter remembers the group that owns it: a (module label, FQN) pair of strings.
 OWNER_ATTRIBUTE = "_fsdp_compose_owner"
+# Where an original parameter remembers the face that has taken its place.
+FACE_ATTRIBUTE = "_fsdp_compose_face"
+
+face_local = attrgetter("_local_tensor")
+"""The local elements behind a face: a view of the shard, unless somebody gave the face other memory."""
+
+_data_ptr = torch.Tensor.data_ptr
+# By process group, not by mesh: meshes are equal when their ranks are, also those of a process group that is gone.
+_specs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, RaggedSpec]] = weakref.WeakKeyDictionary()
 
 
-def make_face(local: torch.Tensor, original: nn.Parameter, fqn: str) -> nn.Parameter:
-    """A sharded face over ``local``, a view of the shard, with the attributes the user had set on ``original``.
+def face_spec(layout: FlatLayout, index: int, mesh: DeviceMesh, dtype: torch.dtype) -> RaggedSpec:
+    """How parameter ``index`` is cut over ``mesh``; equal cuts are one object, so that comparing them is fast."""
+    param, counts = layout.params[index], layout.counts(index)
+    row = param.row_numel
+    is_rows = param.row_aligned and bool(param.shape) and row > 0
+    placement = RaggedShard(tuple([n // row for n in counts]) if is_rows else counts, flat=not is_rows)
+    known = _specs.setdefault(mesh.get_group(), {})
+    key = (placement, param.shape, dtype)
+    if key not in known:
+        known[key] = RaggedSpec.make(mesh, [placement], param.shape, dtype)
+    return known[key]
 
-    Its gradients arrive without autograd, so that a gradient hook would never run: registering one raises.
-    """
-    face = nn.Parameter(local, requires_grad=original.requires_grad)
-    face.__dict__.update(original.__dict__)
-    for name in _HOOK_METHODS:
-        face.__dict__[name] = partial(_refuse_hook, name, fqn)
+
+def make_face(local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec) -> nn.Parameter:
+    """A sharded face over ``local``, a view of the shard, with the attributes the user had set on ``original``."""
+    face = nn.Parameter(RaggedDTensor(local, spec), requires_grad=original.requires_grad)
+    set_local_tensor(face, local)  # type: ignore[arg-type]
+    copy_attributes(original, face)
     return face
 
 
-def copy_attributes(face: nn.Parameter, to: nn.Parameter) -> None:
-    """Give another parameter the attributes that the user has set on ``face``."""
-    to.__dict__.update({key: value for key, value in face.__dict__.items() if key not in _HOOK_METHODS})
+def copy_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
+    """Give another parameter the attributes that the user has set on ``source``, if it lacks them."""
+    for key, value in source.__dict__.items():
+        if key not in _NOT_COPIED:
+            to.__dict__.setdefault(key, value)
 
 
-_HOOK_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
+_NOT_COPIED = {"_is_param", FACE_ATTRIBUTE}
 
 
-def _refuse_hook(method: str, fqn: str, *_: Any) -> None:
-    raise ValueError(
-        f"{method}() on the sharded parameter {fqn}: gradient hooks on sharded parameters are not supported and would "
-        "never run; look at .grad after backward"
-    )
+def check_content(face: nn.Parameter, source: Any, name: str) -> None:
+    """Raise ValueError if ``take_content`` cannot take ``source``."""
+    if not isinstance(source, DTensor) or source.shape != face.shape:
+        kind = "DTensor" if isinstance(source, DTensor) else "plain tensor"
+        raise ValueError(
+            f"load_state_dict(assign=True): the sharded parameter {name} of shape {tuple(face.shape)} was given a "
+            f"{kind} of shape {tuple(source.shape)}: give it a DTensor of its shape (see distribute_ragged()), or "
+            "load full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict()"
+        )
+
+
+def take_content(face: nn.Parameter, source: DTensor) -> None:
+    """Give ``face`` the elements, dtype and memory of a tensor that would take its place; it keeps its identity and its
+    attributes. Its gradient is dropped, as it would be with the parameter.
+
+    Ranks: if ``source`` is cut in another way, all ranks of the mesh (it is redistributed).
+    """
+    assert isinstance(face, RaggedDTensor)
+    with torch.no_grad():
+        if not isinstance(source, RaggedDTensor) or not source._spec.cuts_like(face._spec):
+            source = distribute_ragged(source, face.device_mesh, face.placements)
+        fresh = nn.Parameter(source.detach(), requires_grad=face.requires_grad)
+        set_local_tensor(fresh, source._local_tensor)  # type: ignore[arg-type]
+        face.grad = None
+        torch.utils.swap_tensors(face, fresh)
+        copy_attributes(fresh, face)
 
 
 def rebind_face(face: nn.Parameter, local: torch.Tensor) -> None:
-    """Make ``face`` a view of another shard, keeping the object."""
-    face.data = local
+    """Make ``face`` a view of another shard of its dtype and device, keeping the object."""
+    set_local_tensor(face, local)  # type: ignore[arg-type]
 
 
-def face_local(face: nn.Parameter) -> torch.Tensor:
-    """The local elements behind ``face``, detached."""
-    return face.detach()
-
-
-def face_memory(faces: Sequence[nn.Parameter]) -> tuple[list[int], set[torch.dtype]]:
+def face_memory(faces: Sequence[nn.Parameter]) -> tuple[list[int], set[tuple[torch.dtype, torch.device]]]:
     """Where the faces' elements are: differs from an earlier answer when somebody gave a face other memory
-    (``module.to()``, ``to_empty()``, ``p.data = ...``). Empty faces have no address; their dtype must do."""
-    return [*map(_data_ptr, faces)], {*map(_dtype, faces)}
+    (``module.to()``, ``to_empty()``, ``p.data = ...``). Empty faces have no address; their kind must do."""
+    return [*map(_data_ptr, map(face_local, faces))], {(face.dtype, face.device) for face in faces}
 
 
-_data_ptr = torch.Tensor.data_ptr
-_dtype = attrgetter("dtype")
-
-
-def make_gradient(local: torch.Tensor) -> torch.Tensor:
+def make_gradient(local: torch.Tensor, face: nn.Parameter) -> torch.Tensor:
     """What ``face.grad`` holds, over ``local``, a view of the flat gradient."""
-    return local
+    return RaggedDTensor(local, face._spec)  # type: ignore[attr-defined]

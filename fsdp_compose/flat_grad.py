@@ -16,7 +16,8 @@ import torch
 import torch.nn as nn
 
 from ._torch import storage_use_count
-from .faces import make_gradient
+from .faces import face_local, make_gradient
+from .grad_hooks import GradientHooks
 
 _grad = attrgetter("grad")
 
@@ -36,18 +37,24 @@ class ShardedGradient:
         faces: the sharded faces, in the order of the layout.
         runs: for each face, (start, stop, shape) of its run inside the shard, in elements.
         shard: the shard, whose length, dtype and device the gradient has.
+        hooks: the gradient hooks of the faces, which ``publish`` calls.
     """
 
     __slots__ = (
-        "_arrival", "_device", "_dtype", "_faces", "_flat", "_is_allocated", "_is_dropped", "_is_published", "_nbytes",
-        "_numel", "_references", "_runs", "_storage", "_target", "_views",
+        "_arrival", "_device", "_dtype", "_faces", "_flat", "_hooks", "_is_allocated", "_is_dropped", "_is_published",
+        "_nbytes", "_numel", "_references", "_runs", "_storage", "_target", "_views",
     )  # fmt: skip
 
     def __init__(
-        self, faces: Sequence[nn.Parameter], runs: Sequence[tuple[int, int, tuple[int, ...]]], shard: torch.Tensor
+        self,
+        faces: Sequence[nn.Parameter],
+        runs: Sequence[tuple[int, int, tuple[int, ...]]],
+        shard: torch.Tensor,
+        hooks: GradientHooks,
     ) -> None:
         self._faces = faces
         self._runs = runs
+        self._hooks = hooks
         self._numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
         self._nbytes = shard.numel() * shard.element_size()
         self._flat: torch.Tensor | None = None
@@ -76,7 +83,8 @@ class ShardedGradient:
 
     def _prepare_to_add(self) -> Arrival:
         grads = [face.grad for face in self._faces]
-        if self._views and all(grad is None or grad is view for grad, view in zip(grads, self._views, strict=True)):
+        is_ours = self._views and not self._hooks.want_gradients
+        if is_ours and all(grad is None or grad is view for grad, view in zip(grads, self._views, strict=True)):
             for i, grad in enumerate(grads):
                 if grad is None and self._is_published[i]:  # dropped by the user since: starts from zero again
                     self._run(self._flat, i).zero_()
@@ -100,7 +108,9 @@ class ShardedGradient:
         if self._arrival is Arrival.FRESH:
             if has_others:
                 self._add_others()
-            if 0 not in is_used:
+            if not self._hooks.is_empty:
+                self._publish_through_hooks(is_used)
+            elif 0 not in is_used:
                 for face, view in zip(self._faces, self._views):
                     face.grad = view
             else:
@@ -111,18 +121,29 @@ class ShardedGradient:
         elif self._arrival is Arrival.FOREIGN:
             for i, face in enumerate(self._faces):
                 if is_used[i]:
-                    result = make_gradient(self._run(self._target, i))
+                    result = make_gradient(self._run(self._target, i), face)
+                    self._hooks.replace(i, result)
                     if face.grad is None:
                         face.grad = result
                     else:
                         face.grad.add_(result)
+                    self._hooks.accumulated(i)
         else:
             published = self._is_published
             for i, (face, view) in enumerate(zip(self._faces, self._views, strict=True)):
                 if is_used[i] and not published[i]:
                     face.grad = view
+                if is_used[i] and not self._hooks.is_empty:
+                    self._hooks.accumulated(i)
             self._is_published = bytes(a | b for a, b in zip(published, is_used, strict=True))
         self._target = None
+
+    def _publish_through_hooks(self, is_used: bytes) -> None:
+        for i, (face, view) in enumerate(zip(self._faces, self._views, strict=True)):
+            if is_used[i]:
+                self._hooks.replace(i, view)
+                face.grad = view
+                self._hooks.accumulated(i)
 
     # ---- between backwards
 
@@ -175,7 +196,7 @@ class ShardedGradient:
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-            self._views = [make_gradient(self._run(self._flat, i)) for i in range(len(self._faces))]
+            self._views = [make_gradient(self._run(self._flat, i), face) for i, face in enumerate(self._faces)]
         self._storage = self._flat.untyped_storage()
         self._is_allocated = True
         self._references = self._count_references()
@@ -190,7 +211,8 @@ class ShardedGradient:
         return self._count_references() != self._references
 
     def _count_references(self) -> tuple[int, int]:
-        return sum(map(getrefcount, self._views)), storage_use_count(self._storage)
+        locals_ = map(face_local, self._views)
+        return sum(map(getrefcount, self._views)) + sum(map(getrefcount, locals_)), storage_use_count(self._storage)
 
     def _run(self, flat: torch.Tensor | None, index: int) -> torch.Tensor:
         assert flat is not None

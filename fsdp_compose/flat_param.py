@@ -26,11 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from .faces import OWNER_ATTRIBUTE, copy_attributes, face_local, face_memory, make_face, rebind_face
+from .faces import OWNER_ATTRIBUTE, copy_attributes, face_local, face_memory, face_spec, make_face, rebind_face
 from .flat_grad import ShardedGradient
+from .grad_hooks import GradientHooks
 from .layout import FlatLayout, Granule, ParamSpec, plan_layout
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
+from .wire import wire
 
 SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
 
@@ -68,9 +70,9 @@ class FlatParamHandle:
     __slots__ = (
         "__weakref__", "_face_memory", "_mp_policy", "_no_grads", "_requires_grad", "accumulated_grad",
         "all_gather_work", "all_used", "awaits_publication", "cast_shard", "faces", "fqns", "gather_wires", "gradient",
-        "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable", "is_unsharded", "is_used",
-        "layout", "mesh", "none_used", "param_dtype", "prefix", "reduce_dtype", "reduce_input", "reduce_output",
-        "reduce_plan", "reduce_work", "runs", "shard", "storage", "storage_nbytes", "unsharded_base",
+        "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable", "is_unsharded",
+        "is_used", "layout", "mesh", "none_used", "param_dtype", "prefix", "reduce_dtype", "reduce_input",
+        "reduce_output", "reduce_plan", "reduce_work", "runs", "shard", "storage", "storage_nbytes", "unsharded_base",
         "unsharded_params", "unsharded_version", "used_range",
     )  # fmt: skip
 
@@ -87,7 +89,9 @@ class FlatParamHandle:
         self.mesh = mesh
         self._mp_policy = mp_policy
         self.layout = _plan(managed, mesh, mp_policy, granularity)
-        self.runs = _runs(self.layout, mesh.shard_rank)
+        dtype = originals[0].dtype
+        specs = [face_spec(self.layout, i, mesh.mesh, dtype) for i in range(len(managed))]
+        self.runs = _runs(self.layout, mesh.shard_rank, [spec.local_shape for spec in specs])
         self.is_unsharded = False
         self.is_kept = False  # left unsharded by a forward (not by a prefetch): stale at the next forward
         self.awaits_publication = False  # reduced in this backward, not yet shown to the user
@@ -105,15 +109,18 @@ class FlatParamHandle:
         self.is_reduce_added = False
         self.reduce_plan: Any = None  # made and used by collectives
         device = mesh.device if originals[0].device.type != "meta" else originals[0].device
-        shard = torch.zeros(self.layout.shard_numel, dtype=originals[0].dtype, device=device)
+        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
         with torch.no_grad():
             for original, placement, (start, stop, _) in zip(originals, self._runs_of_params(), self.runs, strict=True):
                 if stop > start:
                     shard[start:stop].copy_(original.detach().reshape(-1)[placement : placement + stop - start])
         self.faces: list[nn.Parameter] = []
         with torch.inference_mode(False), torch.no_grad():
-            for original, local, fqn in zip(originals, self._views_of(shard), self.fqns, strict=True):
-                self.faces.append(make_face(local, original, fqn))
+            for original, local, spec in zip(originals, self._views_of(shard), specs, strict=True):
+                self.faces.append(make_face(local, original, spec))
+        self.hooks = GradientHooks(self.faces)
+        for i, original in enumerate(originals):
+            self.hooks.move_over(i, original)
         self._adopt(shard)
 
     # ---- building
@@ -122,7 +129,7 @@ class FlatParamHandle:
         """Make ``shard``, of which the faces are views already, this handle's shard; build the unsharded side."""
         rank, numel = self.mesh.shard_rank, self.layout.shard_numel
         self.shard = shard
-        self.gradient = ShardedGradient(self.faces, self.runs, shard)
+        self.gradient = ShardedGradient(self.faces, self.runs, shard, self.hooks)
         self.param_dtype = self._mp_policy.compute_dtype(shard.dtype)
         self.reduce_dtype = self._mp_policy.reduction_dtype(shard.dtype)
         self.is_meta = shard.device.type == "meta"
@@ -203,9 +210,10 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             shard = torch.zeros(self.layout.shard_numel, dtype=locals_[0].dtype, device=device)
             views = self._views_of(shard)
-            for face, view, local in zip(self.faces, views, locals_, strict=True):
+            for face, view, local, unsharded in zip(self.faces, views, locals_, self.unsharded_params, strict=True):
                 view.copy_(local)
                 rebind_face(face, view)
+                copy_attributes(unsharded, face)  # module.to() loses them
         was_unsharded = self.is_unsharded
         self._adopt(shard)
         if was_unsharded and not self.is_resident and not self.is_meta:
@@ -269,12 +277,6 @@ class FlatParamHandle:
         offsets = [placement.offset for placement in self.layout.params]
         return [*facts, {"elements per rank": self.layout.shard_numel, "offsets": offsets}]
 
-    def adopt_faces(self, faces: dict[int, nn.Parameter]) -> None:
-        """Take over parameters, by index, that a materialisation from the meta device has put in the faces' place."""
-        for i, face in faces.items():
-            face.__dict__.update(self.faces[i].__dict__)  # what refuses hooks too
-            self.faces[i] = face
-
     def __repr__(self) -> str:
         return (
             f"FlatParamHandle({len(self.fqns)} parameters, {self.layout.shard_numel} elements of {self.shard.dtype} "
@@ -297,21 +299,9 @@ def _plan(
     return plan_layout(specs, mesh.shard_world_size, max(1, SHARD_ALIGNMENT_BYTES // smallest))
 
 
-def _runs(layout: FlatLayout, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    runs = []
-    for i in range(len(layout.params)):
-        run = layout.run(i, rank)
-        runs.append((run.shard_start, run.shard_start + run.numel, layout.local_shape(i, rank)))
-    return runs
-
-
-def wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a dtype that every backend can gather and reduce (complex numbers travel as pairs)."""
-    if tensor.dtype.is_complex:
-        return torch.view_as_real(tensor).view(-1)
-    if tensor.dtype == torch.bool or tensor.dtype.itemsize == 1:
-        return tensor.view(torch.uint8)
-    return tensor
+def _runs(layout: FlatLayout, rank: int, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, int, tuple[int, ...]]]:
+    runs = [layout.run(i, rank) for i in range(len(layout.params))]
+    return [(run.shard_start, run.shard_start + run.numel, shape) for run, shape in zip(runs, shapes, strict=True)]
 
 
 def mark_owner(parameter: nn.Parameter, group: str, fqn: str) -> None:

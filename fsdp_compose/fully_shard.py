@@ -27,6 +27,7 @@ from .flat_param import (
 from .iteration import tree_has_changed
 from .mesh import DataParallelMesh, data_parallel_mesh
 from .policy import MixedPrecisionPolicy
+from .rebind import remember_face
 from .state import _FSDPState, _is_compatible, get_state, register_state
 from .swap import ParameterSwap
 
@@ -226,11 +227,6 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMes
                 f"fully_shard(): the parameter {item.fqn} is on {param.device}, but the mesh is on {mesh.device}; "
                 f"move the module with module.to({str(mesh.device)!r}), or pass a mesh on {param.device.type}"
             )
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"fully_shard(): the parameter {item.fqn} has gradient hooks, which would be lost: gradient "
-                "hooks on sharded parameters are not supported; look at .grad after backward"
-            )
         if param.grad is not None:
             raise ValueError(
                 f"fully_shard(): the parameter {item.fqn} has a gradient, which would be lost: call "
@@ -260,6 +256,7 @@ def _put_faces(managed: Sequence[ManagedParameter], handles: Sequence[FlatParamH
         face = faces[item.fqn]
         mark_owner(item.parameter, label, item.fqn)  # to recognise a tie that points here from outside the group
         mark_owner(face, label, item.fqn)
+        remember_face(item.parameter, face)
         for module, name in item.slots:
             for key, value in module.__dict__.items():
                 if isinstance(value, list):

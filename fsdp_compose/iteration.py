@@ -90,8 +90,6 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     """
     found = states_to_run(module)
     states = [item for item, _ in found]
-    for item in states:
-        _adopt_materialised(item)
     _check_everything_is_managed(module, states)
     mesh = state.mesh
     for item, name in found:
@@ -220,7 +218,6 @@ def _follow_user(root: RootContext, state: _FSDPState, module: nn.Module) -> Roo
 
 def _take_over(root: RootContext, states: list[_FSDPState]) -> None:
     for item in states:
-        _adopt_materialised(item)
         for handle in item._handles:
             if handle.has_unsharded_grad():
                 _refuse_stray_gradients(item)
@@ -272,15 +269,6 @@ def _refuse_meta(states: list[_FSDPState]) -> None:
                 f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
                 "model.to_empty(device=...) and initialise them before the first forward"
             )
-
-
-def _adopt_materialised(state: _FSDPState) -> None:
-    for handle in state._handles:
-        if handle.is_meta:
-            found = state.swap.materialised(handle)
-            handle.adopt_faces(found)
-            if found:
-                state.swap.rebuild()
 
 
 def _refuse_stray_gradients(state: _FSDPState) -> None:

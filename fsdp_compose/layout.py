@@ -73,6 +73,11 @@ class ParamPlacement:
     granule: int
     row_aligned: bool
 
+    @property
+    def row_numel(self) -> int:
+        """Elements of one index of dim 0; 0 if there are none."""
+        return math.prod(self.shape[1:])
+
 
 @dataclass(frozen=True)
 class FlatLayout:
@@ -111,6 +116,19 @@ class FlatLayout:
         start = min(max(shard_offset - param.offset, 0), param.numel)
         stop = min(max(shard_offset + self.shard_numel - param.offset, 0), param.numel)
         return Run(start, stop - start, param.offset + start - shard_offset if stop > start else 0)
+
+    def counts(self, index: int) -> tuple[int, ...]:
+        """How many elements of parameter `index` each rank holds."""
+        param, shard = self.params[index], self.shard_numel
+        if not param.numel:
+            return (0,) * self.world_size
+        first, last = param.offset // shard, (param.offset + param.numel - 1) // shard
+        if first == last:
+            held = [param.numel]
+        else:
+            head = (first + 1) * shard - param.offset
+            held = [head, *[shard] * (last - first - 1), param.offset + param.numel - last * shard]
+        return (*[0] * first, *held, *[0] * (self.world_size - last - 1))
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """The shape of `rank`'s run: N-D where the cuts lie between rows, else 1-D."""

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .faces import check_content, take_content
 from .flat_param import FlatParamHandle, ManagedParameter
+from .ragged import RaggedDTensor
 
 _Parameters = dict[str, "nn.Parameter | None"]
 _Namespace = dict[str, Any]
@@ -77,8 +79,8 @@ class ParameterSwap:
         self._owned = list(owned.values())
         self._sharded: list[_Parameters] = [module._parameters for module in owned]
         self._unsharded: list[_Parameters] = [{} for _ in owned]
-        for module in owned:
-            _guard_state_dict(module)
+        for module, fqn in zip(owned, self._fqns, strict=True):
+            _guard_state_dict(module, fqn)
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -141,17 +143,6 @@ class ParameterSwap:
         """Raise if a parameter was replaced, added or removed since ``fully_shard``."""
         if not _hold(self._sharded, self._sharded_values):
             self._reconcile()
-
-    def materialised(self, handle: FlatParamHandle) -> dict[int, nn.Parameter]:
-        """The parameters that ``to_empty()`` has put in the place of ``handle``'s meta faces, by index; every slot of a
-        shared parameter gets the same one."""
-        found: dict[int, nn.Parameter] = {}
-        for owned, sharded in zip(self._owned, self._sharded, strict=True):
-            for name, (owner, i) in owned.items():
-                present = sharded.get(name)
-                if owner is handle and present is not None and present is not handle.faces[i]:
-                    sharded[name] = found.setdefault(i, present)
-        return found
 
     def show_unsharded(self) -> None:
         """Called before ``forward``, and before backward, where activation checkpointing may run a part of forward
@@ -265,18 +256,34 @@ def _tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
 
 # ---- state dicts
 
-_FACES, _ASIDE = "_fsdp_compose_faces", "_fsdp_compose_aside"
+_FACES, _ASIDE, _OWN = "_fsdp_compose_faces", "_fsdp_compose_aside", "_fsdp_compose_own"
 
 
-def _guard_state_dict(module: nn.Module) -> None:
+def _guard_state_dict(module: nn.Module, fqn: str) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded faces at any moment: also inside
     forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
     if _FACES not in module.__dict__:
         module.register_state_dict_pre_hook(_show_faces)
         module.register_state_dict_post_hook(_show_what_was)
-        module.register_load_state_dict_pre_hook(_show_faces)
+        module.register_load_state_dict_pre_hook(_before_load)
         module.register_load_state_dict_post_hook(_show_what_was)
     module.__dict__[_FACES] = module._parameters
+    faces = {name: param for name, param in module._parameters.items() if isinstance(param, RaggedDTensor)}
+    module.__dict__[_OWN] = (fqn, faces)
+
+
+def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """With ``assign=True`` the faces take over what would be put in their place, and are put there themselves: so that
+    optimizers keep training what the modules use."""
+    fqn, faces = module.__dict__[_OWN]
+    if metadata.get("assign_to_params_buffers"):
+        given = {name: state_dict[prefix + name] for name in faces if prefix + name in state_dict}
+        for name, value in given.items():
+            check_content(faces[name], value, _join(fqn, name))
+        for name, value in given.items():
+            take_content(faces[name], value)
+            state_dict[prefix + name] = faces[name]  # load_state_dict() works on a copy of the user's dict
+    _show_faces(module)
 
 
 def _show_faces(module: nn.Module, *_: Any) -> None:

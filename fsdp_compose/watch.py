@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .faces import face_local
 from .state import _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
@@ -31,9 +32,9 @@ class Watch:
         self._faces = [face for handle in handles for face in handle.faces]
         self._requires_grad = [*map(_requires_grad, self._faces)]
         # A face with elements has an address, which changes with its memory; an empty one has a dtype at least.
-        self._filled = [face for face in self._faces if face.numel()]
-        self._addresses = [*map(_data_ptr, self._filled)]
-        self._empty = [face for face in self._faces if not face.numel()]
+        self._filled = [face for face in self._faces if face_local(face).numel()]
+        self._addresses = [*map(_data_ptr, map(face_local, self._filled))]
+        self._empty = [face for face in self._faces if not face_local(face).numel()]
         self._dtypes = [*map(_dtype, self._empty)]
         self._unsharded = [param for handle in handles for param in handle.unsharded_params]
         self._no_grads = [None] * len(self._faces)
@@ -50,7 +51,7 @@ class Watch:
             not self._has_meta
             and _hold(self._dicts, self._values)
             and [*map(_requires_grad, self._faces)] == self._requires_grad
-            and [*map(_data_ptr, self._filled)] == self._addresses
+            and [*map(_data_ptr, map(face_local, self._filled))] == self._addresses
             and [*map(_dtype, self._empty)] == self._dtypes
             and not self.has_unsharded_grads()
         )

@@ -145,7 +145,7 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
             flat = torch.zeros_like(handle.shard)
             for face, (start, stop, _shape) in zip(handle.faces, handle.runs, strict=True):
                 if face.grad is not None:
-                    flat[start:stop] = face.grad.flatten()
+                    flat[start:stop] = face.grad.to_local().flatten()
             whole = torch.empty(handle.layout.flat_numel, dtype=flat.dtype)
             dist.all_gather_into_tensor(whole, flat)
             for face, view in zip(handle.faces, handle.full_views_of(whole), strict=True):

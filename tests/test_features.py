@@ -14,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
     MixedPrecisionPolicy,
+    RaggedDTensor,
+    distribute_ragged,
     fully_shard,
     no_sync,
     reshard,
@@ -73,13 +76,16 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def whole(
-    model: nn.Module, local: Callable[[nn.Parameter], torch.Tensor | None], like: nn.Module
+    model: nn.Module, of: Callable[[nn.Parameter], RaggedDTensor | None], like: nn.Module
 ) -> dict[str, torch.Tensor | None]:
-    """What ``local`` gives for each parameter, put together from all ranks; ``None`` must be so on all of them.
+    """What ``of`` gives for each parameter, put together from all ranks; ``None`` must be so on all of them.
 
     A run is contiguous, and runs follow each other in rank order: nothing of the runtime is needed for it.
     """
-    mine = {name: None if (t := local(p)) is None else t.detach().clone() for name, p in model.named_parameters()}
+    sharded = {name: of(param) for name, param in model.named_parameters()}
+    for name, param in like.named_parameters():
+        assert sharded[name] is None or sharded[name].shape == param.shape, name
+    mine = {name: None if t is None else t.to_local().detach().clone() for name, t in sharded.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     result: dict[str, torch.Tensor | None] = {}
@@ -265,7 +271,8 @@ def test_parameters_of_odd_shapes(shapes):
     twins = Twins(Shapes(*shapes), fully_shard)
     for batch in inputs(3):
         twins.backward(lambda model, x: model(x), batch)
-        assert [p.grad.shape == p.shape for p in twins.sharded.parameters()] == [True] * len(shapes)
+        assert [tuple(p.grad.shape) for p in twins.sharded.parameters()] == list(shapes)
+        assert all(p.grad.to_local().shape == p.to_local().shape for p in twins.sharded.parameters())
         twins.step()
 
 
@@ -273,8 +280,9 @@ def test_parameters_of_odd_shapes(shapes):
 def test_parameters_smaller_than_the_world_leave_ranks_without_elements():
     model = fully_shard(Shapes((), (1,)))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [param.numel() for param in model.parameters()])
+    dist.all_gather_object(everyone, [param.to_local().numel() for param in model.parameters()])
     assert [sum(numels) for numels in zip(*everyone, strict=True)] == [1, 1]
+    assert [param.numel() for param in model.parameters()] == [1, 1]
 
 
 @distributed(world_size=3)
@@ -945,24 +953,38 @@ def test_gradient_of_an_input_alone_leaves_those_of_parameters_as_they_are(has_g
         twins.step()
 
 
+def penalty_of_whole(model: nn.Module) -> torch.Tensor:
+    penalty = sum(param.square().sum() for param in model.parameters())
+    return penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+
+
+def penalty_of_local(model: nn.Module) -> torch.Tensor:
+    """A share on each rank: the shares' gradients are those of their sum."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize("penalty_of", [penalty_of_whole, penalty_of_local])
 @pytest.mark.parametrize("when", ["before forward", "after forward"])
 @distributed(world_size=3)
-def test_loss_terms_on_the_sharded_parameters_themselves(when):
+def test_loss_terms_on_the_sharded_parameters_themselves(when, penalty_of):
     twins = Twins(Net())
 
     def data_and_penalty(model, x):
         penalty = 0.0
         if when == "before forward":
-            penalty = sum(param.square().sum() for param in model.parameters())
+            penalty = penalty_of(model)
         loss = mean_square(model, x)
         if when == "after forward":
-            penalty = sum(param.square().sum() for param in model.parameters())
+            penalty = penalty_of(model)
         (loss + 0.1 * penalty).backward()
         return loss
 
     for batch in inputs(3):
         for _ in range(2):
             twins.run(data_and_penalty, batch)
+        with torch.no_grad():
+            expected, got = map(penalty_of_whole, twins.both)
+        assert_close(got, expected, 1e-4, "penalty")
         twins.step()
 
 
@@ -997,17 +1019,6 @@ def test_full_backward_hooks_on_sharded_modules():
     assert len(got) == len(expected) == 2 * 3 * 2
     for a, b in zip(got, expected, strict=True):
         assert_close(a / dist.get_world_size(), local_part(b), 1e-6, "gradient of an activation")
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@distributed(world_size=2)
-def test_gradient_hooks_on_sharded_parameters_are_refused(kind, steps):
-    twins = Twins(Net())
-    twins.train(steps=steps)
-    with pytest.raises(ValueError, match=rf"{kind}.*head\.weight.*not supported"):
-        getattr(twins.sharded.head.weight, kind)(lambda *_: None)
-    twins.train(steps=1)
 
 
 # ---- gradient accumulation -------------------------------------------------------------------------------------------
@@ -1108,7 +1119,7 @@ def test_gradients_zeroed_in_place():
     for batch in inputs(3):
         twins.backward(mean_square, batch)
         twins.step(set_to_none=False)
-        assert all((param.grad == 0).all() for param in twins.sharded.parameters())
+        assert all((param.grad.full_tensor() == 0).all() for param in twins.sharded.parameters())
 
 
 def drop_some(model: nn.Module) -> None:
@@ -1161,7 +1172,8 @@ HOLD: dict[str, Callable[[nn.Module], Any]] = {
     "one gradient": lambda model: [model.layers[1].linear.weight.grad],
     "views": lambda model: [param.grad.view(-1) for param in model.parameters()],
     "detached": lambda model: [model.head.weight.grad.detach()],
-    "numpy": lambda model: [param.grad.numpy() for param in model.parameters()],
+    "local": lambda model: [param.grad.to_local() for param in model.parameters()],
+    "numpy": lambda model: [param.grad.to_local().numpy() for param in model.parameters()],
 }
 
 
@@ -1741,15 +1753,10 @@ def test_layers_sharded_inside_the_parents_constructor():
 
 def copy_from(model: nn.Module, reference: nn.Module) -> None:
     """Give every sharded parameter of ``model`` this rank's run of the same parameter of ``reference``."""
-    for prefix, module in model.named_modules():
-        state = get_state(module)
-        for handle in state._handles if state is not None else ():
-            for i, fqn in enumerate(handle.fqns):
-                name = f"{prefix}.{fqn}" if prefix else fqn
-                run = handle.layout.run(i, dist.get_rank())
-                source = reference.get_parameter(name).detach().flatten()[run.param_start :][: run.numel]
-                with torch.no_grad():
-                    model.get_parameter(name).view(-1).copy_(source)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            source = reference.get_parameter(name)
+            param.copy_(distribute_ragged(source, param.device_mesh, param.placements, src_data_rank=None))
 
 
 @pytest.mark.parametrize("in_constructor", [False, True])

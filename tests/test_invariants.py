@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecisionPolicy, fully_shard, meeting, no_sync, unshard
+from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, RaggedShard, fully_shard, meeting, no_sync, unshard
 from fsdp_compose.exchange import EXCHANGE_ENV, FIRST_BACKWARDS, control_group
 from fsdp_compose.meeting import TIMEOUT_ENV
 from fsdp_compose.state import _get_fsdp_handles, _get_fsdp_states
@@ -149,6 +149,11 @@ def assert_nothing_is_unsharded(model: nn.Module) -> None:
 
 def faces(model: nn.Module) -> list[nn.Parameter]:
     return [face for handle in _get_fsdp_handles(model) for face in handle.faces]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor: of a sharded one, its local part."""
+    return tensor.to_local() if isinstance(tensor, RaggedDTensor) else tensor
 
 
 def breakable_mesh() -> DeviceMesh:
@@ -479,7 +484,7 @@ def test_autograd_grad_of_the_input_leaves_gradients_alone(world_size, reshard_a
     before = [grad.clone() for grad in grads]
     input_gradient(model, local_part(inputs(1)))
     for param, grad, value in zip(model.parameters(), grads, before):
-        assert param.grad is grad and torch.equal(grad, value)
+        assert param.grad is grad and torch.equal(grad.full_tensor(), value.full_tensor())
     loss_of(model, local_part(inputs(2))).backward()
     loss_of(reference, inputs(2)).backward()
     assert_gradients_match(model, reference, 1e-6)
@@ -657,7 +662,7 @@ def test_edit_that_only_some_ranks_can_see_takes_effect_on_all(world_size, befor
         for param in (model.get_parameter(name), reference.get_parameter(name)):
             if edit == "p.data = ...":
                 param.data = param.data * 3
-            elif param.numel():
+            elif local_of(param).numel():
                 with torch.no_grad():
                     param.mul_(3)
     with torch.no_grad():
@@ -798,8 +803,9 @@ def test_change_of_dtype_after_sharding(before, change):
     assert_parameters_match(model, reference, 1e-6)
 
 
+@pytest.mark.parametrize("optimizer_is_built", ["before to_empty", "after to_empty"])
 @distributed(world_size=(2, 3))
-def test_model_is_sharded_on_the_meta_device_and_filled_by_to_empty(world_size):
+def test_model_is_sharded_on_the_meta_device_and_filled_by_to_empty(world_size, optimizer_is_built):
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Stack()
@@ -808,8 +814,11 @@ def test_model_is_sharded_on_the_meta_device_and_filled_by_to_empty(world_size):
     fully_shard(model)
     with pytest.raises(ValueError, match=r"meta device.*to_empty"):
         model(inputs())
+    params = list(model.parameters())
+    optimizer = sgd(model) if optimizer_is_built == "before to_empty" else None
     model.to_empty(device="cpu")
-    optimizer = sgd(model)
+    assert all(ours is face for ours, face in zip(model.parameters(), params, strict=True))
+    optimizer = optimizer or sgd(model)
     reference = Stack()
     with torch.no_grad():
         for module in (model, reference):
@@ -823,15 +832,38 @@ def test_model_is_sharded_on_the_meta_device_and_filled_by_to_empty(world_size):
     assert_parameters_match(model, reference, 1e-6)
 
 
+def cut_otherwise(weight: RaggedDTensor) -> RaggedDTensor:
+    """A tensor like ``weight``, of which rank 0 holds everything."""
+    counts = (weight.numel(), 0)
+    placement = RaggedShard(counts, flat=True)
+    local = torch.zeros(counts[dist.get_rank()])
+    return RaggedDTensor.from_local(local, weight.device_mesh, [placement], shape=weight.shape)
+
+
+REFUSED_DATA: dict[str, tuple[Callable[[RaggedDTensor], torch.Tensor], str]] = {
+    "another shape": (lambda weight: torch.zeros(3), r"\(7, 5\).*\(3,\) tensor"),
+    "the local shape": (lambda weight: torch.zeros_like(weight.to_local()), r"\(7, 5\).*\(\d, 5\) tensor"),
+    "the full shape": (lambda weight: torch.zeros(7, DIM), r"\(7, 5\).*\(7, 5\) tensor"),
+    "another cut": (cut_otherwise, r"\(7, 5\).*\(7, 5\) tensor.*35, 0"),
+    "another dtype": (lambda weight: weight.detach().double(), "float32.*float64.*module.to"),
+    "another device": (lambda weight: weight.detach().to("meta"), "cpu.*meta.*module.to"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_DATA)
+@pytest.mark.parametrize("before", [after_nothing, after_training])
 @distributed(world_size=2)
-def test_data_of_another_shape_raises_with_the_name():
+def test_data_that_does_not_fit_raises_at_once_and_changes_nothing(before, case):
     model, reference = stacks()
+    before(model)
+    before(reference)
     weight = model.blocks[1].up.weight
-    data = weight.data
-    weight.data = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"blocks\.1\b.*\bup\.weight.*\(3,\).*rank"):
-        model(inputs())
-    weight.data = data
+    local, address = weight.to_local().detach(), weight.to_local().data_ptr()
+    value, (make, words) = local.clone(), REFUSED_DATA[case]
+    with pytest.raises(TypeError, match=words):
+        weight.data = make(weight)
+    assert weight.to_local().data_ptr() == address and torch.equal(weight.to_local(), value)
+    assert weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.shape == (7, DIM)
     assert_trains_on(model, reference)
 
 
@@ -1185,9 +1217,13 @@ def test_interruptions_far_apart_name_the_absent_rank_and_never_hang():
 
 
 def assert_shows_faces(module: nn.Module, expected: list[nn.Parameter]) -> None:
-    entries = module.state_dict()
-    assert [entry.shape for entry in entries.values()] == [face.shape for face in expected]
-    assert [entry.data_ptr() for entry in entries.values()] == [face.data_ptr() for face in expected]
+    entries = list(module.state_dict().values())
+    assert all(isinstance(entry, RaggedDTensor) for entry in entries)
+    assert [entry.placements for entry in entries] == [face.placements for face in expected]
+    assert [entry.shape for entry in entries] == [face.shape for face in expected]
+    locals_, expected_locals = [*map(local_of, entries)], [*map(local_of, expected)]
+    assert [local.shape for local in locals_] == [local.shape for local in expected_locals]
+    assert [local.data_ptr() for local in locals_] == [local.data_ptr() for local in expected_locals]
     assert all(a is b for a, b in zip(module.state_dict(keep_vars=True).values(), expected, strict=True))
 
 
@@ -1213,17 +1249,18 @@ def test_state_dict_inside_forward_sees_sharded_faces(world_size, is_training, r
     looks = []
 
     def look() -> None:
-        shape = model.blocks[1].up.weight.shape
+        weight = model.blocks[1].up.weight
         assert_shows_faces(model, params)
         assert_shows_faces(model.blocks[1], block_params)
-        assert model.blocks[1].up.weight.shape == shape  # the running forward goes on with what it had
-        looks.append(shape)
+        assert model.blocks[1].up.weight is weight  # the running forward goes on with what it had
+        looks.append(weight)
 
     for trip in (model.trip, model.blocks[0].trip, model.blocks[1].trip):
         trip.look = look
     with torch.set_grad_enabled(is_training):
         torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
-    assert looks[2] == (7, DIM) and looks[0] == block_params[2].shape
+    assert looks[0] is looks[1] is block_params[2] and looks[2] is not block_params[2]
+    assert not isinstance(looks[2], RaggedDTensor) and looks[2].shape == (7, DIM)
     assert_trains_on(model, reference)
 
 

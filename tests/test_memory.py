@@ -249,7 +249,8 @@ def test_original_parameters_are_freed_by_fully_shard():
     with no_garbage_collection():
         shard_gpt(model)
         assert [reference() for reference in originals] == [None] * len(originals)
-    held = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in model.parameters()}
+    storages = [param.to_local().untyped_storage() for param in model.parameters()]
+    held = {storage.data_ptr(): storage.nbytes() for storage in storages}
     assert sum(held.values()) <= numel * 4 / dist.get_world_size() * 1.2, "a rank holds its share and some padding"
 
 
@@ -385,7 +386,11 @@ def test_optimizer_holds_parameters_and_not_the_model():
             optimizer.zero_grad()
         references = references_to(model)
         del model
-        assert {name.split()[0] for name in alive(references)} == {"parameter"}
+        assert {name.split()[0] for name in alive(references)} == {"parameter", "shard"}
+        with torch.no_grad():
+            bases = {id(param.to_local()._base) for param in optimizer.param_groups[0]["params"]}
+        shards = {id(reference()) for name, reference in references.items() if name.startswith("shard")}
+        assert shards == bases, "parameters are views of them"
         del optimizer
         assert_gone(references)
 

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_compose
 from fsdp_compose import _torch
@@ -28,15 +30,24 @@ PACKAGE = Path(fsdp_compose.__file__).parent
 # of torch 2.12 and 2.13 has, and that the hot path or a plain reading of the code wants by their own names.
 ALLOWED = {
     "_allgather_base": "all-gather on the process group object, without the cost of torch.distributed's checks",
+    "_amp_foreach_non_finite_check_and_unscale_": "an operator: what GradScaler calls",
     "_backward_hooks": "gradient hooks of a parameter that would be lost",
     "_base": "the tensor that an output is a view of",
     "_fsdp_use_orig_params": "what Dynamo reads on a managed module",
     "_is_fsdp_managed_module": "what Dynamo reads on a managed module",
+    "_is_param": "what makes a tensor subclass an nn.Parameter",
+    "_like": "no name: how names of operators end",
+    "_local_scalar_dense": "an operator: what item() calls",
     "_modules": "children of a module by name",
     "_parameters": "parameters of a module by name: what a swap exchanges",
+    "_pin_memory": "an operator: what pin_memory() calls",
     "_post_accumulate_grad_hooks": "gradient hooks of a parameter that would be lost",
     "_pytree": "torch.utils._pytree, where users register their containers; it has no public name",
     "_reduce_scatter_base": "reduce-scatter on the process group object, as _allgather_base",
+    "_reshape_alias": "an operator: what some reshapes call",
+    "_schema": "of an operator: which arguments it writes to",
+    "_to_copy": "an operator: what to() calls",
+    "_unsafe_view": "an operator: what some reshapes call",
     "_version": "version counters, which autograd's documentation describes",
 }
 
@@ -106,6 +117,21 @@ def test_every_name_in_the_private_file_has_a_test():
     outside = {"annotations", "OrderedDict", "Callable", "timedelta", "count", "Any", "cast"}
     missing = {name for name in public - outside if f"test_{name}" not in globals()}
     assert not missing, f"tests are missing for {missing}"
+
+
+@pytest.mark.parametrize(
+    "version, works", [("2.11.1", False), ("1.13.0+cu117", False), ("2.12.0a0+git1", True), ("3.0", True)]
+)
+def test_importing_on_an_older_torch_says_so(version, works):
+    code = f"""
+        import torch
+        torch.__version__ = {version!r}
+        import fsdp_compose
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode == 0) == works, result.stderr
+    assert works or f"needs torch 2.12 or newer; this is torch {version}" in result.stderr
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
@@ -268,6 +294,17 @@ def test_foreach_zero_():
     assert flat.tolist() == [0, 0, 1, 1, 0]
 
 
+def test_foreach_mul_():
+    values = [torch.ones(2), torch.ones(0)]
+    _torch.foreach_mul_(values, torch.tensor(3.0))
+    assert values[0].tolist() == [3, 3]
+
+
+def test_foreach_norm():
+    norms = _torch.foreach_norm([torch.tensor([3.0, 4.0]).bfloat16(), torch.ones(1)], 2, dtype=torch.float32)
+    assert [norm.item() for norm in norms] == [5, 1] and norms[0].dtype == torch.float32
+
+
 def test_storage_use_count():
     flat = torch.zeros(4)
     storage = flat.untyped_storage()
@@ -282,6 +319,118 @@ def test_storage_use_count():
     assert _torch.storage_use_count(storage) == alone + 1
     kept.clear()
     assert _torch.storage_use_count(storage) == alone
+
+
+# ---- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh():
+    with fake_process_group(world_size=4, rank=1):
+        yield init_device_mesh("cpu", (4,))
+
+
+def plain_spec(mesh: Any, shape: tuple[int, ...], placement: Any) -> Any:
+    meta = _torch.TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), torch.float32)
+    return _torch.DTensorSpec(mesh, (placement,), meta)
+
+
+def test_DTensorSpec(mesh):
+    spec = plain_spec(mesh, (8, 2), Shard(0))
+    assert spec.shape == (8, 2) and spec.placements == (Shard(0),) and spec.mesh is mesh
+    assert callable(spec._verify_shard_order) and hash(spec) == hash(plain_spec(mesh, (8, 2), Shard(0)))
+    with pytest.raises(AssertionError):  # nobody but a RaggedSpec can carry a RaggedShard
+        plain_spec(mesh, (8, 2), fsdp_compose.RaggedShard((2, 2, 2, 2)))
+
+
+def test_TensorMeta():
+    meta = _torch.TensorMeta(torch.Size((2,)), (1,), torch.float32)
+    assert (meta.shape, meta.stride, meta.dtype) == (torch.Size((2,)), (1,), torch.float32)
+
+
+@distributed(world_size=2)
+def test_NormPartial():
+    mesh = init_device_mesh("cpu", (2,))
+    meta = _torch.TensorMeta(torch.Size(()), (), torch.float32)
+    spec = _torch.DTensorSpec(mesh, (_torch.NormPartial(2.0),), meta)
+    local = torch.tensor(3.0 if dist.get_rank() == 0 else 4.0)
+    assert _torch.make_dtensor(DTensor, local, spec).full_tensor() == 5
+
+
+def test_DTensor(mesh):
+    """A subclass gets its operations, and those of stock DTensors with it among the arguments."""
+    seen = []
+
+    class Own(DTensor):
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func._schema.name)
+            return [torch.zeros(())] * 2 if "foreach" in func._schema.name else torch.zeros(())
+
+    own = _torch.make_dtensor(Own, torch.zeros(2), plain_spec(mesh, (8,), Shard(0)))
+    stock = _torch.make_dtensor(DTensor, torch.zeros(2), plain_spec(mesh, (8,), Shard(0)))
+    _ = (own + 1, stock + own, own.norm(), torch._foreach_norm([stock, own]))
+    assert seen == ["aten::add", "aten::add", "aten::linalg_vector_norm", "aten::_foreach_norm"]
+
+
+def test_make_dtensor(mesh):
+    buffer = torch.arange(10.0)
+    tensor = _torch.make_dtensor(DTensor, buffer[4:6], plain_spec(mesh, (8,), Shard(0)))
+    assert tensor.data_ptr() == 0 and tensor.storage_offset() == 0 and tensor.shape == (8,)
+    assert tensor.to_local().data_ptr() == buffer[4:].data_ptr()
+
+
+def test_local_tensor(mesh):
+    local = torch.zeros(2)
+    tensor = _torch.make_dtensor(DTensor, local, plain_spec(mesh, (8,), Shard(0)))
+    assert _torch.local_tensor(tensor) is local
+
+
+def test_set_local_tensor(mesh):
+    tensor = _torch.make_dtensor(DTensor, torch.zeros(2), plain_spec(mesh, (8,), Shard(0)))
+    other = torch.ones(2)
+    _torch.set_local_tensor(tensor, other)
+    assert tensor._local_tensor is other
+
+
+def test_dtensor_spec(mesh):
+    spec = plain_spec(mesh, (8,), Shard(0))
+    assert _torch.dtensor_spec(_torch.make_dtensor(DTensor, torch.zeros(2), spec)) is spec
+
+
+def test_compute_local_shape_and_global_offset(mesh):
+    shape, offset = _torch.compute_local_shape_and_global_offset((8, 3), mesh, (Shard(0),))
+    assert (tuple(shape), tuple(offset)) == ((2, 3), (2, 0))
+
+
+def test_share_versions():
+    found = []
+
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            base = torch.zeros(3)
+            with _torch.share_versions():
+                view = base[1:]
+            torch.autograd.graph.increment_version(view)
+            found.append(base._version)
+            return torch.zeros(())
+
+    _ = torch.Tensor._make_wrapper_subclass(Wrapper, (2,)) + 1
+    assert found == [1]
+
+
+def test_allow_in_foreach():
+    class Own(torch.Tensor):
+        pass
+
+    _torch.allow_in_foreach(Own)
+    for types in (_torch._types_of_optimizers, _torch._types_of_clipping):
+        assert types.pop() is Own
+        assert fsdp_compose.RaggedDTensor in types
 
 
 # ---- Dynamo ----------------------------------------------------------------------------------------------------------

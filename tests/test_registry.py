@@ -432,12 +432,6 @@ REJECTED: dict[str, tuple[Callable[[Tree], Any], Callable[[Tree], Any], type[Exc
         ValueError,
         r"second\.weight.*zero_grad",
     ),
-    "a parameter with hooks": (
-        lambda t: t.left.first.bias.register_hook(lambda grad: None),
-        lambda t: fully_shard(t.left),
-        ValueError,
-        r"first\.bias.*gradient hooks.*not supported",
-    ),
     "a lazy module": (
         lambda t: t.left.add_module("lazy", nn.LazyLinear(3)),
         lambda t: fully_shard(t.left),

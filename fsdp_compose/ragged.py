@@ -1,0 +1,600 @@
+"""``RaggedDTensor``: a ``DTensor`` cut by a ``RaggedShard``: layout, movement between layouts, serialization.
+
+Stock DTensor cannot carry a ``RaggedShard``: sharding propagation rebuilds even ``Shard`` placements, and gives wrong
+values silently. So no operation on a ``RaggedDTensor`` reaches it with one: the class owns its dispatch, and the table
+of handlers (filled by ``ragged_ops``) decides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from ._torch import (
+    DTensorSpec,
+    TensorMeta,
+    allow_in_foreach,
+    compute_local_shape_and_global_offset,
+    dtensor_spec,
+    local_tensor,
+    make_dtensor,
+    set_local_tensor,
+)
+from .placement import Box, RaggedShard, run_to_boxes
+from .wire import wire
+
+Shape = tuple[int, ...]
+
+
+class RaggedSpec(DTensorSpec):
+    """Mesh, placements, shape and dtype of a ``RaggedDTensor``, and what follows from them for this rank."""
+
+    __hash__ = DTensorSpec.__hash__
+
+    @staticmethod
+    def make(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> RaggedSpec:
+        """Raises ValueError unless exactly one placement is a ``RaggedShard``, and it covers the tensor."""
+        size = torch.Size(shape)
+        spec = RaggedSpec(mesh, tuple(placements), TensorMeta(size, torch.empty(size, device="meta").stride(), dtype))
+        num_ragged = sum(isinstance(item, RaggedShard) for item in spec.placements)
+        if num_ragged != 1 or len(spec.placements) != mesh.ndim:
+            raise ValueError(
+                f"a RaggedDTensor on a mesh of {mesh.ndim} dimension(s) needs as many placements, of which one is a "
+                f"RaggedShard; got {list(spec.placements)}"
+            )
+        units, inner = spec.ragged.num_units(spec.inner_shape), tuple(spec.inner_shape)
+        if len(spec.ragged.counts) != mesh.size(spec.ragged_dim) or spec.ragged.starts[-1] != units:
+            raise ValueError(
+                f"{spec.ragged} does not cut a tensor of shape {inner}, which has {units} "
+                f"{'elements' if spec.ragged.flat else 'rows'}, over {mesh.size(spec.ragged_dim)} ranks"
+            )
+        return spec
+
+    def _verify_shard_order(self, shard_order: Any) -> None:
+        """Stock DTensor refuses a placement that is no even ``Shard``; this class exists to carry one."""
+
+    @cached_property
+    def ragged_dim(self) -> int:
+        """The mesh dimension that the ``RaggedShard`` is for."""
+        return next(i for i, item in enumerate(self.placements) if isinstance(item, RaggedShard))
+
+    @cached_property
+    def ragged(self) -> RaggedShard:
+        placement = self.placements[self.ragged_dim]
+        assert isinstance(placement, RaggedShard)
+        return placement
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank's place in the ragged mesh dimension."""
+        return self.mesh.get_local_rank(self.ragged_dim)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that hold the other runs."""
+        return self.mesh.get_group(self.ragged_dim)
+
+    @cached_property
+    def gathered_placements(self) -> tuple[Placement, ...]:
+        """The placements after the runs have been gathered."""
+        return tuple(Replicate() if isinstance(item, RaggedShard) else item for item in self.placements)
+
+    @cached_property
+    def _inner(self) -> tuple[Shape, Shape]:
+        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.gathered_placements)
+        return tuple(sizes), tuple(offsets)
+
+    @property
+    def inner_shape(self) -> Shape:
+        """The shape of what the ``RaggedShard`` cuts: what is local after all other placements."""
+        return self._inner[0]
+
+    @property
+    def inner_offsets(self) -> Shape:
+        """Where that lies in the whole tensor."""
+        return self._inner[1]
+
+    @cached_property
+    def is_only_ragged(self) -> bool:
+        """Whether no other placement cuts the tensor."""
+        return self.inner_shape == tuple(self.shape)
+
+    @cached_property
+    def reduce_dims(self) -> tuple[int, ...]:
+        """The mesh dimensions whose ranks hold different elements."""
+        return tuple(i for i, item in enumerate(self.placements) if not item.is_replicate())
+
+    @cached_property
+    def local_shape(self) -> Shape:
+        return self.ragged.local_shape(self.inner_shape, self.rank)
+
+    @cached_property
+    def element_run(self) -> tuple[int, int]:
+        """Start and stop of this rank's run in the flattened inner tensor."""
+        return self.ragged.element_run(self.inner_shape, self.rank)
+
+    @cached_property
+    def _by_dtype(self) -> dict[torch.dtype, RaggedSpec]:
+        return {self.dtype: self}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        assert self.tensor_meta is not None
+        return self.tensor_meta.dtype
+
+    def with_dtype(self, dtype: torch.dtype) -> RaggedSpec:
+        spec = self._by_dtype.get(dtype)
+        if spec is None:
+            assert self.tensor_meta is not None
+            meta = TensorMeta(self.tensor_meta.shape, self.tensor_meta.stride, dtype)
+            spec = self._by_dtype[dtype] = RaggedSpec(self.mesh, self.placements, meta)
+            spec.__dict__["_by_dtype"] = self._by_dtype
+        return spec
+
+    def cuts_like(self, other: RaggedSpec) -> bool:
+        """Whether tensors of both have their elements at the same places."""
+        return self is other or (
+            self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh
+        )
+
+    def boxes(self) -> list[Box]:
+        """This rank's run as boxes of the inner tensor; an empty tensor is one empty box on the first rank."""
+        if prod(self.shape) == 0:
+            return [Box((0,) * len(self.shape), tuple(self.shape), 0)] if self.rank == 0 else []
+        return run_to_boxes(self.inner_shape, *self.element_run)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order")
+        return {**{name: self.__dict__[name] for name in names if name in self.__dict__}, "_hash": None}
+
+
+class RaggedDTensor(DTensor):
+    """A tensor of which every rank holds one contiguous run; see ``RaggedShard``.
+
+    Every operation either gives the value that it would give on the full tensor or raises. Element-wise operations,
+    ``foreach`` and fused optimizer kernels, copies and conversions run on the local runs; full reductions (norms, sums)
+    communicate once and are complete; slices of dim 0 and reshapes are views; everything else all-gathers, with one
+    warning per operation, and its result, where it should be a view, refuses writes. An operation that would write to a
+    ``RaggedDTensor`` in a way that is not known raises.
+
+    Ranks: what communicates must be called by all ranks of the mesh, as with any DTensor.
+
+    Build one with ``RaggedDTensor.from_local`` or ``distribute_ragged``.
+    """
+
+    # No __slots__: torch's checkpoint staging copies the attributes that type(tensor).__slots__ names.
+
+    _local_tensor: torch.Tensor
+    _spec: RaggedSpec
+
+    @staticmethod
+    def __new__(
+        cls: type[RaggedDTensor], local: torch.Tensor, spec: RaggedSpec, *, requires_grad: bool = False
+    ) -> RaggedDTensor:
+        return make_dtensor(cls, local, spec, requires_grad)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Everything has been done by ``__new__``."""
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
+    ) -> RaggedDTensor:
+        """A ``RaggedDTensor`` over this rank's run, whose memory it shares. No communication.
+
+        Args:
+            local: this rank's run: contiguous, of the shape that the ``RaggedShard`` gives it.
+            mesh: the ranks.
+            placements: one for each mesh dimension, exactly one of them a ``RaggedShard``.
+            shape: of the whole tensor.
+
+        Raises:
+            ValueError: the placements do not fit the mesh or the shape, or ``local`` does not fit them.
+        """
+        spec = RaggedSpec.make(mesh, placements, shape, local.dtype)
+        if tuple(local.shape) != spec.local_shape or not local.is_contiguous():
+            raise ValueError(
+                f"RaggedDTensor.from_local(): got a local tensor of shape {tuple(local.shape)}"
+                f"{'' if local.is_contiguous() else ' that is not contiguous'}; a tensor of shape {tuple(shape)} "
+                f"placed {list(placements)} has a contiguous local tensor of shape {spec.local_shape} on rank "
+                f"{spec.rank}"
+            )
+        return RaggedDTensor(local, spec)
+
+    # ---- movement
+
+    def all_gather(self) -> DTensor:
+        """All-gather the runs: a plain DTensor, replicated over the ragged mesh dimension. Differentiable.
+
+        Ranks: all ranks of the ragged mesh dimension.
+        """
+        result: DTensor = _Gather.apply(self)
+        return result
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, on every rank. Differentiable. Ranks: all ranks of the mesh."""
+        return self.all_gather().full_tensor(grad_placements=grad_placements)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
+    ) -> DTensor:
+        """The same tensor in another layout: ``Replicate``, ``Shard``, or another ``RaggedShard``.
+
+        The way back, from a plain DTensor, is ``distribute_ragged``. Ranks: all ranks of the mesh.
+        """
+        if placements is None:
+            raise ValueError("RaggedDTensor.redistribute(): expected placements")
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise NotImplementedError("RaggedDTensor.redistribute(): moving to another mesh is not supported")
+        if tuple(placements) == self._spec.placements:
+            return self
+        if any(isinstance(item, RaggedShard) for item in placements):
+            return distribute_ragged(self, placements=placements)
+        return self.all_gather().redistribute(placements=placements, **kwargs)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's run, sharing memory. Differentiable: its gradient arrives as a ``RaggedDTensor``."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            result: torch.Tensor = _ToLocal.apply(self)
+            return result
+        return self._local_tensor
+
+    # ---- attributes
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor outside autograd, sharing memory. An equally cut ``RaggedDTensor`` can be assigned."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, RaggedDTensor) or not self._spec.cuts_like(value._spec):
+            layout = value.placements if isinstance(value, DTensor) else type(value).__name__
+            raise TypeError(
+                f".data of a sharded parameter of shape {tuple(self.shape)}, placed {list(self.placements)}, cannot "
+                f"be set to a {tuple(value.shape)} tensor ({layout}): copy_() into the parameter under "
+                "torch.no_grad(), or assign a tensor made by distribute_ragged()"
+            )
+        if value.dtype != self.dtype or value.device != self.device:
+            raise TypeError(
+                f".data of a sharded parameter ({self.dtype}, {self.device}) cannot be set to {value.dtype} on "
+                f"{value.device}: convert the module with module.to()"
+            )
+        set_local_tensor(self, value._local_tensor)
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        owner = hook_owners.get(id(self))
+        return super().register_hook(hook) if owner is None else owner.register(self, hook, after_accumulation=False)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        owner = hook_owners.get(id(self))
+        if owner is None:
+            return super().register_post_accumulate_grad_hook(hook)
+        return owner.register(self, hook, after_accumulation=True)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"RaggedDTensor(shape={tuple(self.shape)}, placements={list(self.placements)}, rank {self._spec.rank} "
+            f"holds {self._local_tensor})"
+        )
+
+    # ---- torch.compile
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, outer_size: Any, outer_stride: Any) -> RaggedDTensor:
+        placements, meta, _, requires_grad = context
+        spec = RaggedSpec(inner["device_mesh"], placements, TensorMeta(outer_size, outer_stride, meta.dtype))
+        return RaggedDTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    # ---- torch.distributed.checkpoint
+
+    def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
+        base, (start, _) = self._spec.inner_offsets, self._spec.element_run
+        local = self._local_tensor.detach().view(-1)
+        return [
+            (
+                ChunkStorageMetadata(
+                    offsets=torch.Size([a + b for a, b in zip(base, box.offsets, strict=True)]),
+                    sizes=torch.Size(box.sizes),
+                ),
+                local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes),
+            )
+            for box in self._spec.boxes()
+        ]
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk, _ in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for chunk, view in self._chunks():
+            if chunk.offsets == index.offset:
+                return view
+        raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
+
+    # ---- dispatch
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = handlers.get(func)
+        if handler is None:
+            handler = handlers[func] = choose_handler[0](func)
+        return handler(func, args, kwargs or {})
+
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# Filled by ``ragged_ops``: the handler of each operator met so far, and what chooses one for another.
+handlers: dict[Any, Handler] = {}
+choose_handler: list[Callable[[Any], Handler]] = []
+
+# Who keeps the gradient hooks of parameters whose gradients arrive without autograd (``GradientHooks``), by the id of
+# the parameter, which outlives everything else in it when ``module.to()`` exchanges its content.
+hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+# ---- movement between layouts
+
+
+def distribute_ragged(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> RaggedDTensor:
+    """Cut a tensor by a ``RaggedShard``: ``distribute_tensor`` and ``redistribute`` to a ragged layout.
+
+    Ranks: all ranks of the mesh.
+
+    Args:
+        tensor: a plain tensor (the whole one, of which ``src_data_rank``'s values count), or a DTensor in any layout.
+        mesh: the ranks; that of ``tensor`` if it is a DTensor.
+        placements: one for each mesh dimension, exactly one of them a ``RaggedShard``.
+        src_data_rank: as in ``torch.distributed.tensor.distribute_tensor``: ``None`` means that every rank has the same
+            values, and nothing is communicated.
+
+    Returns:
+        A detached ``RaggedDTensor`` with memory of its own.
+
+    Raises:
+        ValueError: the placements do not fit the mesh or the shape.
+    """
+    with torch.no_grad():
+        if isinstance(tensor, GatheredView):
+            tensor = tensor.plain()
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh if mesh is None else mesh
+            if mesh != tensor.device_mesh:
+                raise NotImplementedError("distribute_ragged(): moving to another mesh is not supported")
+        if mesh is None or placements is None:
+            raise ValueError("distribute_ragged(): expected a mesh and placements")
+        spec = RaggedSpec.make(mesh, placements, tensor.shape, tensor.dtype)
+        if isinstance(tensor, RaggedDTensor):
+            if tensor._spec.cuts_like(spec):
+                return RaggedDTensor(tensor._local_tensor.clone(), spec)
+            tensor = tensor.all_gather()
+        if not isinstance(tensor, DTensor):
+            # A copy: distribute_tensor broadcasts into the memory it is given.
+            whole = tensor.detach() if src_data_rank is None else tensor.detach().clone()
+            tensor = distribute_tensor(whole, mesh, spec.gathered_placements, src_data_rank=src_data_rank)
+        elif tensor.placements != spec.gathered_placements:
+            tensor = tensor.redistribute(placements=spec.gathered_placements)
+        return RaggedDTensor(cut(local_tensor(tensor), spec), spec)
+
+
+def cut(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's run of the inner tensor, with memory of its own."""
+    start, stop = spec.element_run
+    return inner.detach().reshape(-1)[start:stop].clone().view(spec.local_shape)
+
+
+def cut_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's run of the whole tensor, with memory of its own."""
+    places = zip(spec.inner_offsets, spec.inner_shape, strict=True)
+    return cut(whole[tuple([slice(offset, offset + size) for offset, size in places])], spec)
+
+
+def gather_runs(tensor: RaggedDTensor) -> torch.Tensor:
+    """The inner tensor, from the runs of all ranks of the ragged mesh dimension."""
+    spec, local = tensor._spec, tensor._local_tensor
+    group, shape = spec.group, spec.inner_shape
+    runs = [spec.ragged.element_run(shape, rank) for rank in range(len(spec.ragged.counts))]
+    owners = [rank for rank, (start, stop) in enumerate(runs) if stop > start]
+    flat = local.new_empty(prod(shape))
+    if len(runs) == 1 or local.device.type == "meta":
+        flat[slice(*runs[spec.rank])] = local.reshape(-1)
+    elif 2 * len(owners) <= len(runs):
+        # Few ranks hold anything: their runs go straight to where they belong.
+        flat[slice(*runs[spec.rank])] = local.reshape(-1)
+        works = [
+            dist.broadcast(wire(flat[slice(*runs[rank])]), group=group, group_src=rank, async_op=True)
+            for rank in owners
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+    else:
+        longest = max(stop - start for start, stop in runs)
+        padded = local.new_zeros(longest)
+        padded[: local.numel()] = local.reshape(-1)
+        everything = local.new_empty(longest * len(runs))
+        dist.all_gather_into_tensor(wire(everything), wire(padded), group=group)
+        for rank, (start, stop) in enumerate(runs):
+            flat[start:stop] = everything[rank * longest : rank * longest + stop - start]
+    return flat.view(shape)
+
+
+def gathered(tensor: RaggedDTensor) -> DTensor:
+    """As ``all_gather``, below autograd."""
+    spec = tensor._spec
+    plain = DTensorSpec(spec.mesh, spec.gathered_placements, spec.tensor_meta)
+    result: DTensor = make_dtensor(DTensor, gather_runs(tensor), plain)
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> DTensor:
+        ctx.placements = tensor._spec.placements
+        return gathered(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> RaggedDTensor:
+        return distribute_ragged(grad, placements=ctx.placements)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
+        return RaggedDTensor(grad.contiguous(), ctx.spec.with_dtype(grad.dtype))
+
+
+class GatheredView(DTensor):
+    """What a view operation on a ``RaggedDTensor`` gives where no ragged view exists: a view of its gathered copy.
+
+    What is written to it is written to the sharded tensor too, by the operations in ``writes_through``; others raise.
+    When the sharded tensor has been written to in the meantime, every use of the copy raises.
+
+    Ranks: all ranks of the mesh make it, and write to it, together, as with any replicated DTensor.
+    """
+
+    _source: RaggedDTensor
+    _whole: torch.Tensor  # the gathered copy, of which this is a view
+    _seen: list[int]  # the version of the sharded tensor when it was gathered; shared by all views of one copy
+
+    @staticmethod
+    def __new__(
+        cls: type[GatheredView], view: DTensor, base: RaggedDTensor, whole: torch.Tensor, version: list[int]
+    ) -> GatheredView:
+        result: GatheredView = make_dtensor(cls, local_tensor(view), dtensor_spec(view))
+        result._source, result._whole, result._seen = base, whole, version
+        return result
+
+    def __init__(self, *_: Any) -> None:
+        """Everything has been done by ``__new__``."""
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        self.check()
+        return super().full_tensor(grad_placements=grad_placements)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        self.check()
+        return super().to_local(grad_placements=grad_placements)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        self.check()
+        return super().redistribute(*args, **kwargs)
+
+    def check(self) -> None:
+        """Raise if the sharded tensor has been written to since the copy was gathered."""
+        if self._source._local_tensor._version != self._seen[0]:
+            raise RuntimeError(
+                f"this view of a gathered sharded tensor of shape {tuple(self._source.shape)} is out of date: the "
+                "sharded tensor was written to since it was made. Make the view again"
+            )
+
+    def plain(self) -> DTensor:
+        """The same view as a plain DTensor, outside autograd, sharing memory."""
+        self.check()
+        return make_dtensor(DTensor, local_tensor(self), dtensor_spec(self))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        targets = [item for item in written(func, args, kwargs) if isinstance(item, GatheredView)]
+        if targets and not writes_through(func):
+            raise RuntimeError(
+                f"{func} would write to a gathered copy of (a part of) a sharded tensor, and the write would be lost. "
+                "Write to the sharded tensor itself, to a slice of its dim 0, or to its to_local()"
+            )
+        if targets:
+            # Everybody has the whole copy, so that plain tensors among the arguments (indices) are in order.
+            func(*map_tensors(DTensor, _whole_of, args), **map_tensors(DTensor, _whole_of, kwargs))
+            for target in targets:
+                target._source._local_tensor.copy_(cut_whole(target._whole, target._source._spec))
+                increment_version(target._source._local_tensor)
+                target._seen[0] = target._source._local_tensor._version
+            return targets[0]
+        result = func(
+            *map_tensors(GatheredView, GatheredView.plain, args),
+            **map_tensors(GatheredView, GatheredView.plain, kwargs),
+        )
+        source = next((item for item in args if isinstance(item, GatheredView)), None)
+        return source.view_as_well(result) if func.is_view and source is not None else result
+
+    def view_as_well(self, views: Any) -> Any:
+        """Further views of the same copy."""
+        return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
+
+
+def _whole_of(tensor: DTensor) -> torch.Tensor:
+    """All elements: of a gathered view its memory, of another DTensor a copy."""
+    if isinstance(tensor, GatheredView):
+        tensor.check()
+        return local_tensor(tensor)
+    return tensor.full_tensor()
+
+
+def writes_through(func: Any) -> bool:
+    """Whether ``func`` writes elements, and nothing else, to its first argument."""
+    name = func._schema.name
+    is_plain_write = name in ("aten::copy_", "aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::index_put_")
+    return name.endswith("_") and (is_plain_write or torch.Tag.pointwise in func.tags)
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that ``func`` writes to."""
+    result: list[torch.Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            result += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
+    return result
+
+
+def map_tensors(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with every instance of ``kind`` in it (in lists, tuples and dicts) replaced by ``function`` of it."""
+    if isinstance(value, kind):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)([map_tensors(kind, function, item) for item in value])
+    if type(value) is dict:
+        return {key: map_tensors(kind, function, item) for key, item in value.items()}
+    return value
+
+
+allow_in_foreach(RaggedDTensor)
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedSpec])

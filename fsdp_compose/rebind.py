@@ -1,0 +1,93 @@
+"""Optimizers that were built before ``fully_shard``: their first step afterwards finds the sharded parameters.
+
+``fully_shard`` replaces every parameter object once. An optimizer that holds the old ones would go on to train what no
+module uses any more, silently. So every replaced parameter remembers its sharded face, and torch's global hook before
+optimizer steps puts the faces in its place, together with the state that the optimizer already has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from .faces import FACE_ATTRIBUTE, OWNER_ATTRIBUTE
+from .ragged import RaggedDTensor, distribute_ragged
+
+_SEEN = "_fsdp_compose_generation"
+
+_generation = 0  # counts the calls that replaced parameters: an optimizer is looked at once after each
+
+
+def remember_face(original: nn.Parameter, face: nn.Parameter) -> None:
+    """From now on optimizers that hold ``original`` get ``face`` at their next step."""
+    global _generation
+    if _generation == 0:
+        register_optimizer_step_pre_hook(_before_step)
+    _generation += 1
+    original.__dict__[FACE_ATTRIBUTE] = face
+
+
+def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if optimizer.__dict__.get(_SEEN) != _generation:
+        rebind(optimizer)
+        optimizer.__dict__[_SEEN] = _generation
+
+
+def rebind(optimizer: Optimizer) -> None:
+    """Put sharded parameters in the place of those that ``fully_shard`` has replaced. No communication.
+
+    State that has the shape of its parameter is cut like it: it is taken to be the same on all ranks, as the parameters
+    were. Other state with more than one element cannot be converted.
+
+    Raises:
+        ValueError: there is such state; the optimizer is unchanged.
+    """
+    # Of parameters with elements to shard, what is one number is no state of an element.
+    counters = {
+        key
+        for param, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and param.dim() > 0
+    } | {"step"}
+    faces: dict[torch.Tensor, nn.Parameter] = {}
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            face = param.__dict__.get(FACE_ATTRIBUTE)
+            if face is not None:
+                faces[param] = face
+                if param in optimizer.state:
+                    states[face] = _sharded_state(optimizer, param, face, counters)
+    for group in optimizer.param_groups:
+        # In place: some optimizers keep the list itself.
+        group["params"][:] = [faces.get(param, param) for param in group["params"]]
+    for param, face in faces.items():
+        optimizer.state.pop(param, None)
+        if face in states:
+            optimizer.state[face] = states[face]
+
+
+def _sharded_state(optimizer: Optimizer, param: torch.Tensor, face: nn.Parameter, counters: set[str]) -> dict[str, Any]:
+    assert isinstance(face, RaggedDTensor)
+    return {
+        key: value if key in counters else _sharded(optimizer, param, face, key, value)
+        for key, value in optimizer.state[param].items()
+    }
+
+
+def _sharded(optimizer: Optimizer, param: torch.Tensor, face: RaggedDTensor, key: str, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == param.shape:
+        return distribute_ragged(value, face.device_mesh, face.placements, src_data_rank=None)
+    if value.dim() == 0:
+        return value
+    group, fqn = param.__dict__.get(OWNER_ATTRIBUTE, ("?", "?"))
+    raise ValueError(
+        f"the {type(optimizer).__name__} was built, and has stepped, before fully_shard(): its state {key!r} of shape "
+        f"{tuple(value.shape)} for the parameter {fqn} of the sharded {group}, of shape {tuple(param.shape)}, cannot "
+        "be sharded. Build the optimizer after fully_shard(), or load its state with set_optimizer_state_dict"
+    )
