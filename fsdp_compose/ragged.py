@@ -571,8 +571,19 @@ def _whole_of(tensor: DTensor) -> torch.Tensor:
 def writes_through(func: Any) -> bool:
     """Whether ``func`` writes elements, and nothing else, to its first argument."""
     name = func._schema.name
-    is_plain_write = name in ("aten::copy_", "aten::fill_", "aten::zero_", "aten::masked_fill_", "aten::index_put_")
-    return name.endswith("_") and (is_plain_write or torch.Tag.pointwise in func.tags)
+    return name.endswith("_") and (name in _WRITES or torch.Tag.pointwise in func.tags)
+
+
+_INDEXED_WRITES = {
+    "aten::index_put_", "aten::index_fill_", "aten::index_copy_", "aten::index_add_", "aten::scatter_",
+    "aten::scatter_add_", "aten::masked_scatter_",
+}  # fmt: skip
+_WRITES = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::masked_fill_", *_INDEXED_WRITES}
+
+
+def writes_by_index(func: Any) -> bool:
+    """Whether ``func`` writes to some elements of its first argument, which indices or a mask name."""
+    return func._schema.name in _INDEXED_WRITES
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ from .ragged import (
     distribute_ragged,
     gathered,
     map_tensors,
+    writes_by_index,
     written,
 )
 
@@ -53,6 +54,8 @@ def _choose(func: Any) -> Handler:
         return _BY_OPERATOR[func]
     if name.startswith(("aten::_foreach_", "aten::_fused_")):
         return _per_element
+    if writes_by_index(func):
+        return _write_through
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _random
     if torch.Tag.pointwise in func.tags:
@@ -744,5 +747,4 @@ _BY_OPERATOR: dict[Any, Handler] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.eye.m_out: _make_out,
     aten.eye.out: _make_out,
-    aten.index_put_.default: _write_through,
 }
