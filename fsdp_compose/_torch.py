@@ -22,7 +22,6 @@ from torch.distributed._composable.contract import STATE_KEY, _get_registry, con
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._ops._math_ops import _NormPartial as NormPartial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
@@ -30,7 +29,6 @@ from torch.utils._foreach_utils import _foreach_supported_types as _types_of_cli
 __all__ = [
     "ComposableState",
     "DTensorSpec",
-    "NormPartial",
     "TensorMeta",
     "allow_in_foreach",
     "backend_name",

@@ -19,15 +19,15 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import inf, prod
+from math import inf, nan, prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
-from ._torch import DTensorSpec, NormPartial, TensorMeta, dtensor_spec, local_tensor, make_dtensor, share_versions
+from ._torch import DTensorSpec, TensorMeta, dtensor_spec, foreach_norm, local_tensor, make_dtensor, share_versions
 from .placement import RaggedShard
 from .ragged import (
     GatheredView,
@@ -282,41 +282,42 @@ def _refuse_other_layouts(func: Any, args: Sequence[Any]) -> None:
 
 
 def _foreach_norm(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """Norms of all tensors, pending: what stock DTensor gives, so that a total needs one collective, not one each."""
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    """Norms of all tensors, complete, with one collective for all ragged ones of a mesh."""
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    if not any(isinstance(item, RaggedDTensor) for item in args[0]):
-        return func(*args, **kwargs)
-    locals_ = [local_tensor(item) if isinstance(item, DTensor) else item for item in args[0]]
+    tensors = args[0]
+    results: list[Any] = [None] * len(tensors)
+    alike: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, RaggedDTensor):
+            key: Any = (tensor._spec.mesh, tensor._spec.reduce_dims, tensor.dtype)
+        else:
+            key = type(tensor)  # stock DTensors and plain tensors do not mix
+        alike.setdefault(key, []).append(i)
+    for key, indices in alike.items():
+        if isinstance(key, type):
+            norms = func([tensors[i] for i in indices], *args[1:], **kwargs)
+        else:
+            norms = _norms([tensors[i] for i in indices], order, dtype)
+        for i, norm in zip(indices, norms, strict=True):
+            results[i] = norm
+    return results
+
+
+def _norms(tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[DTensor]:
+    """Of tensors of one dtype, that the same ranks hold."""
+    spec, accurate = tensors[0]._spec, _accurate_dtype(dtype or tensors[0].dtype)
     # An empty run has no largest element: put in one that does not change the norm.
-    empty = inf if order == -inf else 0.0
-    locals_ = [item if item.numel() else item.new_full((1,), empty) for item in locals_]
-    norms = aten._foreach_norm.Scalar(locals_, order, dtype)
-    return [
-        make_dtensor(DTensor, norm, _pending_norm_spec(dtensor_spec(item), order, norm.dtype))
-        if isinstance(item, DTensor)
-        else norm
-        for item, norm in zip(args[0], norms, strict=True)
-    ]
-
-
-_pending_norms: dict[Any, DTensorSpec] = {}
-
-
-def _pending_norm_spec(spec: DTensorSpec, order: float, dtype: torch.dtype) -> DTensorSpec:
-    """The spec that stock DTensor gives to the norm of a tensor placed likewise."""
-    key = (spec.mesh, tuple(item.is_replicate() for item in spec.placements), order, dtype)
-    found = _pending_norms.get(key)
-    if found is None:
-        pending = tuple(item if item.is_replicate() else _pending_norm(float(order)) for item in spec.placements)
-        meta = TensorMeta(torch.Size(()), (), dtype)
-        found = _pending_norms[key] = DTensorSpec(spec.mesh, pending, meta)
-    return found
-
-
-def _pending_norm(order: float) -> Any:
-    operations = {0.0: "sum", inf: "max", -inf: "min"}
-    return Partial(operations[order]) if order in operations else NormPartial(order)
+    neutral = inf if order == -inf else 0.0
+    locals_ = [tensor._local_tensor for tensor in tensors]
+    locals_ = [local if local.numel() else local.new_full((1,), neutral) for local in locals_]
+    partial = torch.stack(foreach_norm(locals_, order, dtype=accurate))
+    partial = partial if order in (0, inf, -inf) else partial.pow(order)
+    for dim in spec.reduce_dims:
+        combine_norms(partial, order, spec.mesh.get_group(dim))
+    norms = finish_norm(partial, order).to(_norm_dtype(tensors[0].dtype, dtype)).unbind()
+    scalar = dtensor_spec(_complete(norms[0], spec))
+    return [make_dtensor(DTensor, norm, scalar) for norm in norms]
 
 
 def _foreach_max(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
@@ -367,18 +368,13 @@ def _complete(result: torch.Tensor, spec: RaggedSpec) -> DTensor:
     return tensor
 
 
-def _accurate(tensor: torch.Tensor) -> torch.Tensor:
-    """Half-precision elements in fp32: partial results are rounded once, at the end."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
 def _sum(tensor: RaggedDTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     local = tensor._local_tensor
-    return _accurate(local).sum(dtype=dtype) if dtype is not None else _accurate(local).sum()
+    return local.sum(dtype=dtype or (_accurate_dtype(local.dtype) if local.dtype.is_floating_point else None))
 
 
 def _round_sum(result: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
-    return result.to(tensor.dtype) if _accurate(tensor._local_tensor).dtype != tensor.dtype else result
+    return result.to(tensor.dtype) if _accurate_dtype(tensor.dtype) != tensor.dtype else result
 
 
 def _sum_handler(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
@@ -403,12 +399,21 @@ def _norm_handler(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     order = 2.0 if order is None else float(order)
     dtype = kwargs.get("dtype")
-    local = _accurate(tensor._local_tensor if dtype is None else tensor._local_tensor.to(dtype))
+    local = tensor._local_tensor.to(_accurate_dtype(dtype or tensor.dtype))
     result = total_norm_of(local, order)
     for dim in tensor._spec.reduce_dims:
         combine_norms(result, order, tensor._spec.mesh.get_group(dim))
-    result_dtype = dtype or (tensor.dtype.to_real() if tensor.dtype.is_complex else tensor.dtype)
-    return _complete(finish_norm(result, order).to(result_dtype), tensor._spec)
+    return _complete(finish_norm(result, order).to(_norm_dtype(tensor.dtype, dtype)), tensor._spec)
+
+
+def _accurate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precision is summed in fp32: partial results are rounded once, at the end."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _norm_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    dtype = asked or dtype
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def total_norm_of(local: torch.Tensor, order: float) -> torch.Tensor:
@@ -422,47 +427,51 @@ def total_norm_of(local: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup) -> None:
-    """All-reduce, in place, what ``total_norm_of`` gave on each rank."""
-    ops = {inf: dist.ReduceOp.MAX, -inf: dist.ReduceOp.MIN}
-    dist.all_reduce(partial, ops.get(order, dist.ReduceOp.SUM), group=group)
+    """All-reduce, in place and with one collective, what ``total_norm_of`` gave on each rank."""
+    if order in (inf, -inf):
+        _combine_extremes(partial, order == inf, group)
+    else:
+        dist.all_reduce(partial, dist.ReduceOp.SUM, group=group)
+
+
+def _combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGroup) -> None:
+    """The largest or smallest of each rank's values, in place. NaN on any rank gives NaN on all: backends differ in
+    what their MAX makes of one, so it travels beside."""
+    if not values.dtype.is_floating_point:
+        dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN, group=group)
+        return
+    is_nan = values.isnan()
+    signed = (values if is_max else -values).masked_fill(is_nan, -inf)
+    both = torch.stack([signed, is_nan.to(values.dtype)])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    values.copy_(torch.where(both[1] > 0, torch.full_like(values, nan), both[0] if is_max else -both[0]))
 
 
 def finish_norm(combined: torch.Tensor, order: float) -> torch.Tensor:
     return combined if order in (0, inf, -inf) else combined.pow(1.0 / order)
 
 
-def _extreme(is_max: bool) -> Callable[..., torch.Tensor]:
-    def local(tensor: RaggedDTensor, *_: Any, **__: Any) -> torch.Tensor:
-        elements = tensor._local_tensor
-        if tensor.numel() == 0:
-            return elements.max() if is_max else elements.min()  # raises, as for any empty tensor
-        if elements.numel():
-            # NaN must win on every rank, and backends differ in what MAX makes of one.
-            result = elements.amax() if is_max else elements.amin()
-        elif elements.dtype.is_floating_point:
-            result = elements.new_full((), -inf if is_max else inf)
-        elif elements.dtype == torch.bool:
-            result = elements.new_full((), not is_max)
-        else:
-            info = torch.iinfo(elements.dtype)
-            result = elements.new_full((), info.min if is_max else info.max)
-        return result.to(torch.uint8) if result.dtype == torch.bool else result
-
-    return local
-
-
 def _extreme_handler(is_max: bool) -> Handler:
-    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN
+    def handler(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
+        tensor = args[0]
+        if not isinstance(tensor, RaggedDTensor) or _names_dims(func, args, kwargs):
+            return _gather_all(func, args, kwargs)
+        local = tensor._local_tensor
+        if tensor.numel() == 0:
+            return func(local.new_empty(tensor.shape))  # raises, as for any empty tensor
+        is_bool = local.dtype == torch.bool
+        local = local.to(torch.uint8) if is_bool else local
+        if local.numel():
+            result = local.amax() if is_max else local.amin()
+        else:
+            limits = torch.finfo(local.dtype) if local.dtype.is_floating_point else torch.iinfo(local.dtype)
+            lowest, highest = (-inf, inf) if local.dtype.is_floating_point else (limits.min, limits.max)
+            result = local.new_full((), lowest if is_max else highest)
+        for dim in tensor._spec.reduce_dims:
+            _combine_extremes(result, is_max, tensor._spec.mesh.get_group(dim))
+        return _complete(result.bool() if is_bool else result, tensor._spec)
 
-    def finish(result: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
-        result = result.to(tensor.dtype)
-        if result.dtype.is_floating_point:
-            has_nan = tensor._local_tensor.isnan().any().to(torch.uint8)
-            _all_reduce(has_nan, dist.ReduceOp.MAX, tensor._spec)
-            result = torch.where(has_nan.bool(), torch.full_like(result, float("nan")), result)
-        return result
-
-    return _reduce(_extreme(is_max), op, finish)
+    return handler
 
 
 def _any_handler(is_any: bool) -> Handler:

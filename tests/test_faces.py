@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp_compose
 from fsdp_compose import RaggedDTensor, clip_grad_norm_, distribute_ragged, fully_shard, no_sync
+from fsdp_compose.state import _get_fsdp_handles
 from tests.harness import distributed
 
 STEPS = 4
@@ -619,6 +620,27 @@ def test_full_state_dicts_of_torch_load():
     actual = full_parameters(model)
     for name, value in build(1).state_dict().items():
         assert torch.equal(actual[name], value), name
+
+
+@distributed(world_size=3, timeout=60)
+def test_parameters_gradients_and_optimizer_state_are_ragged_and_views_of_the_flat_shard():
+    model = shard(build())
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, mine(batch(0))).backward()
+    optimizer.step()
+    for handle in _get_fsdp_handles(model):
+        shard_memory, gradients = handle.shard.untyped_storage().data_ptr(), set()
+        for face in handle.faces:
+            assert type(face) is type(face.grad) is RaggedDTensor
+            assert face.to_local().untyped_storage().data_ptr() == shard_memory
+            gradients.add(face.grad.to_local().untyped_storage().data_ptr())
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert type(optimizer.state[face][key]) is RaggedDTensor
+        assert len(gradients) == 1  # one flat gradient
+    before = {id(param.grad) for param in model.parameters()}
+    optimizer.zero_grad()
+    loss_of(model, mine(batch(0))).backward()
+    assert {id(param.grad) for param in model.parameters()} == before  # recycled: nobody held them
 
 
 @distributed(world_size=2, timeout=60)

@@ -348,15 +348,6 @@ def test_TensorMeta():
     assert (meta.shape, meta.stride, meta.dtype) == (torch.Size((2,)), (1,), torch.float32)
 
 
-@distributed(world_size=2)
-def test_NormPartial():
-    mesh = init_device_mesh("cpu", (2,))
-    meta = _torch.TensorMeta(torch.Size(()), (), torch.float32)
-    spec = _torch.DTensorSpec(mesh, (_torch.NormPartial(2.0),), meta)
-    local = torch.tensor(3.0 if dist.get_rank() == 0 else 4.0)
-    assert _torch.make_dtensor(DTensor, local, spec).full_tensor() == 5
-
-
 def test_DTensor(mesh):
     """A subclass gets its operations, and those of stock DTensors with it among the arguments."""
     seen = []

@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,6 +175,13 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "max of negatives": lambda x, y: (-x).max(),
     "max of int": lambda x, y: (x * -100).int().max(),
     "max with NaN": lambda x, y: torch.where(x < 0.2, x / 0 * 0, x).max(),
+    "min with NaN": lambda x, y: torch.where(x < 0.2, x / 0 * 0, x).min(),
+    "norm inf with NaN": lambda x, y: torch.where(x < 0.2, x / 0 * 0, x).norm(math.inf),
+    "_foreach_norm inf with NaN": lambda x, y: torch._foreach_norm([torch.where(x < 0.2, x / 0 * 0, x), y], math.inf),
+    "max of bool": lambda x, y: (x > 0.5).max(),
+    "norm of complex": lambda x, y: (x * (1 + 2j)).norm(),
+    "_foreach_norm of bf16": lambda x, y: torch._foreach_norm([x.bfloat16(), y]),
+    "_foreach_norm 0": lambda x, y: torch._foreach_norm([x, y], 0),
     "max(1)": lambda x, y: x.max(1).values,
     "argmax": lambda x, y: x.argmax(),
     "any": lambda x, y: (x > 0.99).any(),
@@ -719,3 +728,56 @@ def test_every_write_counts_in_the_version_of_the_memory():
         before = buffer._version
         write(RaggedDTensor.from_local(local, mesh, spec, shape=SHAPE))
         assert buffer._version > before, name
+
+
+@distributed(world_size=4, timeout=60)
+def test_checkpoints_move_between_all_layouts_bit_exact():
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    full = torch.arange(40.0).view(SHAPE)
+    tensors: dict[str, torch.Tensor] = {}
+    for layout in ON_4_RANKS:
+        tensors[layout] = distribute_ragged(full + len(tensors), build_mesh(layout), LAYOUTS[layout][1]())
+    line = init_device_mesh("cpu", (4,))
+    tensors["rows"] = distribute_ragged(full - 1, line, [RaggedShard((7, 0, 3, 0))])
+    tensors["empty"] = distribute_ragged(torch.empty(0, 4), line, [RaggedShard((0, 0, 0, 0))])
+    tensors["scalar"] = distribute_ragged(torch.tensor(2.5), line, [RaggedShard((0, 0, 1, 0), flat=True)])
+    expected = {name: tensor.full_tensor() for name, tensor in tensors.items()}
+    dcp.save(dict(tensors), checkpoint_id=folder[0])
+    dist.barrier()
+    names = [*ON_4_RANKS]
+    for shift in range(1, len(names)):
+        state: dict[str, torch.Tensor] = {}
+        for i, name in enumerate(names):
+            other = names[(i + shift) % len(names)]
+            state[name] = distribute_ragged(torch.zeros(SHAPE), build_mesh(other), LAYOUTS[other][1]())
+        state["rows"] = distribute_tensor(torch.zeros(SHAPE), line, [Shard(0)])
+        state["empty"] = distribute_ragged(torch.empty(0, 4), line, [RaggedShard((0, 0, 0, 0))])
+        state["scalar"] = distribute_ragged(torch.tensor(0.0), line, [RaggedShard((1, 0, 0, 0), flat=True)])
+        dcp.load(state, checkpoint_id=folder[0])
+        for name, value in expected.items():
+            assert torch.equal(state[name].full_tensor(), value), name
+
+
+@distributed(world_size=3, timeout=60)
+def test_copies_between_layouts():
+    mesh = build_mesh("rows")
+    full = torch.rand(SHAPE)
+    dist.broadcast(full, 0)
+    for source in (RaggedShard((7, 3, 0)), RaggedShard((2, 4, 4)), RaggedShard((17, 23, 0), flat=True)):
+        for other in (Shard(0), Shard(1), Replicate()):
+            ragged, plain = distribute_ragged(full, mesh, [source]), distribute_tensor(full * 2, mesh, [other])
+            ragged.copy_(plain)
+            assert ragged.placements == (source,) and torch.equal(ragged.full_tensor(), full * 2)
+            plain.copy_(distribute_ragged(full * 3, mesh, [source]))
+            assert plain.placements == (other,) and torch.equal(plain.full_tensor(), full * 3)
+
+
+@distributed(world_size=3, timeout=60)
+def test_printing_needs_no_other_rank():
+    mesh = build_mesh("rows")
+    x = distribute_ragged(torch.zeros(SHAPE), mesh, [RaggedShard((7, 3, 0))])
+    if dist.get_rank() == 0:
+        assert "RaggedDTensor(shape=(10, 4), placements=[RaggedShard([7, 3, 0])], rank 0 holds tensor(" in repr(x)
+        assert "RaggedDTensor" in str(nn.Parameter(x)) and "RaggedDTensor" in f"{x}"
+    assert f"{x.sum().item():.1f}" == "0.0"
