@@ -6,6 +6,7 @@ No other file of the package may import a name with a leading underscore from to
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
@@ -180,6 +181,8 @@ _VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 def share_versions() -> Any:
     """A context in which views made inside a ``__torch_dispatch__`` share the version counter of what they are views
     of, as they do outside."""
+    if torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()  # nothing has a version there
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     return torch._C._ForceDispatchKeyGuard(include, exclude - _VERSIONS)
 

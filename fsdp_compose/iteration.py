@@ -17,6 +17,7 @@ from .collectives import Communicator
 from .dynamo import never_traced
 from .exchange import ControlExchange, control_group, order_hash
 from .meeting import first_difference, meet
+from .rebind import rebind_live_optimizers
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
 from .watch import Watch
 
@@ -90,6 +91,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     """
     found = states_to_run(module)
     states = [item for item, _ in found]
+    rebind_live_optimizers()
     _check_everything_is_managed(module, states)
     mesh = state.mesh
     for item, name in found:

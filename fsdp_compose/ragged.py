@@ -7,6 +7,7 @@ of handlers (filled by ``ragged_ops``) decides.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -112,6 +113,10 @@ class RaggedSpec(DTensorSpec):
         return self.inner_shape == tuple(self.shape)
 
     @cached_property
+    def is_scalar(self) -> bool:
+        return not self.shape
+
+    @cached_property
     def reduce_dims(self) -> tuple[int, ...]:
         """The mesh dimensions whose ranks hold different elements."""
         return tuple(i for i, item in enumerate(self.placements) if not item.is_replicate())
@@ -178,6 +183,7 @@ class RaggedDTensor(DTensor):
 
     _local_tensor: torch.Tensor
     _spec: RaggedSpec
+    is_part = False  # a view of a part of another one
 
     @staticmethod
     def __new__(
@@ -484,33 +490,36 @@ class GatheredView(DTensor):
     """What a view operation on a ``RaggedDTensor`` gives where no ragged view exists: a view of its gathered copy.
 
     What is written to it is written to the sharded tensor too, by the operations in ``writes_through``; others raise.
-    When the sharded tensor has been written to in the meantime, every use of the copy raises.
+    When the sharded tensor has been written to in the meantime, every use of the copy raises (on the ranks where it
+    was: a write by some ranks only, through ``to_local()``, is their own affair).
 
     Ranks: all ranks of the mesh make it, and write to it, together, as with any replicated DTensor.
     """
 
     _source: RaggedDTensor
     _whole: torch.Tensor  # the gathered copy, of which this is a view
-    _seen: list[int]  # the version of the sharded tensor when it was gathered; shared by all views of one copy
+    _seen: list[Any]  # the memory of the sharded tensor, and its version, when it was gathered; shared by all views
 
     @staticmethod
     def __new__(
-        cls: type[GatheredView], view: DTensor, base: RaggedDTensor, whole: torch.Tensor, version: list[int]
+        cls: type[GatheredView], view: DTensor, source: RaggedDTensor, whole: torch.Tensor, seen: list[Any]
     ) -> GatheredView:
         result: GatheredView = make_dtensor(cls, local_tensor(view), dtensor_spec(view))
-        result._source, result._whole, result._seen = base, whole, version
+        result._source, result._whole, result._seen = source, whole, seen
         return result
 
     def __init__(self, *_: Any) -> None:
         """Everything has been done by ``__new__``."""
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """A copy: writes to it do not reach the sharded tensor."""
         self.check()
-        return super().full_tensor(grad_placements=grad_placements)
+        return super().full_tensor(grad_placements=grad_placements).clone()
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """A copy: writes to it do not reach the sharded tensor."""
         self.check()
-        return super().to_local(grad_placements=grad_placements)
+        return super().to_local(grad_placements=grad_placements).clone()
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         self.check()
@@ -518,11 +527,23 @@ class GatheredView(DTensor):
 
     def check(self) -> None:
         """Raise if the sharded tensor has been written to since the copy was gathered."""
-        if self._source._local_tensor._version != self._seen[0]:
+        local = self._source._local_tensor
+        if local is not self._seen[0] or _version_of(local) != self._seen[1]:
             raise RuntimeError(
                 f"this view of a gathered sharded tensor of shape {tuple(self._source.shape)} is out of date: the "
                 "sharded tensor was written to since it was made. Make the view again"
             )
+
+    def note_version(self) -> None:
+        """The copy is up to date."""
+        local = self._source._local_tensor
+        self._seen[:] = local, _version_of(local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> DTensor:
+        return self.plain().clone()  # type: ignore[return-value]
 
     def plain(self) -> DTensor:
         """The same view as a plain DTensor, outside autograd, sharing memory."""
@@ -546,7 +567,7 @@ class GatheredView(DTensor):
             for target in targets:
                 target._source._local_tensor.copy_(cut_whole(target._whole, target._source._spec))
                 increment_version(target._source._local_tensor)
-                target._seen[0] = target._source._local_tensor._version
+                target.note_version()
             return targets[0]
         result = func(
             *map_tensors(GatheredView, GatheredView.plain, args),
@@ -557,7 +578,19 @@ class GatheredView(DTensor):
 
     def view_as_well(self, views: Any) -> Any:
         """Further views of the same copy."""
-        return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
+        with inference_mode_of(self._source):
+            return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
+
+
+def inference_mode_of(tensor: torch.Tensor) -> Any:
+    """A context in which a view of ``tensor`` can be made: views of ordinary tensors are none of inference mode."""
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    return torch.inference_mode(tensor.is_inference())
+
+
+def _version_of(local: torch.Tensor) -> int:
+    return 0 if local.is_inference() else local._version  # tensors of inference mode have none
 
 
 def _whole_of(tensor: DTensor) -> torch.Tensor:

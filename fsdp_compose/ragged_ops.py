@@ -38,6 +38,7 @@ from .ragged import (
     cut_whole,
     distribute_ragged,
     gathered,
+    inference_mode_of,
     map_tensors,
     writes_by_index,
     written,
@@ -52,7 +53,7 @@ def _choose(func: Any) -> Handler:
     name: str = func._schema.name
     if func in _BY_OPERATOR:
         return _BY_OPERATOR[func]
-    if name.startswith(("aten::_foreach_", "aten::_fused_")):
+    if name in _FUSED_OPTIMIZERS or (name.startswith("aten::_foreach_") and name != "aten::_foreach_mm"):
         return _per_element
     if writes_by_index(func):
         return _write_through
@@ -83,6 +84,15 @@ def _pointwise(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         operands = [item for item in (*args, *kwargs.values()) if isinstance(item, RaggedDTensor)]
         model = operands[0] if len(operands) == 1 else max(operands, key=_size)
     spec = model._spec
+    if spec.is_scalar:
+        return _pointwise_scalar(func, args, kwargs, model, is_written=bool(targets))
+    if kwargs.get("out") is not None:
+        shapes = [item.shape for item in args if isinstance(item, torch.Tensor)]
+        if torch.broadcast_shapes(*shapes) != spec.shape:
+            raise RuntimeError(
+                f"{func}: the result does not have the shape of the sharded tensor that it is written to, "
+                f"{tuple(model.shape)}"
+            )
     try:
         local_args = [_operand(func, item, spec) if isinstance(item, torch.Tensor) else item for item in args]
         local_kwargs = {
@@ -102,6 +112,41 @@ def _pointwise(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     if isinstance(result, torch.Tensor):
         return _wrap(result, spec)
     return type(result)([_wrap(item, spec) for item in result])
+
+
+def _pointwise_scalar(func: Any, args: _Args, kwargs: _Kwargs, model: RaggedDTensor, is_written: bool) -> Any:
+    """Of 0-dim tensors. Dtype promotion depends on being 0-dim, so that every rank computes with 0-dim tensors; those
+    of the ranks that hold nothing have any value."""
+
+    def operand(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        if type(item) is RaggedDTensor and item._spec.cuts_like(model._spec):
+            return _as_scalar(item._local_tensor)
+        if item.dim() > 0:
+            raise _Larger
+        return _scalar(item)
+
+    try:
+        result = func(*map(operand, args), **{key: operand(item) for key, item in kwargs.items()})
+    except _Larger:
+        if is_written:
+            raise RuntimeError(f"{func}: the result is not 0-dim, as the sharded tensor it is written to is") from None
+        return _gather_all(func, args, kwargs)
+    if is_written:
+        increment_version(model._local_tensor)
+        return model
+    if isinstance(result, torch.Tensor):
+        return _from_scalar(result, model._spec)
+    return type(result)([_from_scalar(item, model._spec) for item in result])
+
+
+def _as_scalar(local: torch.Tensor) -> torch.Tensor:
+    return local.view(()) if local.numel() else local.new_ones(())
+
+
+def _from_scalar(result: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:
+    return _wrap(result.reshape(1)[: spec.local_shape[0]].clone(), spec)
 
 
 def _size(tensor: torch.Tensor) -> tuple[int, int]:
@@ -165,17 +210,18 @@ def _per_element(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     lead = next(i for i, item in enumerate(args) if _is_tensors(item))
     leaders = args[lead]
     num = len(leaders)
-    ragged = [i for i in range(num) if type(leaders[i]) is RaggedDTensor]
+    scalars = [i for i in range(num) if type(leaders[i]) is RaggedDTensor and leaders[i]._spec.is_scalar]
+    ragged = [i for i in range(num) if type(leaders[i]) is RaggedDTensor and not leaders[i]._spec.is_scalar]
     if len(ragged) == num:
         return _on_locals(func, args, kwargs, leaders)
     others = [i for i in range(num) if type(leaders[i]) is not RaggedDTensor]
     results: list[Any] = [None] * num
-    for indices in (ragged, others):
+    for indices in (ragged, scalars, others):
         if not indices:
             continue
         part = [_pick(item, indices, num) for item in args]
         part_kwargs = {key: _pick(item, indices, num) for key, item in kwargs.items()}
-        if indices is ragged:
+        if indices is not others:
             found = _on_locals(func, tuple(part), part_kwargs, part[lead])
         else:
             if func._schema.name.startswith("aten::_fused_"):
@@ -219,13 +265,21 @@ def _on_locals(func: Any, args: _Args, kwargs: _Kwargs, leaders: Sequence[Ragged
     specs = [leader._spec for leader in leaders]
     writes = _written_positions(func)
     local_args: list[Any] = []
-    written_locals: list[torch.Tensor] = []
+    wrappers: list[torch.Tensor] = []
     for position, value in enumerate(args):
         if _is_tensors(value):
             if _are_counters(value):
                 local_args.append(value)
                 continue
             is_written = position in writes
+            if specs[0].is_scalar:
+                locals_ = [
+                    _other_operand(func, item, spec, is_written) for item, spec in zip(value, specs, strict=True)
+                ]
+                locals_ = [_as_scalar(item) for item in locals_]
+                wrappers += value if is_written else ()
+                local_args.append(locals_)
+                continue
             locals_ = [
                 tensor._local_tensor
                 if type(tensor) is RaggedDTensor and tensor._spec is spec
@@ -233,7 +287,7 @@ def _on_locals(func: Any, args: _Args, kwargs: _Kwargs, leaders: Sequence[Ragged
                 for tensor, spec in zip(value, specs, strict=True)
             ]
             if is_written:
-                written_locals += locals_
+                wrappers += value
             local_args.append(locals_)
         else:
             local_args.append(_scalar(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else value)
@@ -242,11 +296,13 @@ def _on_locals(func: Any, args: _Args, kwargs: _Kwargs, leaders: Sequence[Ragged
         for key, value in kwargs.items()
     }
     result = func(*local_args, **local_kwargs)
-    if written_locals:
-        increment_version(written_locals)
+    if wrappers:
+        increment_version(wrappers)
+        increment_version([item._local_tensor if type(item) is RaggedDTensor else item for item in wrappers])
     if result is None or func._schema.name.endswith("_"):
         return None
-    return [_wrap(item, spec) for item, spec in zip(result, specs, strict=True)]
+    wrap = _from_scalar if specs[0].is_scalar else _wrap
+    return [wrap(item, spec) for item, spec in zip(result, specs, strict=True)]
 
 
 def _are_counters(tensors: Sequence[torch.Tensor]) -> bool:
@@ -262,7 +318,13 @@ def _other_operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, is_written
             f"parameter of shape {tuple(spec.shape)} that it belongs to is placed {list(spec.placements)}: was "
             "the optimizer's state loaded from tensors in another layout? Convert them with distribute_ragged()"
         )
-    return _operand(func, tensor, spec)
+    try:
+        return _operand(func, tensor, spec)
+    except _Larger:
+        raise RuntimeError(
+            f"{func}: a tensor of shape {tuple(tensor.shape)} does not fit the sharded tensor of shape "
+            f"{tuple(spec.shape)} that it belongs to"
+        ) from None
 
 
 @cache
@@ -307,8 +369,8 @@ def _foreach_norm(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
 def _norms(tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[DTensor]:
     """Of tensors of one dtype, that the same ranks hold."""
     spec, accurate = tensors[0]._spec, _accurate_dtype(dtype or tensors[0].dtype)
-    # An empty run has no largest element: put in one that does not change the norm.
-    neutral = inf if order == -inf else 0.0
+    # An empty run has no largest element, nor a norm of negative order: put in an element that does not change it.
+    neutral = inf if order < 0 else 0.0
     locals_ = [tensor._local_tensor for tensor in tensors]
     locals_ = [local if local.numel() else local.new_full((1,), neutral) for local in locals_]
     partial = torch.stack(foreach_norm(locals_, order, dtype=accurate))
@@ -370,16 +432,15 @@ def _complete(result: torch.Tensor, spec: RaggedSpec) -> DTensor:
 
 def _sum(tensor: RaggedDTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     local = tensor._local_tensor
-    return local.sum(dtype=dtype or (_accurate_dtype(local.dtype) if local.dtype.is_floating_point else None))
-
-
-def _round_sum(result: torch.Tensor, tensor: RaggedDTensor) -> torch.Tensor:
-    return result.to(tensor.dtype) if _accurate_dtype(tensor.dtype) != tensor.dtype else result
+    if dtype is None and not local.dtype.is_floating_point:
+        return local.sum()
+    return local.sum(dtype=_accurate_dtype(dtype or local.dtype))
 
 
 def _sum_handler(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    dtype = kwargs.get("dtype")
-    return _reduce(_sum, dist.ReduceOp.SUM, None if dtype is not None else _round_sum)(func, args, kwargs)
+    result = _reduce(_sum, dist.ReduceOp.SUM)(func, args, kwargs)
+    source = args[0].dtype
+    return result.to(kwargs.get("dtype") or (source if source.is_floating_point else result.dtype))
 
 
 def _mean_handler(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
@@ -418,9 +479,10 @@ def _norm_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 
 def total_norm_of(local: torch.Tensor, order: float) -> torch.Tensor:
     """What of a norm adds up: the sum of powers; for orders inf and -inf the largest and the smallest magnitude."""
+    if not local.numel():
+        return local.abs().new_full((), inf if order == -inf else 0.0)
     if order in (inf, -inf):
-        empty = 0.0 if order == inf else inf
-        return torch.linalg.vector_norm(local, order) if local.numel() else local.abs().new_full((), empty)
+        return torch.linalg.vector_norm(local, order)
     if order == 0:
         return torch.linalg.vector_norm(local, 0)
     return torch.linalg.vector_norm(local, order).pow(order)
@@ -480,7 +542,8 @@ def _any_handler(is_any: bool) -> Handler:
         return (elements.any() if is_any else elements.all()).to(torch.uint8)
 
     op = dist.ReduceOp.MAX if is_any else dist.ReduceOp.MIN
-    return _reduce(local, op, lambda result, _: result.bool())
+    # Of bytes, torch makes a byte.
+    return _reduce(local, op, lambda result, tensor: result if tensor.dtype == torch.uint8 else result.bool())
 
 
 def _count_nonzero(tensor: RaggedDTensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -494,6 +557,8 @@ def _equal(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
         first, second = second, first
     if first.shape != second.shape:
         return False
+    if first.dim() == 0:
+        return torch.equal(_scalar(first), _scalar(second))
     same = torch.equal(first._local_tensor, _operand(func, second, first._spec))
     answer = torch.tensor(int(same), device=first._local_tensor.device)
     _all_reduce(answer, dist.ReduceOp.MIN, first._spec)
@@ -527,7 +592,7 @@ def _unscale(func: Any, args: _Args, kwargs: _Kwargs) -> None:
 
 def _alias(func: Any, args: _Args, kwargs: _Kwargs) -> RaggedDTensor:
     tensor: RaggedDTensor = args[0]
-    with share_versions():
+    with inference_mode_of(tensor), share_versions():
         return RaggedDTensor(tensor._local_tensor.view(tensor._local_tensor.shape), tensor._spec)
 
 
@@ -535,6 +600,8 @@ def _view(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     """Reshapes and slices. What is a contiguous range of the flattened tensor is one on every rank too."""
     tensor: RaggedDTensor = args[0]
     spec = tensor._spec
+    if func is aten.as_strided.default and tensor.is_part and (len(args) > 3 or "storage_offset" in kwargs):
+        raise NotImplementedError(f"{func} with a storage_offset, of a slice of a sharded tensor, is not supported")
     # On meta, where indices count elements, the same view says which elements it takes.
     like = torch.empty(spec.shape, dtype=torch.uint8, device="meta")
     result = func(like, *args[1:], **kwargs)
@@ -551,7 +618,7 @@ def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | No
     spec, shape = tensor._spec, tuple(meta.shape)
     local = tensor._local_tensor
     if shape == tuple(spec.shape) and meta.is_contiguous():
-        with share_versions():
+        with inference_mode_of(tensor), share_versions():
             return RaggedDTensor(local.view(local.shape), spec)
     if not spec.is_only_ragged or not meta.is_contiguous():
         return None
@@ -568,16 +635,19 @@ def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | No
     view_spec = RaggedSpec.make(spec.mesh, placements, shape, spec.dtype)
     run_start, run_stop = runs[spec.rank]
     begin = min(max(start, run_start), run_stop) - run_start
-    with share_versions():
+    with inference_mode_of(tensor), share_versions():
         mine = local.view(-1)[begin : begin + counts[spec.rank]].view(view_spec.local_shape)
-    return RaggedDTensor(mine, view_spec)
+        view = RaggedDTensor(mine, view_spec)
+    view.is_part = True
+    return view
 
 
 def _gathered_view(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     """A view that is not one of a run on every rank: of a gathered copy."""
     tensor: RaggedDTensor = args[0]
     plain = _gathered_with_warning(func)(tensor)
-    whole = GatheredView(plain, tensor, local_tensor(plain), [tensor._local_tensor._version])
+    whole = GatheredView(plain, tensor, local_tensor(plain), [])
+    whole.note_version()
     return whole.view_as_well(func(plain, *args[1:], **kwargs))
 
 
@@ -706,6 +776,8 @@ def _warn(func: Any) -> None:
             stacklevel=3,
         )
 
+
+_FUSED_OPTIMIZERS = {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"}
 
 _VIEWS: Sequence[Any] = (
     aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.unsqueeze.default,

@@ -1,12 +1,15 @@
 """Optimizers that were built before ``fully_shard``: their first step afterwards finds the sharded parameters.
 
 ``fully_shard`` replaces every parameter object once. An optimizer that holds the old ones would go on to train what no
-module uses any more, silently. So every replaced parameter remembers its sharded face, and torch's global hook before
-optimizer steps puts the faces in its place, together with the state that the optimizer already has.
+module uses any more, silently. So every replaced parameter remembers its sharded face. The first forward looks for
+optimizers that hold replaced parameters, and torch's global hook before optimizer steps for those that it missed: the
+faces take the place of the parameters, together with the state that the optimizer already has.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from .ragged import RaggedDTensor, distribute_ragged
 
 _SEEN = "_fsdp_compose_generation"
 
+_num_rebound = 0  # the generation for which live optimizers were looked for
 _generation = 0  # counts the calls that replaced parameters: an optimizer is looked at once after each
 
 
@@ -31,9 +35,28 @@ def remember_face(original: nn.Parameter, face: nn.Parameter) -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if optimizer.__dict__.get(_SEEN) != _generation:
+    seen = (_generation, sum([len(group["params"]) for group in optimizer.param_groups]))
+    if optimizer.__dict__.get(_SEEN) != seen:
         rebind(optimizer)
-        optimizer.__dict__[_SEEN] = _generation
+        optimizer.__dict__[_SEEN] = seen
+
+
+def rebind_live_optimizers() -> None:
+    """Rebind every optimizer there is, at the first forward after ``fully_shard``: what looks at an optimizer's
+    parameters before its first step (``zero_grad()``, ``GradScaler``) must find the sharded ones. An optimizer whose
+    state cannot be converted raises when it steps."""
+    global _num_rebound
+    if _num_rebound == _generation:
+        return
+    _num_rebound = _generation
+    for item in gc.get_objects():
+        if issubclass(type(item), Optimizer) and "param_groups" in item.__dict__:
+            with contextlib.suppress(UnshardableStateError):
+                rebind(item)
+
+
+class UnshardableStateError(ValueError):
+    """An optimizer's state cannot be cut like the parameter it belongs to."""
 
 
 def rebind(optimizer: Optimizer) -> None:
@@ -43,7 +66,7 @@ def rebind(optimizer: Optimizer) -> None:
     were. Other state with more than one element cannot be converted.
 
     Raises:
-        ValueError: there is such state; the optimizer is unchanged.
+        UnshardableStateError: there is such state; the optimizer is unchanged.
     """
     # Of parameters with elements to shard, what is one number is no state of an element.
     counters = {
@@ -86,7 +109,7 @@ def _sharded(optimizer: Optimizer, param: torch.Tensor, face: RaggedDTensor, key
     if value.dim() == 0:
         return value
     group, fqn = param.__dict__.get(OWNER_ATTRIBUTE, ("?", "?"))
-    raise ValueError(
+    raise UnshardableStateError(
         f"the {type(optimizer).__name__} was built, and has stepped, before fully_shard(): its state {key!r} of shape "
         f"{tuple(value.shape)} for the parameter {fqn} of the sharded {group}, of shape {tuple(param.shape)}, cannot "
         "be sharded. Build the optimizer after fully_shard(), or load its state with set_optimizer_state_dict"

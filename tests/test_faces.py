@@ -353,6 +353,47 @@ def test_an_optimizer_built_before_fully_shard_trains(name, steps_before):
 
 
 @distributed(world_size=2, timeout=60)
+def test_zero_grad_and_grad_scaler_before_the_first_step_of_an_optimizer_built_early():
+    reference, model = build(), build()
+    optimizers = [torch.optim.SGD(item.parameters(), lr=0.1) for item in (reference, model)]
+    shard(model)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+    for step in range(3):
+        rows = batch(step)
+        parts = zip((reference, model), optimizers, scalers, (rows, mine(rows)), strict=True)
+        for item, optimizer, scaler, data in parts:
+            scaler.scale(loss_of(item, data)).backward()
+            if step == 0:
+                optimizer.zero_grad()
+                scaler.scale(loss_of(item, data)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert_close(full_parameters(model), full_parameters(reference))
+
+
+@distributed(world_size=2, timeout=60)
+def test_old_parameters_added_to_an_optimizer_later_train():
+    reference, model = build(), build()
+    optimizers, heads = [], []
+    for item in (reference, model):
+        heads.append(list(item.head.parameters()))
+        others = [param for param in item.parameters() if not any(param is other for other in heads[-1])]
+        optimizers.append(torch.optim.SGD(others, lr=0.1))
+    shard(model)
+    for step in range(3):
+        rows = batch(step)
+        for item, optimizer, head, data in zip((reference, model), optimizers, heads, (rows, mine(rows)), strict=True):
+            if step == 1:
+                optimizer.add_param_group({"params": head})
+            loss_of(item, data).backward()
+            optimizer.step()
+            item.zero_grad()
+    assert_close(full_parameters(model), full_parameters(reference))
+
+
+@distributed(world_size=2, timeout=60)
 def test_an_optimizer_built_before_with_state_that_cannot_be_sharded_raises():
     model = build()
     optimizer = torch.optim.Adafactor(model.parameters())

@@ -148,6 +148,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "row * x": lambda x, y: row_of(x) * x,
     "x + a larger one": lambda x, y: x + torch.stack([row_of(x)] * 20).view(2, 10, 4),
     "frexp": lambda x, y: list(torch.frexp(x)),
+    "x // 3": lambda x, y: x // 3,
     # comparisons
     "x > y": lambda x, y: x > y,
     "x == x": lambda x, y: x == x,
@@ -201,6 +202,11 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "vector_norm 0.5": lambda x, y: torch.linalg.vector_norm(x, 0.5),
     "vector_norm inf": lambda x, y: torch.linalg.vector_norm(x, math.inf),
     "vector_norm -inf": lambda x, y: torch.linalg.vector_norm(x, -math.inf),
+    "norm -1": lambda x, y: x.norm(-1),
+    "_foreach_norm -1": lambda x, y: torch._foreach_norm([x], -1),
+    "half mean": lambda x, y: (x * 0 + 5000).half().mean(dtype=torch.float16),
+    "any of bytes": lambda x, y: (x > 0.5).to(torch.uint8).any(),
+    "_foreach_mm": lambda x, y: torch._foreach_mm([x[:4]], [y[:4]]),
     "vector_norm dim": lambda x, y: torch.linalg.vector_norm(x, 2, dim=1),
     "vector_norm in double": lambda x, y: torch.linalg.vector_norm(x, dtype=torch.float64),
     "item": lambda x, y: round(x.sum().item(), 3),
@@ -781,3 +787,86 @@ def test_printing_needs_no_other_rank():
         assert "RaggedDTensor(shape=(10, 4), placements=[RaggedShard([7, 3, 0])], rank 0 holds tensor(" in repr(x)
         assert "RaggedDTensor" in str(nn.Parameter(x)) and "RaggedDTensor" in f"{x}"
     assert f"{x.sum().item():.1f}" == "0.0"
+
+
+SCALAR_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "+ a double": lambda p, d: p + torch.tensor(1.0, dtype=torch.float64),
+    "bf16 * 0-dim": lambda p, d: p.bfloat16() * torch.tensor(1.3),
+    "bf16 * number": lambda p, d: p.bfloat16() * 1.3,
+    "bf16 * replicated": lambda p, d: p.bfloat16() * d,
+    "int + 0-dim": lambda p, d: p.int() + torch.tensor(3),
+    "where": lambda p, d: torch.where(p > 1, torch.tensor(1.0, dtype=torch.float64), p),
+    "foreach": lambda p, d: torch._foreach_mul([p.bfloat16()], [torch.tensor(1.3)]),
+    "foreach by one": lambda p, d: torch._foreach_mul([p.bfloat16()], torch.tensor(1.3)),
+    "in place": inplace(lambda p, d: p.mul_(3)),
+    "foreach in place": inplace(lambda p, d: torch._foreach_add_([p, p.clone()], 2.0)),
+    "norm": lambda p, d: p.norm(),
+    "row": lambda p, d: p * torch.ones(3).sum(),
+    "view": inplace(lambda p, d: p.view(1).mul_(2)),
+    "equal": lambda p, d: torch.equal(p, torch.tensor(2.5)),
+    "equal to replicated": lambda p, d: torch.equal(d, p),
+    "item": lambda p, d: p.item(),
+}
+
+
+@distributed(world_size=3, timeout=60)
+def test_operations_on_0_dim_tensors_equal_those_on_full_ones():
+    warnings.simplefilter("ignore")
+    mesh = build_mesh("rows")
+    for name, operation in SCALAR_OPERATIONS.items():
+        full = torch.tensor(2.5)
+        p = distribute_ragged(full, mesh, [RaggedShard((0, 1, 0), flat=True)])
+        actual = full_of(operation(p, distribute_tensor(full, mesh, [Replicate()])))
+        expected = full_of(operation(full.clone(), full.clone()))
+        try:
+            assert_same(actual, expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@distributed(world_size=3, timeout=60)
+def test_views_belong_to_the_memory_they_were_made_of():
+    warnings.simplefilter("ignore")
+    mesh, placements = build_mesh("rows"), [RaggedShard((7, 3, 0))]
+    full = torch.arange(40.0).view(SHAPE)
+    x, y = distribute_ragged(full, mesh, placements), distribute_ragged(-full, mesh, placements)
+    view = x.t()
+    x.data = y.clone()
+    with pytest.raises(RuntimeError, match="out of date"):
+        view.add_(1)
+    assert torch.equal(x.full_tensor(), -full)
+    x.t().to_local().zero_()
+    x.t().full_tensor().zero_()
+    assert torch.equal(x.full_tensor(), -full)  # copies
+    with pytest.raises(NotImplementedError, match="as_strided"):
+        x[2:5].as_strided((3, 4), (4, 1), 0)
+    copied = roundtrip(x.t(), "torch.save")
+    assert type(copied) is DTensor and torch.equal(copied.full_tensor(), -full.t())
+    assert torch.equal(copy.deepcopy(x.t()).full_tensor(), -full.t())
+    with pytest.raises(RuntimeError, match="shape"):
+        torch.add(x[0], y[0], out=x)
+    with pytest.raises(RuntimeError, match="does not fit"):
+        torch._foreach_add([x[0]], [x])
+
+
+@distributed(world_size=3, timeout=60)
+def test_views_work_in_inference_mode():
+    warnings.simplefilter("ignore")
+    mesh, placements = build_mesh("rows"), [RaggedShard((7, 3, 0))]
+    full = torch.arange(40.0).view(SHAPE)
+    x = distribute_ragged(full, mesh, placements)
+    with torch.inference_mode():
+        assert torch.equal((x.t() + 1).full_tensor(), full.t() + 1)
+        assert torch.equal((x * 2)[1].mul_(2).full_tensor(), full[1] * 4)
+        assert torch.equal((x * 2).t().full_tensor(), full.t() * 2)
+        assert torch.equal(x[:, 1].full_tensor(), full[:, 1])
+
+
+@distributed(world_size=3, timeout=60)
+def test_autograd_notices_a_foreach_write_to_a_saved_tensor():
+    x = distribute_ragged(torch.rand(SHAPE), build_mesh("rows"), [RaggedShard((7, 3, 0))]).requires_grad_(True)
+    out = (x * x).sum()
+    with torch.no_grad():
+        torch._foreach_add_([x], 1.0)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        out.backward()
