@@ -210,10 +210,10 @@ def _per_element(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     lead = next(i for i, item in enumerate(args) if _is_tensors(item))
     leaders = args[lead]
     num = len(leaders)
+    if all([type(item) is RaggedDTensor and not item._spec.is_scalar for item in leaders]):
+        return _on_locals(func, args, kwargs, leaders)
     scalars = [i for i in range(num) if type(leaders[i]) is RaggedDTensor and leaders[i]._spec.is_scalar]
     ragged = [i for i in range(num) if type(leaders[i]) is RaggedDTensor and not leaders[i]._spec.is_scalar]
-    if len(ragged) == num:
-        return _on_locals(func, args, kwargs, leaders)
     others = [i for i in range(num) if type(leaders[i]) is not RaggedDTensor]
     results: list[Any] = [None] * num
     for indices in (ragged, scalars, others):
@@ -264,8 +264,10 @@ def _pick(value: Any, indices: Sequence[int], num: int) -> Any:
 def _on_locals(func: Any, args: _Args, kwargs: _Kwargs, leaders: Sequence[RaggedDTensor]) -> Any:
     specs = [leader._spec for leader in leaders]
     writes = _written_positions(func)
+    # Fused optimizers write to gradients only to unscale them.
+    grads = args[1] if func._schema.name in _FUSED_OPTIMIZERS and kwargs.get("grad_scale") is None else None
     local_args: list[Any] = []
-    wrappers: list[torch.Tensor] = []
+    written_locals: list[torch.Tensor] = []
     for position, value in enumerate(args):
         if _is_tensors(value):
             if _are_counters(value):
@@ -277,7 +279,8 @@ def _on_locals(func: Any, args: _Args, kwargs: _Kwargs, leaders: Sequence[Ragged
                     _other_operand(func, item, spec, is_written) for item, spec in zip(value, specs, strict=True)
                 ]
                 locals_ = [_as_scalar(item) for item in locals_]
-                wrappers += value if is_written else ()
+                if is_written:
+                    written_locals += [item._local_tensor for item in value if type(item) is RaggedDTensor]
                 local_args.append(locals_)
                 continue
             locals_ = [
@@ -286,8 +289,8 @@ def _on_locals(func: Any, args: _Args, kwargs: _Kwargs, leaders: Sequence[Ragged
                 else _other_operand(func, tensor, spec, is_written)
                 for tensor, spec in zip(value, specs, strict=True)
             ]
-            if is_written:
-                wrappers += value
+            if is_written and value is not grads:
+                written_locals += locals_
             local_args.append(locals_)
         else:
             local_args.append(_scalar(value) if isinstance(value, torch.Tensor) and value.dim() == 0 else value)
@@ -296,9 +299,9 @@ def _on_locals(func: Any, args: _Args, kwargs: _Kwargs, leaders: Sequence[Ragged
         for key, value in kwargs.items()
     }
     result = func(*local_args, **local_kwargs)
-    if wrappers:
-        increment_version(wrappers)
-        increment_version([item._local_tensor if type(item) is RaggedDTensor else item for item in wrappers])
+    if written_locals:
+        increment_version(written_locals)
+        increment_version(leaders)  # autograd looks at these; and nobody saves the state of an optimizer for backward
     if result is None or func._schema.name.endswith("_"):
         return None
     wrap = _from_scalar if specs[0].is_scalar else _wrap
