@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ._torch import foreach_mul_, foreach_norm, local_tensor
+from .norms import combine_norms, finish_norm, total_norm_of
 from .ragged import RaggedDTensor
-from .ragged_ops import combine_norms, finish_norm, total_norm_of
 
 
 def clip_grad_norm_(

@@ -19,7 +19,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import inf, nan, prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from ._torch import DTensorSpec, TensorMeta, dtensor_spec, foreach_norm, local_tensor, make_dtensor, share_versions
+from .norms import accurate_dtype, combine_extremes, combine_norms, finish_norm, total_norm_of
 from .placement import RaggedShard
 from .ragged import (
     GatheredView,
@@ -371,7 +372,7 @@ def _foreach_norm(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
 
 def _norms(tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[DTensor]:
     """Of tensors of one dtype, that the same ranks hold."""
-    spec, accurate = tensors[0]._spec, _accurate_dtype(dtype or tensors[0].dtype)
+    spec, accurate = tensors[0]._spec, accurate_dtype(dtype or tensors[0].dtype)
     # An empty run has no largest element, nor a norm of negative order: put in an element that does not change it.
     neutral = inf if order < 0 else 0.0
     locals_ = [tensor._local_tensor for tensor in tensors]
@@ -437,7 +438,7 @@ def _sum(tensor: RaggedDTensor, dim: Any = None, keepdim: bool = False, *, dtype
     local = tensor._local_tensor
     if dtype is None and not local.dtype.is_floating_point:
         return local.sum()
-    return local.sum(dtype=_accurate_dtype(dtype or local.dtype))
+    return local.sum(dtype=accurate_dtype(dtype or local.dtype))
 
 
 def _sum_handler(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
@@ -463,57 +464,16 @@ def _norm_handler(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     order = 2.0 if order is None else float(order)
     dtype = kwargs.get("dtype")
-    local = tensor._local_tensor.to(_accurate_dtype(dtype or tensor.dtype))
+    local = tensor._local_tensor.to(accurate_dtype(dtype or tensor.dtype))
     result = total_norm_of(local, order)
     for dim in tensor._spec.reduce_dims:
         combine_norms(result, order, tensor._spec.mesh.get_group(dim))
     return _complete(finish_norm(result, order).to(_norm_dtype(tensor.dtype, dtype)), tensor._spec)
 
 
-def _accurate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half precision is summed in fp32: partial results are rounded once, at the end."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _norm_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     dtype = asked or dtype
     return dtype.to_real() if dtype.is_complex else dtype
-
-
-def total_norm_of(local: torch.Tensor, order: float) -> torch.Tensor:
-    """What of a norm adds up: the sum of powers; for orders inf and -inf the largest and the smallest magnitude."""
-    if not local.numel():
-        return local.abs().new_full((), inf if order == -inf else 0.0)
-    if order in (inf, -inf):
-        return torch.linalg.vector_norm(local, order)
-    if order == 0:
-        return torch.linalg.vector_norm(local, 0)
-    return torch.linalg.vector_norm(local, order).pow(order)
-
-
-def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup) -> None:
-    """All-reduce, in place and with one collective, what ``total_norm_of`` gave on each rank."""
-    if order in (inf, -inf):
-        _combine_extremes(partial, order == inf, group)
-    else:
-        dist.all_reduce(partial, dist.ReduceOp.SUM, group=group)
-
-
-def _combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGroup) -> None:
-    """The largest or smallest of each rank's values, in place. NaN on any rank gives NaN on all: backends differ in
-    what their MAX makes of one, so it travels beside."""
-    if not values.dtype.is_floating_point:
-        dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN, group=group)
-        return
-    is_nan = values.isnan()
-    signed = (values if is_max else -values).masked_fill(is_nan, -inf)
-    both = torch.stack([signed, is_nan.to(values.dtype)])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-    values.copy_(torch.where(both[1] > 0, torch.full_like(values, nan), both[0] if is_max else -both[0]))
-
-
-def finish_norm(combined: torch.Tensor, order: float) -> torch.Tensor:
-    return combined if order in (0, inf, -inf) else combined.pow(1.0 / order)
 
 
 def _extreme_handler(is_max: bool) -> Handler:
@@ -533,7 +493,7 @@ def _extreme_handler(is_max: bool) -> Handler:
             lowest, highest = (-inf, inf) if local.dtype.is_floating_point else (limits.min, limits.max)
             result = local.new_full((), lowest if is_max else highest)
         for dim in tensor._spec.reduce_dims:
-            _combine_extremes(result, is_max, tensor._spec.mesh.get_group(dim))
+            combine_extremes(result, is_max, tensor._spec.mesh.get_group(dim))
         return _complete(result.bool() if is_bool else result, tensor._spec)
 
     return handler
