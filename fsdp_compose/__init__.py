@@ -2,6 +2,7 @@
 
 from . import _requirements as _requirements  # first: the others need that torch
 from . import ragged_ops as ragged_ops  # gives RaggedDTensor its operations
+from .check import UnreducedParameter, check
 from .clip import clip_grad_norm_
 from .controls import (
     UnshardHandle,
@@ -11,10 +12,12 @@ from .controls import (
     set_reshard_after_forward,
     unshard,
 )
+from .forward_methods import register_forward_method
 from .fully_shard import fully_shard
 from .placement import RaggedShard
 from .policy import MixedPrecisionPolicy
 from .ragged import RaggedDTensor, distribute_ragged
+from .summon import summon_full_params
 
 __version__ = "0.1.0"
 
@@ -22,13 +25,17 @@ __all__ = [
     "MixedPrecisionPolicy",
     "RaggedDTensor",
     "RaggedShard",
+    "UnreducedParameter",
     "UnshardHandle",
+    "check",
     "clip_grad_norm_",
     "distribute_ragged",
     "fully_shard",
     "no_sync",
+    "register_forward_method",
     "reshard",
     "set_requires_gradient_sync",
     "set_reshard_after_forward",
+    "summon_full_params",
     "unshard",
 ]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ._torch import foreach_mul_, foreach_norm, local_tensor
+from .accumulation import UnreducedGradient
 from .norms import combine_norms, finish_norm, total_norm_of
 from .ragged import RaggedDTensor
 
@@ -41,6 +42,9 @@ def clip_grad_norm_(
     grads = [param.grad for param in parameters if param.grad is not None]
     if not grads:
         return torch.tensor(0.0)
+    for grad in grads:
+        if isinstance(grad, UnreducedGradient):
+            grad.refuse("clip_grad_norm_()")
     order = float(norm_type)
     sharded = [grad for grad in grads if isinstance(grad, RaggedDTensor)]
     # What must be all-reduced together: the runs of sharded tensors of one mesh, whatever their shapes.

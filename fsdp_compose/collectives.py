@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._torch import AllgatherOptions, ReduceScatterOptions, foreach_add_, foreach_copy_, foreach_zero_
+from ._torch import AllgatherOptions, ReduceScatterOptions, foreach_copy_, foreach_zero_
 from .flat_grad import Arrival
 from .flat_param import FlatParamHandle
 from .wire import wire
@@ -171,16 +171,18 @@ class Communicator:
 
     def accumulate(self, handle: FlatParamHandle) -> None:
         """Take the gradients into the handle's unsharded accumulation buffer (reduce dtype), without communication."""
-        grads, missing = _take_gradients(handle)
+        handle.settle_accumulation()
+        grads, _ = _take_gradients(handle)
         self.reshard(handle)
-        if len(missing) < len(grads):
-            _add_to_accumulated(handle, grads)
+        handle.accumulate(grads)
 
     def reduce(self, handle: FlatParamHandle) -> None:
         """Take the gradients and start their reduce-scatter; every rank calls this for the same handles in one order.
 
         Parameters without a gradient on this rank contribute zeros.
         """
+        if handle.accumulation is not None:
+            handle.settle_accumulation()
         grads, missing = _take_gradients(handle)
         self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
         plan = handle.reduce_plan
@@ -189,12 +191,11 @@ class Communicator:
         buffer = plan.buffer
         if buffer.owner is not None:
             self._finish_owner(buffer)
-        if handle.accumulated_grad is not None:
-            if len(missing) < len(grads):
-                _add_to_accumulated(handle, grads)
+        if handle.accumulation is not None:
+            handle.accumulation.add(grads)
             buffer.free()  # nobody is in flight in it, and this reduction brings its own memory
-            plan = ReducePlan(handle, buffer, handle.accumulated_grad)
-            handle.accumulated_grad = None
+            plan = ReducePlan(handle, buffer, handle.accumulation.flat)
+            handle.accumulation = None
         else:
             buffer.take(plan)
             if missing:
@@ -305,18 +306,6 @@ def _fill(views: list[torch.Tensor], grads: list[torch.Tensor], missing: list[in
     present = [i for i, grad in enumerate(grads) if grad is not None]
     if present:
         foreach_copy_([views[i] for i in present], [grads[i] for i in present])
-
-
-def _add_to_accumulated(handle: FlatParamHandle, grads: list[torch.Tensor]) -> None:
-    flat = handle.accumulated_grad
-    if flat is None:
-        with torch.inference_mode(False), torch.no_grad():
-            flat = handle.accumulated_grad = torch.zeros(
-                handle.layout.flat_numel, dtype=handle.reduce_dtype, device=handle.shard.device
-            )
-    views = handle.full_views_of(flat)
-    present = [i for i, grad in enumerate(grads) if grad is not None]
-    foreach_add_([views[i] for i in present], [grads[i] for i in present])
 
 
 def _failure(what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:

@@ -17,6 +17,8 @@ step between forward and backward is seen as a change of ``shard._version``.
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from .accumulation import Accumulation
 from .faces import OWNER_ATTRIBUTE, copy_attributes, face_local, face_memory, face_spec, make_face, rebind_face
 from .flat_grad import ShardedGradient
 from .grad_hooks import GradientHooks
@@ -64,16 +67,18 @@ class FlatParamHandle:
         is_unsharded: the unsharded storage exists (its all-gather may still be in flight).
         is_resident: there is nothing to gather, the unsharded parameters always exist.
         is_pinned: must not be resharded: resident, or its module's outputs cannot be hooked.
-        used_range: where the handle's parameters stand among all of the root, in the control exchange.
+        accumulation: the gradients of backwards without gradient sync, until they are reduced.
+        is_used: for each parameter, 1 if it has contributed to the gradient that is reduced next; a part of the
+            control exchange's memory, which all ranks combine.
     """
 
     __slots__ = (
-        "__weakref__", "_face_memory", "_mp_policy", "_no_grads", "_requires_grad", "accumulated_grad",
+        "__weakref__", "_face_memory", "_index_of", "_mp_policy", "_no_grads", "_requires_grad", "accumulation",
         "all_gather_work", "all_used", "awaits_publication", "cast_shard", "faces", "fqns", "gather_wires", "gradient",
-        "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable", "is_unsharded",
-        "is_used", "layout", "mesh", "none_used", "param_dtype", "prefix", "reduce_dtype", "reduce_input",
-        "reduce_output", "reduce_plan", "reduce_work", "runs", "shard", "storage", "storage_nbytes", "unsharded_base",
-        "unsharded_params", "unsharded_version", "used_range",
+        "group", "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable",
+        "is_unsharded", "is_used", "layout", "mesh", "none_used", "param_dtype", "prefix", "reduce_dtype",
+        "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "shard", "storage", "storage_nbytes",
+        "summoned", "unsharded_base", "unsharded_params", "unsharded_version",
     )  # fmt: skip
 
     def __init__(
@@ -92,22 +97,7 @@ class FlatParamHandle:
         dtype = originals[0].dtype
         specs = [face_spec(self.layout, i, mesh.mesh, dtype) for i in range(len(managed))]
         self.runs = _runs(self.layout, mesh.shard_rank, [spec.local_shape for spec in specs])
-        self.is_unsharded = False
-        self.is_kept = False  # left unsharded by a forward (not by a prefetch): stale at the next forward
-        self.awaits_publication = False  # reduced in this backward, not yet shown to the user
-        self.all_gather_work: dist.Work | None = None
-        # Under no_sync: gradients of earlier backwards, unsharded, in the reduce dtype; and who has contributed.
-        self.accumulated_grad: torch.Tensor | None = None
-        self.is_used = bytearray(len(managed))
-        self.all_used, self.none_used = b"\x01" * len(managed), bytes(len(managed))
-        self.used_range = slice(0, 0)
-        self._no_grads = [None] * len(managed)
-        # A reduction in flight: its work, where the result arrives, the memory it reads, and whether it is added.
-        self.reduce_work: dist.Work | None = None
-        self.reduce_output: torch.Tensor | None = None
-        self.reduce_input: Any = None
-        self.is_reduce_added = False
-        self.reduce_plan: Any = None  # made and used by collectives
+        self._begin()
         device = mesh.device if originals[0].device.type != "meta" else originals[0].device
         shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
         with torch.no_grad():
@@ -118,12 +108,47 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             for original, local, spec in zip(originals, self._views_of(shard), specs, strict=True):
                 self.faces.append(make_face(local, original, spec))
+        self._know_faces()
         self.hooks = GradientHooks(self.faces)
         for i, original in enumerate(originals):
             self.hooks.move_over(i, original)
         self._adopt(shard)
 
     # ---- building
+
+    def _begin(self) -> None:
+        """Nothing has run yet."""
+        self.group: Any = None  # a weak reference to the state of the group
+        self.is_unsharded = False
+        self.is_kept = False  # left unsharded by a forward (not by a prefetch): stale at the next forward
+        self.awaits_publication = False  # reduced in this backward, not yet shown to the user
+        self._index_of: dict[int, int] = {}  # by the id of a face
+        self.summoned: Any = None  # while full parameters stand in the place of the faces
+        self.all_gather_work: dist.Work | None = None
+        self.accumulation: Accumulation | None = None  # of backwards without gradient sync
+        num_params = len(self.fqns)
+        self.is_used: bytearray | memoryview = bytearray(num_params)
+        self.all_used, self.none_used = b"\x01" * num_params, bytes(num_params)
+        self._no_grads = [None] * num_params
+        # A reduction in flight: its work, where the result arrives, the memory it reads, and whether it is added.
+        self.reduce_work: dist.Work | None = None
+        self.reduce_output: torch.Tensor | None = None
+        self.reduce_input: Any = None
+        self.is_reduce_added = False
+        self.reduce_plan: Any = None  # made and used by collectives
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
+        """A handle of its own, over copies of the faces: those that ``memo`` has, which modules show."""
+        twin = object.__new__(FlatParamHandle)
+        memo[id(self)] = twin
+        twin.fqns, twin.prefix, twin.mesh, twin._mp_policy = self.fqns, "", self.mesh, self._mp_policy
+        twin.layout, twin.runs = self.layout, self.runs
+        twin._begin()
+        twin.faces = [copy.deepcopy(face, memo) for face in self.faces]
+        twin._know_faces()
+        twin.hooks = GradientHooks(twin.faces)
+        twin._adopt(twin._flatten_faces())
+        return twin
 
     def _adopt(self, shard: torch.Tensor) -> None:
         """Make ``shard``, of which the faces are views already, this handle's shard; build the unsharded side."""
@@ -161,6 +186,22 @@ class FlatParamHandle:
         self.is_kept = False
         if not self.is_resident and not self.is_meta:
             self.storage.resize_(0)
+
+    def _know_faces(self) -> None:
+        for i, face in enumerate(self.faces):
+            self.know_as(face, i)
+
+    def know_as(self, param: nn.Parameter, index: int) -> None:
+        """Let ``handle_of(param)`` find this handle. By id: a weak reference to a face makes ``module.to()`` fail."""
+        self._index_of[id(param)] = index
+        _handles[id(param)] = self
+
+    def forget(self, param: nn.Parameter) -> None:
+        """``param`` no longer stands for one of the faces."""
+        del self._index_of[id(param)], _handles[id(param)]
+
+    def index_of(self, param: torch.Tensor) -> int:
+        return self._index_of[id(param)]
 
     def _runs_of_params(self) -> list[int]:
         return [self.layout.run(i, self.mesh.shard_rank).param_start for i in range(len(self.fqns))]
@@ -207,18 +248,24 @@ class FlatParamHandle:
                 f"the sharded parameter {first} was moved to {device}, but its mesh is on "
                 f"{self.mesh.device}; move it back before the next forward"
             )
-        with torch.inference_mode(False), torch.no_grad():
-            shard = torch.zeros(self.layout.shard_numel, dtype=locals_[0].dtype, device=device)
-            views = self._views_of(shard)
-            for face, view, local, unsharded in zip(self.faces, views, locals_, self.unsharded_params, strict=True):
-                view.copy_(local)
-                rebind_face(face, view)
-                copy_attributes(unsharded, face)  # module.to() loses them
+        shard = self._flatten_faces()
+        for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
+            copy_attributes(unsharded, face)  # module.to() loses them
         was_unsharded = self.is_unsharded
         self._adopt(shard)
         if was_unsharded and not self.is_resident and not self.is_meta:
             self.storage.resize_(self.storage_nbytes)  # to be gathered again when the other ranks do
             self.is_unsharded = True
+
+    def _flatten_faces(self) -> torch.Tensor:
+        """A new shard with the faces' present elements, of which the faces are views from now on."""
+        locals_ = [face_local(face) for face in self.faces]
+        with torch.inference_mode(False), torch.no_grad():
+            shard = torch.zeros(self.layout.shard_numel, dtype=locals_[0].dtype, device=locals_[0].device)
+            for face, view, local in zip(self.faces, self._views_of(shard), locals_, strict=True):
+                view.copy_(local)
+                rebind_face(face, view)
+        return shard
 
     def follow_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` that the faces have now."""
@@ -228,6 +275,27 @@ class FlatParamHandle:
                 unsharded.requires_grad_(flag)
             self._requires_grad = flags
             self.is_trainable = any(flags)
+
+    def write_used_to(self, memory: memoryview) -> None:
+        """From now on note there which parameters were used."""
+        memory[:] = self.is_used
+        self.is_used = memory
+        if self.accumulation is not None:
+            self.accumulation.is_used = memory
+
+    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients that were taken from the unsharded parameters to what was accumulated before."""
+        if self.accumulation is None:
+            with torch.inference_mode(False), torch.no_grad():
+                flat = torch.zeros(self.layout.flat_numel, dtype=self.reduce_dtype, device=self.shard.device)
+            names = [self.prefix + fqn for fqn in self.fqns]
+            self.accumulation = Accumulation(flat, self.full_views_of(flat), self.faces, names, self.is_used)
+        self.accumulation.add(grads)
+
+    def settle_accumulation(self) -> None:
+        """Take into account that the user may have dropped gradients that were accumulated without sync."""
+        if self.accumulation is not None and not self.accumulation.settle():
+            self.accumulation = None
 
     def drop_iteration(self, is_tainted: bool) -> bool:
         """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too.
@@ -240,11 +308,11 @@ class FlatParamHandle:
         self.awaits_publication = False
         had_gradient = False
         if is_tainted:
-            had_gradient = self.gradient.discard() or self.accumulated_grad is not None
-            self.accumulated_grad = None
+            had_gradient = self.gradient.discard() or self.accumulation is not None
+            self.accumulation = None
         else:
             self.gradient.forget_result()
-        if self.accumulated_grad is None:
+        if self.accumulation is None:
             self.is_used[:] = self.none_used
         return had_gradient
 
@@ -302,6 +370,16 @@ def _plan(
 def _runs(layout: FlatLayout, rank: int, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, int, tuple[int, ...]]]:
     runs = [layout.run(i, rank) for i in range(len(layout.params))]
     return [(run.shard_start, run.shard_start + run.numel, shape) for run, shape in zip(runs, shapes, strict=True)]
+
+
+# By the id of a face, or of what stands in its place for a while.
+_handles: weakref.WeakValueDictionary[int, FlatParamHandle] = weakref.WeakValueDictionary()
+
+
+def handle_of(param: torch.Tensor) -> tuple[FlatParamHandle, int] | None:
+    """The handle that holds a sharded parameter, and which of its parameters it is."""
+    handle = _handles.get(id(param))
+    return None if handle is None else (handle, handle.index_of(param))
 
 
 def mark_owner(parameter: nn.Parameter, group: str, fqn: str) -> None:

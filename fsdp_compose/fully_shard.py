@@ -17,18 +17,13 @@ from torch.nn.parameter import UninitializedParameter
 from . import runtime
 from ._torch import composable_registry
 from .dynamo import _annotate_modules_for_dynamo
-from .flat_param import (
-    FlatParamHandle,
-    Granularity,
-    ManagedParameter,
-    mark_owner,
-    owner_of,
-)
+from .flat_param import FlatParamHandle, Granularity, ManagedParameter, mark_owner
+from .groups import group_modules, managed_parameters
 from .iteration import tree_has_changed
 from .mesh import DataParallelMesh, data_parallel_mesh
 from .policy import MixedPrecisionPolicy
 from .rebind import remember_face
-from .state import _FSDPState, _is_compatible, get_state, register_state
+from .state import _FSDPState, get_state, register_state
 from .swap import ParameterSwap
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
@@ -98,8 +93,8 @@ def fully_shard(
     ignored = _check_ignored(ignored_params)
     data_mesh = data_parallel_mesh(mesh)
     label = _label(modules)
-    fqns = _group_modules(modules)
-    managed = _managed_parameters(fqns, ignored, label)
+    fqns = group_modules(modules)
+    managed = managed_parameters(fqns, ignored, label)
     _check_parameters(managed, data_mesh)
     handles = [FlatParamHandle(part, data_mesh, mp_policy, granularity) for part in _by_kind(managed)]
 
@@ -107,7 +102,7 @@ def fully_shard(
         state.modules = tuple(weakref.ref(item) for item in modules)
         state.fqn = label
         state.mesh, state.mp_policy, state.reshard_option = data_mesh, mp_policy, reshard_after_forward
-        state._handles = handles
+        state.adopt(handles)
         state.ignored = weakref.WeakSet(ignored)
         _put_faces(managed, handles, label)
         state.swap = ParameterSwap(modules, managed, handles, fqns)
@@ -176,43 +171,7 @@ def _label(modules: Sequence[nn.Module]) -> str:
     return ", ".join(type(item).__name__ for item in modules)
 
 
-# ---- what a group manages
-
-
-def _group_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """The modules of the group with their names, depth first: not below a nested group, nor below a module that an
-    incompatible API (torch's ``replicate``) manages."""
-    names: dict[nn.Module, str] = {}
-    roots = [("" if len(modules) == 1 else str(i), module) for i, module in enumerate(modules)]
-    stack = [*reversed(roots)]
-    while stack:
-        name, module = stack.pop()
-        is_root = module in modules
-        if module in names or (get_state(module) is not None and not is_root) or not _is_compatible(module):
-            continue
-        names[module] = name
-        children = [(f"{name}.{child}" if name else child, item) for child, item in module.named_children()]
-        stack.extend(reversed(children))
-    return names
-
-
-def _managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], label: str) -> list[ManagedParameter]:
-    found: dict[nn.Parameter, ManagedParameter] = {}
-    for module, name in fqns.items():
-        for local_name, param in module._parameters.items():
-            if param is None or param in ignored:
-                continue
-            fqn = f"{name}.{local_name}" if name else local_name
-            owner = owner_of(param)
-            if owner is not None:
-                raise ValueError(
-                    f"fully_shard(): the parameter {fqn} of this {label} is already in another group, as {owner[1]} "
-                    f"of the sharded {owner[0]}. A parameter can be in one group: shard inner modules before outer "
-                    "ones, and modules that share a parameter (tied weights) in one call: fully_shard([a, b]), or "
-                    "by the call on their common parent"
-                )
-            found.setdefault(param, ManagedParameter(fqn, param)).slots.append((module, local_name))
-    return list(found.values())
+# ---- parameters
 
 
 def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMesh) -> None:

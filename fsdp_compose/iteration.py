@@ -16,6 +16,8 @@ from ._torch import queue_end_of_backward
 from .collectives import Communicator
 from .dynamo import never_traced
 from .exchange import ControlExchange, control_group, order_hash
+from .flat_param import FlatParamHandle, handle_of
+from .groups import prepare_swap
 from .meeting import first_difference, meet
 from .rebind import rebind_live_optimizers
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
@@ -69,7 +71,7 @@ def reduce(root: RootContext, state: _FSDPState) -> None:
             root.communicator.reshard(handle)
         elif state.requires_gradient_sync:
             root.trace.append(state.index << 1 | _REDUCE_SCATTER)
-            root.has_added |= handle.accumulated_grad is not None
+            root.has_added |= handle.accumulation is not None
             root.communicator.reduce(handle)
             root.has_added |= handle.is_reduce_added
         else:
@@ -91,6 +93,9 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     """
     found = states_to_run(module)
     states = [item for item, _ in found]
+    for item in states:
+        if not item.is_complete:
+            prepare_swap(item)
     rebind_live_optimizers()
     _check_everything_is_managed(module, states)
     mesh = state.mesh
@@ -106,15 +111,15 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
         item.reshard_after_forward = item is not state if item.reshard_option is None else item.reshard_option
     if mesh.has_peers:
         _meet_first_forward(state, states)
-    num_params = 0
-    for item in states:
-        for handle in item._handles:
-            handle.used_range = slice(num_params, num_params := num_params + len(handle.fqns))
+    handles = [handle for item in states for handle in item._handles]
     exchange = ControlExchange(
-        num_params=num_params,
+        num_params=sum(len(handle.fqns) for handle in handles),
         num_groups=len(states),
         control=control_group(mesh.shard_group) if mesh.has_peers else None,
     )
+    start = 0
+    for handle in handles:
+        handle.write_used_to(exchange.used[start : (start := start + len(handle.fqns))])
     root = RootContext(states, Communicator(mesh.device), exchange, _generation)
     _take_over(root, states)  # what was changed since fully_shard()
     for item in states:
@@ -125,13 +130,13 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
 
 
 def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) -> None:
-    managed = {id(face) for item in states for handle in item._handles for face in handle.faces}
+    handles = {handle for item in states for handle in item._handles}
     ignored = {param for item in states for param in item.ignored}
     stray = [
         f"{prefix}.{name}" if prefix else name
         for prefix, submodule in modules_to_run(module)
         for name, param in submodule._parameters.items()
-        if param is not None and param.requires_grad and id(param) not in managed and param not in ignored
+        if param is not None and param.requires_grad and not _is_held(param, handles) and param not in ignored
     ]
     if stray:
         raise ValueError(
@@ -139,6 +144,12 @@ def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) ->
             f"reduce their gradients: {', '.join(stray[:5])}{' ...' if len(stray) > 5 else ''}. They were added or "
             "replaced after fully_shard(): build the module first, or pass them as ignored_params"
         )
+
+
+def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
+    """Whether ``param`` is one of the sharded parameters, or stands in the place of one."""
+    place = handle_of(param)
+    return place is not None and place[0] in handles
 
 
 def _meet_first_forward(state: _FSDPState, states: list[_FSDPState]) -> None:
@@ -236,6 +247,15 @@ def _begin_forward(root: RootContext) -> None:
     may_release = not root.watch.has_grads()  # one look for all
     for state in root.live_states():
         for handle in state._handles:
+            if handle.summoned is not None:
+                raise RuntimeError(
+                    f"a forward of the fully_shard group {state.name} begins inside summon_full_params(), where its "
+                    "parameters are full ones that may have been edited: leave the context first"
+                )
+            if handle.accumulation is not None:
+                handle.settle_accumulation()
+                if handle.accumulation is not None:
+                    handle.accumulation.show()
             handle.gradient.release_if_dropped(may_release)
             if handle.is_unsharded and not handle.is_resident:
                 # Its shard may have been edited, in ways that leave no trace or on some ranks only.
@@ -331,6 +351,8 @@ def finish_backward(root: RootContext) -> None:
     """Reduce what has not been reduced, agree with the other ranks, and only then show the gradients."""
     states = root.live_states()
     for state in reversed(states):
+        if state.is_reduced and not state.active_uses:
+            continue
         if not state.ran_backward:
             state.refuse_unseen_backward()
         if state.active_uses:
@@ -341,8 +363,17 @@ def finish_backward(root: RootContext) -> None:
                 state.check_versions(state.unhooked_versions)
             reduce(root, state)
     _exchange(root, states)
-    _publish(root, states)
+    has_others = root.watch is None or root.watch.has_grads()
     for state in states:
+        for handle in state._handles:
+            if handle.is_unsharded:
+                root.communicator.reshard(handle)
+            if handle.awaits_publication:
+                handle.awaits_publication = False
+                handle.gradient.publish(bytes(handle.is_used), has_others)
+                handle.is_used[:] = handle.none_used
+            elif handle.accumulation is not None:
+                handle.accumulation.show()
         if state.ran_backward:
             # A use that this backward passed by will not hold up a later reduction.
             if state.outstanding:
@@ -351,9 +382,6 @@ def finish_backward(root: RootContext) -> None:
             state.active_uses = state.last_use = 0
         state.phase = _IDLE
         state.is_reduced = False
-        for handle in state._handles:
-            if handle.is_unsharded:
-                root.communicator.reshard(handle)
     root.is_in_backward = root.has_added = False
     root.recomputed.clear()
 
@@ -364,11 +392,8 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
     while True:
         may_be_late = root.watch is None or root.watch.has_unsharded_grads()
         exchange.late[:] = bytes(len(exchange.late))
-        for state in states:
-            for handle in state._handles:
-                if handle.awaits_publication:
-                    exchange.used[handle.used_range] = handle.is_used
-            if may_be_late:
+        if may_be_late:
+            for state in states:
                 exchange.late[state.index] = any(handle.has_unsharded_grad() for handle in state._handles)
         exchange.start(order_hash(root.trace, len(root.trace)))
         root.communicator.finish()
@@ -381,17 +406,6 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
         for state in states:
             if exchange.late[state.index]:
                 reduce(root, state)
-
-
-def _publish(root: RootContext, states: list[_FSDPState]) -> None:
-    used = root.exchange.used
-    has_others = root.watch is None or root.watch.has_grads()
-    for state in states:
-        for handle in state._handles:
-            if handle.awaits_publication:
-                handle.awaits_publication = False
-                handle.gradient.publish(bytes(used[handle.used_range]), has_others)
-                handle.is_used[:] = used[handle.used_range] = handle.none_used
 
 
 def _raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:

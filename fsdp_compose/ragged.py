@@ -8,6 +8,7 @@ of handlers (filled by ``ragged_ops``) decides.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -295,6 +296,20 @@ class RaggedDTensor(DTensor):
             f"RaggedDTensor(shape={tuple(self.shape)}, placements={list(self.placements)}, rank {self._spec.rank} "
             f"holds {self._local_tensor})"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        """As of any tensor; of a parameter, like ``nn.Parameter``'s, without its gradient."""
+        if not isinstance(self, torch.nn.Parameter):
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return]
+        twin = memo.get(id(self))
+        if twin is None:
+            local = self._local_tensor.detach().clone()
+            twin = torch.nn.Parameter(RaggedDTensor(local, self._spec), requires_grad=self.requires_grad)
+            set_local_tensor(twin, local)  # type: ignore[arg-type]
+            memo[id(self)] = twin
+            for key, value in self.__dict__.items():
+                twin.__dict__.setdefault(key, copy.deepcopy(value, memo))
+        return twin
 
     # ---- torch.compile
 

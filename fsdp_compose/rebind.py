@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from . import accumulation
 from .faces import FACE_ATTRIBUTE, OWNER_ATTRIBUTE
 from .ragged import RaggedDTensor, distribute_ragged
 
@@ -35,6 +36,8 @@ def remember_face(original: nn.Parameter, face: nn.Parameter) -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if accumulation.waiting:
+        accumulation.refuse_unreduced(optimizer)
     seen = (_generation, sum([len(group["params"]) for group in optimizer.param_groups]))
     if optimizer.__dict__.get(_SEEN) != seen:
         rebind(optimizer)

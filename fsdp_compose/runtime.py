@@ -59,7 +59,7 @@ class _Use:
     def __init__(self, state: _FSDPState, record: ForwardRecord) -> None:
         self._state = state
         self._record = record
-        self.containers: list[tuple[Any, set[int]]] = []
+        self.containers: list[tuple[Any, set[int]]] | None = None
         self.has_alias = False  # some input requires grad
         self._position = 0
         # The numbers of the backward that reached this use last, and of the one that it has not finished.
@@ -85,13 +85,16 @@ class _Use:
 
     def watch_container(self, container: list[Any] | dict[Any, Any]) -> None:
         """Remember a list or dict among the inputs: forward may put tensors in there."""
+        if self.containers is None:
+            self.containers = []
         self.containers.append((container, {id(item) for item in tree_leaves(container)}))
 
     def tensors_put_into_inputs(self) -> list[torch.Tensor]:
-        """Tensors that require grad and that forward has put into lists or dicts that it was given."""
+        """Tensors that require grad and that forward has put into lists or dicts that it was given; asked once."""
+        containers, self.containers = self.containers or (), None
         return [
             item
-            for container, before in self.containers
+            for container, before in containers
             for item in tree_leaves(container)
             if isinstance(item, _Tensor) and item.grad_fn is not None and id(item) not in before
         ]
@@ -173,7 +176,9 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Unshard the group and let ``module`` see it; see the module's opening paragraph."""
     state = state_of_hooked(module)
     if current_graph_task_id() == -1:
-        root = enter(state, module)
+        root = state.root
+        if root is None or not root.depth or not state.index:
+            root = enter(state, module)
         root.depth += 1
         unshard(root, state)
         _prefetch_forward(root, state)
@@ -258,13 +263,13 @@ def _end_forward(root: RootContext, is_hooked: bool) -> None:
     root.has_failed = False
     root.caller = None
     for state in root.live_states():
-        is_waiting = bool(state.pending_modules)
-        state.pending_modules.clear()
         for handle in state._handles:
             if handle.is_unsharded and not (
-                handle.is_kept and is_hooked and not (is_waiting and state.reshard_after_forward)
+                handle.is_kept and is_hooked and not (state.pending_modules and state.reshard_after_forward)
             ):
                 root.communicator.reshard(handle)
+        if state.pending_modules:
+            state.pending_modules.clear()
 
 
 def _prefetch_forward(root: RootContext, state: _FSDPState) -> None:
@@ -341,9 +346,8 @@ def _prepare_inputs(
 def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, is_recomputed: bool) -> bool:
     """Hook every output that requires grad; whether backward may reach this use."""
     kept = state.swap.kept_tensors()
-    if use.containers:
+    if use.containers is not None:
         kept += use.tensors_put_into_inputs()
-        use.containers.clear()
     if isinstance(output, _Tensor) and output.requires_grad and not kept and use.hook_output(output):  # the fast path
         use.register(is_recomputed)
         return True

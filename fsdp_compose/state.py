@@ -6,6 +6,7 @@ APIs and ``fully_shard.state(module)`` see it. It refers to modules weakly: a mo
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -98,6 +99,11 @@ class _FSDPState(ComposableState):
         self.is_reduced = False  # ... and so did the reduction
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the modules can show the group's parameters: a copy's are prepared at its first forward."""
+        return bool(self.swap)
+
+    @property
     def is_root(self) -> bool:
         """Whether this state's module is the one whose forward begins the iteration."""
         return self.root is not None and self.index == 0
@@ -129,12 +135,13 @@ class _FSDPState(ComposableState):
         freed, or that an all-gather was still filling."""
         if self.is_unhooked or not self.reshard_after_forward:
             return
-        if any(handle.has_unsharded_grad() and not handle.is_resident for handle in self._handles):
-            raise RuntimeError(
-                f"a backward entered the fully_shard group {self.name} past its module's outputs, where its parameters "
-                "were not gathered: its gradients are wrong, and none was published. Let forward return every tensor "
-                "that a loss is computed from, or keep it as an attribute of the module"
-            )
+        for handle in self._handles:
+            if handle.has_unsharded_grad() and not handle.is_resident:
+                raise RuntimeError(
+                    f"a backward entered the fully_shard group {self.name} past its module's outputs, where its "
+                    "parameters were not gathered: its gradients are wrong, and none was published. Let forward return "
+                    "every tensor that a loss is computed from, or keep it as an attribute of the module"
+                )
 
     def set_prefix(self, prefix: str) -> None:
         """What precedes the names of the group's parameters in the root, for messages."""
@@ -157,14 +164,35 @@ class _FSDPState(ComposableState):
                     "authoritative), or keep what changes in forward in a buffer"
                 )
 
+    def adopt(self, handles: list[FlatParamHandle]) -> None:
+        """Make ``handles`` the group's flat parameters."""
+        self._handles = handles
+        for handle in handles:
+            handle.group = weakref.ref(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
-        raise NotImplementedError(
-            f"a module with the fully_shard group {self.name} cannot be copied or pickled (yet): copy it before "
-            "fully_shard(), and save its state_dict()"
-        )
+        """The state of a copy of the group's modules, which are being copied: a group of its own, that has run nothing.
+        ``swap`` is prepared when the copies are complete: at their first forward."""
+        if self.entries or self.active_uses or (self.root is not None and self.root.is_in_backward):
+            raise RuntimeError(
+                f"copy.deepcopy(): a forward or backward of the fully_shard group {self.name} is running (or was "
+                "interrupted): copy the model between iterations"
+            )
+        twin = _FSDPState()
+        memo[id(self)] = twin
+        twin.fqn, twin.mesh, twin.mp_policy = self.fqn, self.mesh, self.mp_policy
+        twin.reshard_option, twin.requires_gradient_sync = self.reshard_option, self.requires_gradient_sync
+        twin.adopt([copy.deepcopy(handle, memo) for handle in self._handles])
+        twin.ignored = weakref.WeakSet(copy.deepcopy(param, memo) for param in self.ignored)
+        modules = [module for ref in self.modules if (module := ref()) is not None]
+        twin.modules = tuple(weakref.ref(copy.deepcopy(module, memo)) for module in modules)
+        return twin
 
     def __reduce__(self) -> Any:
-        return self.__deepcopy__({})
+        raise NotImplementedError(
+            f"a module with the fully_shard group {self.name} cannot be pickled, nor saved whole by torch.save(): its "
+            "process groups exist in this process only. Save model.state_dict(), with torch.distributed.checkpoint"
+        )
 
     def __repr__(self) -> str:
         return f"_FSDPState({self.name}, {self._handles})"
@@ -299,7 +327,7 @@ def state_of_hooked(module: nn.Module) -> _FSDPState:
 # ---- traversal
 
 
-def _is_compatible(module: nn.Module) -> bool:
+def is_compatible(module: nn.Module) -> bool:
     return "replicate" not in composable_registry(module)
 
 
@@ -358,7 +386,7 @@ def _walk(module: nn.Module, stop_at_incompatible: bool) -> Iterator[nn.Module]:
     stack = [module]
     while stack:
         current = stack.pop()
-        if current in seen or (stop_at_incompatible and not _is_compatible(current)):
+        if current in seen or (stop_at_incompatible and not is_compatible(current)):
             continue
         seen.add(current)
         yield current

@@ -286,6 +286,24 @@ def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, met
     _show_faces(module)
 
 
+class SlotView:
+    """Other values in some of a module's parameter slots, until ``restore``: for ``state_dict()`` too."""
+
+    def __init__(self, module: nn.Module, values: Mapping[str, nn.Parameter]) -> None:
+        self._module, attributes = module, module.__dict__
+        self._before = {key: attributes[key] for key in ("_parameters", _FACES, _OWN) if key in attributes}
+        shown = {name: values.get(name, value) for name, value in module._parameters.items()}
+        attributes["_parameters"] = shown
+        if _FACES in attributes:
+            attributes[_FACES], attributes[_OWN] = shown, ("", {})
+
+    def restore(self) -> None:
+        parameters = self._before["_parameters"]
+        for name, value in self._module._parameters.items():
+            parameters.setdefault(name, value)  # one that was added meanwhile
+        self._module.__dict__.update(self._before)
+
+
 def _show_faces(module: nn.Module, *_: Any) -> None:
     attributes = module.__dict__
     if attributes["_parameters"] is not attributes[_FACES]:

@@ -19,7 +19,7 @@ from .state import _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
 _unsharded_version = attrgetter("unsharded_base._version")
-_dtype, _grad, _requires_grad = attrgetter("dtype"), attrgetter("grad"), attrgetter("requires_grad")
+_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 
 class Watch:
@@ -31,11 +31,10 @@ class Watch:
         self._values = tuple(chain.from_iterable(map(dict.values, self._dicts)))
         self._faces = [face for handle in handles for face in handle.faces]
         self._requires_grad = [*map(_requires_grad, self._faces)]
-        # A face with elements has an address, which changes with its memory; an empty one has a dtype at least.
-        self._filled = [face for face in self._faces if face_local(face).numel()]
-        self._addresses = [*map(_data_ptr, map(face_local, self._filled))]
-        self._empty = [face for face in self._faces if not face_local(face).numel()]
-        self._dtypes = [*map(_dtype, self._empty)]
+        # A face that is given other memory gets another local tensor; that itself may be pointed elsewhere too.
+        self._locals = [*map(face_local, self._faces)]
+        self._filled = [local for local in self._locals if local.numel()]
+        self._addresses = [*map(_data_ptr, self._filled)]
         self._unsharded = [param for handle in handles for param in handle.unsharded_params]
         self._no_grads = [None] * len(self._faces)
         self._unsharded_dicts = [item for state in states for item in state.swap.unsharded_dicts()]
@@ -51,8 +50,8 @@ class Watch:
             not self._has_meta
             and _hold(self._dicts, self._values)
             and [*map(_requires_grad, self._faces)] == self._requires_grad
-            and [*map(_data_ptr, map(face_local, self._filled))] == self._addresses
-            and [*map(_dtype, self._empty)] == self._dtypes
+            and all(map(is_, map(face_local, self._faces), self._locals))
+            and [*map(_data_ptr, self._filled)] == self._addresses
             and not self.has_unsharded_grads()
         )
 

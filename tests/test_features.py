@@ -29,6 +29,7 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
+from fsdp_compose.accumulation import UnreducedGradient
 from fsdp_compose.state import _FSDPState, get_state, states_to_run
 from tests.harness import distributed, fake_process_group
 from tests.models import GLOBAL_BATCH, GPT, adamw, gpt_loss, local_part, mean_over_ranks, pair, shard_gpt
@@ -382,7 +383,7 @@ def test_frozen_group_in_the_middle_is_not_reduced_and_has_no_gradient_memory():
     (frozen,) = get_state(twins.sharded.layers[1])._handles
     assert collectives.count["reduce_scatter_base"] == 2 * 3, "root and two of the three layers, twice"
     assert frozen.gradient._flat is None
-    assert frozen.accumulated_grad is None
+    assert frozen.accumulation is None
     assert all(param.grad is None for param in twins.sharded.layers[1].parameters())
 
 
@@ -1047,7 +1048,7 @@ def test_no_communication_of_gradients_without_sync():
     with Collectives() as collectives, no_sync(twins.sharded):
         twins.backward(mean_square, batch)
     assert collectives.count["reduce_scatter_base"] == 0
-    assert all(param.grad is None for param in twins.sharded.parameters())
+    assert all(type(param.grad) is UnreducedGradient for param in twins.sharded.parameters())
     with Collectives() as collectives:
         twins.backward(mean_square, batch)
     assert collectives.count["reduce_scatter_base"] == 4
@@ -1061,9 +1062,9 @@ def test_gradient_sync_switched_off_for_some_groups():
         set_requires_gradient_sync(twins.sharded.layers[1], False)
         set_requires_gradient_sync(twins.sharded, False, recurse=False)
         twins.backward(mean_square, batch)
-        assert twins.sharded.layers[1].linear.weight.grad is None
-        assert twins.sharded.head.weight.grad is None
-        assert twins.sharded.layers[0].linear.weight.grad is not None
+        assert type(twins.sharded.layers[1].linear.weight.grad) is UnreducedGradient
+        assert type(twins.sharded.head.weight.grad) is UnreducedGradient
+        assert type(twins.sharded.layers[0].linear.weight.grad) is RaggedDTensor
         set_requires_gradient_sync(twins.sharded, True)
         twins.backward(mean_square, batch)
         twins.step()

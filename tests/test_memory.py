@@ -36,7 +36,8 @@ def unsharded_bytes(module: nn.Module) -> int:
 
 def gradient_bytes(model: nn.Module) -> int:
     """Bytes of sharded gradients, unsharded accumulated gradients and reduce buffers."""
-    flats = [tensor for handle in handles_of(model) for tensor in (handle.gradient._flat, handle.accumulated_grad)]
+    flats = [handle.gradient._flat for handle in handles_of(model)]
+    flats += [handle.accumulation.flat for handle in handles_of(model) if handle.accumulation is not None]
     root = get_state(model).root
     buffers = root.communicator._buffers.values() if root is not None else ()
     storages = [flat.untyped_storage() for flat in flats if flat is not None] + [buffer.storage for buffer in buffers]

@@ -1,0 +1,279 @@
+"""``summon_full_params``: for a while, ordinary full parameters in the place of the sharded ones.
+
+A flat parameter is gathered as a whole, in its original dtype, and its full parameters are views of it. At the end each
+rank copies the elements of its own run back. The runtime sees nothing of it: no forward may run in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from .accumulation import UnreducedGradient
+from .faces import copy_attributes, face_local, make_gradient
+from .flat_param import FlatParamHandle, handle_of
+from .iteration import enter_alone
+from .meeting import meet
+from .swap import SlotView
+from .wire import wire
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place in the module tree where a sharded parameter stands."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+    index: int  # of the parameter in its handle
+
+
+class _Summoned:
+    """The full parameters of one flat parameter."""
+
+    def __init__(self, handle: FlatParamHandle, slots: Sequence[_Slot], params: list[nn.Parameter]) -> None:
+        self.handle, self.slots, self.params = handle, slots, params
+        for i, param in enumerate(params):
+            handle.know_as(param, i)  # for contexts inside this one
+        self.version = handle.shard._version
+
+    def present(self) -> dict[int, nn.Parameter]:
+        """What stands now where the full parameters were put, by index.
+
+        Raises:
+            ValueError: something that cannot be written back.
+        """
+        found: dict[int, list[nn.Parameter]] = {}
+        for slot in self.slots:
+            value, face = slot.module._parameters.get(slot.name), self.handle.faces[slot.index]
+            if value is None or value.shape != face.shape:
+                shape = None if value is None else tuple(value.shape)
+                raise ValueError(
+                    f"summon_full_params(): {slot.fqn} was replaced by a value of shape {shape}, where the sharded "
+                    f"parameter has {tuple(face.shape)}: write into the parameter, or put one of its shape there"
+                )
+            values = found.setdefault(slot.index, [])
+            if values and values[0] is not value:
+                raise ValueError(
+                    f"summon_full_params(): {slot.fqn} and another name of the same (tied) parameter hold different "
+                    "tensors now: put the same one in both places, or write into it"
+                )
+            values.append(value)
+        return {index: values[0] for index, values in found.items()}
+
+    def write_back(self, present: dict[int, nn.Parameter], with_grads: bool) -> None:
+        """Copy the elements of this rank's runs into the shard."""
+        handle = self.handle
+        with torch.no_grad():
+            for i, param in present.items():
+                face, (start, stop, shape) = handle.faces[i], handle.runs[i]
+                first = handle.layout.run(i, handle.mesh.shard_rank).param_start
+                face_local(face).copy_(param.detach().reshape(-1)[first : first + stop - start].view(shape))
+                if not with_grads:
+                    continue
+                if param.grad is None:
+                    face.grad = None
+                    continue
+                local = param.grad.reshape(-1)[first : first + stop - start].view(shape)
+                if face.grad is None:
+                    face.grad = make_gradient(local.to(handle.shard.device, handle.shard.dtype, copy=True), face)
+                else:
+                    face_local(face.grad).copy_(local)
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within this context the parameters below ``module`` are ordinary, full ``nn.Parameter`` s, in their original
+    dtype and shape; ``module.state_dict()`` holds them too. Afterwards the sharded parameters stand there again, the
+    same objects as before.
+
+    No forward may run inside. Contexts nest: an inner one uses what an outer one has gathered. Edits are kept when the
+    context is left by an exception.
+
+    Ranks: all ranks of the mesh enter it together (they meet first, in bounded time), and leave it: leaving does not
+    communicate. Memory: the whole unsharded parameters, on every rank.
+
+    Args:
+        module: root of the tree; a sharded module, one above sharded ones, or one inside a group.
+        recurse: whether parameters of submodules are included.
+        writeback: whether what was written into the full parameters (or put in their place) is copied into the shards
+            at the end. Each rank copies its own elements: make the same edits on all ranks.
+        rank0_only: only rank 0 of the mesh gets full parameters, the others keep the sharded ones; needs
+            ``writeback=False``.
+        offload_to_cpu: the full parameters are on the CPU.
+        with_grads: the full parameters have full gradients, where the sharded ones have some.
+
+    Raises:
+        ValueError: ``rank0_only`` with ``writeback``; a parameter was replaced by one of another shape.
+        RuntimeError: a rank did not come; a forward or backward is running; a gradient was not reduced yet
+            (``with_grads`` after ``no_sync``); or the sharded parameters were written to inside the context.
+    """
+    if rank0_only and writeback:
+        raise ValueError(
+            "summon_full_params(rank0_only=True) needs writeback=False: the other ranks have no full parameters from "
+            "which their shards could be written"
+        )
+    slots = _slots_below(module, recurse)
+    handles = list(dict.fromkeys(handle for handle, _ in slots))
+    for handle in handles:
+        _make_ready(handle)
+    options = (recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+    for group in {id(handle.mesh.shard_group): handle.mesh for handle in handles}.values():
+        if group.has_peers:
+            _meet(group.shard_group, handles, options)
+    views: list[SlotView] = []
+    inherited = [handle.summoned for handle in handles if handle.summoned is not None]
+    if rank0_only is False and any(item is _ELSEWHERE for item in inherited):
+        raise ValueError(
+            "summon_full_params() inside one with rank0_only=True: the other ranks have no full parameters"
+        )
+    own: list[_Summoned] = []
+    try:
+        for handle in handles:
+            if handle.summoned is None:
+                own_slots = [slot for item, slot in slots if item is handle]
+                summoned = _summon(handle, own_slots, rank0_only, offload_to_cpu, with_grads)
+                handle.summoned = summoned if summoned is not None else _ELSEWHERE
+                if summoned is not None:
+                    own.append(summoned)
+        views = _put(own)
+        yield
+    finally:
+        try:
+            present = []
+            if writeback:
+                present = [(item, item.present()) for item in (*own, *(x for x in inherited if x is not _ELSEWHERE))]
+        finally:
+            for view in views:
+                view.restore()
+            for handle in handles:
+                if handle.summoned is _ELSEWHERE or handle.summoned in own:
+                    handle.summoned = None
+            for item in own:
+                for param in item.params:
+                    item.handle.forget(param)
+        for item, values in present:
+            _refuse_changed_shard(item)
+            item.write_back(values, with_grads)
+            item.version = item.handle.shard._version
+
+
+_ELSEWHERE: Any = object()  # full parameters are on rank 0 only, and this is another one
+
+
+def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle, _Slot]]:
+    found = []
+    for prefix, item in module.named_modules() if recurse else [("", module)]:
+        for name, param in item._parameters.items():
+            place = handle_of(param) if param is not None else None
+            if place is not None:
+                handle, index = place
+                found.append((handle, _Slot(item, name, f"{prefix}.{name}" if prefix else name, index)))
+    return found
+
+
+def _make_ready(handle: FlatParamHandle) -> None:
+    """Take over what the user has changed; raise if the group is at work."""
+    state = handle.group() if handle.group is not None else None
+    if state is None:
+        raise RuntimeError("summon_full_params(): the sharded module of a parameter is gone")
+    root = state.root
+    if state.entries or state.active_uses or (root is not None and (root.depth or root.is_in_backward)):
+        raise RuntimeError(
+            f"summon_full_params(): a forward or backward of the fully_shard group {state.name} is running (or was "
+            "interrupted: run a forward first, which heals it)"
+        )
+    if handle.summoned is None:
+        owner = state.modules[0]()
+        assert owner is not None
+        enter_alone(state, owner)
+
+
+def _meet(group: dist.ProcessGroup, handles: Sequence[FlatParamHandle], options: tuple[bool, ...]) -> None:
+    asked = f"{options} of {', '.join(handle.prefix + handle.fqns[0] for handle in handles)}"
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        return (
+            f"summon_full_params(): rank 0 asks for (recurse, writeback, rank0_only, offload_to_cpu, with_grads) = "
+            f"{ours}, rank {rank} for {theirs}: make the same call on every rank"
+        )
+
+    meet(group, "summon_full_params", asked, lambda _: "", asked, explain)
+
+
+def _summon(
+    handle: FlatParamHandle, slots: Sequence[_Slot], rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> _Summoned | None:
+    """Gather one flat parameter; ``None`` on the ranks that get nothing."""
+    grads = [face.grad for face in handle.faces]
+    for grad in grads:
+        if isinstance(grad, UnreducedGradient) and with_grads:
+            grad.refuse("summon_full_params(with_grads=True)")
+    flat = _gather(handle, handle.shard.detach(), rank0_only, offload_to_cpu)
+    flat_grad = None
+    if with_grads and any(grad is not None for grad in grads):
+        shard_grad = torch.zeros_like(handle.shard)
+        for grad, (start, stop, shape) in zip(grads, handle.runs, strict=True):
+            if grad is not None:
+                shard_grad[start:stop].view(shape).copy_(face_local(grad))
+        flat_grad = _gather(handle, shard_grad, rank0_only, offload_to_cpu)
+    if flat is None:
+        return None
+    params = []
+    for i, (face, view) in enumerate(zip(handle.faces, handle.full_views_of(flat), strict=True)):
+        param = nn.Parameter(view, requires_grad=face.requires_grad)
+        copy_attributes(face, param)
+        if flat_grad is not None and grads[i] is not None:
+            param.grad = handle.full_views_of(flat_grad)[i]
+        params.append(param)
+    return _Summoned(handle, slots, params)
+
+
+def _gather(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
+    mesh = handle.mesh
+    with torch.no_grad():
+        flat = None
+        if not rank0_only or mesh.shard_rank == 0:
+            flat = shard.new_empty(handle.layout.flat_numel)
+        if mesh.shard_world_size == 1 or shard.numel() == 0:
+            if flat is not None:
+                flat.copy_(shard)
+        elif rank0_only:
+            parts = [wire(part) for part in flat.chunk(mesh.shard_world_size)] if flat is not None else None
+            dist.gather(wire(shard), parts, group=mesh.shard_group, group_dst=0)
+        else:
+            assert flat is not None
+            dist.all_gather_into_tensor(wire(flat), wire(shard), group=mesh.shard_group)
+        return flat.cpu() if flat is not None and to_cpu else flat
+
+
+def _put(summoned: Sequence[_Summoned]) -> list[SlotView]:
+    """Let the modules show the full parameters."""
+    by_module: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    for item in summoned:
+        for slot in item.slots:
+            by_module.setdefault(slot.module, {})[slot.name] = item.params[slot.index]
+    return [SlotView(module, params) for module, params in by_module.items()]
+
+
+def _refuse_changed_shard(item: _Summoned) -> None:
+    if item.handle.shard._version != item.version:
+        names = ", ".join(item.handle.prefix + fqn for fqn in item.handle.fqns)
+        raise RuntimeError(
+            f"summon_full_params(): the sharded parameters were written to inside the context (optimizer.step()?): one "
+            f"of {names}. Edits of the full parameters would undo that, and were dropped: step outside the context"
+        )

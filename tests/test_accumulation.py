@@ -1,0 +1,176 @@
+"""Invariant 7: accumulation without gradient sync obeys the user, and what is not reduced yet cannot be read."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+
+from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, no_sync
+from fsdp_compose.accumulation import UnreducedGradient
+from fsdp_compose.state import _get_fsdp_handles
+from tests.harness import distributed
+from tests.models import local_part
+from tests.test_features import Branches, Net, Twins, inputs, mean_square, plain_sgd, shard_branches, shard_layers
+
+DROPS: dict[str, Callable[[nn.Module], None]] = {
+    "zero_grad()": lambda model: model.zero_grad(),
+    "zero_grad(set_to_none=False)": lambda model: model.zero_grad(set_to_none=False),
+    "foreach": lambda model: torch._foreach_zero_([param.grad for param in model.parameters()]),
+    "a gradient of the user's": lambda model: [
+        setattr(param, "grad", torch.zeros_like(param)) for param in model.parameters()
+    ],
+}
+
+
+def backward_without_sync(twins: Twins, batch: torch.Tensor) -> None:
+    with no_sync(twins.sharded):
+        twins.backward(mean_square, batch)
+
+
+@pytest.mark.parametrize("drop", DROPS)
+@pytest.mark.parametrize("when", ["between backwards", "between forward and backward"])
+@distributed(world_size=3)
+def test_zero_grad_drops_what_was_accumulated_without_sync(drop, when):
+    twins = Twins(Net(), make_optimizer=plain_sgd)
+    for first, second in zip(inputs(3), inputs(3), strict=True):
+        backward_without_sync(twins, first)
+
+        def drop_and_backward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            if when == "between backwards":
+                DROPS[drop](model)
+            loss = mean_square(model, x)
+            if when != "between backwards":
+                DROPS[drop](model)
+            loss.backward()
+            return loss
+
+        twins.run(drop_and_backward, second * 2)
+        twins.step()
+
+
+@distributed(world_size=2)
+def test_zero_grad_drops_reduced_and_unreduced_gradients_together():
+    twins = Twins(Net(), make_optimizer=plain_sgd)
+    first, second, third = inputs(3)
+    twins.backward(mean_square, first)
+    backward_without_sync(twins, second)
+    for model in twins.both:
+        model.zero_grad()
+    twins.backward(mean_square, third)
+    twins.step()
+
+
+@distributed(world_size=3)
+def test_gradient_reduced_before_an_accumulation_is_part_of_the_sum():
+    twins = Twins(Net(), make_optimizer=plain_sgd)
+    for batch in inputs(2):
+        twins.backward(mean_square, batch)
+        backward_without_sync(twins, batch * 2)
+        backward_without_sync(twins, batch * 3)
+        twins.backward(mean_square, batch)
+        twins.step()
+
+
+@distributed(world_size=2)
+def test_dropping_one_parameters_gradient_keeps_the_others():
+    twins = Twins(Net(), make_optimizer=plain_sgd)
+    first, second = inputs(2)
+    backward_without_sync(twins, first)
+    for model in twins.both:
+        model.layers[1].linear.weight.grad = None
+    twins.backward(mean_square, second)
+    twins.step()
+
+
+@distributed(world_size=2)
+def test_dropped_gradients_without_sync_free_their_memory_at_the_next_forward():
+    twins = Twins(Net(), make_optimizer=plain_sgd)
+    (batch,) = inputs()
+    backward_without_sync(twins, batch)
+    assert all(handle.accumulation is not None for handle in _get_fsdp_handles(twins.sharded))
+    twins.sharded.zero_grad()
+    twins.sharded(local_part(batch))
+    assert all(handle.accumulation is None for handle in _get_fsdp_handles(twins.sharded))
+
+
+READS: dict[str, Callable[[nn.Parameter], object]] = {
+    "add": lambda param: param.grad + 1,
+    "scale": lambda param: param.grad.mul_(0.5),
+    "norm": lambda param: param.grad.norm(),
+    "item": lambda param: param.grad.sum().item(),
+    "clone": lambda param: param.grad.clone(),
+    "to_local": lambda param: param.grad.to_local(),
+    "full_tensor": lambda param: param.grad.full_tensor(),
+    "deepcopy": lambda param: copy.deepcopy(param.grad),
+    "save": lambda param: torch.save(param.grad, io.BytesIO()),
+    "torch's clip_grad_norm_": lambda param: torch.nn.utils.clip_grad_norm_([param], 1.0),
+    "clip_grad_norm_": lambda param: clip_grad_norm_([param], 1.0),
+    "SGD": lambda param: torch.optim.SGD([param], lr=0.1).step(),
+    "AdamW, foreach": lambda param: torch.optim.AdamW([param], foreach=True).step(),
+    "AdamW, fused": lambda param: torch.optim.AdamW([param], fused=True).step(),
+    "copy into the parameter": lambda param: param.data.copy_(param.grad),
+}
+
+
+@distributed(world_size=2)
+def test_gradient_that_is_not_reduced_yet_raises_when_it_is_read():
+    twins = Twins(Net())
+    first, second = inputs(2)
+    backward_without_sync(twins, first)
+    param = twins.sharded.layers[1].linear.weight
+    before = param.to_local().clone()
+    assert type(param.grad) is UnreducedGradient and param.grad.shape == param.shape
+    assert "layers.1.linear.weight" in repr(param.grad)
+    for what, read in READS.items():
+        with pytest.raises(RuntimeError, match=r"layers\.1\.linear\.weight has not been reduced.*no_sync"):
+            read(param)
+            pytest.fail(what)
+    assert torch.equal(param.to_local(), before)
+    twins.backward(mean_square, second)
+    twins.step()
+
+
+@distributed(world_size=2)
+def test_parameter_that_no_rank_used_has_no_gradient_without_sync():
+    twins = Twins(Branches(), shard_branches)
+    (batch,) = inputs()
+    with no_sync(twins.sharded):
+        twins.backward(lambda model, x: model(x, "a").square().mean(), batch)
+    got = {name: param.grad for name, param in twins.sharded.named_parameters()}
+    for name, param in twins.reference.named_parameters():
+        assert (got[name] is None) == (param.grad is None), name
+
+
+@distributed(world_size=2)
+def test_gradients_accumulate_in_reduce_dtype():
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Linear(4, 4), mp_policy=policy)
+    x = torch.ones(1, 4)
+    with no_sync(model):
+        for scale in (256.0, 1.0):  # in bf16 their sum would be 256
+            (model(x) * scale).sum().backward()
+    (model(x) * 0.0).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 257.0))
+
+
+@distributed(world_size=2)
+def test_model_with_unreduced_gradients_is_freed_without_the_garbage_collector():
+    (batch,) = inputs()
+    model = shard_layers(Net())
+    with no_sync(model):
+        mean_square(model, local_part(batch)).backward()
+    dead = weakref.ref(model), weakref.ref(_get_fsdp_handles(model)[0])
+    gc.disable()
+    try:
+        del model
+        assert dead[0]() is None and dead[1]() is None
+    finally:
+        gc.enable()
