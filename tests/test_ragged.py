@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged
 from fsdp_compose.placement import run_to_boxes
-from fsdp_compose.ragged import GatheredView
+from fsdp_compose.ragged_ops.gathered_view import GatheredView
 from tests.harness import distributed, fake_process_group
 
 # name -> (shape of the mesh, placements of a (10, 4) tensor); the last rank of 3 holds nothing
