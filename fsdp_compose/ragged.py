@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ._torch import DTensorSpec, TensorMeta, allow_in_foreach, local_tensor, make_dtensor, set_local_tensor
@@ -33,8 +34,7 @@ class RaggedDTensor(DTensor):
     Every operation either gives the value that it would give on the full tensor or raises. Element-wise operations,
     ``foreach`` and fused optimizer kernels, copies and conversions run on the local runs; full reductions (norms, sums)
     communicate once and are complete; slices of dim 0 and reshapes are views; everything else all-gathers, with one
-    warning per operation, and its result, where it should be a view, refuses writes. An operation that would write to a
-    ``RaggedDTensor`` in a way that is not known raises.
+    warning per operation. What would change the shape or the memory of a ``RaggedDTensor`` raises.
 
     Ranks: what communicates must be called by all ranks of the mesh, as with any DTensor.
 
@@ -118,6 +118,38 @@ class RaggedDTensor(DTensor):
             result: torch.Tensor = _ToLocal.apply(self)
             return result
         return self._local_tensor
+
+    # ---- views with gradients
+
+    # Autograd fills the gradients of parts that got none with plain zeros, and keeps indices as they are: stock DTensor
+    # mixes with neither. So each part is a view by itself, and indices are made DTensors.
+
+    def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return super().unbind(dim)
+        return tuple(self.select(dim, i) for i in range(self.shape[dim]))
+
+    def split(self, split_size: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        parts = super().split(split_size, dim)
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return parts
+        stops = [*accumulate(part.shape[dim] for part in parts)]
+        return tuple(self.narrow(dim, a, b - a) for a, b in zip([0, *stops], stops, strict=False))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        if chunks < 1 or not (torch.is_grad_enabled() and self.requires_grad and self.shape[dim]):
+            return super().chunk(chunks, dim)
+        return self.split(-(-self.shape[dim] // chunks), dim)
+
+    def __getitem__(self, indices: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.requires_grad:
+            parts = indices if isinstance(indices, tuple) else (indices,)
+            indices = tuple(self._replicate(item) if type(item) is torch.Tensor else item for item in parts)
+        return super().__getitem__(indices)
+
+    def _replicate(self, same: torch.Tensor) -> DTensor:
+        placements = [Replicate()] * self.device_mesh.ndim
+        return DTensor.from_local(same, self.device_mesh, placements, run_check=False)
 
     # ---- attributes
 

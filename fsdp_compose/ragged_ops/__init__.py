@@ -7,9 +7,9 @@ full reductions        on the local runs, then one all-reduce; the result is com
 dim-0 slices, views    views: a contiguous range of the flattened tensor is a run on every rank
 other views            all-gather; what is written to the result is written back, or raises; out of date, it raises
 random                 the whole tensor is drawn, on every rank, and cut: values do not depend on the layout
-everything else        all-gather, then what a plain DTensor does; with one warning per operator
-everything else that   raises, naming the operator
-writes
+everything else        on the whole tensor, on every rank; with one warning per operator; what is written is cut again
+writes that change     raise, naming the operator
+shape or memory
 =====================  ==============================================================================================
 """
 

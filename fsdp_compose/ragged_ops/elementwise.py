@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from .schema import Args, Kwargs, written
 
 
 def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    if kwargs.get("memory_format") is not None:
+        kwargs = {**kwargs, "memory_format": torch.contiguous_format}  # runs have no other
     targets = written(func, args, kwargs)
     if targets:
         model = targets[0]
@@ -51,6 +54,25 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(result, torch.Tensor):
         return wrap_run(result, spec)
     return type(result)([wrap_run(item, spec) for item in result])
+
+
+def divide(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As ``pointwise``, for what raises on a CPU where an integer is divided by zero: on every rank, before anything is
+    written, not only on those that hold such an element."""
+    dividend, divisor = args[:2]
+    is_integer = all(
+        not (item.is_floating_point() or item.is_complex()) if isinstance(item, torch.Tensor) else isinstance(item, int)
+        for item in (dividend, divisor)
+    )
+    is_true_division = "div" in func._schema.name and "floor" not in func._schema.name
+    if is_integer and not (is_true_division and kwargs.get("rounding_mode") is None):
+        sharded = dividend if isinstance(dividend, RaggedDTensor) else divisor
+        is_zero = divisor == 0
+        if isinstance(is_zero, torch.Tensor):
+            is_zero = bool(scalar_operand(is_zero.any()))
+        if is_zero and sharded.device.type == "cpu" and math.prod(sharded.shape):
+            raise RuntimeError(f"{func} of a sharded tensor of shape {tuple(sharded.shape)}: ZeroDivisionError")
+    return pointwise(func, args, kwargs)
 
 
 def _pointwise_scalar(func: Any, args: Args, kwargs: Kwargs, model: RaggedDTensor, is_written: bool) -> Any:

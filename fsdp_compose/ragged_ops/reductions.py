@@ -81,12 +81,19 @@ def norm_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return gather_all(func, args, kwargs)
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     order = 2.0 if order is None else float(order)
+    if not tensor.numel():
+        return _of_nothing(func, tensor, args[1:], kwargs)
     dtype = kwargs.get("dtype")
     local = tensor._local_tensor.to(accurate_dtype(dtype or tensor.dtype))
     result = total_norm_of(local, order)
     for dim in tensor._spec.reduce_dims:
         combine_norms(result, order, tensor._spec.mesh.get_group(dim))
     return replicated(finish_norm(result, order).to(_norm_dtype(tensor.dtype, dtype)), tensor._spec)
+
+
+def _of_nothing(func: Any, tensor: RaggedDTensor, args: Args, kwargs: Kwargs) -> DTensor:
+    """Of a tensor without elements: what torch says, which may be an error."""
+    return replicated(func(tensor._local_tensor.new_empty(tensor.shape), *args, **kwargs), tensor._spec)
 
 
 def _norm_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
@@ -102,6 +109,10 @@ def foreach_norms(func: Any, args: Args, kwargs: Kwargs) -> Any:
     results: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}
     for i, tensor in enumerate(tensors):
+        if isinstance(tensor, RaggedDTensor) and not tensor.numel():
+            norms = func([tensor._local_tensor.new_empty(tensor.shape)], *args[1:], **kwargs)
+            results[i] = replicated(norms[0], tensor._spec)
+            continue
         if isinstance(tensor, RaggedDTensor):
             key: Any = (tensor._spec.mesh, tensor._spec.reduce_dims, tensor.dtype)
         else:
@@ -140,7 +151,7 @@ def extreme_handler(is_max: bool) -> Handler:
             return gather_all(func, args, kwargs)
         local = tensor._local_tensor
         if tensor.numel() == 0:
-            return func(local.new_empty(tensor.shape))  # raises, as for any empty tensor
+            return _of_nothing(func, tensor, args[1:], kwargs)
         is_bool = local.dtype == torch.bool
         local = local.to(torch.uint8) if is_bool else local
         if local.numel():

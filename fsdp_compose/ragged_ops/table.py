@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ..ragged import Handler
 from .creation import make_out, new, random
-from .elementwise import pointwise
-from .gathering import gather_all, index, item, write_through
+from .elementwise import divide, pointwise
+from .gathering import gather_all, item, write_through
 from .lists import per_element, unscale
 from .reductions import (
     allclose,
@@ -39,6 +39,8 @@ def choose(func: Any) -> Handler:
         return _BY_OPERATOR[func]
     if name in FUSED_OPTIMIZERS or (name.startswith("aten::_foreach_") and name != "aten::_foreach_mm"):
         return per_element
+    if name in _DIVISIONS:
+        return divide
     if writes_by_index(func):
         return write_through
     if torch.Tag.nondeterministic_seeded in func.tags:
@@ -62,8 +64,14 @@ _LIKE_POINTWISE: Sequence[Any] = (
     aten.empty_like.default, aten.full_like.default, aten.lerp.Scalar, aten.lerp.Tensor, aten.lerp_.Scalar,
     aten.lerp_.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar,
     aten.masked_fill_.Tensor, aten.lift_fresh.default, aten.nan_to_num.default, aten.nan_to_num_.default,
-    aten._pin_memory.default, aten.where.self,
+    aten._pin_memory.default, aten.where.self, aten.where.self_out, aten.abs_.default,
 )  # fmt: skip
+
+# Those that raise, for integers, where the divisor is zero.
+_DIVISIONS = {
+    "aten::div", "aten::div_", "aten::floor_divide", "aten::floor_divide_", "aten::fmod", "aten::fmod_",
+    "aten::remainder", "aten::remainder_",
+}  # fmt: skip
 
 _BY_OPERATOR: dict[Any, Handler] = {
     **dict.fromkeys(_VIEWS, view),
@@ -92,7 +100,6 @@ _BY_OPERATOR: dict[Any, Handler] = {
     aten.count_nonzero.default: reduction(count_nonzero, dist.ReduceOp.SUM),
     aten.equal.default: equal,
     aten.allclose.default: allclose,
-    aten.index.Tensor: index,
     aten._local_scalar_dense.default: item,
     aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     aten.eye.m_out: make_out,

@@ -13,7 +13,8 @@ from ..ragged import RaggedDTensor, inference_mode_of
 from ..ragged_spec import RaggedSpec
 from .gathered_view import GatheredView
 from .gathering import gathered_with_warning
-from .schema import Args, Kwargs
+from .operands import replicated
+from .schema import Args, Kwargs, map_tensors
 
 aten = torch.ops.aten
 
@@ -76,4 +77,5 @@ def gathered_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     plain = gathered_with_warning(func)(tensor)
     whole = GatheredView(plain, tensor, local_tensor(plain), [])
     whole.note_version()
-    return whole.view_as_well(func(plain, *args[1:], **kwargs))
+    views = func(local_tensor(plain), *args[1:], **kwargs)
+    return whole.view_as_well(map_tensors(torch.Tensor, lambda view: replicated(view, tensor._spec), views))
