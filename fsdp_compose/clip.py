@@ -57,11 +57,11 @@ def clip_grad_norm_(
         partial = _partial_norm(locals_, order)
         for group in groups:
             combine_norms(partial, order, group)
-        partials.append(partial)
+        partials.append(_total(partial, order))
     others = [grad for grad in grads if not isinstance(grad, RaggedDTensor)]
     plain = [grad for grad in others if not isinstance(grad, DTensor)]
     if plain:
-        partials.append(_partial_norm(plain, order))
+        partials.append(_total(_partial_norm(plain, order), order))
     for grad in others:
         if isinstance(grad, DTensor):
             norm = torch.linalg.vector_norm(grad, order)
@@ -86,14 +86,23 @@ def clip_grad_norm_(
 
 
 def _partial_norm(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
-    """What of the norm of all ``locals_`` together adds up over ranks; in at least fp32."""
+    """What of the norm of all ``locals_`` together adds up over ranks; in at least fp32. Of order 0 the number of
+    non-zero elements of each."""
     with torch.no_grad():
-        filled = [local for local in locals_ if local.numel()]
         real = locals_[0].abs().dtype
         dtype = torch.float32 if real.itemsize < 4 else real
+        if order == 0:
+            return torch.stack([local.count_nonzero() for local in locals_]).to(dtype)
+        filled = [local for local in locals_ if local.numel()]
         if not filled:
             return total_norm_of(torch.empty(0, dtype=dtype, device=locals_[0].device), order)
         norms = torch.stack([norm.to(dtype) for norm in foreach_norm(filled, order, dtype=dtype)])
-        if order in (inf, -inf, 0):
-            return norms.sum() if order == 0 else norms.amax() if order == inf else norms.amin()
+        if order in (inf, -inf):
+            return norms.amax() if order == inf else norms.amin()
         return total_norm_of(norms, order)
+
+
+def _total(combined: torch.Tensor, order: float) -> torch.Tensor:
+    """What one group of tensors adds to the norm of all. The norm of order 0 is that of the tensors' norms: it counts
+    the tensors that are not zero."""
+    return combined.count_nonzero().to(combined.dtype) if order == 0 else combined

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from ._torch import set_local_tensor
 from .layout import FlatLayout
 from .placement import RaggedShard
-from .ragged import RaggedDTensor, RaggedSpec, distribute_ragged
+from .ragged import RaggedDTensor, distribute_ragged
+from .ragged_spec import RaggedSpec
 
 # Where a face or an original parameter remembers the group that owns it: a (module label, FQN) pair of strings.
 OWNER_ATTRIBUTE = "_fsdp_compose_owner"

@@ -1,4 +1,4 @@
-"""``RaggedDTensor``: a ``DTensor`` cut by a ``RaggedShard``: layout, movement between layouts, serialization.
+"""``RaggedDTensor``: a ``DTensor`` cut by a ``RaggedShard``: movement between layouts, serialization, checkpoint hooks.
 
 Stock DTensor cannot carry a ``RaggedShard``: sharding propagation rebuilds even ``Shard`` placements, and gives wrong
 values silently. So no operation on a ``RaggedDTensor`` reaches it with one: the class owns its dispatch, and the table
@@ -11,159 +11,22 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ._torch import (
-    DTensorSpec,
-    TensorMeta,
-    allow_in_foreach,
-    compute_local_shape_and_global_offset,
-    dtensor_spec,
-    local_tensor,
-    make_dtensor,
-    set_local_tensor,
-)
-from .placement import Box, RaggedShard, run_to_boxes
+from ._torch import DTensorSpec, TensorMeta, allow_in_foreach, local_tensor, make_dtensor, set_local_tensor
+from .placement import RaggedShard
+from .ragged_spec import RaggedSpec
 from .wire import wire
-
-Shape = tuple[int, ...]
-
-
-class RaggedSpec(DTensorSpec):
-    """Mesh, placements, shape and dtype of a ``RaggedDTensor``, and what follows from them for this rank."""
-
-    __hash__ = DTensorSpec.__hash__
-
-    @staticmethod
-    def make(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> RaggedSpec:
-        """Raises ValueError unless exactly one placement is a ``RaggedShard``, and it covers the tensor."""
-        size = torch.Size(shape)
-        spec = RaggedSpec(mesh, tuple(placements), TensorMeta(size, torch.empty(size, device="meta").stride(), dtype))
-        num_ragged = sum(isinstance(item, RaggedShard) for item in spec.placements)
-        if num_ragged != 1 or len(spec.placements) != mesh.ndim:
-            raise ValueError(
-                f"a RaggedDTensor on a mesh of {mesh.ndim} dimension(s) needs as many placements, of which one is a "
-                f"RaggedShard; got {list(spec.placements)}"
-            )
-        units, inner = spec.ragged.num_units(spec.inner_shape), tuple(spec.inner_shape)
-        if len(spec.ragged.counts) != mesh.size(spec.ragged_dim) or spec.ragged.starts[-1] != units:
-            raise ValueError(
-                f"{spec.ragged} does not cut a tensor of shape {inner}, which has {units} "
-                f"{'elements' if spec.ragged.flat else 'rows'}, over {mesh.size(spec.ragged_dim)} ranks"
-            )
-        return spec
-
-    def _verify_shard_order(self, shard_order: Any) -> None:
-        """Stock DTensor refuses a placement that is no even ``Shard``; this class exists to carry one."""
-
-    @cached_property
-    def ragged_dim(self) -> int:
-        """The mesh dimension that the ``RaggedShard`` is for."""
-        return next(i for i, item in enumerate(self.placements) if isinstance(item, RaggedShard))
-
-    @cached_property
-    def ragged(self) -> RaggedShard:
-        placement = self.placements[self.ragged_dim]
-        assert isinstance(placement, RaggedShard)
-        return placement
-
-    @cached_property
-    def rank(self) -> int:
-        """This rank's place in the ragged mesh dimension."""
-        return self.mesh.get_local_rank(self.ragged_dim)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that hold the other runs."""
-        return self.mesh.get_group(self.ragged_dim)
-
-    @cached_property
-    def gathered_placements(self) -> tuple[Placement, ...]:
-        """The placements after the runs have been gathered."""
-        return tuple(Replicate() if isinstance(item, RaggedShard) else item for item in self.placements)
-
-    @cached_property
-    def _inner(self) -> tuple[Shape, Shape]:
-        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.gathered_placements)
-        return tuple(sizes), tuple(offsets)
-
-    @property
-    def inner_shape(self) -> Shape:
-        """The shape of what the ``RaggedShard`` cuts: what is local after all other placements."""
-        return self._inner[0]
-
-    @property
-    def inner_offsets(self) -> Shape:
-        """Where that lies in the whole tensor."""
-        return self._inner[1]
-
-    @cached_property
-    def is_only_ragged(self) -> bool:
-        """Whether no other placement cuts the tensor."""
-        return self.inner_shape == tuple(self.shape)
-
-    @cached_property
-    def is_scalar(self) -> bool:
-        return not self.shape
-
-    @cached_property
-    def reduce_dims(self) -> tuple[int, ...]:
-        """The mesh dimensions whose ranks hold different elements."""
-        return tuple(i for i, item in enumerate(self.placements) if not item.is_replicate())
-
-    @cached_property
-    def local_shape(self) -> Shape:
-        return self.ragged.local_shape(self.inner_shape, self.rank)
-
-    @cached_property
-    def element_run(self) -> tuple[int, int]:
-        """Start and stop of this rank's run in the flattened inner tensor."""
-        return self.ragged.element_run(self.inner_shape, self.rank)
-
-    @cached_property
-    def _by_dtype(self) -> dict[torch.dtype, RaggedSpec]:
-        return {self.dtype: self}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        assert self.tensor_meta is not None
-        return self.tensor_meta.dtype
-
-    def with_dtype(self, dtype: torch.dtype) -> RaggedSpec:
-        spec = self._by_dtype.get(dtype)
-        if spec is None:
-            assert self.tensor_meta is not None
-            meta = TensorMeta(self.tensor_meta.shape, self.tensor_meta.stride, dtype)
-            spec = self._by_dtype[dtype] = RaggedSpec(self.mesh, self.placements, meta)
-            spec.__dict__["_by_dtype"] = self._by_dtype
-        return spec
-
-    def cuts_like(self, other: RaggedSpec) -> bool:
-        """Whether tensors of both have their elements at the same places."""
-        return self is other or (
-            self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh
-        )
-
-    def boxes(self) -> list[Box]:
-        """This rank's run as boxes of the inner tensor; an empty tensor is one empty box on the first rank."""
-        if prod(self.shape) == 0:
-            return [Box((0,) * len(self.shape), tuple(self.shape), 0)] if self.rank == 0 else []
-        return run_to_boxes(self.inner_shape, *self.element_run)
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order")
-        return {**{name: self.__dict__[name] for name in names if name in self.__dict__}, "_hash": None}
 
 
 class RaggedDTensor(DTensor):
@@ -172,8 +35,7 @@ class RaggedDTensor(DTensor):
     Every operation either gives the value that it would give on the full tensor or raises. Element-wise operations,
     ``foreach`` and fused optimizer kernels, copies and conversions run on the local runs; full reductions (norms, sums)
     communicate once and are complete; slices of dim 0 and reshapes are views; everything else all-gathers, with one
-    warning per operation, and its result, where it should be a view, refuses writes. An operation that would write to a
-    ``RaggedDTensor`` in a way that is not known raises.
+    warning per operation. What would change the shape or the memory of a ``RaggedDTensor`` raises.
 
     Ranks: what communicates must be called by all ranks of the mesh, as with any DTensor.
 
@@ -257,6 +119,38 @@ class RaggedDTensor(DTensor):
             result: torch.Tensor = _ToLocal.apply(self)
             return result
         return self._local_tensor
+
+    # ---- views with gradients
+
+    # Autograd fills the gradients of parts that got none with plain zeros, and keeps indices as they are: stock DTensor
+    # mixes with neither. So each part is a view by itself, and indices are made DTensors.
+
+    def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return super().unbind(dim)
+        return tuple(self.select(dim, i) for i in range(self.shape[dim]))
+
+    def split(self, split_size: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        parts = super().split(split_size, dim)
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return parts
+        stops = [*accumulate(part.shape[dim] for part in parts)]
+        return tuple(self.narrow(dim, a, b - a) for a, b in zip([0, *stops], stops, strict=False))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        if chunks < 1 or not (torch.is_grad_enabled() and self.requires_grad and self.shape[dim]):
+            return super().chunk(chunks, dim)
+        return self.split(-(-self.shape[dim] // chunks), dim)
+
+    def __getitem__(self, indices: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.requires_grad:
+            parts = indices if isinstance(indices, tuple) else (indices,)
+            indices = tuple(self._replicate(item) if type(item) is torch.Tensor else item for item in parts)
+        return super().__getitem__(indices)
+
+    def _replicate(self, same: torch.Tensor) -> DTensor:
+        placements = [Replicate()] * self.device_mesh.ndim
+        return DTensor.from_local(same, self.device_mesh, placements, run_check=False)
 
     # ---- attributes
 
@@ -407,8 +301,6 @@ def distribute_ragged(
         ValueError: the placements do not fit the mesh or the shape.
     """
     with torch.no_grad():
-        if isinstance(tensor, GatheredView):
-            tensor = tensor.plain()
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh if mesh is None else mesh
             if mesh != tensor.device_mesh:
@@ -424,7 +316,7 @@ def distribute_ragged(
             # A copy: distribute_tensor broadcasts into the memory it is given.
             whole = tensor.detach() if src_data_rank is None else tensor.detach().clone()
             tensor = distribute_tensor(whole, mesh, spec.gathered_placements, src_data_rank=src_data_rank)
-        elif tensor.placements != spec.gathered_placements:
+        else:
             tensor = tensor.redistribute(placements=spec.gathered_placements)
         return RaggedDTensor(cut(local_tensor(tensor), spec), spec)
 
@@ -501,158 +393,11 @@ class _ToLocal(torch.autograd.Function):
         return RaggedDTensor(grad.contiguous(), ctx.spec.with_dtype(grad.dtype))
 
 
-class GatheredView(DTensor):
-    """What a view operation on a ``RaggedDTensor`` gives where no ragged view exists: a view of its gathered copy.
-
-    What is written to it is written to the sharded tensor too, by the operations in ``writes_through``; others raise.
-    When the sharded tensor has been written to in the meantime, every use of the copy raises (on the ranks where it
-    was: a write by some ranks only, through ``to_local()``, is their own affair).
-
-    Ranks: all ranks of the mesh make it, and write to it, together, as with any replicated DTensor.
-    """
-
-    _source: RaggedDTensor
-    _whole: torch.Tensor  # the gathered copy, of which this is a view
-    _seen: list[Any]  # the memory of the sharded tensor, and its version, when it was gathered; shared by all views
-
-    @staticmethod
-    def __new__(
-        cls: type[GatheredView], view: DTensor, source: RaggedDTensor, whole: torch.Tensor, seen: list[Any]
-    ) -> GatheredView:
-        result: GatheredView = make_dtensor(cls, local_tensor(view), dtensor_spec(view))
-        result._source, result._whole, result._seen = source, whole, seen
-        return result
-
-    def __init__(self, *_: Any) -> None:
-        """Everything has been done by ``__new__``."""
-
-    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """A copy: writes to it do not reach the sharded tensor."""
-        self.check()
-        return super().full_tensor(grad_placements=grad_placements).clone()
-
-    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """A copy: writes to it do not reach the sharded tensor."""
-        self.check()
-        return super().to_local(grad_placements=grad_placements).clone()
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        self.check()
-        return super().redistribute(*args, **kwargs)
-
-    def check(self) -> None:
-        """Raise if the sharded tensor has been written to since the copy was gathered."""
-        local = self._source._local_tensor
-        if local is not self._seen[0] or _version_of(local) != self._seen[1]:
-            raise RuntimeError(
-                f"this view of a gathered sharded tensor of shape {tuple(self._source.shape)} is out of date: the "
-                "sharded tensor was written to since it was made. Make the view again"
-            )
-
-    def note_version(self) -> None:
-        """The copy is up to date."""
-        local = self._source._local_tensor
-        self._seen[:] = local, _version_of(local)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().clone().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> DTensor:
-        return self.plain().clone()  # type: ignore[return-value]
-
-    def plain(self) -> DTensor:
-        """The same view as a plain DTensor, outside autograd, sharing memory."""
-        self.check()
-        return make_dtensor(DTensor, local_tensor(self), dtensor_spec(self))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        targets = [item for item in written(func, args, kwargs) if isinstance(item, GatheredView)]
-        if targets and not writes_through(func):
-            raise RuntimeError(
-                f"{func} would write to a gathered copy of (a part of) a sharded tensor, and the write would be lost. "
-                "Write to the sharded tensor itself, to a slice of its dim 0, or to its to_local()"
-            )
-        if targets:
-            # Everybody has the whole copy, so that plain tensors among the arguments (indices) are in order.
-            func(*map_tensors(DTensor, _whole_of, args), **map_tensors(DTensor, _whole_of, kwargs))
-            for target in targets:
-                target._source._local_tensor.copy_(cut_whole(target._whole, target._source._spec))
-                increment_version(target._source._local_tensor)
-                target.note_version()
-            return targets[0]
-        result = func(
-            *map_tensors(GatheredView, GatheredView.plain, args),
-            **map_tensors(GatheredView, GatheredView.plain, kwargs),
-        )
-        source = next((item for item in args if isinstance(item, GatheredView)), None)
-        return source.view_as_well(result) if func.is_view and source is not None else result
-
-    def view_as_well(self, views: Any) -> Any:
-        """Further views of the same copy."""
-        with inference_mode_of(self._source):
-            return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
-
-
 def inference_mode_of(tensor: torch.Tensor) -> Any:
     """A context in which a view of ``tensor`` can be made: views of ordinary tensors are none of inference mode."""
     if not torch.is_inference_mode_enabled():
         return contextlib.nullcontext()
     return torch.inference_mode(tensor.is_inference())
-
-
-def _version_of(local: torch.Tensor) -> int:
-    return 0 if local.is_inference() else local._version  # tensors of inference mode have none
-
-
-def _whole_of(tensor: DTensor) -> torch.Tensor:
-    """All elements: of a gathered view its memory, of another DTensor a copy."""
-    if isinstance(tensor, GatheredView):
-        tensor.check()
-        return local_tensor(tensor)
-    return tensor.full_tensor()
-
-
-def writes_through(func: Any) -> bool:
-    """Whether ``func`` writes elements, and nothing else, to its first argument."""
-    name = func._schema.name
-    return name.endswith("_") and (name in _WRITES or torch.Tag.pointwise in func.tags)
-
-
-_INDEXED_WRITES = {
-    "aten::index_put_", "aten::index_fill_", "aten::index_copy_", "aten::index_add_", "aten::scatter_",
-    "aten::scatter_add_", "aten::masked_scatter_",
-}  # fmt: skip
-_WRITES = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::masked_fill_", *_INDEXED_WRITES}
-
-
-def writes_by_index(func: Any) -> bool:
-    """Whether ``func`` writes to some elements of its first argument, which indices or a mask name."""
-    return func._schema.name in _INDEXED_WRITES
-
-
-def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that ``func`` writes to."""
-    result: list[torch.Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            result += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
-    return result
-
-
-def map_tensors(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with every instance of ``kind`` in it (in lists, tuples and dicts) replaced by ``function`` of it."""
-    if isinstance(value, kind):
-        return function(value)
-    if type(value) in (list, tuple):
-        return type(value)([map_tensors(kind, function, item) for item in value])
-    if type(value) is dict:
-        return {key: map_tensors(kind, function, item) for key, item in value.items()}
-    return value
 
 
 allow_in_foreach(RaggedDTensor)

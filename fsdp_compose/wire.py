@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import torch
 
+# gloo does not know them.
+_AS_BYTES = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
 
 def wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a dtype that every backend can gather and reduce (complex numbers travel as pairs)."""
+    """The same memory as a dtype that every backend can gather, and reduce unless they are integers (complex numbers
+    travel as pairs)."""
     if tensor.dtype.is_complex:
         return torch.view_as_real(tensor).view(-1)
-    if tensor.dtype == torch.bool or tensor.dtype.itemsize == 1:
+    if tensor.dtype.itemsize == 1 or tensor.dtype in _AS_BYTES:
         return tensor.view(torch.uint8)
     return tensor

@@ -164,7 +164,7 @@ def test_muon_equals_unsharded_training():
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("order", [0.0, 1.0, 2.0, math.inf])
 @distributed(world_size=3, timeout=60)
 def test_clipping_equals_that_of_unsharded_training(order, foreach):
     rows = batch(0)
@@ -185,6 +185,23 @@ def test_clipping_equals_that_of_unsharded_training(order, foreach):
         assert totals[0] == totals[1] == totals[2]
         grads = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
         assert_close(grads, {name: param.grad for name, param in reference.named_parameters()})
+
+
+@distributed(world_size=3, timeout=60)
+def test_memory_formats_are_ignored_by_sharded_parameters():
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    model = fully_shard(copy.deepcopy(reference))
+    before = [param.full_tensor() for param in model.parameters()]
+    x = torch.randn(2, 3, 6, 6)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype=dtype, memory_format=torch.channels_last)
+        expected = reference.to(dtype)(x.to(dtype))
+        actual = model(x.to(dtype).contiguous(memory_format=torch.channels_last))
+        torch.testing.assert_close(actual, expected)
+        actual.sum().backward()
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(param.full_tensor(), value.to(dtype)) and param.to_local().is_contiguous()
 
 
 @distributed(world_size=2, timeout=60)

@@ -33,6 +33,8 @@ ALLOWED = {
     "_amp_foreach_non_finite_check_and_unscale_": "an operator: what GradScaler calls",
     "_backward_hooks": "gradient hooks of a parameter that would be lost",
     "_base": "the tensor that an output is a view of",
+    "_foreach_max": "an operator",
+    "_foreach_norm": "an operator: what clip_grad_norm_ calls",
     "_fsdp_use_orig_params": "what Dynamo reads on a managed module",
     "_is_fsdp_managed_module": "what Dynamo reads on a managed module",
     "_is_param": "what makes a tensor subclass an nn.Parameter",

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged
 from fsdp_compose.placement import run_to_boxes
-from fsdp_compose.ragged import GatheredView
+from fsdp_compose.ragged_ops.gathered_view import GatheredView
 from tests.harness import distributed, fake_process_group
 
 # name -> (shape of the mesh, placements of a (10, 4) tensor); the last rank of 3 holds nothing
@@ -215,7 +215,38 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "dot": lambda x, y: torch.dot(x.view(-1), y.view(-1)),
     "cumsum": lambda x, y: x.cumsum(0),
     "sort": lambda x, y: x.sort(0).values,
+    "norm inf of nothing": lambda x, y: x[:0].norm(math.inf),
+    "norm of nothing": lambda x, y: x[:0].norm(),
+    "_foreach_norm inf of nothing": lambda x, y: torch._foreach_norm([x, y[:0]], math.inf),
+    "amax of nothing": lambda x, y: x[:0].amax(),
+    # what no handler knows
+    "nonzero": lambda x, y: (x > 0.5).nonzero(),
+    "masked_select": lambda x, y: x.masked_select(x > 0.5),
+    "x[mask]": lambda x, y: x[x > 0.5],
+    "topk": lambda x, y: x.view(-1).topk(5),
+    "quantile": lambda x, y: x.quantile(0.3),
+    "unique": lambda x, y: x.round().unique(),
+    "einsum": lambda x, y: torch.einsum("ij,kj->ik", x, y),
+    "kron": lambda x, y: torch.kron(x[:2], y),
+    "cdist": lambda x, y: torch.cdist(x, y),
+    "unfold": lambda x, y: x.unfold(0, 2, 2),
+    "singular values": lambda x, y: torch.linalg.svdvals(x),
+    "scatter_reduce": lambda x, y: x.scatter_reduce(0, torch.tensor([[0, 1, 2, 9]]), y[:1], "sum"),
+    "multinomial": seeded(lambda x: x.multinomial(2)),
+    # what only some elements make an error
+    "int // 0": lambda x, y: (x * 100).int() // 0,
+    "int // int": lambda x, y: (x * 100).int() // (y * 0 + 7).int(),
+    "int // zeros": lambda x, y: (x * 100).int() // (y > y[0, 1]).int(),
+    "int % zeros": lambda x, y: (x * 100).int() % (y * 0).int(),
+    "int_.div_(0)": inplace(lambda x, y: x.copy_(x.int().div_(0, rounding_mode="floor"))),
     # in place
+    "triu_": inplace(lambda x, y: x.triu_()),
+    "addmm_": inplace(lambda x, y: x.addmm_(y, y[:4])),
+    "abs_": inplace(lambda x, y: x.sub_(0.5).abs_()),
+    "mm(out=)": inplace(lambda x, y: torch.mm(y, y[:4], out=x)),
+    "zeros(out=)": inplace(lambda x, y: torch.zeros(10, 4, out=x)),
+    "where(out=)": inplace(lambda x, y: torch.where(y > 0.5, x, y, out=x)),
+    "put_": inplace(lambda x, y: x.put_(torch.tensor([0, 39]), row_of(x)[:2])),
     "add_": inplace(lambda x, y: x.add_(y, alpha=2)),
     "mul_": inplace(lambda x, y: x.mul_(2)),
     "mul_ row": inplace(lambda x, y: x.mul_(row_of(x))),
@@ -352,6 +383,15 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "grad of view": gradient(lambda x, y: (x.view(-1) ** 2).sum()),
     "grad of max": gradient(lambda x, y: x.max()),
     "grad of sum(0)": gradient(lambda x, y: (x.sum(0) ** 2).sum()),
+    "grad of unbind": gradient(lambda x, y: (x.unbind()[3] * y[2]).sum()),
+    "grad of chunk": gradient(lambda x, y: x.chunk(3)[1].square().sum()),
+    "grad of split": gradient(lambda x, y: (x.split((2, 8))[1] * 3).sum() + x.split(4)[0].sum()),
+    "grad of unbind of columns": gradient(lambda x, y: x.unbind(1)[1].square().sum()),
+    "grad of an index": gradient(lambda x, y: x[torch.tensor([1, 8, 1])].square().sum()),
+    "grad of a mask": gradient(lambda x, y: x[x > 0.5].square().sum()),
+    "grad of x[2:5]": gradient(lambda x, y: x[2:5].square().sum()),
+    "grad of x[:, 1]": gradient(lambda x, y: x[:, 1].square().sum()),
+    "grad of iteration": gradient(lambda x, y: sum(row.square().sum() for row in x)),
     "copies": lambda x, y: copy.deepcopy(x),
 }
 
@@ -770,6 +810,9 @@ def test_copies_between_layouts():
     mesh = build_mesh("rows")
     full = torch.rand(SHAPE)
     dist.broadcast(full, 0)
+    small = (full * 100).to(torch.int16)  # not a dtype of gloo
+    cut = distribute_ragged(small, mesh, [RaggedShard((7, 3, 0))], src_data_rank=None)
+    assert torch.equal(cut.full_tensor(), small)
     for source in (RaggedShard((7, 3, 0)), RaggedShard((2, 4, 4)), RaggedShard((17, 23, 0), flat=True)):
         for other in (Shard(0), Shard(1), Replicate()):
             ragged, plain = distribute_ragged(full, mesh, [source]), distribute_tensor(full * 2, mesh, [other])
