@@ -34,7 +34,7 @@ class UnreducedGradient(RaggedDTensor):
         """``zero``: called when the user zeroes it in place."""
         spec: RaggedSpec = face._spec  # type: ignore[attr-defined]
         nothing = torch.empty(0, dtype=face.dtype, device=face.device)
-        gradient: UnreducedGradient = UnreducedGradient(nothing, spec)  # type: ignore[assignment]
+        gradient: UnreducedGradient = UnreducedGradient(nothing, spec)
         gradient.hidden, gradient._name, gradient._zero = face.grad, name, zero
         return gradient
 

@@ -96,9 +96,16 @@ def take_content(face: nn.Parameter, source: DTensor) -> None:
         copy_attributes(fresh, face)
 
 
-def rebind_face(face: nn.Parameter, local: torch.Tensor) -> None:
-    """Make ``face`` a view of another shard of its dtype and device, keeping the object."""
+def rebind_face(face: nn.Parameter, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
+    """Make ``face`` a view of another shard of its dtype and device, cut by ``spec`` if given, keeping the object."""
     set_local_tensor(face, local)  # type: ignore[arg-type]
+    if spec is not None:
+        face._spec = spec  # type: ignore[attr-defined]
+
+
+def face_whole(face: nn.Parameter) -> torch.Tensor:
+    """All elements of ``face``, outside autograd. Ranks: all ranks of the mesh."""
+    return face.detach().full_tensor()  # type: ignore[attr-defined, no-any-return]
 
 
 def face_memory(faces: Sequence[nn.Parameter]) -> tuple[list[int], set[tuple[torch.dtype, torch.device]]]:

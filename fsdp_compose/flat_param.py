@@ -29,12 +29,22 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .accumulation import Accumulation
-from .faces import OWNER_ATTRIBUTE, copy_attributes, face_local, face_memory, face_spec, make_face, rebind_face
+from .faces import (
+    OWNER_ATTRIBUTE,
+    copy_attributes,
+    face_local,
+    face_memory,
+    face_spec,
+    face_whole,
+    make_face,
+    rebind_face,
+)
 from .flat_grad import ShardedGradient
 from .grad_hooks import GradientHooks
 from .layout import FlatLayout, Granule, ParamSpec, plan_layout
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
+from .ragged import hook_owners
 from .wire import wire
 
 SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
@@ -113,6 +123,39 @@ class FlatParamHandle:
         for i, original in enumerate(originals):
             self.hooks.move_over(i, original)
         self._adopt(shard)
+
+    @classmethod
+    def over_faces(
+        cls,
+        managed: Sequence[ManagedParameter],
+        mesh: DataParallelMesh,
+        mp_policy: MixedPrecisionPolicy,
+        granularity: Granularity | None = None,
+    ) -> FlatParamHandle:
+        """A handle over parameters that are sharded already, by other handles, whose place it takes.
+
+        Ranks: all ranks of the mesh; each parameter is all-gathered once.
+        """
+        self = object.__new__(cls)
+        self.fqns, self.prefix, self.mesh, self._mp_policy = [item.fqn for item in managed], "", mesh, mp_policy
+        self.layout = _plan(managed, mesh, mp_policy, granularity)
+        self.faces = [item.parameter for item in managed]
+        dtype, device = self.faces[0].dtype, face_local(self.faces[0]).device
+        specs = [face_spec(self.layout, i, mesh.mesh, dtype) for i in range(len(managed))]
+        self.runs = _runs(self.layout, mesh.shard_rank, [spec.local_shape for spec in specs])
+        self._begin()
+        with torch.inference_mode(False), torch.no_grad():
+            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+            starts = self._runs_of_params()
+            for face, local, spec, first in zip(self.faces, self._views_of(shard), specs, starts, strict=True):
+                if device.type != "meta":
+                    whole = face_whole(face)
+                    local.copy_(whole.reshape(-1)[first : first + local.numel()].view(local.shape))
+                rebind_face(face, local, spec)
+        self.hooks = GradientHooks(self.faces, [hook_owners.get(id(face)) for face in self.faces])
+        self._know_faces()
+        self._adopt(shard)
+        return self
 
     # ---- building
 

@@ -18,12 +18,12 @@ from . import runtime
 from ._torch import composable_registry
 from .dynamo import _annotate_modules_for_dynamo
 from .flat_param import FlatParamHandle, Granularity, ManagedParameter, mark_owner
-from .groups import group_modules, managed_parameters
+from .groups import by_kind, group_modules, managed_parameters, ties_with_other_groups
 from .iteration import tree_has_changed
 from .mesh import DataParallelMesh, data_parallel_mesh
 from .policy import MixedPrecisionPolicy
 from .rebind import remember_face
-from .state import _FSDPState, get_state, register_state
+from .state import _FSDPState, get_state, register_state, state_of_hooked
 from .swap import ParameterSwap
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
@@ -95,14 +95,16 @@ def fully_shard(
     label = _label(modules)
     fqns = group_modules(modules)
     managed = managed_parameters(fqns, ignored, label)
+    ties = ties_with_other_groups(fqns, ignored)
     _check_parameters(managed, data_mesh)
-    handles = [FlatParamHandle(part, data_mesh, mp_policy, granularity) for part in _by_kind(managed)]
+    handles = [FlatParamHandle(part, data_mesh, mp_policy, granularity) for part in by_kind(managed)]
 
     def install(state: _FSDPState) -> None:
         state.modules = tuple(weakref.ref(item) for item in modules)
         state.fqn = label
         state.mesh, state.mp_policy, state.reshard_option = data_mesh, mp_policy, reshard_after_forward
         state.adopt(handles)
+        state.granularity = granularity
         state.ignored = weakref.WeakSet(ignored)
         _put_faces(managed, handles, label)
         state.swap = ParameterSwap(modules, managed, handles, fqns)
@@ -112,6 +114,10 @@ def fully_shard(
             _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
 
     register_state(modules, install)
+    if ties:  # only now: torch's registry refuses a call that changes FQNs, and a tied parameter has one name less
+        for item, name, face in ties:
+            item._parameters[name] = face
+        state_of_hooked(modules[0]).swap.rebuild()
     tree_has_changed()
     return module
 
@@ -198,14 +204,6 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMes
             f"fully_shard(): the parameter {on_meta} is on the meta device and others of its group are not; "
             "materialise all of them, or none"
         )
-
-
-def _by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """One flat parameter for each (dtype, requires_grad), in the order of their first parameters."""
-    kinds: dict[tuple[torch.dtype, bool], list[ManagedParameter]] = {}
-    for item in managed:
-        kinds.setdefault((item.parameter.dtype, item.parameter.requires_grad), []).append(item)
-    return list(kinds.values())
 
 
 def _put_faces(managed: Sequence[ManagedParameter], handles: Sequence[FlatParamHandle], label: str) -> None:

@@ -26,12 +26,22 @@ class GradientHooks:
     Args:
         faces: the sharded parameters; from now on ``register_hook`` and ``register_post_accumulate_grad_hook`` on one
             of them arrive here, also after ``module.to()`` has exchanged everything in it but its identity.
+        before: who has kept the hooks of each face until now, if somebody has.
     """
 
-    def __init__(self, faces: Sequence[nn.Parameter]) -> None:
+    def __init__(self, faces: Sequence[nn.Parameter], before: Sequence[GradientHooks | None] = ()) -> None:
         self._faces = faces
         self._on_gradient: dict[int, _Hooks] = {}
         self._after_accumulation: dict[int, _Hooks] = {}
+        for i, owner in enumerate(before):
+            if owner is not None:
+                j = owner._index(faces[i])
+                for mine, theirs in (
+                    (self._on_gradient, owner._on_gradient),
+                    (self._after_accumulation, owner._after_accumulation),
+                ):
+                    if j in theirs:
+                        mine[i] = theirs[j]
         for face in faces:
             hook_owners[id(face)] = self
 
@@ -45,12 +55,15 @@ class GradientHooks:
 
     def register(self, face: nn.Parameter, hook: Callable[[Any], Any], after_accumulation: bool) -> RemovableHandle:
         """What registering a hook on a face does."""
-        index = next(i for i, item in enumerate(self._faces) if item is face)
+        index = self._index(face)
         kind = self._after_accumulation if after_accumulation else self._on_gradient
         hooks = kind.setdefault(index, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
+
+    def _index(self, face: nn.Parameter) -> int:
+        return next(i for i, item in enumerate(self._faces) if item is face)
 
     @property
     def want_gradients(self) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn as nn
 
-from .flat_param import ManagedParameter, owner_of
+from .faces import FACE_ATTRIBUTE
+from .flat_param import FlatParamHandle, ManagedParameter, handle_of, owner_of
 from .state import _FSDPState, get_state, is_compatible
 from .swap import ParameterSwap
 
@@ -35,29 +37,63 @@ def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], l
             if param is None or param in ignored:
                 continue
             fqn = f"{name}.{local_name}" if name else local_name
-            owner = owner_of(param)
-            if owner is not None:
+            if FACE_ATTRIBUTE in param.__dict__:
+                continue  # a tie: see ties_with_other_groups
+            owner = handle_of(param)
+            if owner is not None and _stands_below(module, owner[0]):
+                group, owner_fqn = owner_of(param) or ("?", "?")
                 raise ValueError(
-                    f"fully_shard(): the parameter {fqn} of this {label} is already in another group, as {owner[1]} "
-                    f"of the sharded {owner[0]}. A parameter can be in one group: shard inner modules before outer "
-                    "ones, and modules that share a parameter (tied weights) in one call: fully_shard([a, b]), or "
-                    "by the call on their common parent"
+                    f"fully_shard(): the parameter {fqn} of this {label} is already in another group, as {owner_fqn} "
+                    f"of the sharded {group}. A parameter can be in one group: shard inner modules before outer ones"
                 )
+            if owner is not None:
+                continue
             found.setdefault(param, ManagedParameter(fqn, param)).slots.append((module, local_name))
     return list(found.values())
 
 
+def ties_with_other_groups(
+    fqns: dict[nn.Module, str], ignored: set[nn.Parameter]
+) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Slots of the modules in which a parameter stands that an earlier call has sharded elsewhere (tied weights), and
+    the sharded parameter that belongs there."""
+    return [
+        (module, name, param.__dict__[FACE_ATTRIBUTE])
+        for module in fqns
+        for name, param in module._parameters.items()
+        if param is not None and param not in ignored and FACE_ATTRIBUTE in param.__dict__
+    ]
+
+
+def _stands_below(module: nn.Module, handle: FlatParamHandle) -> bool:
+    """Whether the group of ``handle`` manages ``module`` itself."""
+    state = handle.group() if handle.group is not None else None
+    return state is not None and module in group_modules(state.live_modules())
+
+
+def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
+    """One flat parameter for each (dtype, requires_grad), in the order of their first parameters."""
+    kinds: dict[tuple[torch.dtype, bool], list[ManagedParameter]] = {}
+    for item in managed:
+        kinds.setdefault((item.parameter.dtype, item.parameter.requires_grad), []).append(item)
+    return list(kinds.values())
+
+
 def prepare_swap(state: _FSDPState) -> None:
-    """Prepare a copied group to show its parameters: when its modules are complete, before anything else is done."""
-    roots = [module for ref in state.modules if (module := ref()) is not None]
+    """Prepare a group to show its parameters, when its modules are complete: the copy of one, or one that has got other
+    parameters, wherever they stand below its modules."""
+    roots = state.live_modules()
     fqns = group_modules(roots)
     managed = {
         id(face): ManagedParameter(fqn, face)
         for handle in state._handles
         for fqn, face in zip(handle.fqns, handle.faces, strict=True)
     }
-    for module in fqns:
-        for name, param in module._parameters.items():
-            if id(param) in managed:
-                managed[id(param)].slots.append((module, name))
+    for root in roots:
+        for prefix, module in root.named_modules():
+            names = [name for name, param in module._parameters.items() if id(param) in managed]
+            for name in names:
+                managed[id(module._parameters[name])].slots.append((module, name))
+            if names:
+                fqns.setdefault(module, prefix)
     state.swap = ParameterSwap(roots, [*managed.values()], state._handles, fqns)

@@ -21,6 +21,7 @@ from .groups import prepare_swap
 from .meeting import first_difference, meet
 from .rebind import rebind_live_optimizers
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
+from .ties import Move, carry_out, find_moves
 from .watch import Watch
 
 _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
@@ -96,6 +97,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     for item in states:
         if not item.is_complete:
             prepare_swap(item)
+    moves = find_moves(module, states)
     rebind_live_optimizers()
     _check_everything_is_managed(module, states)
     mesh = state.mesh
@@ -110,7 +112,10 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
         item.set_prefix(f"{name}." if name else "")
         item.reshard_after_forward = item is not state if item.reshard_option is None else item.reshard_option
     if mesh.has_peers:
-        _meet_first_forward(state, states)
+        _meet_first_forward(state, states, moves)
+    carry_out(moves)
+    for item, name in found:
+        item.set_prefix(f"{name}." if name else "")
     handles = [handle for item in states for handle in item._handles]
     exchange = ControlExchange(
         num_params=sum(len(handle.fqns) for handle in handles),
@@ -152,13 +157,14 @@ def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
     return place is not None and place[0] in handles
 
 
-def _meet_first_forward(state: _FSDPState, states: list[_FSDPState]) -> None:
+def _meet_first_forward(state: _FSDPState, states: list[_FSDPState], moves: list[Move]) -> None:
     lines = [
         json.dumps({"group": item.name, "reshard_after_forward": item.reshard_after_forward, **fact})
         for item in states
         for handle in item._handles
         for fact in handle.describe()
     ]
+    lines += [json.dumps({"group": move.target.name, "tied parameters": [*move.faces.values()]}) for move in moves]
     details = "\n".join(lines)
 
     def explain(rank: int, ours: str, theirs: str) -> str:

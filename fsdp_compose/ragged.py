@@ -194,8 +194,8 @@ class RaggedDTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
         """As of any tensor; of a parameter, like ``nn.Parameter``'s, without its gradient."""
         if not isinstance(self, torch.nn.Parameter):
-            return super().__deepcopy__(memo)  # type: ignore[no-any-return]
-        twin = memo.get(id(self))
+            return super().__deepcopy__(memo)
+        twin: Any = memo.get(id(self))
         if twin is None:
             local = self._local_tensor.detach().clone()
             twin = torch.nn.Parameter(RaggedDTensor(local, self._spec), requires_grad=self.requires_grad)
@@ -203,7 +203,7 @@ class RaggedDTensor(DTensor):
             memo[id(self)] = twin
             for key, value in self.__dict__.items():
                 twin.__dict__.setdefault(key, copy.deepcopy(value, memo))
-        return twin
+        return twin  # type: ignore[no-any-return]
 
     # ---- torch.compile
 

@@ -26,7 +26,7 @@ from ._torch import (
 )
 from .collectives import Communicator
 from .exchange import ControlExchange
-from .flat_param import FlatParamHandle
+from .flat_param import FlatParamHandle, Granularity
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
 from .swap import ParameterSwap
@@ -61,10 +61,10 @@ class _FSDPState(ComposableState):
     """
 
     __slots__ = (
-        "_handles", "active_uses", "entries", "fqn", "has_unsynced", "ignored", "index", "is_reduced", "is_unhooked",
-        "last_use", "mesh", "modules", "mp_policy", "outstanding", "pending_modules", "phase", "ran_backward",
-        "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root", "swap", "unhooked_versions",
-        "watch",
+        "_handles", "active_uses", "entries", "fqn", "granularity", "has_unsynced", "ignored", "index", "is_reduced",
+        "is_unhooked", "last_use", "mesh", "modules", "mp_policy", "outstanding", "pending_modules", "phase",
+        "ran_backward", "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root", "swap",
+        "unhooked_versions", "watch",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -75,6 +75,7 @@ class _FSDPState(ComposableState):
         self.reshard_option: bool | None = None
         self.reshard_after_forward = True
         self.requires_gradient_sync = True
+        self.granularity: Granularity | None = None
         self._handles: list[FlatParamHandle] = []
         self.swap: ParameterSwap = cast(ParameterSwap, None)
         self.ignored: weakref.WeakSet[Any] | set[int] = set()
@@ -164,6 +165,10 @@ class _FSDPState(ComposableState):
                     "authoritative), or keep what changes in forward in a buffer"
                 )
 
+    def live_modules(self) -> list[nn.Module]:
+        """The modules given to the call."""
+        return [module for ref in self.modules if (module := ref()) is not None]
+
     def adopt(self, handles: list[FlatParamHandle]) -> None:
         """Make ``handles`` the group's flat parameters."""
         self._handles = handles
@@ -184,8 +189,8 @@ class _FSDPState(ComposableState):
         twin.reshard_option, twin.requires_gradient_sync = self.reshard_option, self.requires_gradient_sync
         twin.adopt([copy.deepcopy(handle, memo) for handle in self._handles])
         twin.ignored = weakref.WeakSet(copy.deepcopy(param, memo) for param in self.ignored)
-        modules = [module for ref in self.modules if (module := ref()) is not None]
-        twin.modules = tuple(weakref.ref(copy.deepcopy(module, memo)) for module in modules)
+        twin.granularity = self.granularity
+        twin.modules = tuple(weakref.ref(copy.deepcopy(module, memo)) for module in self.live_modules())
         return twin
 
     def __reduce__(self) -> Any:

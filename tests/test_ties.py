@@ -1,0 +1,159 @@
+"""Invariant 10: ties hold. One parameter in modules of several groups trains as in the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import RaggedDTensor, distribute_ragged, fully_shard, no_sync
+from fsdp_compose.state import _get_fsdp_handles
+from tests.harness import distributed
+from tests.models import local_part
+from tests.test_features import Layer, Twins, plain_sgd
+
+VOCABULARY, DIM = 7, 5
+
+
+class TiedModel(nn.Module):
+    """Embedding and head share a weight; the head has a bias of its own, and a second layer shares the first's."""
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.embed = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleList(Layer(DIM) for _ in range(3))
+        self.head = nn.Linear(DIM, VOCABULARY)
+        self.head.weight = self.embed.weight
+        self.layers[2].linear.weight = self.layers[0].linear.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+def each_apart(model: TiedModel, **options: bool) -> None:
+    for module in (model.embed, *model.layers, model.head):
+        fully_shard(module, **options)
+    fully_shard(model, **options)
+
+
+def embedding_apart(model: TiedModel, **options: bool) -> None:
+    fully_shard(model.embed, **options)
+    fully_shard([model.layers[0], model.layers[1]], **options)
+    fully_shard(model, **options)
+
+
+def head_and_last_layer_apart(model: TiedModel, **options: bool) -> None:
+    fully_shard(model.layers[2], **options)
+    fully_shard(model.head, **options)
+    fully_shard(model, **options)
+
+
+WAYS: list[Callable[..., None]] = [each_apart, embedding_apart, head_and_last_layer_apart]
+
+
+def tokens(steps: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (12, 3), generator=generator) for _ in range(steps)]
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("shard", WAYS)
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@distributed(world_size=3)
+def test_tied_weights_across_groups_train_as_unsharded(shard, reshard_after_forward):
+    twins = Twins(TiedModel(), lambda model: shard(model, reshard_after_forward=reshard_after_forward))
+    model = twins.sharded
+    ids = [id(param) for param in model.parameters()]
+    assert model.head.weight is model.embed.weight and isinstance(model.head.weight, RaggedDTensor)
+    assert model.layers[2].linear.weight is model.layers[0].linear.weight
+    for batch in tokens(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(local_part(batch)), local_part(twins.reference(batch)))
+        with no_sync(model):
+            twins.backward(loss_of, batch)
+        twins.backward(loss_of, batch)
+        twins.step()
+    assert [id(param) for param in model.parameters()] == ids
+    assert model.head.weight is model.embed.weight
+    assert len({handle.shard.data_ptr() for handle in _get_fsdp_handles(model)}) == len(_get_fsdp_handles(model))
+    assert sum(len(handle.faces) for handle in _get_fsdp_handles(model)) == len(ids)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@distributed(world_size=2)
+def test_tied_weights_across_groups_with_checkpointing(use_reentrant):
+    twins = Twins(TiedModel(use_reentrant), each_apart)
+    for batch in tokens(2):
+        twins.backward(loss_of, batch)
+        twins.step()
+
+
+@distributed(world_size=2)
+def test_tied_weights_keep_hooks_values_loaded_before_and_copies():
+    twins = Twins(TiedModel(), each_apart, make_optimizer=plain_sgd)
+    fired: list[str] = []
+    twins.sharded.embed.weight.register_post_accumulate_grad_hook(lambda param: fired.append("embed"))
+    twins.sharded.head.bias.register_post_accumulate_grad_hook(lambda param: fired.append("bias"))
+    state = {name: torch.randn(tensor.shape) for name, tensor in twins.reference.state_dict().items()}
+    state["head.weight"], state["layers.2.linear.weight"] = state["embed.weight"], state["layers.0.linear.weight"]
+    twins.reference.load_state_dict(state)
+    with torch.no_grad():
+        for name, param in twins.sharded.named_parameters():
+            param.copy_(distribute_ragged(state[name], param.device_mesh, param.placements))
+    before = copy.deepcopy(twins.sharded)
+    for batch in tokens(2):
+        twins.backward(loss_of, batch)
+        assert sorted(fired) == ["bias", "embed"]
+        fired.clear()
+        twins.step()
+    after = copy.deepcopy(twins.sharded)
+    assert after.head.weight is after.embed.weight
+    batch = local_part(tokens()[0])
+    torch.testing.assert_close(after(batch), twins.sharded(batch))
+    twins.reference.load_state_dict(state)
+    torch.testing.assert_close(before(batch), twins.reference(batch))
+
+
+@distributed(world_size=2)
+def test_tied_module_run_by_itself_raises_and_the_model_goes_on():
+    twins = Twins(TiedModel(), each_apart)
+    batch = tokens()[0]
+    with pytest.raises(ValueError, match=r"head\.weight|weight: tied weights|weight.*common parent"):
+        twins.sharded.head(torch.ones(2, DIM))
+    twins.backward(loss_of, batch)
+    twins.step()
+    with pytest.raises(Exception, match="DTensor|Tensor"):
+        twins.sharded.head(torch.ones(2, DIM))
+    twins.backward(loss_of, batch)
+    twins.step()
+
+
+@distributed(world_size=2)
+def test_meta_device_with_ties():
+    with torch.device("meta"):
+        model = TiedModel()
+    each_apart(model)
+    model.to_empty(device="cpu")
+    assert model.head.weight is model.embed.weight
+    torch.manual_seed(0)
+    reference = TiedModel()
+    with torch.no_grad():
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert isinstance(param, RaggedDTensor), name
+            param.copy_(distribute_ragged(expected.detach(), param.device_mesh, param.placements))
+    batch = tokens()[0]
+    torch.testing.assert_close(model(batch), reference(batch))
