@@ -199,11 +199,11 @@ class RaggedDTensor(DTensor):
         if twin is None:
             local = self._local_tensor.detach().clone()
             twin = torch.nn.Parameter(RaggedDTensor(local, self._spec), requires_grad=self.requires_grad)
-            set_local_tensor(twin, local)  # type: ignore[arg-type]
+            set_local_tensor(twin, local)
             memo[id(self)] = twin
             for key, value in self.__dict__.items():
                 twin.__dict__.setdefault(key, copy.deepcopy(value, memo))
-        return twin  # type: ignore[no-any-return]
+        return twin
 
     # ---- torch.compile
 

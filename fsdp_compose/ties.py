@@ -57,7 +57,8 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
     for param, at in places.items():
         for module in at:
             inside.setdefault(module, []).append(param)
-    moves, seen = [], set()
+    moves: list[Move] = []
+    seen: set[nn.Parameter] = set()
     for param, at in places.items():
         if param in seen or (len(at) == 1 and _group_of(param) is group_around[next(iter(at))]):
             continue
@@ -102,7 +103,7 @@ def _names_of_ties(
     places: dict[nn.Parameter, dict[nn.Module, str]],
     states: Sequence[_FSDPState],
 ) -> str:
-    found = []
+    found: list[str] = []
     for face in together:
         is_elsewhere = _group_of(face) not in states
         if is_elsewhere or len(places[face]) > 1:
