@@ -12,6 +12,7 @@ from .controls import (
     unshard,
 )
 from .fully_shard import fully_shard
+from .optim import declare_elementwise, flat_parameters
 from .placement import RaggedShard
 from .policy import MixedPrecisionPolicy
 from .ragged import RaggedDTensor, distribute_ragged
@@ -24,7 +25,9 @@ __all__ = [
     "RaggedShard",
     "UnshardHandle",
     "clip_grad_norm_",
+    "declare_elementwise",
     "distribute_ragged",
+    "flat_parameters",
     "fully_shard",
     "no_sync",
     "reshard",

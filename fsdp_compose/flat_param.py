@@ -17,9 +17,10 @@ step between forward and backward is seen as a change of ``shard._version``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .grad_hooks import GradientHooks
 from .layout import FlatLayout, Granule, ParamSpec, plan_layout
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
+from .segments import FlatSegment
 from .wire import wire
 
 SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
@@ -61,6 +63,7 @@ class FlatParamHandle:
         faces: the sharded faces, by parameter; the same objects for ever.
         unsharded_params: the unsharded faces, by parameter; usable while ``is_unsharded``.
         gradient: the flat gradient.
+        segments: the parameters that ``flat_parameters()`` has made over the shard.
         is_unsharded: the unsharded storage exists (its all-gather may still be in flight).
         is_resident: there is nothing to gather, the unsharded parameters always exist.
         is_pinned: must not be resharded: resident, or its module's outputs cannot be hooked.
@@ -68,12 +71,12 @@ class FlatParamHandle:
     """
 
     __slots__ = (
-        "__weakref__", "_face_memory", "_mp_policy", "_no_grads", "_requires_grad", "accumulated_grad",
-        "all_gather_work", "all_used", "awaits_publication", "cast_shard", "faces", "fqns", "gather_wires", "gradient",
-        "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable", "is_unsharded",
-        "is_used", "layout", "mesh", "none_used", "param_dtype", "prefix", "reduce_dtype", "reduce_input",
-        "reduce_output", "reduce_plan", "reduce_work", "runs", "shard", "storage", "storage_nbytes", "unsharded_base",
-        "unsharded_params", "unsharded_version", "used_range",
+        "__weakref__", "_face_locals", "_face_memory", "_mp_policy", "_no_grads", "_requires_grad",
+        "accumulated_grad", "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces",
+        "fqns", "gather_wires", "gradient", "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added",
+        "is_resident", "is_trainable", "is_unsharded", "is_used", "layout", "mesh", "none_used", "param_dtype",
+        "prefix", "reduce_dtype", "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "segments",
+        "shard", "storage", "storage_nbytes", "unsharded_base", "unsharded_params", "unsharded_version", "used_range",
     )  # fmt: skip
 
     def __init__(
@@ -118,6 +121,9 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             for original, local, spec in zip(originals, self._views_of(shard), specs, strict=True):
                 self.faces.append(make_face(local, original, spec))
+        self.segments: list[FlatSegment] = []
+        self.face_ids = frozenset(map(id, self.faces))
+        _register(self, self.face_ids, face_owners)
         self.hooks = GradientHooks(self.faces)
         for i, original in enumerate(originals):
             self.hooks.move_over(i, original)
@@ -129,7 +135,7 @@ class FlatParamHandle:
         """Make ``shard``, of which the faces are views already, this handle's shard; build the unsharded side."""
         rank, numel = self.mesh.shard_rank, self.layout.shard_numel
         self.shard = shard
-        self.gradient = ShardedGradient(self.faces, self.runs, shard, self.hooks)
+        self.gradient = ShardedGradient(self.faces, self.runs, shard, self.hooks, self.segments)
         self.param_dtype = self._mp_policy.compute_dtype(shard.dtype)
         self.reduce_dtype = self._mp_policy.reduction_dtype(shard.dtype)
         self.is_meta = shard.device.type == "meta"
@@ -153,6 +159,7 @@ class FlatParamHandle:
             copy_attributes(face, unsharded)
         self.unsharded_version = self.unsharded_base._version
         self._face_memory = face_memory(self.faces)
+        self._face_locals = [*map(face_local, self.faces)]
         self._requires_grad: list[bool] = [False] * len(self.faces)
         self.is_trainable = False
         self.follow_requires_grad()
@@ -207,6 +214,7 @@ class FlatParamHandle:
                 f"the sharded parameter {first} was moved to {device}, but its mesh is on "
                 f"{self.mesh.device}; move it back before the next forward"
             )
+        self.gradient.detach_segments()
         with torch.inference_mode(False), torch.no_grad():
             shard = torch.zeros(self.layout.shard_numel, dtype=locals_[0].dtype, device=device)
             views = self._views_of(shard)
@@ -214,6 +222,8 @@ class FlatParamHandle:
                 view.copy_(local)
                 rebind_face(face, view)
                 copy_attributes(unsharded, face)  # module.to() loses them
+            for segment in self.segments:
+                segment.rebind(shard)
         was_unsharded = self.is_unsharded
         self._adopt(shard)
         if was_unsharded and not self.is_resident and not self.is_meta:
@@ -224,10 +234,66 @@ class FlatParamHandle:
         """Give the unsharded parameters the ``requires_grad`` that the faces have now."""
         flags = [*map(_requires_grad, self.faces)]
         if flags != self._requires_grad:
+            self._check_segments_agree(flags)
             for unsharded, flag in zip(self.unsharded_params, flags, strict=True):
                 unsharded.requires_grad_(flag)
             self._requires_grad = flags
             self.is_trainable = any(flags)
+
+    def _check_segments_agree(self, flags: list[bool]) -> None:
+        for segment in self.segments:
+            those = {flag: self.fqns[i] for i, flag in zip(segment.faces, flags[segment.faces.start :], strict=False)}
+            if len(those) > 1:
+                raise ValueError(
+                    f"requires_grad of {self.prefix}{those[False]} is now False and that of {self.prefix}{those[True]} "
+                    "is True, but flat_parameters() has put both into one flat parameter, which an optimizer moves as "
+                    "a whole: freeze parameters before flat_parameters(), or make two selections of them (where=...)"
+                )
+
+    # ---- flat parameters
+
+    def segment_over(self, faces: range, is_local: bool) -> FlatSegment | None:
+        """The segment over exactly these faces, if there is one.
+
+        Raises:
+            ValueError: there is one that has some of them, or one of the other kind.
+        """
+        for segment in self.segments:
+            shared = sorted({*segment.faces} & {*faces})
+            if shared and (segment.faces != faces or segment.is_local != is_local):
+                what = "with other neighbours" if segment.faces != faces else f"with local={segment.is_local}"
+                raise ValueError(
+                    f"flat_parameters(): the parameter {self.prefix}{self.fqns[shared[0]]} is already in a flat "
+                    f"parameter that an earlier call has made, {what}. A parameter is in one flat parameter: let the "
+                    "selections (where=...) of your parameter groups exclude each other, and repeat them unchanged"
+                )
+            if shared:
+                return segment
+        return None
+
+    def add_segment(self, faces: range, is_local: bool) -> FlatSegment:
+        """A new segment, over faces of which none is in another one."""
+        mesh = self.mesh
+        segment = FlatSegment(self.layout, mesh.mesh, mesh.shard_rank, faces, is_local, self.shard)
+        self.segments.append(segment)
+        self.gradient.attach(segment)
+        _register(self, (id(segment.parameter),), segment_owners)
+        return segment
+
+    def check_segments(self) -> None:
+        """Raise RuntimeError if a step of the flat parameters would be lost: somebody has given the faces, or the flat
+        parameters themselves, other memory."""
+        if not all(map(is_, map(face_local, self.faces), self._face_locals)):
+            raise RuntimeError(
+                f"the parameters of the fully_shard group with {self.prefix}{self.fqns[0]} were moved, converted or "
+                "assigned to since the last forward, and flat parameters follow at the next one: run a forward before "
+                "the optimizer's step"
+            )
+        if not all(segment.is_at(self.shard) for segment in self.segments):
+            raise RuntimeError(
+                f".data of a flat parameter over {self.prefix}{self.fqns[0]} and its neighbours was assigned to, so "
+                "that it is no part of the model any more: copy_() into it instead"
+            )
 
     def drop_iteration(self, is_tainted: bool) -> bool:
         """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too.
@@ -282,6 +348,23 @@ class FlatParamHandle:
             f"FlatParamHandle({len(self.fqns)} parameters, {self.layout.shard_numel} elements of {self.shard.dtype} "
             f"on each of {self.layout.world_size} ranks)"
         )
+
+
+def _register(handle: FlatParamHandle, ids: Iterable[int], owners: dict[int, weakref.ref[FlatParamHandle]]) -> None:
+    """Remember ``handle`` as the owner of objects with these ids, for as long as it lives (they live longer)."""
+    owners.update(dict.fromkeys(ids, weakref.ref(handle)))
+    weakref.finalize(handle, _forget, ids, owners).atexit = False
+
+
+def _forget(ids: Iterable[int], owners: dict[int, weakref.ref[FlatParamHandle]]) -> None:
+    for key in ids:
+        owners.pop(key, None)
+
+
+# By the id of a sharded parameter, and by that of a flat parameter, the handle that it belongs to. Plain dicts with
+# plain look-ups: optimizers and clipping ask for thousands.
+face_owners: dict[int, weakref.ref[FlatParamHandle]] = {}
+segment_owners: dict[int, weakref.ref[FlatParamHandle]] = {}
 
 
 def _plan(
