@@ -39,7 +39,8 @@ def clip_grad_norm_(
         parameters: sharded parameters, what ``flat_parameters()`` returns (also with ``local=True``), other DTensors,
             and plain tensors, which count as they are on this rank.
         max_norm: of the gradients after clipping.
-        norm_type: order of the norm, ``inf`` for the largest magnitude.
+        norm_type: order of the norm over all elements: ``inf`` for the largest magnitude, 0 for how many are not zero
+            (of which torch's function makes the number of parameters).
         error_if_nonfinite: raise, on every rank, if the norm is NaN or infinite; gradients are unchanged.
 
     Returns:
@@ -97,18 +98,25 @@ class _Gradients:
         ids = [*map(id, params)]
         once = {*ids}
         done: set[int] = set()
-        for key, param in zip(ids, params, strict=True):
+        i = 0
+        while i < len(ids):
+            key = ids[i]
+            i += 1
             if key in done:
                 continue
             owner = face_owners.get(key)
             handle = owner() if owner is not None else None
             if handle is not None and handle not in self._followed:
                 self._follow(handle)
-                if len(once) == len(ids) and handle.face_ids <= once and handle.gradient.is_untouched():
+                if len(once) == len(ids) and once.issuperset(handle.face_ids) and handle.gradient.is_untouched():
                     self._add_whole(handle)
-                    done |= handle.face_ids
+                    following = i - 1 + len(handle.face_ids)
+                    if ids[i - 1 : following] == handle.face_ids:  # in our order: nothing to remember
+                        i = following
+                    else:
+                        done.update(handle.face_ids)
                     continue
-            self._add(param)
+            self._add(params[i - 1])
 
     def scale_(self, scale: torch.Tensor) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

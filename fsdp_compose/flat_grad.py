@@ -85,7 +85,7 @@ class ShardedGradient:
 
     def _prepare_to_add(self) -> Arrival:
         grads, buffer = [face.grad for face in self._faces], self.buffer
-        is_ours = buffer.views and not self._want_gradients()
+        is_ours = buffer.views and buffer.is_in_place() and not self._want_gradients()
         if is_ours and all(grad is None or grad is view for grad, view in zip(grads, buffer.views, strict=True)):
             for i, grad in enumerate(grads):
                 if grad is None and self._is_published[i]:  # dropped by the user since: starts from zero again

@@ -122,7 +122,7 @@ class FlatParamHandle:
             for original, local, spec in zip(originals, self._views_of(shard), specs, strict=True):
                 self.faces.append(make_face(local, original, spec))
         self.segments: list[FlatSegment] = []
-        self.face_ids = frozenset(map(id, self.faces))
+        self.face_ids = [*map(id, self.faces)]
         _register(self, self.face_ids, face_owners)
         self.hooks = GradientHooks(self.faces)
         for i, original in enumerate(originals):
