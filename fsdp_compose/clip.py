@@ -96,27 +96,36 @@ class _Gradients:
         self._followed: set[FlatParamHandle] = set()
         self._order = order
         ids = [*map(id, params)]
-        once = {*ids}
+        self._ids: set[int] | None = None
         done: set[int] = set()
         i = 0
         while i < len(ids):
-            key = ids[i]
+            start, owner = i, face_owners.get(ids[i])
             i += 1
-            if key in done:
-                continue
-            owner = face_owners.get(key)
             handle = owner() if owner is not None else None
-            if handle is not None and handle not in self._followed:
-                self._follow(handle)
-                if len(once) == len(ids) and once.issuperset(handle.face_ids) and handle.gradient.is_untouched():
-                    self._add_whole(handle)
-                    following = i - 1 + len(handle.face_ids)
-                    if ids[i - 1 : following] == handle.face_ids:  # in our order: nothing to remember
-                        i = following
-                    else:
-                        done.update(handle.face_ids)
-                    continue
-            self._add(params[i - 1])
+            if ids[start] in done:
+                continue
+            if handle is None or handle in self._followed or not self._may_add_whole(handle):
+                self._add(params[start])
+                continue
+            following = start + len(handle.face_ids)
+            if ids[start:following] == handle.face_ids:  # in our order: nothing to remember
+                self._add_whole(handle)
+                i = following
+            elif self._are_given_once(handle.face_ids, ids):
+                self._add_whole(handle)
+                done.update(handle.face_ids)
+            else:
+                self._add(params[start])
+
+    def _may_add_whole(self, handle: FlatParamHandle) -> bool:
+        self._follow(handle)
+        return handle.gradient.is_untouched()
+
+    def _are_given_once(self, face_ids: list[int], ids: list[int]) -> bool:
+        if self._ids is None:
+            self._ids = {*ids}
+        return len(self._ids) == len(ids) and self._ids.issuperset(face_ids)
 
     def scale_(self, scale: torch.Tensor) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
