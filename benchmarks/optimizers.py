@@ -1,9 +1,9 @@
 """What optimizer steps and gradient clipping cost the host: many small parameters, plain, FSDP2's (stock DTensors),
 fsdp_compose's, and its flat parameters.
 
-All in one process, in random order, each directly after an untimed run of its own, medians; a step is ``step()`` and
-``zero_grad()``. The parameters are so small that nothing but the way to the kernels is measured. Ratios are to FSDP2's,
-in the same run.
+All in one process, in random order: of each the best of three runs, directly after an untimed one (short actions suffer
+most from other processes), and of these the median over the repeats. A step is ``step()`` and ``zero_grad()``. The
+parameters are so small that nothing but the way to the kernels is measured. Ratios are to FSDP2's, in the same run.
 
     python benchmarks/optimizers.py
 """
@@ -103,13 +103,14 @@ def median_ms(actions: dict[tuple[str, str], Callable[[], object]], repeats: int
         gc.collect()
         gc.disable()
         for key, action in order:
-            for _ in range(2):  # once untimed: now the caches hold this action's code and data
+            elapsed = []
+            for _ in range(4):
                 if isinstance(action, Step):
                     action.prepare()
                 start = process_time_ns()
                 action()
-                elapsed = process_time_ns() - start
-            times[key].append(elapsed)
+                elapsed.append(process_time_ns() - start)
+            times[key].append(min(elapsed[1:]))
         gc.enable()
     return {key: median(runs) / 1e6 for key, runs in times.items()}
 

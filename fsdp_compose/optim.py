@@ -53,7 +53,9 @@ def flat_parameters(
 
     For optimizers that treat every element alike: those of ``torch.optim`` that do are SGD, Adam, AdamW, Adamax, NAdam,
     RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop, and subclasses of them. Others raise at their first step, unless
-    declared by ``declare_elementwise``. Their ``state_dict()`` fits models of the same groups on as many ranks.
+    declared by ``declare_elementwise``. (torch 2.13 has no rules for Rprop, and for SGD and Adagrad with
+    ``fused=True``, on stock DTensors: these raise unless ``local``.) An optimizer's ``state_dict()`` fits models of the
+    same groups on as many ranks.
 
     Gradients: ``.grad`` of flat and of sharded parameters are views of the same memory, which the reduce-scatter has
     written. ``zero_grad()`` of the optimizer or of the model drops both, at the latest when the next forward or
