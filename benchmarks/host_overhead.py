@@ -47,7 +47,7 @@ from models import TinyBlocks, num_groups
 from systems import SYSTEMS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compose import exchange, flat_grad, state, watch
+from fsdp_compose import exchange, grad_buffer, state, watch
 
 BASELINE, REFERENCE, OURS = "plain", "FSDP2", "fsdp_compose"
 PRECISIONS = {"fp32": False, "bf16/fp32": True}  # parameter/reduction dtype; whether that is mixed precision
@@ -64,7 +64,7 @@ ABLATIONS: dict[str, Callable[[], None]] = {
     "backward that entered past the outputs": lambda: _replace(state._FSDPState, "refuse_unseen_backward", None),
     "step between forward and backward": lambda: _replace(state._FSDPState, "check_versions", None),
     "parameter edited or replaced inside forward": lambda: _replace(watch.Watch, "was_forward_quiet", True),
-    "gradient that the user holds": lambda: _replace(flat_grad.ShardedGradient, "_is_held_elsewhere", False),
+    "gradient that the user holds": lambda: _replace(grad_buffer.GradientBuffer, "_is_held_elsewhere", False),
     "control exchange (its bytes only: there are no ranks to talk to)": lambda: (
         _replace(exchange.ControlExchange, "start", None),
         _replace(exchange.ControlExchange, "wait", True),

@@ -48,12 +48,19 @@ def ours(base: nn.Module, mixed_precision: bool = False) -> Trained:
     return _fully_shard_each_block(base, fsdp_compose, mixed_precision)
 
 
+def ours_flat(base: nn.Module, mixed_precision: bool = False) -> Trained:
+    """fsdp_compose's fully_shard, with an optimizer over flat parameters."""
+    model, _ = ours(base, mixed_precision)
+    return model, _optimizer(fsdp_compose.flat_parameters(model))
+
+
 SYSTEMS: dict[str, System] = {
     "plain": plain,
     "FSDP1": fsdp1,
     "FSDP1 flat": fsdp1_flat,
     "FSDP2": fsdp2,
     "fsdp_compose": ours,
+    "fsdp_compose flat": ours_flat,
 }
 
 
@@ -90,5 +97,8 @@ def _mesh_over_all_ranks() -> DeviceMesh:
 
 
 def _with_optimizer(model: nn.Module) -> Trained:
-    parameters: Iterable[nn.Parameter] = model.parameters()
-    return model, torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+    return model, _optimizer(model.parameters())
+
+
+def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)

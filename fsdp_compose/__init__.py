@@ -14,6 +14,7 @@ from .controls import (
 )
 from .forward_methods import register_forward_method
 from .fully_shard import fully_shard
+from .optim import declare_elementwise, flat_parameters
 from .placement import RaggedShard
 from .policy import MixedPrecisionPolicy
 from .ragged import RaggedDTensor, distribute_ragged
@@ -29,7 +30,9 @@ __all__ = [
     "UnshardHandle",
     "check",
     "clip_grad_norm_",
+    "declare_elementwise",
     "distribute_ragged",
+    "flat_parameters",
     "fully_shard",
     "no_sync",
     "register_forward_method",

@@ -44,8 +44,10 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
+    "gradient_hooks",
     "group_timeout",
     "hook_gradient",
+    "post_accumulate_hooks",
     "queue_end_of_backward",
     "share_versions",
     "skip_frame",
@@ -84,6 +86,16 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) ->
 
 # Keys that no ``RemovableHandle`` uses: those count upwards from 0.
 _hook_ids = count(-1, -1)
+
+
+def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
+    """The hooks that ``register_hook`` has put on a leaf."""
+    return [*(tensor._backward_hooks or {}).values()]
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
+    """The hooks that ``register_post_accumulate_grad_hook`` has put on a leaf."""
+    return [*(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -8,14 +8,17 @@ knows the gradient yet. And because it stands in ``.grad``, ``zero_grad()`` is n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from ._torch import foreach_add_
-from .ragged import RaggedDTensor, RaggedSpec
+from ._torch import DTensorSpec, TensorMeta, dtensor_spec, foreach_add_
+from .ragged import RaggedDTensor
+from .ragged_spec import RaggedSpec
 
 
 class UnreducedGradient(RaggedDTensor):
@@ -30,12 +33,16 @@ class UnreducedGradient(RaggedDTensor):
     _zero: Callable[[], None]
 
     @staticmethod
-    def of(face: nn.Parameter, name: str, zero: Callable[[], None]) -> UnreducedGradient:
+    def of(parameter: nn.Parameter, mesh: DeviceMesh, name: str, zero: Callable[[], None]) -> UnreducedGradient:
         """``zero``: called when the user zeroes it in place."""
-        spec: RaggedSpec = face._spec  # type: ignore[attr-defined]
-        nothing = torch.empty(0, dtype=face.dtype, device=face.device)
-        gradient: UnreducedGradient = UnreducedGradient(nothing, spec)
-        gradient.hidden, gradient._name, gradient._zero = face.grad, name, zero
+        if isinstance(parameter, DTensor):
+            spec = dtensor_spec(parameter)
+        else:
+            meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
+            spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
+        nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        gradient: UnreducedGradient = UnreducedGradient(nothing, cast(RaggedSpec, spec))
+        gradient.hidden, gradient._name, gradient._zero = parameter.grad, name, zero
         return gradient
 
     @classmethod
@@ -88,17 +95,16 @@ def _flatten(items: Sequence[Any]) -> list[Any]:
     return [leaf for item in items for leaf in (_flatten(item) if isinstance(item, (list, tuple)) else [item])]
 
 
-# Accumulations that wait for a reduction; while there is one, optimizers are looked at before they step.
+# Accumulations that wait for a reduction; while there is one, gradients are looked at before they are used.
 waiting: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
 
-def refuse_unreduced(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a gradient that ``optimizer`` is about to read was not reduced: before it changes anything (weight decay
-    comes before the gradient is read)."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param.grad, UnreducedGradient):
-                param.grad.refuse(f"{type(optimizer).__name__}.step()")
+def refuse_unreduced(what: str, params: Iterable[torch.Tensor]) -> None:
+    """Raise if the gradient of a parameter was not reduced: before ``what`` changes anything (optimizers decay weights
+    before they read the gradient)."""
+    for param in params:
+        if isinstance(param.grad, UnreducedGradient):
+            param.grad.refuse(what)
 
 
 class Accumulation:
@@ -110,9 +116,10 @@ class Accumulation:
         faces: the sharded parameters.
         names: their FQNs.
         is_used: which of them have contributed, on any rank; a parameter that is dropped is cleared there.
+        mesh: the ranks.
     """
 
-    __slots__ = ("__weakref__", "_faces", "_names", "_shown", "_views", "flat", "is_used")
+    __slots__ = ("__weakref__", "_mesh", "_names", "_places", "_views", "flat", "is_used")
 
     def __init__(
         self,
@@ -121,12 +128,17 @@ class Accumulation:
         faces: Sequence[nn.Parameter],
         names: Sequence[str],
         is_used: bytearray | memoryview,
+        mesh: DeviceMesh,
     ) -> None:
-        self.flat = flat
-        self._views, self._faces, self._names = views, faces, names
+        self.flat, self._mesh = flat, mesh
+        self._views, self._names = views, names
         self.is_used = is_used
-        self._shown: list[UnreducedGradient | None] = [None] * len(faces)
+        self._places = [_Place(face, range(i, i + 1)) for i, face in enumerate(faces)]
         waiting.add(self)
+
+    def shows_at(self, parameter: nn.Parameter, faces: range) -> None:
+        """``parameter`` stands for several of the faces, too: its gradient is theirs."""
+        self._places.append(_Place(parameter, faces))
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients that one backward has left on the unsharded parameters."""
@@ -135,43 +147,58 @@ class Accumulation:
             foreach_add_([view for view, _ in present], [grad for _, grad in present])
 
     def show(self) -> None:
-        """Let the faces of all parameters that have contributed, on any rank, say so."""
+        """Let every parameter that has contributed, on any rank, say so."""
         reference = weakref.ref(self)
-        for i, face in enumerate(self._faces):
-            if self.is_used[i] and self._shown[i] is None:
-                self._shown[i] = face.grad = UnreducedGradient.of(face, self._names[i], _zero_of(reference, i))
+        for place in self._places:
+            if place.shown is None and any(self.is_used[i] for i in place.faces):
+                name, zero = self._names[place.faces[0]], _zero_of(reference, place)
+                place.shown = UnreducedGradient.of(place.parameter, self._mesh, name, zero)
+                place.parameter.grad = place.shown
 
     def settle(self) -> bool:
-        """Put back what the faces showed before, and forget the parameters whose gradients the user has dropped.
+        """Put back what was shown before, and forget the parameters whose gradients the user has dropped.
 
         Returns:
             Whether anything is left.
         """
-        for i, (face, shown) in enumerate(zip(self._faces, self._shown, strict=True)):
-            if shown is None:
-                continue
-            if face.grad is shown:
-                face.grad = shown.hidden
-            else:
-                self._views[i].zero_()
-                self.is_used[i] = 0
-            shown.hidden = self._shown[i] = None
+        places = [place for place in self._places if place.shown is not None]
+        dropped = {i for place in places if place.parameter.grad is not place.shown for i in place.faces}
+        for place in places:
+            shown = place.shown
+            assert shown is not None
+            if place.parameter.grad is shown:
+                place.parameter.grad = None if dropped.issuperset(place.faces) else shown.hidden
+            shown.hidden = place.shown = None
+        for i in dropped:
+            self._views[i].zero_()
+            self.is_used[i] = 0
         return any(self.is_used)
 
-    def zero(self, index: int) -> None:
+    def zero(self, place: _Place) -> None:
         """The user has zeroed a gradient in place."""
-        self._views[index].zero_()
-        shown = self._shown[index]
-        if shown is not None and shown.hidden is not None:
-            shown.hidden.zero_()
+        for i in place.faces:
+            self._views[i].zero_()
+        if place.shown is not None and place.shown.hidden is not None:
+            place.shown.hidden.zero_()
 
 
-def _zero_of(reference: weakref.ref[Accumulation], index: int) -> Callable[[], None]:
+class _Place:
+    """A parameter that shows the gradient of one face, or of several neighbours."""
+
+    __slots__ = ("__weakref__", "faces", "parameter", "shown")
+
+    def __init__(self, parameter: nn.Parameter, faces: range) -> None:
+        self.parameter, self.faces = parameter, faces
+        self.shown: UnreducedGradient | None = None
+
+
+def _zero_of(reference: weakref.ref[Accumulation], place: _Place) -> Callable[[], None]:
     """Refers weakly: the parameters hold their gradients, and must be freed without the garbage collector."""
+    first = weakref.ref(place)
 
     def zero() -> None:
-        accumulation = reference()
-        if accumulation is not None:
-            accumulation.zero(index)
+        accumulation, present = reference(), first()
+        if accumulation is not None and present is not None:
+            accumulation.zero(present)
 
     return zero

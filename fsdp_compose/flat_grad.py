@@ -1,23 +1,29 @@
-"""The gradient of one shard: one flat buffer, of which the faces' ``.grad`` are views.
+"""The gradient of one shard: when the flat gradient is written, and when the user sees it.
 
-Owned by its ``FlatParamHandle``; written by ``collectives``; shown to the user by ``publish`` at the end of backward.
-The views are built once and recycled, unless the user still holds one: a gradient that somebody kept is never written
-again (a new buffer is made instead). ``zero_grad()`` is noticed by looking, and frees the memory at the next forward.
+Owned by its ``FlatParamHandle``; written by ``collectives``; shown by ``publish`` at the end of backward, as views that
+``GradientBuffer`` keeps. A gradient that somebody kept is never written again. ``zero_grad()`` is noticed by looking,
+and frees the memory at the next forward.
+
+Note [One owner]. Where an optimizer has flat parameters (``segments``), their ``.grad`` and those of the faces are
+views of the same memory. Dropping one side drops the other, and tensors that the user has put in the place of views are
+copied into the flat gradient: when a forward begins, before a backward adds, and before the optimizer's step
+(``follow_user``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from operator import attrgetter
-from sys import getrefcount
+from operator import attrgetter, is_
 
 import torch
 import torch.nn as nn
 
-from ._torch import storage_use_count
+from ._torch import gradient_hooks, post_accumulate_hooks, set_local_tensor
 from .faces import face_local, make_gradient
+from .grad_buffer import GradientBuffer, Run
 from .grad_hooks import GradientHooks
+from .segments import FlatSegment
 
 _grad = attrgetter("grad")
 
@@ -38,31 +44,25 @@ class ShardedGradient:
         runs: for each face, (start, stop, shape) of its run inside the shard, in elements.
         shard: the shard, whose length, dtype and device the gradient has.
         hooks: the gradient hooks of the faces, which ``publish`` calls.
+        segments: the flat parameters over the shard; the list is the handle's own.
     """
 
-    __slots__ = (
-        "_arrival", "_device", "_dtype", "_faces", "_flat", "_hooks", "_is_allocated", "_is_dropped", "_is_published",
-        "_nbytes", "_numel", "_references", "_runs", "_storage", "_target", "_views",
-    )  # fmt: skip
+    __slots__ = ("_arrival", "_faces", "_hooks", "_is_dropped", "_is_published", "_segments", "_target", "buffer")
 
     def __init__(
         self,
         faces: Sequence[nn.Parameter],
-        runs: Sequence[tuple[int, int, tuple[int, ...]]],
+        runs: Sequence[Run],
         shard: torch.Tensor,
         hooks: GradientHooks,
+        segments: list[FlatSegment],
     ) -> None:
         self._faces = faces
-        self._runs = runs
         self._hooks = hooks
-        self._numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
-        self._nbytes = shard.numel() * shard.element_size()
-        self._flat: torch.Tensor | None = None
-        self._is_allocated = False
+        self._segments = segments
+        self.buffer = GradientBuffer(faces, runs, shard, segments)
         self._is_dropped = False  # no face had a gradient when the present forward began
-        self._views: list[torch.Tensor] = []
         self._is_published = bytes(len(faces))
-        self._references = (0, 0)
         self._arrival = Arrival.FRESH
         self._target: torch.Tensor | None = None
 
@@ -74,25 +74,29 @@ class ShardedGradient:
         if self._target is not None:
             return Arrival.ADDED
         if not self._is_dropped:  # else: publish() looks again
+            if self._segments:
+                self.follow_user()
             for grad in map(_grad, self._faces):
                 if grad is not None:
                     return self._prepare_to_add()
-        self._ensure_writable()
-        self._arrival, self._target = Arrival.FRESH, self._flat
+        self.buffer.ensure_writable()
+        self._arrival, self._target = Arrival.FRESH, self.buffer.flat
         return Arrival.FRESH
 
     def _prepare_to_add(self) -> Arrival:
-        grads = [face.grad for face in self._faces]
-        is_ours = self._views and not self._hooks.want_gradients
-        if is_ours and all(grad is None or grad is view for grad, view in zip(grads, self._views, strict=True)):
+        grads, buffer = [face.grad for face in self._faces], self.buffer
+        is_ours = buffer.views and buffer.is_in_place() and not self._want_gradients()
+        if is_ours and all(grad is None or grad is view for grad, view in zip(grads, buffer.views, strict=True)):
             for i, grad in enumerate(grads):
                 if grad is None and self._is_published[i]:  # dropped by the user since: starts from zero again
-                    self._run(self._flat, i).zero_()
+                    buffer.run_of(buffer.flat, i).zero_()
             self._is_published = bytes(grad is not None for grad in grads)
-            self._arrival, self._target = Arrival.ADDED, self._flat
+            self._arrival, self._target = Arrival.ADDED, buffer.flat
+            if self._segments:
+                buffer.zero_gaps()  # whoever scales a flat gradient by NaN makes its padding NaN
         else:
             self._arrival = Arrival.FOREIGN
-            self._target = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+            self._target = torch.empty(buffer.numel, dtype=buffer.dtype, device=buffer.device)
         return self._arrival
 
     @property
@@ -105,23 +109,26 @@ class ShardedGradient:
         """Show the reduced gradient: ``face.grad`` of every face for which ``is_used`` holds a 1; the others stay as
         they are, ``None`` when they had none. ``has_others``: faces may have gradients that are not ours."""
         self._is_dropped = False
-        if self._arrival is Arrival.FRESH:
+        buffer = self.buffer
+        if self._arrival is Arrival.FOREIGN and self._segments:
+            self._publish_separately(is_used)
+        elif self._arrival is Arrival.FRESH:
             if has_others:
                 self._add_others()
             if not self._hooks.is_empty:
                 self._publish_through_hooks(is_used)
             elif 0 not in is_used:
-                for face, view in zip(self._faces, self._views):
+                for face, view in zip(self._faces, buffer.views):
                     face.grad = view
             else:
-                for used, face, view in zip(is_used, self._faces, self._views, strict=True):
+                for used, face, view in zip(is_used, self._faces, buffer.views, strict=True):
                     if used:
                         face.grad = view
             self._is_published = is_used
         elif self._arrival is Arrival.FOREIGN:
             for i, face in enumerate(self._faces):
                 if is_used[i]:
-                    result = make_gradient(self._run(self._target, i), face)
+                    result = make_gradient(buffer.run_of(self._target, i), face)
                     self._hooks.replace(i, result)
                     if face.grad is None:
                         face.grad = result
@@ -130,41 +137,78 @@ class ShardedGradient:
                     self._hooks.accumulated(i)
         else:
             published = self._is_published
-            for i, (face, view) in enumerate(zip(self._faces, self._views, strict=True)):
+            for i, (face, view) in enumerate(zip(self._faces, buffer.views, strict=True)):
                 if is_used[i] and not published[i]:
                     face.grad = view
                 if is_used[i] and not self._hooks.is_empty:
                     self._hooks.accumulated(i)
             self._is_published = bytes(a | b for a, b in zip(published, is_used, strict=True))
+        if self._segments:
+            self._publish_segments(is_used)
         self._target = None
 
     def _publish_through_hooks(self, is_used: bytes) -> None:
-        for i, (face, view) in enumerate(zip(self._faces, self._views, strict=True)):
+        for i, (face, view) in enumerate(zip(self._faces, self.buffer.views, strict=True)):
             if is_used[i]:
                 self._hooks.replace(i, view)
                 face.grad = view
                 self._hooks.accumulated(i)
 
+    def _publish_separately(self, is_used: bytes) -> None:
+        """Add to the flat gradient what hooks want to see by itself."""
+        buffer, result = self.buffer, self._target
+        assert buffer.flat is not None and result is not None
+        used = [i for i in range(len(self._faces)) if is_used[i]]
+        with torch.no_grad():
+            for i in used:
+                self._hooks.replace(i, make_gradient(buffer.run_of(result, i), self._faces[i]))
+            for segment in self._segments:
+                if segment.is_among(is_used):
+                    _call_gradient_hooks(segment.parameter, segment.make_gradient(result))
+            buffer.flat.add_(result)
+        self._is_published = bytes(a | b for a, b in zip(self._is_published, is_used, strict=True))
+        for i in used:
+            self._faces[i].grad = buffer.views[i]
+            self._hooks.accumulated(i)
+
+    def _publish_segments(self, is_used: bytes) -> None:
+        """Show the gradient of the flat parameters of which somebody has used a part."""
+        for segment in self._segments:
+            if not segment.is_among(is_used):
+                continue
+            param, gradient = segment.parameter, segment.gradient
+            assert gradient is not None
+            if self._arrival is Arrival.FRESH:
+                with torch.no_grad():
+                    if param.grad is not None:  # terms of the loss on the flat parameter itself
+                        gradient.add_(param.grad)
+                    _call_gradient_hooks(param, gradient)
+            param.grad = gradient
+            with torch.no_grad():
+                for hook in post_accumulate_hooks(param):
+                    hook(param)
+
+    def _want_gradients(self) -> bool:
+        return self._hooks.want_gradients or any(gradient_hooks(item.parameter) for item in self._segments)
+
     # ---- between backwards
 
     def release_if_dropped(self, is_known_to_be: bool = False) -> None:
         """Free the memory when the user has dropped the gradient (``zero_grad()``), or is known to have."""
+        if self._segments:
+            is_known_to_be = not self.follow_user()
         self._is_dropped = is_known_to_be
-        if not self._is_allocated:
+        if not self.buffer.is_allocated:
             return
         if not is_known_to_be:
             for grad in map(_grad, self._faces):
                 if grad is not None:
                     return
-        if self._is_held_elsewhere():
-            self._forget()
-        else:
-            self._storage.resize_(0)
-            self._is_allocated = False
+        self.buffer.release()
 
     def _add_others(self) -> None:
         """Add what the same backward has put into ``face.grad`` by itself: terms of the loss on the faces."""
-        for face, view in zip(self._faces, self._views, strict=True):
+        for face, view in zip(self._faces, self.buffer.views, strict=True):
             if face.grad is not None:
                 view.add_(face.grad)
 
@@ -178,43 +222,141 @@ class ShardedGradient:
         for face in self._faces:
             had_gradient |= face.grad is not None
             face.grad = None
+        for segment in self._segments:
+            had_gradient |= segment.parameter.grad is not None
+            segment.parameter.grad = None
         self._is_published = bytes(len(self._faces))
         self._target = None
         return had_gradient
 
-    # ---- memory
+    # ---- together with flat parameters; Note [One owner]
 
-    def _ensure_writable(self) -> None:
-        if self._is_allocated and self._is_held_elsewhere():
-            self._forget()
-        if self._flat is None:
-            self._build()
-        elif not self._is_allocated:
-            self._storage.resize_(self._nbytes)
-            self._is_allocated = True
+    def attach(self, segment: FlatSegment) -> None:
+        """Give a new segment, the last of the list, the gradient that there may be already."""
+        self.buffer.attach(segment)
+        views = self.buffer.views
+        if views and any(self._faces[i].grad is views[i] for i in segment.faces):
+            segment.parameter.grad = segment.gradient
 
-    def _build(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-            self._views = [make_gradient(self._run(self._flat, i), face) for i, face in enumerate(self._faces)]
-        self._storage = self._flat.untyped_storage()
-        self._is_allocated = True
-        self._references = self._count_references()
+    def detach_segments(self) -> None:
+        """Before the shard is replaced. What flat parameters have dropped is dropped; what is left is the faces'."""
+        for segment in self._segments:
+            if segment.parameter.grad is None:
+                self._drop_views(segment)
+            segment.parameter.grad = segment.gradient = None
 
-    def _forget(self) -> None:
-        """Leave the buffer to whoever holds it."""
-        self._flat, self._views = None, []
-        del self._storage
-        self._is_allocated = False
+    def is_untouched(self) -> bool:
+        """Whether every gradient is our view in our memory, or ``None`` where none was published."""
+        buffer, published = self.buffer, self._is_published
+        shown: Sequence[torch.Tensor | None] = buffer.views if buffer.is_allocated else [None] * len(self._faces)
+        if 0 in published:
+            shown = [view if done else None for done, view in zip(published, shown, strict=True)]
+        if not all(map(is_, map(_grad, self._faces), shown)) or not buffer.is_in_place():
+            return False
+        for segment in self._segments:
+            is_shown = segment.is_among(published)
+            if segment.parameter.grad is not (segment.gradient if is_shown else None):
+                return False
+            if is_shown and not buffer.holds(segment):
+                return False
+        return True
 
-    def _is_held_elsewhere(self) -> bool:
-        return self._count_references() != self._references
+    @property
+    def flat(self) -> torch.Tensor | None:
+        """The flat gradient, if some face has a part of it; only while ``is_untouched``."""
+        return self.buffer.flat if 1 in self._is_published else None
 
-    def _count_references(self) -> tuple[int, int]:
-        locals_ = map(face_local, self._views)
-        return sum(map(getrefcount, self._views)) + sum(map(getrefcount, locals_)), storage_use_count(self._storage)
+    def published_locals(self, faces: range) -> list[torch.Tensor]:
+        """What this rank holds of the gradients of some faces; without those that have none."""
+        return [self.buffer.locals[i] for i in faces if self._is_published[i]]
 
-    def _run(self, flat: torch.Tensor | None, index: int) -> torch.Tensor:
-        assert flat is not None
-        start, stop, shape = self._runs[index]
-        return flat[start:stop].view(shape)
+    def zero_unpublished(self) -> None:
+        """Zero padding and the parts of faces without a gradient, after the flat gradient was scaled."""
+        buffer = self.buffer
+        buffer.zero_gaps()
+        if 0 in self._is_published:
+            for done, local in zip(self._is_published, buffer.locals, strict=True):
+                if not done:
+                    local.zero_()
+
+    def follow_user(self) -> bool:
+        """Make faces and flat parameters agree after what the user did to the gradients of either.
+
+        Returns:
+            Whether there is a gradient.
+
+        Raises:
+            RuntimeError: the user gave gradients of his own both to a flat parameter and to one of its faces.
+        """
+        has_gradient = False
+        for segment in self._segments:
+            param = segment.parameter
+            if param.grad is None:
+                self._drop_views(segment)
+            elif param.grad is segment.gradient and all(self._faces[i].grad is None for i in segment.faces):
+                param.grad = None
+            has_gradient |= param.grad is not None
+        if not has_gradient and all(grad is None for grad in map(_grad, self._faces)):
+            self._is_published = bytes(len(self._faces))
+            return False
+        if not self.is_untouched():
+            self._take_in()
+        return True
+
+    def _drop_views(self, segment: FlatSegment) -> None:
+        views = self.buffer.views
+        if views:
+            for i in segment.faces:
+                if self._faces[i].grad is views[i]:
+                    self._faces[i].grad = None
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        """Copy what the user has put in the place of our views into the flat gradient, and zero what he has dropped."""
+        buffer, faces = self.buffer, self._faces
+        replaced = [
+            (item, item.parameter.grad)
+            for item in self._segments
+            if item.parameter.grad is not None and not (item.parameter.grad is item.gradient and buffer.holds(item))
+        ]
+        is_ours = [face.grad is view for face, view in zip(faces, buffer.views)] or [False] * len(faces)
+        self._refuse_two_owners([item for item, _ in replaced], is_ours)
+        given_ours = [item for item in self._segments if item.parameter.grad is item.gradient is not None]
+        if not any(is_ours) and not given_ours:  # there is nothing in the flat gradient
+            buffer.ensure_writable()
+            assert buffer.flat is not None
+            buffer.flat.zero_()
+        for face, view, local in zip(faces, buffer.views, buffer.locals, strict=True):
+            if face.grad is None:
+                local.zero_()
+            elif face.grad is not view:
+                view.copy_(face.grad)
+                face.grad = view
+            elif face_local(view) is not local:  # its .data was assigned to
+                local.copy_(face_local(view))
+                set_local_tensor(view, local)  # type: ignore[arg-type]
+        for segment, given in replaced:
+            buffer.take_in(segment, given)
+            for i in segment.faces:
+                faces[i].grad = buffer.views[i]
+        self._is_published = bytes(face.grad is not None for face in faces)
+        for segment in self._segments:
+            segment.parameter.grad = segment.gradient if segment.is_among(self._is_published) else None
+
+    def _refuse_two_owners(self, replaced: Sequence[FlatSegment], is_ours: Sequence[bool]) -> None:
+        for segment in replaced:
+            for i in segment.faces:
+                if self._faces[i].grad is not None and not is_ours[i]:
+                    raise RuntimeError(
+                        "both a flat parameter and a sharded parameter that is a part of it (of shape "
+                        f"{tuple(self._faces[i].shape)}) were given a gradient by assignment: assign to .grad of one "
+                        "of them, or change gradients in place"
+                    )
+
+
+def _call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Call the hooks of ``register_hook``; what they return takes the gradient's place, in its memory."""
+    for hook in gradient_hooks(param):
+        result = hook(gradient)
+        if result is not None:
+            gradient.copy_(result)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from .layout import FlatLayout, Granule, ParamSpec, plan_layout
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
 from .ragged import hook_owners
+from .segments import FlatSegment
 from .wire import wire
 
 SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
@@ -74,6 +75,7 @@ class FlatParamHandle:
         faces: the sharded faces, by parameter; the same objects for ever.
         unsharded_params: the unsharded faces, by parameter; usable while ``is_unsharded``.
         gradient: the flat gradient.
+        segments: the parameters that ``flat_parameters()`` has made over the shard.
         is_unsharded: the unsharded storage exists (its all-gather may still be in flight).
         is_resident: there is nothing to gather, the unsharded parameters always exist.
         is_pinned: must not be resharded: resident, or its module's outputs cannot be hooked.
@@ -83,12 +85,12 @@ class FlatParamHandle:
     """
 
     __slots__ = (
-        "__weakref__", "_face_memory", "_index_of", "_mp_policy", "_no_grads", "_requires_grad", "accumulation",
-        "all_gather_work", "all_used", "awaits_publication", "cast_shard", "faces", "fqns", "gather_wires", "gradient",
-        "group", "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable",
-        "is_unsharded", "is_used", "layout", "mesh", "none_used", "param_dtype", "prefix", "reduce_dtype",
-        "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "shard", "storage", "storage_nbytes",
-        "summoned", "unsharded_base", "unsharded_params", "unsharded_version",
+        "__weakref__", "_face_locals", "_face_memory", "_index_of", "_mp_policy", "_no_grads", "_requires_grad",
+        "accumulation", "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces", "fqns",
+        "gather_wires", "gradient", "group", "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added",
+        "is_resident", "is_trainable", "is_unsharded", "is_used", "layout", "mesh", "none_used", "param_dtype",
+        "prefix", "reduce_dtype", "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "segments",
+        "shard", "storage", "storage_nbytes", "summoned", "unsharded_base", "unsharded_params", "unsharded_version",
     )  # fmt: skip
 
     def __init__(
@@ -165,7 +167,7 @@ class FlatParamHandle:
         self.is_unsharded = False
         self.is_kept = False  # left unsharded by a forward (not by a prefetch): stale at the next forward
         self.awaits_publication = False  # reduced in this backward, not yet shown to the user
-        self._index_of: dict[int, int] = {}  # by the id of a face
+        self.segments: list[FlatSegment] = []
         self.summoned: Any = None  # while full parameters stand in the place of the faces
         self.all_gather_work: dist.Work | None = None
         self.accumulation: Accumulation | None = None  # of backwards without gradient sync
@@ -197,7 +199,7 @@ class FlatParamHandle:
         """Make ``shard``, of which the faces are views already, this handle's shard; build the unsharded side."""
         rank, numel = self.mesh.shard_rank, self.layout.shard_numel
         self.shard = shard
-        self.gradient = ShardedGradient(self.faces, self.runs, shard, self.hooks)
+        self.gradient = ShardedGradient(self.faces, self.runs, shard, self.hooks, self.segments)
         self.param_dtype = self._mp_policy.compute_dtype(shard.dtype)
         self.reduce_dtype = self._mp_policy.reduction_dtype(shard.dtype)
         self.is_meta = shard.device.type == "meta"
@@ -221,6 +223,7 @@ class FlatParamHandle:
             copy_attributes(face, unsharded)
         self.unsharded_version = self.unsharded_base._version
         self._face_memory = face_memory(self.faces)
+        self._face_locals = [*map(face_local, self.faces)]
         self._requires_grad: list[bool] = [False] * len(self.faces)
         self.is_trainable = False
         self.follow_requires_grad()
@@ -231,17 +234,18 @@ class FlatParamHandle:
             self.storage.resize_(0)
 
     def _know_faces(self) -> None:
-        for i, face in enumerate(self.faces):
-            self.know_as(face, i)
+        self.face_ids = [*map(id, self.faces)]
+        self._index_of = {key: i for i, key in enumerate(self.face_ids)}
+        _register(self, self.face_ids, face_owners)
 
     def know_as(self, param: nn.Parameter, index: int) -> None:
         """Let ``handle_of(param)`` find this handle. By id: a weak reference to a face makes ``module.to()`` fail."""
         self._index_of[id(param)] = index
-        _handles[id(param)] = self
+        face_owners[id(param)] = weakref.ref(self)
 
     def forget(self, param: nn.Parameter) -> None:
         """``param`` no longer stands for one of the faces."""
-        del self._index_of[id(param)], _handles[id(param)]
+        del self._index_of[id(param)], face_owners[id(param)]
 
     def index_of(self, param: torch.Tensor) -> int:
         return self._index_of[id(param)]
@@ -291,7 +295,10 @@ class FlatParamHandle:
                 f"the sharded parameter {first} was moved to {device}, but its mesh is on "
                 f"{self.mesh.device}; move it back before the next forward"
             )
+        self.gradient.detach_segments()
         shard = self._flatten_faces()
+        for segment in self.segments:
+            segment.rebind(shard)
         for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
             copy_attributes(unsharded, face)  # module.to() loses them
         was_unsharded = self.is_unsharded
@@ -314,6 +321,7 @@ class FlatParamHandle:
         """Give the unsharded parameters the ``requires_grad`` that the faces have now."""
         flags = [*map(_requires_grad, self.faces)]
         if flags != self._requires_grad:
+            self._check_segments_agree(flags)
             for unsharded, flag in zip(self.unsharded_params, flags, strict=True):
                 unsharded.requires_grad_(flag)
             self._requires_grad = flags
@@ -332,13 +340,71 @@ class FlatParamHandle:
             with torch.inference_mode(False), torch.no_grad():
                 flat = torch.zeros(self.layout.flat_numel, dtype=self.reduce_dtype, device=self.shard.device)
             names = [self.prefix + fqn for fqn in self.fqns]
-            self.accumulation = Accumulation(flat, self.full_views_of(flat), self.faces, names, self.is_used)
+            views = self.full_views_of(flat)
+            self.accumulation = Accumulation(flat, views, self.faces, names, self.is_used, self.mesh.mesh)
+            for segment in self.segments:
+                self.accumulation.shows_at(segment.parameter, segment.faces)
         self.accumulation.add(grads)
 
     def settle_accumulation(self) -> None:
         """Take into account that the user may have dropped gradients that were accumulated without sync."""
         if self.accumulation is not None and not self.accumulation.settle():
             self.accumulation = None
+
+    def _check_segments_agree(self, flags: list[bool]) -> None:
+        for segment in self.segments:
+            those = {flag: self.fqns[i] for i, flag in zip(segment.faces, flags[segment.faces.start :], strict=False)}
+            if len(those) > 1:
+                raise ValueError(
+                    f"requires_grad of {self.prefix}{those[False]} is now False and that of {self.prefix}{those[True]} "
+                    "is True, but flat_parameters() has put both into one flat parameter, which an optimizer moves as "
+                    "a whole: freeze parameters before flat_parameters(), or make two selections of them (where=...)"
+                )
+
+    # ---- flat parameters
+
+    def segment_over(self, faces: range, is_local: bool) -> FlatSegment | None:
+        """The segment over exactly these faces, if there is one.
+
+        Raises:
+            ValueError: there is one that has some of them, or one of the other kind.
+        """
+        for segment in self.segments:
+            shared = sorted({*segment.faces} & {*faces})
+            if shared and (segment.faces != faces or segment.is_local != is_local):
+                what = "with other neighbours" if segment.faces != faces else f"with local={segment.is_local}"
+                raise ValueError(
+                    f"flat_parameters(): the parameter {self.prefix}{self.fqns[shared[0]]} is already in a flat "
+                    f"parameter that an earlier call has made, {what}. A parameter is in one flat parameter: let the "
+                    "selections (where=...) of your parameter groups exclude each other, and repeat them unchanged"
+                )
+            if shared:
+                return segment
+        return None
+
+    def add_segment(self, faces: range, is_local: bool) -> FlatSegment:
+        """A new segment, over faces of which none is in another one."""
+        mesh = self.mesh
+        segment = FlatSegment(self.layout, mesh.mesh, mesh.shard_rank, faces, is_local, self.shard)
+        self.segments.append(segment)
+        self.gradient.attach(segment)
+        _register(self, (id(segment.parameter),), segment_owners)
+        return segment
+
+    def check_segments(self) -> None:
+        """Raise RuntimeError if a step of the flat parameters would be lost: somebody has given the faces, or the flat
+        parameters themselves, other memory."""
+        if not all(map(is_, map(face_local, self.faces), self._face_locals)):
+            raise RuntimeError(
+                f"the parameters of the fully_shard group with {self.prefix}{self.fqns[0]} were moved, converted or "
+                "assigned to since the last forward, and flat parameters follow at the next one: run a forward before "
+                "the optimizer's step"
+            )
+        if not all(segment.is_at(self.shard) for segment in self.segments):
+            raise RuntimeError(
+                f".data of a flat parameter over {self.prefix}{self.fqns[0]} and its neighbours was assigned to, so "
+                "that it is no part of the model any more: copy_() into it instead"
+            )
 
     def drop_iteration(self, is_tainted: bool) -> bool:
         """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too.
@@ -395,6 +461,25 @@ class FlatParamHandle:
         )
 
 
+def _register(handle: FlatParamHandle, ids: Iterable[int], owners: dict[int, weakref.ref[FlatParamHandle]]) -> None:
+    """Remember ``handle`` as the owner of objects with these ids, for as long as it lives (they live longer)."""
+    owners.update(dict.fromkeys(ids, weakref.ref(handle)))
+    weakref.finalize(handle, _forget, ids, owners).atexit = False
+
+
+def _forget(ids: Iterable[int], owners: dict[int, weakref.ref[FlatParamHandle]]) -> None:
+    for key in ids:
+        owner = owners.get(key)
+        if owner is not None and owner() is None:  # else another handle has taken it over
+            del owners[key]
+
+
+# By the id of a sharded parameter, and by that of a flat parameter, the handle that it belongs to. Plain dicts with
+# plain look-ups: optimizers and clipping ask for thousands.
+face_owners: dict[int, weakref.ref[FlatParamHandle]] = {}
+segment_owners: dict[int, weakref.ref[FlatParamHandle]] = {}
+
+
 def _plan(
     managed: Sequence[ManagedParameter],
     mesh: DataParallelMesh,
@@ -415,13 +500,10 @@ def _runs(layout: FlatLayout, rank: int, shapes: Sequence[tuple[int, ...]]) -> l
     return [(run.shard_start, run.shard_start + run.numel, shape) for run, shape in zip(runs, shapes, strict=True)]
 
 
-# By the id of a face, or of what stands in its place for a while.
-_handles: weakref.WeakValueDictionary[int, FlatParamHandle] = weakref.WeakValueDictionary()
-
-
 def handle_of(param: torch.Tensor) -> tuple[FlatParamHandle, int] | None:
     """The handle that holds a sharded parameter, and which of its parameters it is."""
-    handle = _handles.get(id(param))
+    owner = face_owners.get(id(param))
+    handle = owner() if owner is not None else None
     return None if handle is None else (handle, handle.index_of(param))
 
 

@@ -260,9 +260,9 @@ def _begin_forward(root: RootContext) -> None:
                 )
             if handle.accumulation is not None:
                 handle.settle_accumulation()
-                if handle.accumulation is not None:
-                    handle.accumulation.show()
             handle.gradient.release_if_dropped(may_release)
+            if handle.accumulation is not None:
+                handle.accumulation.show()
             if handle.is_unsharded and not handle.is_resident:
                 # Its shard may have been edited, in ways that leave no trace or on some ranks only.
                 root.trace.append(state.index << 1 | _ALL_GATHER)

@@ -37,7 +37,8 @@ def remember_face(original: nn.Parameter, face: nn.Parameter) -> None:
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if accumulation.waiting:
-        accumulation.refuse_unreduced(optimizer)
+        for group in optimizer.param_groups:
+            accumulation.refuse_unreduced(f"{type(optimizer).__name__}.step()", group["params"])
     seen = (_generation, sum([len(group["params"]) for group in optimizer.param_groups]))
     if optimizer.__dict__.get(_SEEN) != seen:
         rebind(optimizer)

@@ -26,7 +26,7 @@ from ._torch import (
 )
 from .collectives import Communicator
 from .exchange import ControlExchange
-from .flat_param import FlatParamHandle, Granularity
+from .flat_param import FlatParamHandle, Granularity, segment_owners
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
 from .swap import ParameterSwap
@@ -120,11 +120,14 @@ class _FSDPState(ComposableState):
 
     def shard_versions(self) -> list[int]:
         """Changes with every write to a sharded parameter; see Note [Version counters]."""
-        return [*map(_shard_version, self._handles)]
+        versions = [*map(_shard_version, self._handles)]
+        if segment_owners:  # a write to a flat parameter that is a DTensor does not count at the shard
+            versions += [item.parameter._version for handle in self._handles for item in handle.segments]
+        return versions
 
     def check_versions(self, versions: list[int]) -> None:
         """Raise if a shard was written to since a forward, when they had ``versions``."""
-        if [*map(_shard_version, self._handles)] != versions:
+        if self.shard_versions() != versions:
             raise RuntimeError(
                 f"parameters of the fully_shard group {self.name} were modified (optimizer.step()?) between a "
                 "forward and its backward, whose gradients would be wrong: run backward before the step, or "

@@ -74,6 +74,13 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
             )
         moved = {face: fqn for face, fqn in together.items() if _group_of(face) is not target}
         for face, fqn in moved.items():
+            place = handle_of(face)
+            if place is not None and place[0].segments:
+                raise ValueError(
+                    f"{fqn} is tied across fully_shard groups, or stands in a module with a parameter that is, and "
+                    "moves to another group at this first forward; but flat_parameters() has put it into a flat "
+                    "parameter already: call flat_parameters() after a first forward"
+                )
             if face.grad is not None:
                 raise ValueError(
                     f"{fqn} is tied across fully_shard groups, or stands in a module with a parameter that is, and has "

@@ -36,7 +36,7 @@ def unsharded_bytes(module: nn.Module) -> int:
 
 def gradient_bytes(model: nn.Module) -> int:
     """Bytes of sharded gradients, unsharded accumulated gradients and reduce buffers."""
-    flats = [handle.gradient._flat for handle in handles_of(model)]
+    flats = [handle.gradient.buffer.flat for handle in handles_of(model)]
     flats += [handle.accumulation.flat for handle in handles_of(model) if handle.accumulation is not None]
     root = get_state(model).root
     buffers = root.communicator._buffers.values() if root is not None else ()
@@ -236,7 +236,7 @@ def test_frozen_group_has_no_gradient_memory():
     (frozen,) = handles_of(model.blocks[0])
     trained = sum(handle.shard.untyped_storage().nbytes() for handle in handles_of(model) if handle is not frozen)
     assert gradient_bytes(model) == trained
-    assert frozen.gradient._flat is None
+    assert frozen.gradient.buffer.flat is None
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
@@ -290,8 +290,8 @@ def references_to(model: nn.Module) -> dict[str, weakref.ref[Any]]:
             references[f"handle {i} of {state.fqn}"] = weakref.ref(handle)
             references[f"shard {i} of {state.fqn}"] = weakref.ref(handle.shard)
             references[f"unsharded storage {i} of {state.fqn}"] = weakref.ref(handle.storage)
-            if handle.gradient._flat is not None:
-                references[f"gradient {i} of {state.fqn}"] = weakref.ref(handle.gradient._flat)
+            if handle.gradient.buffer.flat is not None:
+                references[f"gradient {i} of {state.fqn}"] = weakref.ref(handle.gradient.buffer.flat)
         if state.root is not None:
             references["root"] = weakref.ref(state.root.communicator)
     return references

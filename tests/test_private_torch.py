@@ -199,6 +199,24 @@ def test_queue_end_of_backward_raises_what_the_callback_raises():
         Backward.apply(x, lambda: _torch.queue_end_of_backward(fail)).sum().backward()
 
 
+@pytest.mark.parametrize("leaf", [torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(2))])
+def test_gradient_hooks(leaf):
+    assert _torch.gradient_hooks(leaf) == []
+    handle = leaf.register_hook(hook := lambda grad: None)
+    assert _torch.gradient_hooks(leaf) == [hook]
+    handle.remove()
+    assert _torch.gradient_hooks(leaf) == []
+
+
+@pytest.mark.parametrize("leaf", [torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(2))])
+def test_post_accumulate_hooks(leaf):
+    assert _torch.post_accumulate_hooks(leaf) == []
+    handle = leaf.register_post_accumulate_grad_hook(hook := lambda param: None)
+    assert _torch.post_accumulate_hooks(leaf) == [hook]
+    handle.remove()
+    assert _torch.post_accumulate_hooks(leaf) == []
+
+
 def test_hook_gradient():
     x, events = torch.ones(2, requires_grad=True), []
     y = x * 2
