@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ._requirements import PLAIN_FACES
 from ._torch import foreach_mul_, foreach_norm, local_tensor
 from .norms import combine_norms, finish_norm, total_norm_of
 from .ragged import RaggedDTensor
@@ -36,6 +37,11 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping: a 0-dim tensor, equal on every rank.
     """
+    if PLAIN_FACES:
+        raise RuntimeError(
+            "clip_grad_norm_() needs sharded parameters that know they are sharded, so torch 2.12 or newer; this is "
+            f"torch {torch.__version__}"
+        )
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     grads = [param.grad for param in parameters if param.grad is not None]
