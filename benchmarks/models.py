@@ -79,6 +79,70 @@ class GPT(nn.Module):
         return torch.randint(self.vocabulary, (2, 32))
 
 
+# ---- a Llama-3-like model, for accelerators
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm, grouped-query attention with rotary positions, SwiGLU; no biases."""
+
+    def __init__(self, dim: int, num_heads: int, num_kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, dim // num_heads
+        self.attention_norm = nn.RMSNorm(dim)
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(dim, num_kv_heads * self.head_dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+        self.mlp_norm = nn.RMSNorm(dim)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        normed = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, dim = x.shape
+        query = self.query(x).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+        key = self.key(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        value = self.value(x).view(batch, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(_rotate(query), _rotate(key), value, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).reshape(batch, length, dim))
+
+
+def _rotate(x: torch.Tensor, theta: float = 500_000.0) -> torch.Tensor:
+    """Rotary position embedding: pairs of elements turn with their position, each pair at its own speed."""
+    half = x.shape[-1] // 2
+    speeds = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * speeds
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+class Llama(nn.Module):
+    """Blocks in the proportions of Llama 3 8B, with a small vocabulary, so that the blocks are what is measured."""
+
+    def __init__(self, dim: int = 4096, num_blocks: int = 8, vocabulary: int = 8192) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, dim)
+        num_heads = max(4, dim // 128)
+        self.blocks = nn.ModuleList(
+            LlamaBlock(dim, num_heads, num_heads // 4, hidden=7 * dim // 2) for _ in range(num_blocks)
+        )
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        self.vocabulary = vocabulary
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
 def num_groups(model: nn.Module) -> int:
     """How many groups the systems make of ``model``: one of each block, and the root."""
     return len(model.blocks) + 1

@@ -1,13 +1,15 @@
 """The systems under test: each puts a model of ``models.py`` under one way of training it, and gives it an optimizer.
 
-All shard over every rank of torch's default process group, on the CPU, one group per block and one for the rest, and
-reshard after forward. They work on a deep copy, so that one base model serves them all.
+All shard over every rank of torch's default process group, one group per block and one for the rest. Those in
+``SYSTEMS`` train on the CPU and reshard after forward, and work on a deep copy, so that one base model serves them all;
+``wrap`` gives the choice of dtypes and of resharding, and works on the model itself.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,34 +20,55 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_compose
 
+DDP, FSDP1, FSDP2, OURS, PLAIN = "DDP", "FSDP1", "FSDP2", "fsdp_compose", "plain"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes in which parameters are gathered (and computed with), and in which gradients are reduced; ``None``:
+    as the model is."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "bf16/fp32": Precision(torch.bfloat16, torch.float32),
+    "bf16/bf16": Precision(torch.bfloat16, torch.bfloat16),
+}
+
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 System = Callable[[nn.Module, bool], Trained]
 
 
 def plain(base: nn.Module, mixed_precision: bool = False) -> Trained:
     """No sharding; ``mixed_precision``: the model in bf16, which is what sharded systems then compute with."""
-    model = copy.deepcopy(base)
-    return _with_optimizer(model.bfloat16() if mixed_precision else model)
+    return _with_optimizer(wrap(copy.deepcopy(base), PLAIN, _precision(mixed_precision)))
 
 
 def fsdp1(base: nn.Module, mixed_precision: bool = False) -> Trained:
     """torch's FullyShardedDataParallel, the user's own parameters visible."""
-    return _with_optimizer(_fsdp1(base, mixed_precision, use_orig_params=True))
+    return _with_optimizer(wrap(copy.deepcopy(base), FSDP1, _precision(mixed_precision)))
 
 
 def fsdp1_flat(base: nn.Module, mixed_precision: bool = False) -> Trained:
     """torch's FullyShardedDataParallel, one flat parameter per group visible."""
-    return _with_optimizer(_fsdp1(base, mixed_precision, use_orig_params=False))
+    return _with_optimizer(_fsdp1(copy.deepcopy(base), _precision(mixed_precision), use_orig_params=False))
 
 
 def fsdp2(base: nn.Module, mixed_precision: bool = False) -> Trained:
     """torch's fully_shard."""
-    return _fully_shard_each_block(base, torch_fsdp, mixed_precision)
+    return _with_optimizer(wrap(copy.deepcopy(base), FSDP2, _precision(mixed_precision)))
 
 
 def ours(base: nn.Module, mixed_precision: bool = False) -> Trained:
     """fsdp_compose's fully_shard."""
-    return _fully_shard_each_block(base, fsdp_compose, mixed_precision)
+    return _with_optimizer(wrap(copy.deepcopy(base), OURS, _precision(mixed_precision)))
+
+
+def _precision(mixed_precision: bool) -> Precision:
+    return PRECISIONS["bf16/fp32" if mixed_precision else "fp32"]
 
 
 def ours_flat(base: nn.Module, mixed_precision: bool = False) -> Trained:
@@ -55,45 +78,64 @@ def ours_flat(base: nn.Module, mixed_precision: bool = False) -> Trained:
 
 
 SYSTEMS: dict[str, System] = {
-    "plain": plain,
-    "FSDP1": fsdp1,
+    PLAIN: plain,
+    FSDP1: fsdp1,
     "FSDP1 flat": fsdp1_flat,
-    "FSDP2": fsdp2,
-    "fsdp_compose": ours,
+    FSDP2: fsdp2,
+    OURS: ours,
     "fsdp_compose flat": ours_flat,
 }
 
 
-def _fsdp1(base: nn.Module, mixed_precision: bool, use_orig_params: bool) -> nn.Module:
-    model = copy.deepcopy(base)
+def wrap(model: nn.Module, system: str, precision: Precision = PRECISIONS["fp32"], reshard: bool = True) -> nn.Module:
+    """Put ``model`` under ``system``, on the device where it is.
+
+    Args:
+        system: ``PLAIN``, ``DDP``, ``FSDP1``, ``FSDP2`` or ``OURS``.
+        reshard: free the gathered parameters between forward and backward: blocks, not the root, which every system
+            keeps by default. ``False``: free nothing.
+    """
+    if system == PLAIN:
+        return model if precision.param_dtype is None else model.to(precision.param_dtype)
+    if system == DDP:
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if system == FSDP1:
+        return _fsdp1(model, precision, use_orig_params=True, reshard=reshard)
+    return _fully_shard_each_block(model, LIBRARIES[system], precision, reshard)
+
+
+LIBRARIES = {FSDP2: torch_fsdp, OURS: fsdp_compose}
+
+
+def _fsdp1(model: nn.Module, precision: Precision, use_orig_params: bool, reshard: bool = True) -> nn.Module:
     policy = None
-    if mixed_precision:
+    if precision.param_dtype is not None:
         policy = torch_fsdp.MixedPrecision(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_root_forward_inputs=True
+            param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_root_forward_inputs=True
         )
+    strategy = torch_fsdp.ShardingStrategy
     return torch_fsdp.FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
         mixed_precision=policy,
         use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
+        device_id=next(model.parameters()).device,
+        sharding_strategy=strategy.FULL_SHARD if reshard else strategy.SHARD_GRAD_OP,
     )
 
 
-def _fully_shard_each_block(base: nn.Module, library: object, mixed_precision: bool) -> Trained:
+def _fully_shard_each_block(model: nn.Module, library: object, precision: Precision, reshard: bool = True) -> nn.Module:
     """FSDP2 and fsdp_compose have one interface: ``library`` is the module it is taken from."""
-    model, mesh = copy.deepcopy(base), _mesh_over_all_ranks()
-    policy = library.MixedPrecisionPolicy()
-    if mixed_precision:
-        policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = _mesh_over_all_ranks(next(model.parameters()).device.type)
+    policy = library.MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+    after_forward = None if reshard else False
     for block in model.blocks:
-        library.fully_shard(block, mesh=mesh, mp_policy=policy)
-    library.fully_shard(model, mesh=mesh, mp_policy=policy)
-    return _with_optimizer(model)
+        library.fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
+    return library.fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
 
 
-def _mesh_over_all_ranks() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+def _mesh_over_all_ranks(device_type: str) -> DeviceMesh:
+    return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
 def _with_optimizer(model: nn.Module) -> Trained:

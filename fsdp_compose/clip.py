@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ._requirements import PLAIN_FACES
 from ._torch import foreach_mul_, foreach_norm
 from .accumulation import refuse_unreduced, waiting
 from .flat_grad import ShardedGradient
@@ -49,6 +50,11 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``; or a gradient has not been reduced yet.
     """
+    if PLAIN_FACES:
+        raise RuntimeError(
+            "clip_grad_norm_() needs sharded parameters that know they are sharded, so torch 2.12 or newer; this is "
+            f"torch {torch.__version__}"
+        )
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     params, order = list(parameters), float(norm_type)

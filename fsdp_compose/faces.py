@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ._requirements import PLAIN_FACES
 from ._torch import set_local_tensor
 from .layout import FlatLayout
 from .placement import RaggedShard
@@ -29,7 +30,12 @@ OWNER_ATTRIBUTE = "_fsdp_compose_owner"
 # Where an original parameter remembers the face that has taken its place.
 FACE_ATTRIBUTE = "_fsdp_compose_face"
 
-face_local = attrgetter("_local_tensor")
+
+def _itself(face: Any) -> Any:
+    return face
+
+
+face_local = _itself if PLAIN_FACES else attrgetter("_local_tensor")
 """The local elements behind a face: a view of the shard, unless somebody gave the face other memory."""
 
 _data_ptr = torch.Tensor.data_ptr
@@ -52,8 +58,11 @@ def face_spec(layout: FlatLayout, index: int, mesh: DeviceMesh, dtype: torch.dty
 
 def make_face(local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec) -> nn.Parameter:
     """A sharded face over ``local``, a view of the shard, with the attributes the user had set on ``original``."""
-    face = nn.Parameter(RaggedDTensor(local, spec), requires_grad=original.requires_grad)
-    set_local_tensor(face, local)  # type: ignore[arg-type]
+    if PLAIN_FACES:
+        face = nn.Parameter(local, requires_grad=original.requires_grad)
+    else:
+        face = nn.Parameter(RaggedDTensor(local, spec), requires_grad=original.requires_grad)
+        set_local_tensor(face, local)  # type: ignore[arg-type]
     copy_attributes(original, face)
     return face
 
@@ -98,6 +107,9 @@ def take_content(face: nn.Parameter, source: DTensor) -> None:
 
 def rebind_face(face: nn.Parameter, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
     """Make ``face`` a view of another shard of its dtype and device, cut by ``spec`` if given, keeping the object."""
+    if PLAIN_FACES:
+        face.data = local
+        return
     set_local_tensor(face, local)  # type: ignore[arg-type]
     if spec is not None:
         face._spec = spec  # type: ignore[attr-defined]
@@ -116,4 +128,6 @@ def face_memory(faces: Sequence[nn.Parameter]) -> tuple[list[int], set[tuple[tor
 
 def make_gradient(local: torch.Tensor, face: nn.Parameter) -> torch.Tensor:
     """What ``face.grad`` holds, over ``local``, a view of the flat gradient."""
+    if PLAIN_FACES:
+        return local.view_as(local)
     return RaggedDTensor(local, face._spec)  # type: ignore[attr-defined]

@@ -1,0 +1,142 @@
+"""The benchmarks run, in their quick form, and count what they say they count: exact facts, never a time."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+OURS, FSDP2 = "fsdp_compose", "FSDP2"
+
+
+def run(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run ``script`` as a user does, check what it writes, and return its JSON by benchmark name."""
+    command = [sys.executable, str(BENCHMARKS / script), "--quick", f"--out={folder}", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    reports = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    assert reports
+    for name, report in reports.items():
+        assert report.keys() == {"benchmark", "machine", "settings", "rows"} and report["benchmark"] == name
+        assert report["rows"] and report["machine"]["torch"] == torch.__version__
+        assert (folder / f"{name}.png").stat().st_size > 1000, "a plot"
+    assert done.stdout.count("|--") >= 1 and OURS in done.stdout, "a table"
+    return reports
+
+
+def by_system(report: dict[str, Any], **chosen: Any) -> dict[str, dict[str, Any]]:
+    rows = [row for row in report["rows"] if all(row[key] == value for key, value in chosen.items())]
+    assert len({row["system"] for row in rows}) == len(rows)
+    return {row["system"]: row for row in rows}
+
+
+@pytest.mark.timeout(300)
+def test_throughput_trains_the_same_numbers_on_every_system(tmp_path):
+    (report,) = run("throughput.py", tmp_path, "--rounds=2").values()
+    assert report["settings"] == {"processes": 2, "rounds": 2, "num_blocks": 3}
+    systems = by_system(report)
+    alone = {name for name in systems if name.endswith("alone")}
+    assert systems.keys() - alone == {"DDP", "FSDP1", FSDP2, OURS} and len(alone) == 3
+    assert all(row["step_ms"] > 0 for row in systems.values())
+    losses = [systems[name]["loss"] for name in systems.keys() - alone]
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-4), "all did the same work"
+    assert systems[FSDP2]["to_fsdp2"] == systems["DDP"]["to_ddp"] == 1
+
+
+@pytest.mark.timeout(300)
+def test_memory_peaks_are_below_those_of_fsdp2(tmp_path):
+    (report,) = run("memory.py", tmp_path).values()
+    for precision in ("fp32", "bf16/fp32", "bf16/bf16"):
+        for resharding in ("default", "never"):
+            systems = by_system(report, precision=precision, resharding=resharding)
+            assert systems.keys() == {"FSDP1", FSDP2, OURS}
+            assert systems[OURS]["forward_ratio"] <= 0.75 and systems[OURS]["step_ratio"] <= 1
+            assert systems[OURS]["left_bytes"] == 0, "a step leaves what it found"
+            # At least what must be there: the unsharded root and two blocks, or all of them.
+            num_blocks = report["settings"]["blocks"] if resharding == "never" else 2
+            assert systems[OURS]["forward_blocks"] >= num_blocks
+
+
+def test_allocated_bytes_sees_what_dispatch_modes_do_not(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from memory import AllocatedBytes
+
+    def resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        storage.resize_(0)
+        storage.resize_(num_bytes)
+
+    with AllocatedBytes() as allocated:
+        before = torch.empty(1000, dtype=torch.uint8)
+        storage = before.untyped_storage()
+        with allocated.section("grown"):
+            resize(storage, 64_000)
+        with allocated.section("temporary"):
+            torch.empty(5000, dtype=torch.uint8)
+            torch.empty(3000, dtype=torch.uint8)
+        with allocated.section("freed"):
+            storage.resize_(0)
+        with allocated.section("kept"):
+            kept = torch.empty(4000, dtype=torch.uint8), torch.empty(2000, dtype=torch.uint8)
+    assert allocated.peak == {"grown": 63_000, "temporary": 5000, "freed": 0, "kept": 6000}
+    assert allocated.end == {"grown": 63_000, "temporary": 0, "freed": -64_000, "kept": 6000}
+    assert len(kept) == 2
+
+
+@pytest.mark.timeout(300)
+def test_copies_and_collectives_are_counted(tmp_path):
+    reports = run("copied_bytes.py", tmp_path)
+    assert reports.keys() == {"copied_bytes", "padding"}
+    moved = reports["copied_bytes"]
+    groups = moved["settings"]["num_groups"]
+    for precision, size in (("fp32", 1), ("bf16/fp32", 0.5)):
+        systems = by_system(moved, precision=precision)
+        for name in ("FSDP1", FSDP2, OURS):
+            row = systems[name]
+            # Each group for forward, and each but the root, which stays unsharded, again for backward.
+            assert (row["all_gathers"], row["reduce_scatters"], row["all_reduces"]) == (2 * groups - 1, groups, 0)
+            assert row["all_gathered"] == pytest.approx(1.75 * size, rel=0.01), "the root is a quarter of this model"
+            assert row["reduce_scattered"] == pytest.approx(1, rel=0.01), "reduced in fp32"
+        assert systems[OURS]["computed"] == 0
+        # The gradients once; with a cast, two bytes of every element of the shard into its place, for each all-gather.
+        casts = 0 if precision == "fp32" else systems[OURS]["all_gathered"] / moved["settings"]["ranks"]
+        assert systems[OURS]["copied"] == pytest.approx(1 + casts, rel=1e-6)
+        assert systems[FSDP2]["copied"] > 2
+    for row in reports["padding"]["rows"]:
+        if row["rule"] == "flat":
+            assert max(row[key] for key in row if key.startswith("ranks_")) < 1
+
+
+@pytest.mark.timeout(300)
+def test_growth_measures_every_size(tmp_path):
+    (report,) = run("growth.py", tmp_path, "--repeats=1").values()
+    rows = report["rows"]
+    sizes = {(row["varied"], row["num_groups"], row["num_ranks"]) for row in rows}
+    assert sizes == {("groups", 6, 64), ("groups", 24, 64), ("ranks", 6, 8), ("ranks", 6, 512)}
+    assert len(rows) == 2 * len(sizes) and {row["system"] for row in rows} == {OURS, FSDP2}
+    assert all(row["fully_shard_us"] > 0 for row in rows)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("group", ["fake", "real"])
+def test_the_accelerator_benchmark_runs_without_one(tmp_path, group):
+    (report,) = run("gpu.py", tmp_path, f"--groups={group}", "--steps=2").values()
+    systems = by_system(report, group=group, mode="eager", sequence=16)
+    assert systems.keys() == {FSDP2, OURS}
+    assert all(row["peaks_differ"] == 0 for row in systems.values()), "the same peak in every step"
+    assert systems[OURS]["memory_ratio"] <= 1
+    assert 0 < systems[OURS]["copy_share"] < systems[FSDP2]["copy_share"] < 1
+
+
+def test_tests_that_need_a_gpu_can_be_imported_without_one():
+    module = importlib.import_module("tests.gpu.test_cuda")
+    assert module.pytestmark.name == "gpu"
+    assert sum(name.startswith(("test_", "Test")) for name in vars(module)) >= 4

@@ -1,0 +1,104 @@
+"""Which torch the package can be imported with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_compose._requirements import ALLOW_2_11_ENV, check_torch
+
+# One of two ranks trains a sharded model and its plain copy, on a torch that says it is 2.11.
+TRAIN = """
+import copy, os, sys
+import torch
+torch.__version__ = "2.11.0"
+import torch.distributed as dist
+from fsdp_compose import clip_grad_norm_, fully_shard
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, 2, False), rank=rank, world_size=2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+plain = copy.deepcopy(model)
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+for param in model.parameters():
+    assert type(param) is torch.nn.Parameter
+optimizers = [torch.optim.SGD(item.parameters(), lr=0.1, momentum=0.9) for item in (model, plain)]
+for step in range(4):
+    data = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+    model(data.chunk(2)[rank]).square().mean().backward()
+    plain(data).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+with torch.no_grad():
+    assert torch.allclose(model(data), plain(data), atol=1e-6)
+try:
+    clip_grad_norm_(model.parameters(), 1.0)
+except RuntimeError as error:
+    assert "2.12" in str(error)
+else:
+    raise AssertionError("clipped by the norm of one rank")
+loss = model(data).sum()
+torch._foreach_add_([p.detach() for p in model.parameters()], 1.0)
+try:
+    loss.backward()
+except RuntimeError as error:
+    assert "between a forward and its backward" in str(error)
+else:
+    raise AssertionError("a step between forward and backward went unnoticed")
+dist.barrier()
+print("trained", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.10.1+cpu", "1.13", "unknown"])
+def test_older_torch_is_refused(monkeypatch, version):
+    monkeypatch.delenv(ALLOW_2_11_ENV, raising=False)
+    with pytest.raises(ImportError, match="needs torch 2.12"):
+        check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.13.0+cu130", "2.15.0a0+git123", "3.0"])
+def test_newer_torch_is_accepted(version):
+    assert check_torch(version) is False
+
+
+def test_the_variable_admits_2_11_and_nothing_older(monkeypatch):
+    monkeypatch.setenv(ALLOW_2_11_ENV, "1")
+    with pytest.warns(UserWarning, match="for measurements only"):
+        assert check_torch("2.11.0+cu130") is True
+    with pytest.raises(ImportError):
+        check_torch("2.10.0")
+    assert check_torch("2.13.0") is False, "what can have real sharded parameters has them"
+
+
+def test_plain_sharded_parameters_train_like_unsharded_ones():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, ALLOW_2_11_ENV: "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", TRAIN, str(rank), str(server.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    assert all("trained" in output for output in outputs), outputs
+    assert torch.__version__ != "2.11.0"
