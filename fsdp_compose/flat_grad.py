@@ -179,14 +179,16 @@ class ShardedGradient:
             param, gradient = segment.parameter, segment.gradient
             assert gradient is not None
             if self._arrival is Arrival.FRESH:
-                with torch.no_grad():
-                    if param.grad is not None:  # terms of the loss on the flat parameter itself
+                if param.grad is not None:  # terms of the loss on the flat parameter itself
+                    with torch.no_grad():
                         gradient.add_(param.grad)
-                    _call_gradient_hooks(param, gradient)
+                _call_gradient_hooks(param, gradient)
             param.grad = gradient
-            with torch.no_grad():
-                for hook in post_accumulate_hooks(param):
-                    hook(param)
+            hooks = post_accumulate_hooks(param)
+            if hooks:
+                with torch.no_grad():
+                    for hook in hooks:
+                        hook(param)
 
     def _want_gradients(self) -> bool:
         return self._hooks.want_gradients or any(gradient_hooks(item.parameter) for item in self._segments)
@@ -290,25 +292,31 @@ class ShardedGradient:
         """
         has_gradient = False
         for segment in self._segments:
-            param = segment.parameter
-            if param.grad is None:
+            given = segment.parameter.grad
+            if given is None:
                 self._drop_views(segment)
-            elif param.grad is segment.gradient and all(self._faces[i].grad is None for i in segment.faces):
-                param.grad = None
-            has_gradient |= param.grad is not None
-        if not has_gradient and all(grad is None for grad in map(_grad, self._faces)):
-            self._is_published = bytes(len(self._faces))
-            return False
+                continue
+            if given is segment.gradient and all(self._faces[i].grad is None for i in segment.faces):
+                segment.parameter.grad = None
+            else:
+                has_gradient = True
+        if not has_gradient:
+            for grad in map(_grad, self._faces):
+                if grad is not None:
+                    break
+            else:
+                self._is_published = bytes(len(self._faces))
+                return False
         if not self.is_untouched():
             self._take_in()
         return True
 
     def _drop_views(self, segment: FlatSegment) -> None:
-        views = self.buffer.views
-        if views:
-            for i in segment.faces:
-                if self._faces[i].grad is views[i]:
-                    self._faces[i].grad = None
+        if self.buffer.views:
+            part = slice(segment.faces.start, segment.faces.stop)
+            for face, view in zip(self._faces[part], self.buffer.views[part], strict=True):
+                if face.grad is view:
+                    face.grad = None
 
     @torch.no_grad()
     def _take_in(self) -> None:
@@ -356,7 +364,10 @@ class ShardedGradient:
 
 def _call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> None:
     """Call the hooks of ``register_hook``; what they return takes the gradient's place, in its memory."""
-    for hook in gradient_hooks(param):
-        result = hook(gradient)
-        if result is not None:
-            gradient.copy_(result)
+    hooks = gradient_hooks(param)
+    if hooks:
+        with torch.no_grad():
+            for hook in hooks:
+                result = hook(gradient)
+                if result is not None:
+                    gradient.copy_(result)

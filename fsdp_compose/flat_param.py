@@ -400,7 +400,7 @@ class FlatParamHandle:
                 "assigned to since the last forward, and flat parameters follow at the next one: run a forward before "
                 "the optimizer's step"
             )
-        if not all(segment.is_at(self.shard) for segment in self.segments):
+        if not all(segment.is_at(self.shard, segment.parameter) for segment in self.segments):
             raise RuntimeError(
                 f".data of a flat parameter over {self.prefix}{self.fqns[0]} and its neighbours was assigned to, so "
                 "that it is no part of the model any more: copy_() into it instead"

@@ -141,7 +141,7 @@ class GradientBuffer:
     def holds(self, segment: FlatSegment) -> bool:
         """Whether a segment's view has its memory."""
         assert self.flat is not None and segment.gradient is not None
-        return local_of(segment.gradient).data_ptr() == self.flat[segment.start : segment.stop].data_ptr()
+        return segment.is_at(self.flat, segment.gradient)
 
     def take_in(self, segment: FlatSegment, given: torch.Tensor) -> None:
         """Copy a gradient that the user gave to a segment."""

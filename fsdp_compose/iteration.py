@@ -10,6 +10,7 @@ import sys
 import warnings
 from types import FrameType
 
+import torch
 import torch.nn as nn
 
 from ._torch import queue_end_of_backward
@@ -329,6 +330,12 @@ def _fold_trace(root: RootContext) -> None:
 
 def begin_backward(root: RootContext) -> None:
     """Called from the first hook of a root that a backward reaches."""
+    if torch.is_grad_enabled():  # autograd says so while it runs
+        raise RuntimeError(
+            "backward(create_graph=True), or autograd.grad() with it, reached a fully_shard'ed model. Double backward "
+            "(a gradient penalty, say) needs the gathered parameters to stay in the graph, which they do not here: "
+            "their gradients of the second order would be wrong, or missing. None was published"
+        )
     root.is_in_backward = True
     root.num_backwards += 1
     queue_end_of_backward(_EndOfBackward(root))

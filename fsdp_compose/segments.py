@@ -73,9 +73,11 @@ class FlatSegment:
         torch.utils.swap_tensors(self.parameter, fresh)
         copy_attributes(fresh, self.parameter)
 
-    def is_at(self, shard: torch.Tensor) -> bool:
-        """Whether the parameter is still a view of ``shard`` (nobody has assigned to its ``.data``)."""
-        return local_of(self.parameter).data_ptr() == shard[self.start : self.stop].data_ptr()
+    def is_at(self, flat: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, the parameter or its gradient, is still a view of ``flat``, the shard or the flat gradient
+        (nobody has assigned to its ``.data``)."""
+        address = local_of(tensor).data_ptr()
+        return self.start == self.stop or address == flat.data_ptr() + self.start * flat.element_size()
 
     def is_among(self, is_used: bytes) -> bool:
         """Whether ``is_used``, one byte for each face, holds a 1 for one of this segment's."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, no_sync
+from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, flat_parameters, fully_shard, no_sync
 from fsdp_compose.accumulation import UnreducedGradient
 from fsdp_compose.state import _get_fsdp_handles
 from tests.harness import distributed
@@ -159,6 +159,27 @@ def test_gradients_accumulate_in_reduce_dtype():
             (model(x) * scale).sum().backward()
     (model(x) * 0.0).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 257.0))
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@distributed(world_size=2)
+def test_flat_parameters_show_and_drop_what_is_not_reduced_too(local, set_to_none):
+    twins = Twins(Net(), make_optimizer=plain_sgd)
+    flat = flat_parameters(twins.sharded, local=local)
+    twins.optimizers[1] = plain_sgd(flat)
+    for first, second in zip(inputs(2), inputs(2), strict=True):
+        twins.backward(mean_square, first)
+        backward_without_sync(twins, first)
+        assert all(type(param.grad) is UnreducedGradient for param in flat)
+        with pytest.raises(RuntimeError, match="has not been reduced"):
+            twins.optimizers[1].step()
+        for optimizer in twins.optimizers:
+            optimizer.zero_grad(set_to_none)
+        twins.backward(mean_square, second * 2)
+        backward_without_sync(twins, first)
+        twins.backward(mean_square, second)
+        twins.step()
 
 
 @distributed(world_size=2)

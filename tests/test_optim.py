@@ -22,6 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_compose import (
     MixedPrecisionPolicy,
     RaggedDTensor,
+    clip,
     clip_grad_norm_,
     declare_elementwise,
     flat_parameters,
@@ -668,6 +669,24 @@ def test_clipping_is_the_same_by_faces_by_flat_parameters_and_unsharded(order):
             assert (param.grad is None) == (wanted.grad is None)
             if wanted.grad is not None:
                 torch.testing.assert_close(param.grad.full_tensor(), wanted.grad, msg=f"{way} {name}")
+
+
+def test_clipping_scales_whole_flat_gradients(monkeypatch):
+    scaled = []
+    original = clip.foreach_mul_
+    monkeypatch.setattr(clip, "foreach_mul_", lambda tensors, by: scaled.extend(tensors) or original(tensors, by))
+    with fake_process_group(world_size=2):
+        model = shard(build())
+        backward(model, torch.ones(2, 6), with_aside=False)
+        params = list(model.parameters())
+        for items in (params, params[::-1], [*params, nn.Parameter(torch.ones(3))]):
+            scaled.clear()
+            clip_grad_norm_(items, 1.0)
+            used = _get_fsdp_handles(model)[:2]
+            assert sorted(item.numel() for item in scaled) == sorted(item.layout.shard_numel for item in used)
+        scaled.clear()
+        clip_grad_norm_(params[1:], 1.0)
+        assert len(scaled) > 2
 
 
 @distributed(world_size=2)
