@@ -6,18 +6,22 @@ by the number of groups, is what one group costs the host per forward and backwa
     ratio = (system - plain) / (FSDP2 - plain)
 
 How it is measured: one process plays one rank of ``--world`` under a simulated process group; process CPU time on one
-thread, so that waiting and other processes do not count; all systems in one process, each repeat in another random
-order, an untimed step directly before each timed one, the garbage collector off, medians over the repeats.
+thread, so that waiting and other processes do not count. Each system is measured in a process of its own, beside the
+plain model and FSDP2 (a training process has one model; the more of them, the less of each is in the caches): in turn,
+each repeat in another random order, an untimed step directly before each timed one, the garbage collector off, medians
+over the repeats.
 
-Two simulated groups, each in a process of its own (torch has one default group per process):
+Two simulated groups:
 
 - ``null`` does nothing (``null_process_group.py``).
 - ``fake`` is torch's. Its all-gather copies the shard into each rank's place, one small copy per rank, which no real
   backend does on the host. So the time inside the process group's methods is measured too (in a step of its own);
   "net ratio" has it subtracted from both sides.
 
-    python benchmarks/host_overhead.py                     # both groups, about two minutes
-    python benchmarks/host_overhead.py --quick             # twenty seconds, rough
+    python benchmarks/host_overhead.py                     # both groups, fp32 and bf16 parameters
+    python benchmarks/host_overhead.py --backend null --world 8
+    python benchmarks/host_overhead.py --backend null --compiled    # blocks compiled one by one
+    python benchmarks/host_overhead.py --quick             # rough
     python benchmarks/host_overhead.py --ablate            # what each check of fsdp_compose costs
 """
 
@@ -82,9 +86,12 @@ def _replace(owner: Any, name: str, answer: Any) -> None:
 class TrainingStep:
     """One system at one precision."""
 
-    def __init__(self, base: TinyBlocks, precision: str, system: str) -> None:
+    def __init__(self, base: TinyBlocks, precision: str, system: str, is_compiled: bool) -> None:
         is_mixed = PRECISIONS[precision]
         self.model, self.optimizer = SYSTEMS[system](base, is_mixed)
+        if is_compiled:
+            for block in self.model.blocks:
+                block.compile()
         self.input = base.example_input()
         if is_mixed and system == BASELINE:
             self.input = self.input.bfloat16()  # the sharded systems cast by themselves
@@ -185,14 +192,16 @@ class Row:
     optimizer_ratio: float
 
 
-def measure(backend: str, world_size: int, num_blocks: int, repeats: int, cases: Sequence[Case]) -> list[Row]:
+def measure(
+    backend: str, world_size: int, num_blocks: int, repeats: int, cases: Sequence[Case], is_compiled: bool
+) -> list[Row]:
     """Time ``cases`` under ``backend``, which becomes the default group.
 
     Every precision among the cases needs its baseline and its reference.
     """
     _use_simulated_group(backend, world_size)
     base = TinyBlocks(num_blocks)
-    steps = {case: TrainingStep(base, *case) for case in cases}
+    steps = {case: TrainingStep(base, *case, is_compiled) for case in cases}
     for step in steps.values():
         for _ in range(4):  # lazy initialisation, and the order that prefetching follows
             step.run()
@@ -240,9 +249,10 @@ def _row(times: Mapping[Case, StepTime], precision: str, system: str, groups: in
 # ---- reports
 
 
-def print_table(backend: str, world_size: int, num_blocks: int, repeats: int, rows: Sequence[Row]) -> None:
+def print_table(backend: str, options: argparse.Namespace, rows: Sequence[Row]) -> None:
     print(
-        f"\nProcess group `{backend}`, {world_size} ranks, {num_blocks} blocks, medians of {repeats} repeats. "
+        f"\nProcess group `{backend}`, {options.world} ranks, {options.blocks} "
+        f"{'compiled ' if options.compiled else ''}blocks, medians of {options.repeats} repeats. "
         "Overhead: beyond plain, per group, forward and backward. Ratios: to FSDP2.\n"
     )
     print("| precision | system | fwd ms | bwd ms | overhead us | of it collectives us | ratio | net ratio ", end="")
@@ -263,7 +273,7 @@ def run_ablations(options: argparse.Namespace, backend: str) -> dict[str, Any]:
     overheads: dict[str, dict[str, list[float]]] = {name: {OURS: [], REFERENCE: []} for name in names}
     for _ in range(options.rounds):
         for name in random.sample(names, len(names)):
-            for row in _measure_in_child(options, backend, ablation=name)["rows"]:
+            for row in _measure_in_child(options, backend, "fp32", OURS, ablation=name):
                 if row["system"] in overheads[name]:
                     overheads[name][row["system"]].append(row["overhead_us"])
     with_all = median(overheads[""][OURS])
@@ -283,15 +293,40 @@ def run_ablations(options: argparse.Namespace, backend: str) -> dict[str, Any]:
     return {"backend": backend, "overheads_us": {name or "all checks": by for name, by in overheads.items()}}
 
 
-def _measure_in_child(options: argparse.Namespace, backend: str, ablation: str | None = None) -> dict[str, Any]:
-    """Run this script in a process of its own for one backend; with ``ablation``, silently and of few systems."""
+def measure_all(options: argparse.Namespace, backend: str) -> dict[str, Any]:
+    """Every system at every precision; plain and FSDP2 as they were beside fsdp_compose."""
+    rows: list[Row] = []
+    for precision in PRECISIONS:
+        found: dict[str, Row] = {}
+        for system in SYSTEMS:
+            if system not in (BASELINE, REFERENCE):
+                measured = {row["system"]: Row(**row) for row in _measure_in_child(options, backend, precision, system)}
+                found |= measured if system == OURS else {system: measured[system]}
+        rows += [found[system] for system in SYSTEMS]
+    print_table(backend, options, rows)
+    return {
+        "backend": backend,
+        "world_size": options.world,
+        "num_blocks": options.blocks,
+        "repeats": options.repeats,
+        "compiled": options.compiled,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _measure_in_child(
+    options: argparse.Namespace, backend: str, precision: str, system: str, ablation: str = ""
+) -> list[dict[str, Any]]:
+    """The rows of one system, plain and FSDP2, from a process of their own."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         command = [sys.executable, __file__, f"--backend={backend}", f"--world={options.world}"]
         command += [f"--blocks={options.blocks}", f"--repeats={options.repeats}", f"--json={report}"]
-        if ablation is not None:
-            command.append(f"--ablation={ablation}")
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL if ablation is not None else None)
+        command += [f"--case={precision},{system}", f"--ablation={ablation}"]
+        command += ["--compiled"] if options.compiled else []
+        subprocess.run(command, check=True)
         return json.loads(report.read_text())
 
 
@@ -303,33 +338,19 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch, about its own use of its own functions
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # FSDP2, about the head's output
     backends = ["null", "fake"] if options.backend == "both" else [options.backend]
-    if options.ablate:
-        report: Any = run_ablations(options, backends[0])
-    elif len(backends) > 1:
-        report = [_measure_in_child(options, backend) for backend in backends]
-    else:
-        report = _measure_here(options, backends[0])
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def _measure_here(options: argparse.Namespace, backend: str) -> dict[str, Any]:
-    cases = [(precision, system) for precision in PRECISIONS for system in SYSTEMS]
-    if options.ablation is not None:
-        cases = [("fp32", system) for system in (BASELINE, REFERENCE, OURS)]
+    if options.case:
+        precision, system = options.case.split(",")
         if options.ablation:
             ABLATIONS[options.ablation]()
-    rows = measure(backend, options.world, options.blocks, options.repeats, cases)
-    print_table(backend, options.world, options.blocks, options.repeats, rows)
-    return {
-        "backend": backend,
-        "world_size": options.world,
-        "num_blocks": options.blocks,
-        "repeats": options.repeats,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "rows": [asdict(row) for row in rows],
-    }
+        cases = [(precision, name) for name in (BASELINE, REFERENCE, system)]
+        rows = measure(backends[0], options.world, options.blocks, options.repeats, cases, options.compiled)
+        report: Any = [asdict(row) for row in rows]
+    elif options.ablate:
+        report = run_ablations(options, backends[0])
+    else:
+        report = [measure_all(options, backend) for backend in backends]
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -342,7 +363,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
     parser.add_argument("--ablate", action="store_true", help="what each check of fsdp_compose costs")
     parser.add_argument("--rounds", type=int, help="--ablate: processes per check (default: 3; --quick: 1)")
-    parser.add_argument("--ablation", choices=["", *ABLATIONS], help=argparse.SUPPRESS)
+    parser.add_argument("--compiled", action="store_true", help="compile each block (torch.compile)")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--ablation", choices=["", *ABLATIONS], default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name, usual, quick in (("blocks", 48, 12), ("repeats", 25, 7), ("rounds", 3, 1)):
         if getattr(options, name) is None:

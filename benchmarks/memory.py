@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,13 +116,13 @@ def peaks(base: GPT, system: str, precision: str, resharding: str, tokens: torch
     return allocated.peak["forward"], allocated.peak["step"], allocated.end["step"]
 
 
-def measure(base: GPT, tokens: torch.Tensor, world_size: int) -> list[Row]:
-    """Every system, precision and resharding; makes a fake process group torch's default for that time."""
+def measure(base: GPT, tokens: torch.Tensor, world_size: int, precisions: Iterable[str]) -> list[Row]:
+    """Every system and resharding at ``precisions``; makes a fake process group torch's default for that time."""
     dist.init_process_group("fake", rank=1, world_size=world_size, store=FakeStore())
     block_numel = sum(param.numel() for param in base.blocks[0].parameters())
     rows = []
-    for precision, policy in PRECISIONS.items():
-        block_bytes = block_numel * (policy.param_dtype or torch.float32).itemsize
+    for precision in precisions:
+        block_bytes = block_numel * (PRECISIONS[precision].param_dtype or torch.float32).itemsize
         for resharding in RESHARDING:
             counted = {}
             for system in (PLAIN, FSDP1, FSDP2, OURS):
@@ -151,10 +152,10 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--world", type=int, default=64, help="ranks, simulated (default: 64)")
     parser.add_argument("--width", type=int, help="of the model (default: 384; --quick: 128)")
-    parser.add_argument("--blocks", type=int, help="of the model (default: 6; --quick: 3)")
+    parser.add_argument("--blocks", type=int, help="of the model (default: 6; --quick: 2)")
     parser.add_argument("--tokens", type=int, help="of the input (default: 32; --quick: 16)")
     options = parser.parse_args()
-    for name, usual, quick in (("width", 384, 128), ("blocks", 6, 3), ("tokens", 32, 16)):
+    for name, usual, quick in (("width", 384, 128), ("blocks", 6, 2), ("tokens", 32, 16)):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else usual)
     torch.set_num_threads(1)
@@ -162,7 +163,7 @@ def main() -> None:
     torch.manual_seed(0)
     base = GPT(options.blocks, options.width)
     tokens = torch.randint(base.vocabulary, (1, options.tokens))
-    rows = measure(base, tokens, options.world)
+    rows = measure(base, tokens, options.world, [*PRECISIONS][: 2 if options.quick else None])
     block = parameter_bytes(base.blocks[0]) / MIB
     print(
         f"Peak of allocated bytes above the start; {options.world} ranks, {options.blocks} blocks of width "

@@ -19,7 +19,7 @@ from operator import attrgetter, is_
 import torch
 import torch.nn as nn
 
-from ._torch import gradient_hooks, post_accumulate_hooks, set_local_tensor
+from ._torch import PlainAttributes, gradient_hooks, post_accumulate_hooks, set_local_tensor
 from .faces import face_local, make_gradient
 from .grad_buffer import GradientBuffer, Run
 from .grad_hooks import GradientHooks
@@ -118,8 +118,9 @@ class ShardedGradient:
             if not self._hooks.is_empty:
                 self._publish_through_hooks(is_used)
             elif 0 not in is_used:
-                for face, view in zip(self._faces, buffer.views):
-                    face.grad = view
+                with PlainAttributes():
+                    for face, view in zip(self._faces, buffer.views):
+                        face.grad = view
             else:
                 for used, face, view in zip(is_used, self._faces, buffer.views, strict=True):
                     if used:
@@ -253,8 +254,9 @@ class ShardedGradient:
         shown: Sequence[torch.Tensor | None] = buffer.views if buffer.is_allocated else [None] * len(self._faces)
         if 0 in published:
             shown = [view if done else None for done, view in zip(published, shown, strict=True)]
-        if not all(map(is_, map(_grad, self._faces), shown)) or not buffer.is_in_place():
-            return False
+        with PlainAttributes():
+            if not all(map(is_, map(_grad, self._faces), shown)) or not buffer.is_in_place():
+                return False
         for segment in self._segments:
             is_shown = segment.is_among(published)
             if segment.parameter.grad is not (segment.gradient if is_shown else None):

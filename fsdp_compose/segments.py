@@ -74,8 +74,8 @@ class FlatSegment:
         copy_attributes(fresh, self.parameter)
 
     def is_at(self, flat: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, the parameter or its gradient, is still a view of ``flat``, the shard or the flat gradient
-        (nobody has assigned to its ``.data``)."""
+        """Whether ``tensor``, the parameter or its gradient, still is a view of ``flat``, the shard or flat gradient:
+        nobody has assigned to its ``.data``."""
         address = local_of(tensor).data_ptr()
         return self.start == self.stop or address == flat.data_ptr() + self.start * flat.element_size()
 

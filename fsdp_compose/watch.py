@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ._torch import PlainAttributes
 from .faces import face_local
 from .state import _FSDPState
 
@@ -46,14 +47,15 @@ class Watch:
     def is_quiet(self) -> bool:
         """Whether every slot holds what it held, every parameter is where it was and requires grad as it did, and no
         gradient was left on an unsharded parameter."""
-        return (
-            not self._has_meta
-            and _hold(self._dicts, self._values)
-            and [*map(_requires_grad, self._faces)] == self._requires_grad
-            and all(map(is_, map(face_local, self._faces), self._locals))
-            and [*map(_data_ptr, self._filled)] == self._addresses
-            and not self.has_unsharded_grads()
-        )
+        with PlainAttributes():
+            return (
+                not self._has_meta
+                and _hold(self._dicts, self._values)
+                and [*map(_requires_grad, self._faces)] == self._requires_grad
+                and all(map(is_, map(face_local, self._faces), self._locals))
+                and [*map(_data_ptr, self._filled)] == self._addresses
+                and not self.has_unsharded_grads()
+            )
 
     def has_unsharded_grads(self) -> bool:
         """Whether autograd has left a gradient on some unsharded parameter, not taken yet."""
@@ -61,7 +63,8 @@ class Watch:
 
     def has_grads(self) -> bool:
         """Whether some sharded parameter has a gradient."""
-        return [*map(_grad, self._faces)] != self._no_grads
+        with PlainAttributes():
+            return [*map(_grad, self._faces)] != self._no_grads
 
     def was_forward_quiet(self) -> bool:
         """Whether no forward replaced, added, removed or wrote to an unsharded parameter."""

@@ -35,6 +35,7 @@ ALLOWED = {
     "_base": "the tensor that an output is a view of",
     "_foreach_max": "an operator",
     "_foreach_norm": "an operator: what clip_grad_norm_ calls",
+    "_foreach_zero_": "an operator: what zero_grad calls",
     "_fsdp_use_orig_params": "what Dynamo reads on a managed module",
     "_is_fsdp_managed_module": "what Dynamo reads on a managed module",
     "_is_param": "what makes a tensor subclass an nn.Parameter",
@@ -445,6 +446,24 @@ def test_allow_in_foreach():
 
 
 # ---- Dynamo ----------------------------------------------------------------------------------------------------------
+
+
+def test_PlainAttributes():
+    class Tensor(torch.Tensor):
+        asked = 0
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.asked += 1
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensor = torch.ones(2).as_subclass(Tensor)
+    with _torch.PlainAttributes():
+        assert tensor.grad is None and not tensor.requires_grad
+        tensor.grad = torch.ones(2)
+    assert Tensor.asked == 0
+    assert tensor.grad is not None
+    assert Tensor.asked > 0
 
 
 def test_skip_frame():

@@ -358,11 +358,6 @@ def test_fully_shard_does_not_mark_what_torch_replicates(one_process):
 # ---- rejected calls --------------------------------------------------------------------------------------------------
 
 
-def tie(tree: Tree) -> None:
-    tree.left.first.weight = tree.middle.weight
-    fully_shard(tree.middle)
-
-
 def give_gradient(tree: Tree) -> None:
     tree(torch.randn(2, 3)).sum().backward()
 
@@ -420,12 +415,6 @@ REJECTED: dict[str, tuple[Callable[[Tree], Any], Callable[[Tree], Any], type[Exc
         LookupError,
         "by the user",
     ),
-    "a parameter of another group": (
-        tie,
-        lambda t: fully_shard(t.left),
-        ValueError,
-        r"first\.weight of this Branch.*as weight of the sharded Leaf.*fully_shard\(\[a, b\]\)",
-    ),
     "a parameter with a gradient": (
         give_gradient,
         lambda t: fully_shard(t.left),
@@ -474,7 +463,6 @@ def test_rejected_call_leaves_no_trace_and_can_be_repeated(one_process, case):
 
 REMEDIES: dict[str, Callable[[Tree], Any]] = {
     "a parameter with a gradient": lambda t: t.zero_grad(),
-    "a parameter of another group": lambda t: setattr(t.left.first, "weight", nn.Parameter(torch.randn(3, 3))),
     "parameters half on meta": lambda t: setattr(t.left, "first", Leaf()),
     "an error in granularity": lambda t: None,
     "a mesh of two dimensions": lambda t: None,
