@@ -206,7 +206,6 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "_foreach_norm -1": lambda x, y: torch._foreach_norm([x], -1),
     "half mean": lambda x, y: (x * 0 + 5000).half().mean(dtype=torch.float16),
     "any of bytes": lambda x, y: (x > 0.5).to(torch.uint8).any(),
-    "_foreach_mm": lambda x, y: torch._foreach_mm([x[:4]], [y[:4]]),
     "vector_norm dim": lambda x, y: torch.linalg.vector_norm(x, 2, dim=1),
     "vector_norm in double": lambda x, y: torch.linalg.vector_norm(x, dtype=torch.float64),
     "item": lambda x, y: round(x.sum().item(), 3),
@@ -394,6 +393,8 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "grad of iteration": gradient(lambda x, y: sum(row.square().sum() for row in x)),
     "copies": lambda x, y: copy.deepcopy(x),
 }
+if hasattr(torch, "_foreach_mm"):  # not in torch 2.12
+    OPERATIONS["_foreach_mm"] = lambda x, y: torch._foreach_mm([x[:4]], [y[:4]])
 
 # What changes the shape or the memory of a tensor raises, and leaves it as it was.
 RAISE = {"t_", "resize_", "set_"}
