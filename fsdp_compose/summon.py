@@ -142,6 +142,7 @@ def summon_full_params(
             "summon_full_params() inside one with rank0_only=True: the other ranks have no full parameters"
         )
     own: list[_Summoned] = []
+    is_shown = False  # else there is nothing to write back: the slots still hold the sharded parameters
     try:
         for handle in handles:
             if handle.summoned is None:
@@ -151,11 +152,12 @@ def summon_full_params(
                 if summoned is not None:
                     own.append(summoned)
         views = _put(own)
+        is_shown = True
         yield
     finally:
         try:
             present = []
-            if writeback:
+            if writeback and is_shown:
                 present = [(item, item.present()) for item in (*own, *(x for x in inherited if x is not _ELSEWHERE))]
         finally:
             for view in views:

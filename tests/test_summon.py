@@ -20,6 +20,7 @@ from fsdp_compose import (
     fully_shard,
     no_sync,
     register_forward_method,
+    set_requires_gradient_sync,
     summon_full_params,
 )
 from fsdp_compose.meeting import TIMEOUT_ENV
@@ -137,6 +138,14 @@ def test_summoned_gradients_are_full_and_can_be_written_back():
     with pytest.raises(RuntimeError, match="has not been reduced"), summon_full_params(twins.sharded, with_grads=True):
         pass
     twins.backward(mean_square, batch)
+    twins.step()
+    for flag in (False, True):  # the first groups are reduced, and gathered before the one that is not is met
+        set_requires_gradient_sync(twins.sharded.layers[2], flag)
+        twins.backward(mean_square, batch)
+        if not flag:
+            with pytest.raises(RuntimeError, match=r"layers\.2\.linear\.weight has not been reduced"):
+                with summon_full_params(twins.sharded, with_grads=True):
+                    pass
     twins.step()
 
 
