@@ -50,6 +50,7 @@ __all__ = [
     "hook_gradient",
     "post_accumulate_hooks",
     "queue_end_of_backward",
+    "set_leaf_hooks",
     "share_versions",
     "skip_frame",
     "storage_use_count",
@@ -91,6 +92,18 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) ->
 
 # Keys that no ``RemovableHandle`` uses: those count upwards from 0.
 _hook_ids = count(-1, -1)
+
+
+def set_leaf_hooks(
+    leaf: torch.Tensor, on_gradient: Callable[[torch.Tensor], None], after_accumulation: Callable[[torch.Tensor], None]
+) -> None:
+    """Make these the hooks that autograd runs before and after it adds to ``leaf.grad``.
+
+    ``register_hook()`` would not do it again after ``swap_tensors()`` (torch 2.13): that exchanges autograd's own
+    record of the hooks, and leaves the Python attribute behind, which then looks as if there were hooks.
+    """
+    leaf._backward_hooks = OrderedDict({next(_hook_ids): on_gradient})
+    leaf._post_accumulate_grad_hooks = OrderedDict({next(_hook_ids): after_accumulation})
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:

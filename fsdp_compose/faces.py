@@ -131,3 +131,16 @@ def make_gradient(local: torch.Tensor, face: nn.Parameter) -> torch.Tensor:
     if PLAIN_FACES:
         return local
     return RaggedDTensor(local, face._spec)  # type: ignore[attr-defined]
+
+
+def like_face(gradient: torch.Tensor, face: nn.Parameter) -> torch.Tensor:
+    """A copy of a gradient that autograd has brought to ``face``, cut like the face.
+
+    Ranks: if ``gradient`` is cut in another way, all ranks of the mesh (it is redistributed).
+    """
+    if not isinstance(face, RaggedDTensor):
+        return gradient.clone()
+    with torch.no_grad():
+        if isinstance(gradient, RaggedDTensor) and gradient._spec.cuts_like(face._spec):
+            return gradient.clone()
+        return distribute_ragged(gradient, face.device_mesh, face.placements, src_data_rank=None)

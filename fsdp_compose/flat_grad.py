@@ -129,13 +129,7 @@ class ShardedGradient:
         elif self._arrival is Arrival.FOREIGN:
             for i, face in enumerate(self._faces):
                 if is_used[i]:
-                    result = make_gradient(buffer.run_of(self._target, i), face)
-                    self._hooks.replace(i, result)
-                    if face.grad is None:
-                        face.grad = result
-                    else:
-                        face.grad.add_(result)
-                    self._hooks.accumulated(i)
+                    self._hooks.add_to_grad(i, make_gradient(buffer.run_of(self._target, i), face))
         else:
             published = self._is_published
             for i, (face, view) in enumerate(zip(self._faces, buffer.views, strict=True)):

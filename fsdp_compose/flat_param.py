@@ -121,7 +121,7 @@ class FlatParamHandle:
             for original, local, spec in zip(originals, self._views_of(shard), specs, strict=True):
                 self.faces.append(make_face(local, original, spec))
         self._know_faces()
-        self.hooks = GradientHooks(self.faces)
+        self.hooks = GradientHooks(self.faces, owner=self)
         for i, original in enumerate(originals):
             self.hooks.move_over(i, original)
         self._adopt(shard)
@@ -154,7 +154,7 @@ class FlatParamHandle:
                     whole = face_whole(face)
                     local.copy_(whole.reshape(-1)[first : first + local.numel()].view(local.shape))
                 rebind_face(face, local, spec)
-        self.hooks = GradientHooks(self.faces, [hook_owners.get(id(face)) for face in self.faces])
+        self.hooks = GradientHooks(self.faces, [hook_owners.get(id(face)) for face in self.faces], owner=self)
         self._know_faces()
         self._adopt(shard)
         return self
@@ -191,7 +191,7 @@ class FlatParamHandle:
         twin._begin()
         twin.faces = [copy.deepcopy(face, memo) for face in self.faces]
         twin._know_faces()
-        twin.hooks = GradientHooks(twin.faces)
+        twin.hooks = GradientHooks(twin.faces, owner=twin)
         twin._adopt(twin._flatten_faces())
         return twin
 
@@ -301,6 +301,7 @@ class FlatParamHandle:
             segment.rebind(shard)
         for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
             copy_attributes(unsharded, face)  # module.to() loses them
+        self.hooks.listen_again()
         was_unsharded = self.is_unsharded
         self._adopt(shard)
         if was_unsharded and not self.is_resident and not self.is_meta:
@@ -326,6 +327,16 @@ class FlatParamHandle:
                 unsharded.requires_grad_(flag)
             self._requires_grad = flags
             self.is_trainable = any(flags)
+
+    def after_publication(self, call: Callable[[], None]) -> None:
+        """Make ``call`` when the gradients of the backward that is running are published; now if no backward of the
+        group's root is running."""
+        state = self.group()
+        root = None if state is None else state.root
+        if root is not None and root.is_in_backward:
+            root.after_publication.append(call)
+        else:
+            call()
 
     def write_used_to(self, memory: memoryview) -> None:
         """From now on note there which parameters were used."""

@@ -3,21 +3,36 @@
 The gradients of sharded parameters arrive by a reduction, not through autograd, which therefore never calls the hooks
 that users register on them. They are kept here instead, and called by the sharded gradient when it is published: once
 in each backward that reduces, with the sharded gradient.
+
+A term of the loss that was computed from a sharded parameter itself (a penalty on its weights) brings a gradient
+through autograd. Parameters that have hooks have two of autograd's own as well, which note it: the sum of both goes
+through the user's hooks when the group's gradient is published, or else at the end of backward.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
+from ._torch import queue_end_of_backward, set_leaf_hooks
+from .faces import like_face
 from .ragged import hook_owners
 
 _Hooks = OrderedDict[int, Callable[[Any], Any]]
+
+
+class _Arrival(NamedTuple):
+    """What autograd brings to a parameter: the gradient of this backward, and a copy of what was in ``.grad`` before
+    (``None`` where there was nothing, or where no hook needs to see the new gradient by itself)."""
+
+    gradient: torch.Tensor
+    before: torch.Tensor | None
 
 
 class GradientHooks:
@@ -27,10 +42,20 @@ class GradientHooks:
         faces: the sharded parameters; from now on ``register_hook`` and ``register_post_accumulate_grad_hook`` on one
             of them arrive here, also after ``module.to()`` has exchanged everything in it but its identity.
         before: who has kept the hooks of each face until now, if somebody has.
+        owner: the handle, whose ``after_publication`` says when the gradients of a backward are there.
     """
 
-    def __init__(self, faces: Sequence[nn.Parameter], before: Sequence[GradientHooks | None] = ()) -> None:
+    def __init__(
+        self,
+        faces: Sequence[nn.Parameter],
+        before: Sequence[GradientHooks | None] = (),
+        *,
+        owner: Any,
+    ) -> None:
         self._faces = faces
+        self._owner = weakref.ref(owner)
+        self._arrivals: dict[int, _Arrival] = {}  # by index of the face
+        self._accumulated: set[int] = set()  # of those, which autograd has added to ``.grad`` in this backward
         self._on_gradient: dict[int, _Hooks] = {}
         self._after_accumulation: dict[int, _Hooks] = {}
         for i, owner in enumerate(before):
@@ -44,6 +69,7 @@ class GradientHooks:
                         mine[i] = theirs[j]
         for face in faces:
             hook_owners[id(face)] = self
+        self.listen_again()
 
     def move_over(self, index: int, original: nn.Parameter) -> None:
         """Take over the hooks of the parameter that face ``index`` replaces. Handles to remove them stay valid."""
@@ -52,6 +78,8 @@ class GradientHooks:
         after = getattr(original, "_post_accumulate_grad_hooks", None)
         if after:
             self._after_accumulation[index] = after
+        if not self.is_empty:
+            self._listen(index)
 
     def register(self, face: nn.Parameter, hook: Callable[[Any], Any], after_accumulation: bool) -> RemovableHandle:
         """What registering a hook on a face does."""
@@ -60,6 +88,7 @@ class GradientHooks:
         hooks = kind.setdefault(index, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
+        self._listen(index)
         return handle
 
     def _index(self, face: nn.Parameter) -> int:
@@ -74,6 +103,8 @@ class GradientHooks:
     def is_empty(self) -> bool:
         return not (self._on_gradient or self._after_accumulation)
 
+    # ---- called when a gradient is published
+
     def replace(self, index: int, gradient: torch.Tensor) -> None:
         """Call the hooks on a gradient; what they return takes its place, in its memory."""
         with torch.no_grad():
@@ -84,6 +115,102 @@ class GradientHooks:
 
     def accumulated(self, index: int) -> None:
         """Call the hooks that follow the accumulation into ``.grad``."""
+        self._arrivals.pop(index, None)
+        self._accumulated.discard(index)
         with torch.no_grad():
             for hook in [*self._after_accumulation.get(index, {}).values()]:
                 hook(self._faces[index])
+
+    def add_to_grad(self, index: int, reduced: torch.Tensor) -> None:
+        """Accumulate a reduced gradient into ``.grad``, with all hooks."""
+        face = self._faces[index]
+        if index in self._accumulated and self._on_gradient.get(index):
+            reduced.add_(self._arrivals[index].gradient)
+            self._put(index, reduced)
+        else:
+            self.replace(index, reduced)
+            if face.grad is None:
+                face.grad = reduced
+            else:
+                face.grad.add_(reduced)
+        self.accumulated(index)
+
+    def _put(self, index: int, gradient: torch.Tensor) -> None:
+        """Make ``.grad``, to which autograd has added already, what it was before plus ``gradient`` after the hooks."""
+        self.replace(index, gradient)
+        face, before = self._faces[index], self._arrivals[index].before
+        with torch.no_grad():
+            if before is None:
+                face.grad = gradient
+            else:
+                assert face.grad is not None
+                face.grad.copy_(before.add_(gradient))
+
+    # ---- gradients that autograd brings
+
+    def listen_again(self) -> None:
+        """Called when the content of the faces may have been exchanged: autograd's hooks are lost with it."""
+        for index in self._on_gradient.keys() | self._after_accumulation.keys():
+            self._listen(index)
+
+    def _listen(self, index: int) -> None:
+        """Let autograd say when it brings a gradient to a face."""
+        reference = weakref.ref(self)
+
+        def on_gradient(gradient: torch.Tensor) -> None:
+            owner = reference()
+            if owner is not None:
+                owner._note(index, gradient)
+
+        def after_accumulation(_face: torch.Tensor) -> None:
+            owner = reference()
+            if owner is not None:
+                owner._note_accumulated(index)
+
+        set_leaf_hooks(self._faces[index], on_gradient, after_accumulation)
+
+    def _note(self, index: int, gradient: torch.Tensor) -> None:
+        if not self._accumulated:
+            self._arrivals.clear()  # of an autograd.grad(), which accumulates nothing
+        before = self._faces[index].grad
+        if before is not None:
+            before = before.clone() if self._on_gradient.get(index) else None
+        self._arrivals[index] = _Arrival(gradient, before)
+
+    def _note_accumulated(self, index: int) -> None:
+        if not self._accumulated:
+            queue_end_of_backward(_EndOfBackward(self))
+        self._accumulated.add(index)
+
+    def end_of_backward(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.after_publication(self._call_for_the_rest)
+
+    def _call_for_the_rest(self) -> None:
+        """Call the hooks of faces to which autograd has brought a gradient that no publication has shown to them."""
+        for index in sorted(self._accumulated):
+            if self._on_gradient.get(index):
+                self._put(index, like_face(self._arrivals[index].gradient, self._faces[index]))
+            self.accumulated(index)
+        self.forget_arrivals()
+
+    def forget_arrivals(self) -> None:
+        self._arrivals.clear()
+        self._accumulated.clear()
+
+
+class _EndOfBackward:
+    """The callback at the end of a backward; autograd drops it uncalled when the backward raises."""
+
+    def __init__(self, hooks: GradientHooks) -> None:
+        self._hooks: GradientHooks | None = hooks
+
+    def __call__(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        assert hooks is not None
+        hooks.end_of_backward()
+
+    def __del__(self) -> None:
+        if self._hooks is not None:
+            self._hooks.forget_arrivals()

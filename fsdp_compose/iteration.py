@@ -397,6 +397,10 @@ def finish_backward(root: RootContext) -> None:
         state.is_reduced = False
     root.is_in_backward = root.has_added = False
     root.recomputed.clear()
+    if root.after_publication:
+        calls, root.after_publication = root.after_publication, []
+        for call in calls:
+            call()
 
 
 def _exchange(root: RootContext, states: list[_FSDPState]) -> None:

@@ -311,6 +311,96 @@ def test_hooks_wait_for_the_backward_that_reduces():
     assert len(seen) == 1
 
 
+def penalty(model: nn.Module) -> torch.Tensor:
+    """Terms of the loss that are computed from parameters themselves: of the same value on every rank."""
+    weights = (model.second.weight, model.head.bias)
+    whole = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights]
+    return sum(weight.square().sum() for weight in whole)
+
+
+LOSSES = {
+    "penalty alone": lambda model, rows: penalty(model),
+    "penalty and model": lambda model, rows: penalty(model) + loss_of(model, rows),
+    "model and penalty": lambda model, rows: loss_of(model, rows) + penalty(model),
+    "another group": lambda model, rows: model.second(rows @ torch.ones(6, 10).to(rows)).sum() * 0 + penalty(model),
+}
+
+
+@pytest.mark.parametrize("when", ["before fully_shard", "after module.to"])
+@distributed(world_size=2, timeout=60)
+def test_gradient_hooks_see_gradients_that_reach_a_parameter_by_itself(when):
+    for name, loss in LOSSES.items():
+        reference, model = build(), build()
+        seen: list[tuple[str, torch.Tensor]] = []
+
+        def register(item: nn.Module, seen: list[Any] = seen) -> None:
+            for weight in (item.second.weight, item.head.bias):
+                weight.register_hook(lambda grad: seen.append(("gradient", grad.clone())))
+                weight.register_hook(lambda grad: grad * 2)
+                weight.register_post_accumulate_grad_hook(lambda p: seen.append(("after", p.grad.clone())))
+
+        register(reference)
+        if when == "before fully_shard":
+            register(model)
+        shard(model)
+        if when == "after module.to":
+            loss_of(model, mine(batch(0))).backward()
+            model.zero_grad()
+            register(model)
+            model.double()
+            reference.double()
+            model(mine(batch(0)).double())  # takes the conversion over
+        kind = next(reference.parameters()).dtype
+        for step in range(3):  # accumulates
+            rows = batch(step).to(kind)
+            seen.clear()
+            loss(reference, rows).backward()
+            expected = sorted(seen, key=lambda item: (item[0], item[1].shape))
+            seen.clear()
+            loss(model, mine(rows)).backward()
+            actual = sorted(seen, key=lambda item: (item[0], item[1].shape))
+            assert [kind for kind, _ in actual] == [kind for kind, _ in expected], (name, step)
+            for (_, value), (_, wanted) in zip(actual, expected, strict=True):
+                assert isinstance(value, RaggedDTensor), name
+                torch.testing.assert_close(value.full_tensor(), wanted)
+            for param, wanted in (
+                (model.second.weight, reference.second.weight),
+                (model.head.bias, reference.head.bias),
+            ):
+                if wanted.grad is not None:
+                    torch.testing.assert_close(param.grad.full_tensor(), wanted.grad)
+
+
+@distributed(world_size=2, timeout=60)
+def test_gradient_hooks_forget_what_an_interrupted_backward_brought():
+    model, seen = shard(build()), []
+    model.head.bias.register_hook(lambda grad: seen.append(grad.full_tensor()))
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("user error")
+
+    leaf = torch.ones((), requires_grad=True)
+    with pytest.raises(ValueError, match="user error"):
+        (Fails.apply(leaf) + penalty(model)).backward()  # the penalty's nodes are later ones: they run first
+    assert not seen and model.head.bias.grad is not None
+    assert (
+        torch.autograd.grad(penalty(model), model.head.bias)[0].full_tensor().equal(2 * model.head.bias.full_tensor())
+    )
+    model.zero_grad()
+    model.head.bias.grad = distribute_ragged(torch.ones(3), model.head.bias.device_mesh, model.head.bias.placements)
+    loss_of(model, mine(batch(1))).backward()
+    reference = build()
+    loss_of(reference, batch(1)).backward()
+    torch.testing.assert_close(seen, [reference.head.bias.grad])
+    torch.testing.assert_close(model.head.bias.grad.full_tensor(), reference.head.bias.grad + 1)
+
+
 @distributed(world_size=2, timeout=60)
 def test_an_optimizer_step_inside_a_post_accumulate_hook():
     reference, model = build(), shard(build())

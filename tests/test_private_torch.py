@@ -218,6 +218,18 @@ def test_post_accumulate_hooks(leaf):
     assert _torch.post_accumulate_hooks(leaf) == []
 
 
+def test_set_leaf_hooks():
+    leaf, events = nn.Parameter(torch.ones(2)), []
+    for _ in range(2):  # again after autograd's own record of them was exchanged
+        _torch.set_leaf_hooks(leaf, lambda grad: events.append(grad.tolist()), lambda p: events.append(p.grad.tolist()))
+        leaf.grad = None
+        (leaf * 3).sum().backward()
+        assert events == [[3, 3], [3, 3]]
+        leaf.grad = None
+        torch.utils.swap_tensors(leaf, nn.Parameter(torch.ones(2)))
+        events.clear()
+
+
 def test_hook_gradient():
     x, events = torch.ones(2, requires_grad=True), []
     y = x * 2
