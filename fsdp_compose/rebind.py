@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from .ragged import RaggedDTensor, distribute_ragged
 
 _SEEN = "_fsdp_compose_generation"
 
-_num_rebound = 0  # the generation for which live optimizers were looked for
-_generation = 0  # counts the calls that replaced parameters: an optimizer is looked at once after each
+_generation = 0  # counts replaced parameters: an optimizer is looked at once after each
+_replaced: list[weakref.ref[nn.Parameter]] = []  # since live optimizers were looked for
 
 
 def remember_face(original: nn.Parameter, face: nn.Parameter) -> None:
@@ -33,6 +34,7 @@ def remember_face(original: nn.Parameter, face: nn.Parameter) -> None:
         register_optimizer_step_pre_hook(_before_step)
     _generation += 1
     original.__dict__[FACE_ATTRIBUTE] = face
+    _replaced.append(weakref.ref(original))
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -48,11 +50,12 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 def rebind_live_optimizers() -> None:
     """Rebind every optimizer there is, at the first forward after ``fully_shard``: what looks at an optimizer's
     parameters before its first step (``zero_grad()``, ``GradScaler``) must find the sharded ones. An optimizer whose
-    state cannot be converted raises when it steps."""
-    global _num_rebound
-    if _num_rebound == _generation:
+    state cannot be converted raises when it steps. Nobody is looked for (0.1 s) unless somebody
+    has a replaced parameter."""
+    is_somebody_there = any(ref() is not None for ref in _replaced)
+    _replaced.clear()
+    if not is_somebody_there:
         return
-    _num_rebound = _generation
     for item in gc.get_objects():
         if issubclass(type(item), Optimizer) and "param_groups" in item.__dict__:
             with contextlib.suppress(UnshardableStateError):

@@ -79,7 +79,7 @@ class _Use:
         come before its gradient is accumulated.
         """
         self.has_alias = True
-        alias = tensor.view_as(tensor)
+        alias = tensor[...]  # cheaper than view_as(), forward and backward
         hook_gradient(alias, self.post_backward)
         return alias
 

@@ -19,6 +19,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import os
@@ -293,6 +294,7 @@ def _worker_main(descriptor: int, rank: int, world_size: int, port: int, pg_time
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=pg_timeout))  # only now: ranks may start further apart than a test may wait
     connection.send(None)
+    gc.freeze()  # what importing torch has left is not looked at by every collection
     while (task := tasks.get()) is not None:
         connection.send(_run_task(task, connection))
     dist.barrier()

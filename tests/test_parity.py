@@ -28,10 +28,14 @@ from tests.models import (
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
+def small_gpt(use_reentrant: bool | None = None) -> GPT:
+    torch.manual_seed(0)
+    return GPT(layers=2, use_reentrant=use_reentrant)
+
+
 @functools.cache
 def unsharded_training(optimizer: str, microbatches: int) -> tuple[list[float], GPT]:
-    torch.manual_seed(0)
-    model = GPT()
+    model = small_gpt()
     losses = train(model, OPTIMIZERS[optimizer], microbatches=microbatches)
     return [loss.item() for loss in losses], model
 
@@ -39,8 +43,7 @@ def unsharded_training(optimizer: str, microbatches: int) -> tuple[list[float], 
 def check_parity(optimizer: str, reshard: bool | None, accumulation: str, use_reentrant: bool | None) -> None:
     microbatches = 1 if accumulation == "none" else 3 if dist.get_world_size() in (1, 2, 4) else 2
     expected, reference = unsharded_training(optimizer, microbatches)
-    torch.manual_seed(0)
-    model = shard_gpt(GPT(use_reentrant=use_reentrant), reshard_after_forward=reshard)
+    model = shard_gpt(small_gpt(use_reentrant), reshard_after_forward=reshard)
     options = {"without_sync": no_sync} if accumulation == "no_sync" else {}
     losses = train(model, OPTIMIZERS[optimizer], microbatches=microbatches, share=local_part, **options)
     got = [mean_over_ranks(loss) for loss in losses]
@@ -84,8 +87,7 @@ def test_losses_equal_torch_fsdp2_bit_for_bit(precision):
 @distributed(world_size=2)
 def test_whole_model_in_one_group():
     expected, reference = unsharded_training("adamw", 1)
-    torch.manual_seed(0)
-    model = fully_shard(GPT())
+    model = fully_shard(small_gpt())
     losses = train(model, adamw, share=local_part)
     assert max(abs(mean_over_ranks(a) - b) for a, b in zip(losses, expected, strict=True)) <= 1e-5
     assert_parameters_match(model, reference)
