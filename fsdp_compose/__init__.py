@@ -6,8 +6,10 @@ from .check import UnreducedParameter, check
 from .clip import clip_grad_norm_
 from .controls import (
     UnshardHandle,
+    functional_mode,
     no_sync,
     reshard,
+    set_functional_mode,
     set_requires_gradient_sync,
     set_reshard_after_forward,
     unshard,
@@ -34,9 +36,11 @@ __all__ = [
     "distribute_ragged",
     "flat_parameters",
     "fully_shard",
+    "functional_mode",
     "no_sync",
     "register_forward_method",
     "reshard",
+    "set_functional_mode",
     "set_requires_gradient_sync",
     "set_reshard_after_forward",
     "summon_full_params",

@@ -264,6 +264,39 @@ class Communicator:
         return buffer
 
 
+# ---- for functional mode: into memory of their own, waited for
+
+
+def all_gather_copy(handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
+    """The whole flat parameter in its compute dtype, gathered from ``shard``, a tensor like the handle's own."""
+    mesh, shard = handle.mesh, shard.to(handle.param_dtype)
+    if mesh.shard_world_size == 1:
+        return shard.clone()
+    flat = torch.empty(handle.layout.flat_numel, dtype=shard.dtype, device=shard.device)
+    try:
+        mesh.shard_group._allgather_base(wire(flat), wire(shard), _ALL_GATHER_OPTIONS).wait()
+    except RuntimeError as error:
+        raise _failure("all-gather", handle, error) from error
+    return flat
+
+
+def reduce_scatter_copy(handle: FlatParamHandle, flat: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the average of ``flat`` (reduce dtype, overwritten) over the ranks, in the shard's dtype."""
+    mesh = handle.mesh
+    if mesh.shard_world_size == 1:
+        return flat.to(handle.shard.dtype)
+    is_half = flat.dtype == torch.float16
+    before, after = _divide_factors(mesh.shard_world_size)
+    if is_half:
+        flat.div_(before)
+    output = torch.empty(handle.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+    try:
+        mesh.shard_group._reduce_scatter_base(wire(output), wire(flat), _SUM if is_half else _AVERAGE).wait()
+    except RuntimeError as error:
+        raise _failure("reduce-scatter", handle, error) from error
+    return (output.div_(after) if is_half else output).to(handle.shard.dtype)
+
+
 def _reduce_scatter_options(op: Any) -> Any:
     options = ReduceScatterOptions()
     options.reduceOp = op

@@ -101,6 +101,46 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             state.requires_gradient_sync = flag
 
 
+def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurse: bool = True) -> None:
+    """Whether the forwards to come gather parameters in a way that autograd can differentiate any number of times.
+
+    In functional mode double backward (``create_graph=True``: gradient penalties) and ``autograd.grad(loss,
+    model.parameters())`` give what they give for the unsharded model, averaged over the ranks like every gradient, as
+    DTensors. Gathered parameters live until the graph is freed, as if the model were replicated for that long; every
+    backward reduces (``no_sync`` has no effect on it). Forwards without grad mode are as always. Not for compiled
+    blocks.
+
+    Ranks: all ranks must set the same. Local: no communication.
+
+    Args:
+        module: root of the tree to set.
+        is_functional: the mode.
+        recurse: set it for all groups below ``module``, not only its own.
+    """
+    for state in _states(module, recurse):
+        state.is_functional = is_functional
+
+
+@contextmanager
+def functional_mode(module: nn.Module) -> Iterator[None]:
+    """Within this context forwards of ``module`` run in functional mode (see ``set_functional_mode``); their backward
+    may come later. The modes of all groups below ``module`` are restored at the end, also after an exception::
+
+        with functional_mode(critic):
+            score = critic(x)
+            (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        (score.mean() + (slope.norm() - 1) ** 2).backward()
+    """
+    before = [(state, state.is_functional) for state in _states(module, recurse=True)]
+    try:
+        for state, _ in before:
+            state.is_functional = True
+        yield
+    finally:
+        for state, flag in before:
+            state.is_functional = flag
+
+
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, *, recurse: bool = True) -> None:
     """Set ``reshard_after_forward`` (see ``fully_shard``) from the next forward on, the same on all ranks."""
     if not isinstance(reshard_after_forward, bool):

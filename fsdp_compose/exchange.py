@@ -44,9 +44,12 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 class ControlExchange:
-    """The exchange of one root. ``control`` is ``None`` where there is nobody to exchange with."""
+    """The exchanges of one root. ``control`` is ``None`` where there is nobody to exchange with; ``may_stop``: the
+    environment may say that only the first backwards exchange."""
 
-    def __init__(self, num_params: int, num_groups: int, control: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, num_params: int, num_groups: int, control: dist.ProcessGroup | None, may_stop: bool = True
+    ) -> None:
         self._control = control
         self._buffer = bytearray(2 * _HASH_BYTES + num_params + num_groups)
         self._tensor = torch.frombuffer(self._buffer, dtype=torch.uint8)
@@ -58,7 +61,7 @@ class ControlExchange:
         self._options.asyncOp = True
         self._work: dist.Work | None = None
         self._num_backwards = 0
-        self._stops = os.environ.get(EXCHANGE_ENV) == "first"
+        self._stops = may_stop and os.environ.get(EXCHANGE_ENV) == "first"
         self._learned = bytearray(num_params)
 
     @property

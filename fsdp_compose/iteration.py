@@ -26,7 +26,7 @@ from .ties import Move, carry_out, find_moves
 from .watch import Watch
 
 _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
-_ALL_GATHER, _REDUCE_SCATTER = 0, 1
+ALL_GATHER, REDUCE_SCATTER = 0, 1
 _IDLE = Phase.IDLE
 _KINDS = ("all-gather", "reduce-scatter")
 
@@ -47,7 +47,7 @@ def unshard(root: RootContext, state: _FSDPState) -> None:
     """Start the all-gathers of a group, if it is not unsharded."""
     for handle in state._handles:
         if not handle.is_unsharded:
-            root.trace.append(state.index << 1 | _ALL_GATHER)
+            root.trace.append(state.index << 1 | ALL_GATHER)
             root.communicator.unshard(handle)
 
 
@@ -72,7 +72,7 @@ def reduce(root: RootContext, state: _FSDPState) -> None:
         if not handle.is_trainable:
             root.communicator.reshard(handle)
         elif state.requires_gradient_sync:
-            root.trace.append(state.index << 1 | _REDUCE_SCATTER)
+            root.trace.append(state.index << 1 | REDUCE_SCATTER)
             root.has_added |= handle.accumulation is not None
             root.communicator.reduce(handle)
             root.has_added |= handle.is_reduce_added
@@ -266,7 +266,7 @@ def _begin_forward(root: RootContext) -> None:
                 handle.accumulation.show()
             if handle.is_unsharded and not handle.is_resident:
                 # Its shard may have been edited, in ways that leave no trace or on some ranks only.
-                root.trace.append(state.index << 1 | _ALL_GATHER)
+                root.trace.append(state.index << 1 | ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.is_kept = False
     root.caller = _caller()
@@ -334,7 +334,8 @@ def begin_backward(root: RootContext) -> None:
         raise RuntimeError(
             "backward(create_graph=True), or autograd.grad() with it, reached a fully_shard'ed model. Double backward "
             "(a gradient penalty, say) needs the gathered parameters to stay in the graph, which they do not here: "
-            "their gradients of the second order would be wrong, or missing. None was published"
+            "their gradients of the second order would be wrong, or missing. None was published. Run the forward in "
+            "functional mode: with functional_mode(model): ..."
         )
     root.is_in_backward = True
     root.num_backwards += 1
@@ -415,7 +416,7 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
         exchange.start(order_hash(root.trace, len(root.trace)))
         root.communicator.finish()
         if not exchange.wait():
-            _raise_different_order(root, states)
+            raise_different_order(root, states)
         root.num_collectives += len(root.trace)
         root.trace.clear()
         if not any(exchange.late):
@@ -425,7 +426,8 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
                 reduce(root, state)
 
 
-def _raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:
+def raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:
+    """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it."""
     names = {state.index: state.name for state in states}
     lines = [f"the {_KINDS[code & 1]} of {names.get(code >> 1, 'an earlier collective')}" for code in root.trace]
 

@@ -21,25 +21,24 @@ gradients instead would let ranks that use different parameters issue collective
 
 from __future__ import annotations
 
-import enum
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ._torch import current_graph_task_id, hook_gradient
 from .dynamo import never_traced
+from .functional import FunctionalUse, refuse_accumulated
+from .inputs import ATOMS, cast, map_tensors, prepare_inputs
 from .iteration import begin_backward, check_after_forward, enter, reduce, reshard, unshard, wait_for_unshard
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
-_ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 
 
 class _Use:
@@ -175,6 +174,8 @@ class _Use:
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Unshard the group and let ``module`` see it; see the module's opening paragraph."""
     state = state_of_hooked(module)
+    if state.is_functional and _is_grad_enabled():
+        return _pre_forward_functional(state, module, args, kwargs)
     if current_graph_task_id() == -1:
         root = state.root
         if root is None or not root.depth or not state.index:
@@ -196,7 +197,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     # A recomputation for a backward that already waits for this group: the original graph has the hooks.
     if state.phase is Phase.PRE_BACKWARD and state.active_uses:
         use = None
-    return _prepare_inputs(args, kwargs, dtype, use)
+    return prepare_inputs(args, kwargs, dtype, use)
 
 
 @never_traced
@@ -214,26 +215,48 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     state.swap.show_sharded()
     if not is_recomputed:
         root.depth -= 1
-        if root.depth == 0 and not has_failed:
-            try:
+    if not has_failed:
+        try:
+            if isinstance(use, FunctionalUse):
+                use.check(state)
+            if root.depth == 0 and not is_recomputed:
                 check_after_forward(root)
-            except RuntimeError:
-                _abandon(root, state, is_recomputed)
-                raise
+        except RuntimeError:
+            _abandon(root, state, is_recomputed)
+            raise
     if has_failed:
         _abandon(root, state, is_recomputed)
         return None
     is_hooked = False
-    if use is not None:
-        is_hooked = _hook_outputs(state, module, use, output, is_recomputed)
-    else:
+    if use is None:
         _look_at_outputs(state, module, output)
+    elif isinstance(use, FunctionalUse):
+        is_hooked = True  # as far as groups in the default mode are concerned
+    else:
+        is_hooked = _hook_outputs(state, module, use, output, is_recomputed)
     if is_recomputed:
         root.recomputed.append(state)
     else:
         _leave(root, state, module, is_hooked)
     dtype = state.mp_policy.output_dtype
-    return None if dtype is None else _map_tensors(lambda tensor: _cast(tensor, dtype), output)
+    return None if dtype is None else map_tensors(lambda tensor: cast(tensor, dtype), output)
+
+
+def _pre_forward_functional(
+    state: _FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """``pre_forward`` in functional mode: autograd does by itself what hooks do else."""
+    refuse_accumulated(state)
+    root = state.root
+    if current_graph_task_id() == -1:
+        if root is None or not root.depth or not state.index:
+            root = enter(state, module)
+        root.depth += 1
+    else:
+        root = _enter_recompute(state, module)
+    state.entries.append((sys.exc_info()[1], FunctionalUse(root, state)))
+    policy = state.mp_policy
+    return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, None)
 
 
 def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
@@ -300,47 +323,7 @@ def _enter_recompute(state: _FSDPState, module: nn.Module) -> RootContext:
     return root
 
 
-# ---- inputs and outputs
-
-
-def _prepare_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None, use: _Use | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast floating-point inputs to ``dtype`` and alias each distinct input that requires grad, once."""
-    if dtype is None and use is None:
-        return args, kwargs
-    if len(args) == 1 and not kwargs and isinstance(args[0], _Tensor):
-        tensor = args[0]
-        if dtype is not None:
-            tensor = _cast(tensor, dtype)
-        if use is not None and tensor.requires_grad:
-            tensor = use.alias(tensor)
-        return (tensor,), kwargs
-    prepared: dict[int, tuple[_Tensor, _Tensor]] = {}
-
-    def prepare(tensor: torch.Tensor, may_alias: bool) -> torch.Tensor:
-        known = prepared.get(id(tensor))
-        if known is None:
-            result = tensor if dtype is None else _cast(tensor, dtype)
-            if may_alias and use is not None and result.requires_grad and result.device.type == use.device_type:
-                result = use.alias(result)
-            known = prepared[id(tensor)] = (tensor, result)  # holds the tensor, so that the id stays its own
-        return known[1]
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, _Tensor):
-            return prepare(value, may_alias=True)
-        if type(value) is tuple:
-            return tuple([visit(item) for item in value])
-        if isinstance(value, _ATOMS):
-            return value
-        # A container that the caller and forward may share: a tensor that forward puts in there escapes by it, and a
-        # copy would hide what forward writes. So it is replaced only if a cast needs it.
-        if use is not None and isinstance(value, (list, dict)):
-            use.watch_container(value)
-        return _map_tensors(lambda tensor: prepare(tensor, may_alias=False), value)
-
-    return visit(args), {key: visit(value) for key, value in kwargs.items()}
+# ---- outputs
 
 
 def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, is_recomputed: bool) -> bool:
@@ -354,7 +337,7 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
     has_hooks = is_opaque = False
     for leaf in (output,) if isinstance(output, _Tensor) else tree_leaves(output):
         if not isinstance(leaf, _Tensor):
-            is_opaque |= not isinstance(leaf, _ATOMS)
+            is_opaque |= not isinstance(leaf, ATOMS)
         elif not leaf.requires_grad:
             is_opaque |= _is_parameter_memory(state, leaf)
         elif use.hook_output(leaf):
@@ -413,25 +396,3 @@ def _keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
         "Return tensors, or a type registered with torch.utils._pytree, to save that memory",
         stacklevel=2,
     )
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
-
-def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor in it replaced; ``value`` itself if none was."""
-    if isinstance(value, _Tensor):
-        return function(value)
-    if isinstance(value, _ATOMS):
-        return value
-    changed = False
-
-    def apply(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal changed
-        result = function(tensor)
-        changed |= result is not tensor
-        return result
-
-    mapped = tree_map_only(_Tensor, apply, value)
-    return mapped if changed else value

@@ -51,6 +51,7 @@ class _FSDPState(ComposableState):
         fqn: name of the (first) module, relative to the root, once a root is known; a class name before.
         mesh, mp_policy, reshard_option: as given to the call; ``reshard_after_forward`` is what the root made of it.
         requires_gradient_sync: whether backward reduces (``no_sync`` says no).
+        is_functional: whether forwards gather in a way that autograd can differentiate twice.
         root: what the groups below one root share; ``None`` before the first forward.
         index: position of the state in the root's order.
         phase: where the group stands in backward.
@@ -61,10 +62,10 @@ class _FSDPState(ComposableState):
     """
 
     __slots__ = (
-        "_handles", "active_uses", "entries", "fqn", "granularity", "has_unsynced", "ignored", "index", "is_reduced",
-        "is_unhooked", "last_use", "mesh", "modules", "mp_policy", "outstanding", "pending_modules", "phase",
-        "ran_backward", "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root", "swap",
-        "unhooked_versions", "watch",
+        "_handles", "active_uses", "entries", "fqn", "granularity", "has_unsynced", "ignored", "index",
+        "is_functional", "is_reduced", "is_unhooked", "last_use", "mesh", "modules", "mp_policy", "outstanding",
+        "pending_modules", "phase", "ran_backward", "requires_gradient_sync", "reshard_after_forward",
+        "reshard_option", "root", "swap", "unhooked_versions", "watch",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class _FSDPState(ComposableState):
         self.reshard_option: bool | None = None
         self.reshard_after_forward = True
         self.requires_gradient_sync = True
+        self.is_functional = False
         self.granularity: Granularity | None = None
         self._handles: list[FlatParamHandle] = []
         self.swap: ParameterSwap = cast(ParameterSwap, None)
@@ -190,6 +192,7 @@ class _FSDPState(ComposableState):
         memo[id(self)] = twin
         twin.fqn, twin.mesh, twin.mp_policy = self.fqn, self.mesh, self.mp_policy
         twin.reshard_option, twin.requires_gradient_sync = self.reshard_option, self.requires_gradient_sync
+        twin.is_functional = self.is_functional
         twin.adopt([copy.deepcopy(handle, memo) for handle in self._handles])
         twin.ignored = weakref.WeakSet(copy.deepcopy(param, memo) for param in self.ignored)
         twin.granularity = self.granularity

@@ -157,6 +157,40 @@ class ParameterSwap:
             if module is not None:
                 module.__dict__[key] = unsharded
 
+    def show_instead(self, others: Mapping[int, torch.Tensor]) -> list[tuple[Any, tuple[Any, ...]]]:
+        """As ``show_unsharded``, with other tensors in the place of unsharded parameters (by the id of these).
+
+        Returns:
+            What the modules show now, and its content, for ``check_shown``; nothing if they showed full ones already.
+        """
+        self.num_shows += 1
+        shown: list[tuple[Any, tuple[Any, ...]]] = []
+        if self.num_shows > 1:
+            return shown
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, dict):
+                result: Any = {name: others.get(id(item), item) for name, item in value.items()}
+                shown.append((result, tuple(result.values())))
+                return result
+            return [others.get(id(item), item) for item in value]
+
+        for namespace, key, _, unsharded in self._writes:
+            namespace[key] = replaced(unsharded)
+        for ref, key, _, unsharded in self._root_writes:
+            module = ref()
+            if module is not None:
+                module.__dict__[key] = replaced(unsharded)
+        return shown
+
+    def check_shown(self, shown: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Raise if a forward replaced, added or removed what ``show_instead`` has shown."""
+        if not all(_hold([parameters], values) for parameters, values in shown):
+            raise RuntimeError(
+                f"forward replaced, added or removed parameters of a sharded module, {self.prefix or 'the root'}. Such "
+                "a change would be lost when the module is resharded; change parameters outside forward"
+            )
+
     def show_sharded(self) -> None:
         """Undo one ``show_unsharded``."""
         self.num_shows -= 1
