@@ -109,9 +109,10 @@ _same_bounds: dict[object, object] = {}
 class Communicator:
     """Streams and reduce buffers that the groups below one root share."""
 
-    __slots__ = ("__weakref__", "_all_gather_stream", "_buffers", "_module", "_pool_id", "_reduce_stream")
+    __slots__ = ("__weakref__", "_all_gather_stream", "_buffers", "_device", "_module", "_pool_id", "_reduce_stream")
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
         self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
         self._reduce_stream = self._module.Stream(device, priority=-1) if self._module else None
@@ -141,7 +142,7 @@ class Communicator:
             if mesh.shard_world_size > 1:
                 handle.all_gather_work = mesh.shard_group._allgather_base(*handle.gather_wires, _ALL_GATHER_OPTIONS)
             return
-        self._all_gather_stream.wait_stream(self._module.current_stream())
+        self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._all_gather_stream):
             if handle.cast_shard is not None:
                 handle.cast_shard.copy_(handle.shard)
@@ -157,6 +158,8 @@ class Communicator:
                 work.wait()
             except RuntimeError as error:
                 raise _failure("all-gather", handle, error) from error
+            if handle.mesh.is_simulated:
+                self._wait_for_stream(self._all_gather_stream)
 
     def reshard(self, handle: FlatParamHandle) -> None:
         """Free the unsharded storage."""
@@ -223,7 +226,7 @@ class Communicator:
         if self._reduce_stream is None:
             handle.reduce_work = mesh.shard_group._reduce_scatter_base(output, flat, plan.options)
         else:
-            self._reduce_stream.wait_stream(self._module.current_stream())
+            self._reduce_stream.wait_stream(self._module.current_stream(self._device))
             with self._module.stream(self._reduce_stream):
                 handle.reduce_work = mesh.shard_group._reduce_scatter_base(output, flat, plan.options)
 
@@ -237,6 +240,8 @@ class Communicator:
                 work.wait()
             except RuntimeError as error:
                 raise _failure("reduce-scatter", handle, error) from error
+            if handle.mesh.is_simulated:
+                self._wait_for_stream(self._reduce_stream)
         output, target = handle.reduce_output, handle.gradient.target
         assert output is not None and handle.reduce_input is not None
         if handle.reduce_input.average_by_hand:
@@ -246,6 +251,12 @@ class Communicator:
         elif output is not target:
             target.copy_(output)
         handle.reduce_output = handle.reduce_input = None
+
+    def _wait_for_stream(self, stream: Any) -> None:
+        """Let compute wait for all of a side stream. The work of a simulated group does not wait: what it copies are
+        kernels of the stream it was issued on."""
+        if stream is not None:
+            self._module.current_stream(self._device).wait_stream(stream)
 
     def finish(self) -> None:
         """Wait for every reduction in flight and free the buffers."""
