@@ -156,7 +156,7 @@ class Communicator:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failure("all-gather", handle, error) from error
+                raise self._failure("all-gather", handle, error) from error
 
     def reshard(self, handle: FlatParamHandle) -> None:
         """Free the unsharded storage."""
@@ -201,7 +201,7 @@ class Communicator:
             if missing:
                 _fill(plan.views, grads, missing)
             else:
-                foreach_copy_(plan.views, grads)
+                _copy(plan.views, grads)
         del grads
         buffer.owner = handle
         handle.awaits_publication = True
@@ -236,7 +236,7 @@ class Communicator:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failure("reduce-scatter", handle, error) from error
+                raise self._failure("reduce-scatter", handle, error) from error
         output, target = handle.reduce_output, handle.gradient.target
         assert output is not None and handle.reduce_input is not None
         if handle.reduce_input.average_by_hand:
@@ -253,6 +253,12 @@ class Communicator:
             if buffer.owner is not None:
                 self._finish_owner(buffer)
             buffer.free()
+
+    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(
+            f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
+            f"({len(handle.fqns)} parameters) failed: another rank died, or did not enter the same collective. {error}"
+        )
 
     def _buffer_for(self, handle: FlatParamHandle) -> ReduceBuffer:
         key = (handle.reduce_dtype, handle.shard.device)
@@ -305,11 +311,13 @@ def _fill(views: list[torch.Tensor], grads: list[torch.Tensor], missing: list[in
     foreach_zero_([views[i] for i in missing])
     present = [i for i, grad in enumerate(grads) if grad is not None]
     if present:
-        foreach_copy_([views[i] for i in present], [grads[i] for i in present])
+        _copy([views[i] for i in present], [grads[i] for i in present])
 
 
-def _failure(what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-    return RuntimeError(
-        f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
-        f"({len(handle.fqns)} parameters) failed: another rank died, or did not enter the same collective. {error}"
-    )
+def _copy(views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    try:
+        foreach_copy_(views, grads)
+    except RuntimeError:
+        if all(grad.layout == torch.strided for grad in grads):
+            raise
+        foreach_copy_(views, [grad.to_dense() for grad in grads])  # of nn.Embedding(sparse=True)
