@@ -48,6 +48,7 @@ __all__ = [
     "gradient_hooks",
     "group_timeout",
     "hook_gradient",
+    "non_persistent_buffers",
     "post_accumulate_hooks",
     "queue_end_of_backward",
     "set_leaf_hooks",
@@ -133,6 +134,11 @@ def skip_frame(function: Callable[..., Any]) -> None:
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python storage objects refer to the memory behind ``storage``, this object included."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers of ``module`` itself that its state dict leaves out."""
+    return module._non_persistent_buffers_set
 
 
 def composable_registry(module: nn.Module) -> dict[str, Any]:

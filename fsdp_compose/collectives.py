@@ -157,7 +157,7 @@ class Communicator:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failure("all-gather", handle, error) from error
+                raise self._failure("all-gather", handle, error) from error
             if handle.mesh.is_simulated:
                 self._wait_for_stream(self._all_gather_stream)
 
@@ -204,7 +204,7 @@ class Communicator:
             if missing:
                 _fill(plan.views, grads, missing)
             else:
-                foreach_copy_(plan.views, grads)
+                copy_gradients(plan.views, grads)
         del grads
         buffer.owner = handle
         handle.awaits_publication = True
@@ -239,7 +239,7 @@ class Communicator:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _failure("reduce-scatter", handle, error) from error
+                raise self._failure("reduce-scatter", handle, error) from error
             if handle.mesh.is_simulated:
                 self._wait_for_stream(self._reduce_stream)
         output, target = handle.reduce_output, handle.gradient.target
@@ -265,6 +265,42 @@ class Communicator:
                 self._finish_owner(buffer)
             buffer.free()
 
+    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        return RuntimeError(
+            f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
+            f"({len(handle.fqns)} parameters) failed: another rank died, or did not enter the same collective. {error}"
+        )
+
+    # ---- for functional mode: into memory of their own, waited for
+
+    def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
+        """The whole flat parameter in its compute dtype, gathered from ``shard``, a tensor like the handle's own."""
+        mesh, shard = handle.mesh, shard.to(handle.param_dtype)
+        if mesh.shard_world_size == 1:
+            return shard.clone()
+        flat = torch.empty(handle.layout.flat_numel, dtype=shard.dtype, device=shard.device)
+        try:
+            mesh.shard_group._allgather_base(wire(flat), wire(shard), _ALL_GATHER_OPTIONS).wait()
+        except RuntimeError as error:
+            raise self._failure("all-gather", handle, error) from error
+        return flat
+
+    def reduce_scatter_copy(self, handle: FlatParamHandle, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the average of ``flat`` (reduce dtype, overwritten), in the dtype of the shard."""
+        mesh = handle.mesh
+        if mesh.shard_world_size == 1:
+            return flat.to(handle.shard.dtype)
+        is_half = flat.dtype == torch.float16
+        before, after = _divide_factors(mesh.shard_world_size)
+        if is_half:
+            flat.div_(before)
+        output = torch.empty(handle.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+        try:
+            mesh.shard_group._reduce_scatter_base(wire(output), wire(flat), _SUM if is_half else _AVERAGE).wait()
+        except RuntimeError as error:
+            raise self._failure("reduce-scatter", handle, error) from error
+        return (output.div_(after) if is_half else output).to(handle.shard.dtype)
+
     def _buffer_for(self, handle: FlatParamHandle) -> ReduceBuffer:
         key = (handle.reduce_dtype, handle.shard.device)
         buffer = self._buffers.get(key)
@@ -273,39 +309,6 @@ class Communicator:
         elif buffer.owner is not None:
             self._finish_owner(buffer)
         return buffer
-
-
-# ---- for functional mode: into memory of their own, waited for
-
-
-def all_gather_copy(handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
-    """The whole flat parameter in its compute dtype, gathered from ``shard``, a tensor like the handle's own."""
-    mesh, shard = handle.mesh, shard.to(handle.param_dtype)
-    if mesh.shard_world_size == 1:
-        return shard.clone()
-    flat = torch.empty(handle.layout.flat_numel, dtype=shard.dtype, device=shard.device)
-    try:
-        mesh.shard_group._allgather_base(wire(flat), wire(shard), _ALL_GATHER_OPTIONS).wait()
-    except RuntimeError as error:
-        raise _failure("all-gather", handle, error) from error
-    return flat
-
-
-def reduce_scatter_copy(handle: FlatParamHandle, flat: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the average of ``flat`` (reduce dtype, overwritten) over the ranks, in the shard's dtype."""
-    mesh = handle.mesh
-    if mesh.shard_world_size == 1:
-        return flat.to(handle.shard.dtype)
-    is_half = flat.dtype == torch.float16
-    before, after = _divide_factors(mesh.shard_world_size)
-    if is_half:
-        flat.div_(before)
-    output = torch.empty(handle.layout.shard_numel, dtype=flat.dtype, device=flat.device)
-    try:
-        mesh.shard_group._reduce_scatter_base(wire(output), wire(flat), _SUM if is_half else _AVERAGE).wait()
-    except RuntimeError as error:
-        raise _failure("reduce-scatter", handle, error) from error
-    return (output.div_(after) if is_half else output).to(handle.shard.dtype)
 
 
 def _reduce_scatter_options(op: Any) -> Any:
@@ -349,11 +352,13 @@ def _fill(views: list[torch.Tensor], grads: list[torch.Tensor], missing: list[in
     foreach_zero_([views[i] for i in missing])
     present = [i for i, grad in enumerate(grads) if grad is not None]
     if present:
-        foreach_copy_([views[i] for i in present], [grads[i] for i in present])
+        copy_gradients([views[i] for i in present], [grads[i] for i in present])
 
 
-def _failure(what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-    return RuntimeError(
-        f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
-        f"({len(handle.fqns)} parameters) failed: another rank died, or did not enter the same collective. {error}"
-    )
+def copy_gradients(views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    try:
+        foreach_copy_(views, grads)
+    except RuntimeError:
+        if all(grad.layout == torch.strided for grad in grads):
+            raise
+        foreach_copy_(views, [grad.to_dense() for grad in grads])  # of nn.Embedding(sparse=True)

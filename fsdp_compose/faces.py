@@ -25,8 +25,8 @@ from .placement import RaggedShard
 from .ragged import RaggedDTensor, distribute_ragged
 from .ragged_spec import RaggedSpec
 
-# Where a face or an original parameter remembers the group that owns it: a (module label, FQN) pair of strings.
-OWNER_ATTRIBUTE = "_fsdp_compose_owner"
+# Where a face remembers which subclass of nn.Parameter the original was an instance of.
+_CLASS_ATTRIBUTE = "_fsdp_compose_class"
 # Where an original parameter remembers the face that has taken its place.
 FACE_ATTRIBUTE = "_fsdp_compose_face"
 
@@ -64,6 +64,8 @@ def make_face(local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec) -> 
         face = nn.Parameter(RaggedDTensor(local, spec), requires_grad=original.requires_grad)
         set_local_tensor(face, local)  # type: ignore[arg-type]
     copy_attributes(original, face)
+    if type(original) is not nn.Parameter and isinstance(original, nn.Parameter):
+        face.__dict__[_CLASS_ATTRIBUTE] = type(original)
     return face
 
 
@@ -72,6 +74,14 @@ def copy_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
     for key, value in source.__dict__.items():
         if key not in _NOT_COPIED:
             to.__dict__.setdefault(key, value)
+
+
+def dress(face: nn.Parameter, full: nn.Parameter) -> None:
+    """Make a full parameter what the original was: its attributes, and its class if that is the user's own."""
+    copy_attributes(face, full)
+    cls = face.__dict__.get(_CLASS_ATTRIBUTE)
+    if cls is not None:
+        full.__class__ = cls
 
 
 _NOT_COPIED = {"_is_param", FACE_ATTRIBUTE}

@@ -202,6 +202,7 @@ class ShardedGradient:
                 if grad is not None:
                     return
         self.buffer.release()
+        self._is_published = bytes(len(self._faces))
 
     def _add_others(self) -> None:
         """Add what the same backward has put into ``face.grad`` by itself: terms of the loss on the faces."""

@@ -30,8 +30,8 @@ import torch.nn as nn
 
 from .accumulation import Accumulation
 from .faces import (
-    OWNER_ATTRIBUTE,
     copy_attributes,
+    dress,
     face_local,
     face_memory,
     face_spec,
@@ -44,7 +44,7 @@ from .grad_hooks import GradientHooks
 from .layout import FlatLayout, Granule, ParamSpec, plan_layout
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
-from .ragged import hook_owners
+from .ragged import OWNER_ATTRIBUTE, hook_owners
 from .segments import FlatSegment
 from .wire import wire
 
@@ -220,7 +220,7 @@ class FlatParamHandle:
             self.unsharded_base = flat.data  # Note [Version counters]
             self.unsharded_params = [nn.Parameter(view, requires_grad=False) for view in self._full_views()]
         for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
-            copy_attributes(face, unsharded)
+            dress(face, unsharded)
         self.unsharded_version = self.unsharded_base._version
         self._face_memory = face_memory(self.faces)
         self._face_locals = [*map(face_local, self.faces)]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from . import runtime
@@ -21,10 +22,11 @@ from .flat_param import FlatParamHandle, Granularity, ManagedParameter, mark_own
 from .groups import by_kind, group_modules, managed_parameters, ties_with_other_groups
 from .iteration import tree_has_changed
 from .mesh import DataParallelMesh, data_parallel_mesh
+from .meta_buffers import watch_meta_buffers
 from .policy import MixedPrecisionPolicy
 from .rebind import remember_face
 from .state import _FSDPState, get_state, register_state, state_of_hooked
-from .swap import ParameterSwap
+from .swap import ParameterSwap, guard_state_dict
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
 
@@ -107,6 +109,7 @@ def fully_shard(
         state.granularity = granularity
         state.ignored = weakref.WeakSet(ignored)
         _put_faces(managed, handles, label)
+        watch_meta_buffers(fqns)
         state.swap = ParameterSwap(modules, managed, handles, fqns)
         for item in modules:
             item.register_forward_pre_hook(runtime.pre_forward, prepend=True, with_kwargs=True)
@@ -117,6 +120,7 @@ def fully_shard(
     if ties:  # only now: torch's registry refuses a call that changes FQNs, and a tied parameter has one name less
         for item, name, face in ties:
             item._parameters[name] = face
+            guard_state_dict(item, fqns[item])
         state_of_hooked(modules[0]).swap.rebuild()
     tree_has_changed()
     return module
@@ -191,6 +195,11 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMes
             raise ValueError(
                 f"fully_shard(): the parameter {item.fqn} is on {param.device}, but the mesh is on {mesh.device}; "
                 f"move the module with module.to({str(mesh.device)!r}), or pass a mesh on {param.device.type}"
+            )
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"fully_shard(): the parameter {item.fqn} is a DTensor already, of placements {param.placements} on "
+                f"{param.device_mesh}: parameters that tensor parallelism has cut are not supported yet"
             )
         if param.grad is not None:
             raise ValueError(

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from ._torch import foreach_copy_
-from .collectives import all_gather_copy, reduce_scatter_copy
+from .collectives import copy_gradients
 from .exchange import ControlExchange, control_group, order_hash
 from .faces import face_local, like_face, make_gradient
 from .flat_param import FlatParamHandle
@@ -80,7 +79,7 @@ class _Gather:
         """The whole of every parameter, from sharded parts; zeros where there is none."""
         handle = self.handle
         self._root.trace.append(self._state.index << 1 | ALL_GATHER)
-        storage = all_gather_copy(handle, self._shard_of(parts)).untyped_storage()
+        storage = self._root.communicator.all_gather_copy(handle, self._shard_of(parts)).untyped_storage()
         # Not views: autograd lets nobody use those of a base that was written to, whoever wrote, and names nothing.
         return [
             torch.empty(0, dtype=handle.param_dtype, device=handle.shard.device).set_(storage, p.offset, p.shape)  # type: ignore[call-overload]
@@ -107,8 +106,8 @@ class _Gather:
         flat = torch.zeros(handle.layout.flat_numel, dtype=handle.reduce_dtype, device=handle.shard.device)
         present = [item for item in zip(handle.full_views_of(flat), grads, strict=True) if item[1] is not None]
         if present:
-            foreach_copy_(*map(list, zip(*present)))  # type: ignore[arg-type]
-        reduced = reduce_scatter_copy(handle, flat)
+            copy_gradients(*map(list, zip(*present)))
+        reduced = self._root.communicator.reduce_scatter_copy(handle, flat)
         return [
             make_gradient(reduced[start:stop].view(shape), face) if is_used else None
             for is_used, face, (start, stop, shape) in zip(used, handle.faces, handle.runs, strict=True)

@@ -94,6 +94,9 @@ def prepare_swap(state: _FSDPState) -> None:
             names = [name for name, param in module._parameters.items() if id(param) in managed]
             for name in names:
                 managed[id(module._parameters[name])].slots.append((module, name))
-            if names:
-                fqns.setdefault(module, prefix)
+            if names and module not in fqns:  # moved here from a nested group, whose modules may keep tensors (losses)
+                steps = prefix.split(".")
+                for i in range(len(steps) + 1):
+                    name = ".".join(steps[:i])
+                    fqns.setdefault(root.get_submodule(name), name)
     state.swap = ParameterSwap(roots, [*managed.values()], state._handles, fqns)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 import warnings
+from itertools import count
 from types import FrameType
 
 import torch
@@ -20,7 +21,9 @@ from .exchange import ControlExchange, control_group, order_hash
 from .flat_param import FlatParamHandle, handle_of
 from .groups import prepare_swap
 from .meeting import first_difference, meet
+from .meta_buffers import refuse_unwritten_buffers
 from .rebind import rebind_live_optimizers
+from .records import RecordingCommunicator, is_on, last_of_every_rank
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
 from .ties import Move, carry_out, find_moves
 from .watch import Watch
@@ -29,6 +32,8 @@ _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a pro
 ALL_GATHER, REDUCE_SCATTER = 0, 1
 _IDLE = Phase.IDLE
 _KINDS = ("all-gather", "reduce-scatter")
+
+_backward_numbers = count(1)  # of all roots: a use may outlive the root that it was made under
 
 # Raised by every fully_shard call: tells roots to look at their module tree again.
 _generation = 0
@@ -101,6 +106,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     moves = find_moves(module, states)
     rebind_live_optimizers()
     _check_everything_is_managed(module, states)
+    refuse_unwritten_buffers(modules_to_run(module))
     mesh = state.mesh
     for item, name in found:
         if item.mesh.shard_group is not mesh.shard_group:
@@ -126,7 +132,8 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     start = 0
     for handle in handles:
         handle.write_used_to(exchange.used[start : (start := start + len(handle.fqns))])
-    root = RootContext(states, Communicator(mesh.device), exchange, _generation)
+    communicator = RecordingCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
+    root = RootContext(states, communicator, exchange, _generation)
     _take_over(root, states)  # what was changed since fully_shard()
     for item in states:
         item.root = root
@@ -338,7 +345,7 @@ def begin_backward(root: RootContext) -> None:
             "functional mode: with functional_mode(model): ..."
         )
     root.is_in_backward = True
-    root.num_backwards += 1
+    root.backward_number = next(_backward_numbers)
     queue_end_of_backward(_EndOfBackward(root))
 
 
@@ -429,18 +436,19 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
 def raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:
     """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it."""
     names = {state.index: state.name for state in states}
+    lasts = last_of_every_rank(states[0].mesh.shard_group)
     lines = [f"the {_KINDS[code & 1]} of {names.get(code >> 1, 'an earlier collective')}" for code in root.trace]
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         difference = first_difference(ours.split("\n"), theirs.split("\n"))
         if difference is None:
-            return "the ranks issued different collectives, in a part of the run that is no longer remembered"
+            return f"the ranks issued different collectives, in a part of the run that is no longer remembered{lasts}"
         position, a, b = difference
         return (
             f"the ranks issued different collectives in this iteration: collective {position} was {a or 'nothing'} on "
             f"rank 0 and {b or 'nothing'} on rank {rank}. No gradient was published. Ranks must run the same "
             "fully_shard groups in the same order: shard modules that only some ranks use (experts, modalities) in "
-            "one group with their parent, or run all of them on every rank"
+            f"one group with their parent, or run all of them on every rank{lasts}"
         )
 
     details = "\n".join(lines)
@@ -467,7 +475,7 @@ def heal(root: RootContext) -> None:
     if mesh.has_peers:
         verdict = meet(mesh.shard_group, "healing after an interrupted iteration", f"{count} {int(is_tainted)}", _judge)
         if verdict not in ("0", "1"):
-            raise RuntimeError(verdict)
+            raise RuntimeError(verdict + last_of_every_rank(mesh.shard_group))
         is_tainted = verdict == "1"
     root.exchange.abandon()
     root.communicator.finish()
@@ -479,8 +487,7 @@ def heal(root: RootContext) -> None:
             handle.forgive_unsharded_edit()
             root.communicator.reshard(handle)
         state.reset()
-    if root.watch is not None:
-        states[0].watch = Watch(states)
+    # The watch stays the old one: what the user has changed since the interruption is yet to be noticed.
     root.num_collectives = count
     root.trace.clear()
     root.reset()

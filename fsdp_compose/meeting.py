@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ._torch import default_store, group_timeout
+from .records import last_of_every_rank
 
 TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
 _GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
@@ -55,21 +56,21 @@ def meet(
     if rank != 0:
         while store.check([f"verdict/{number}"]):
             number += 1
-        _wait(store, [f"open/{number}"], timeout, lambda: _absence([0], group.size(), purpose, timeout))
+        _wait(store, [f"open/{number}"], timeout, lambda: _absence([0], group, purpose, timeout))
     _next_round[name, purpose] = number + 1
     if explain is not None:
         store.set(f"details/{number}/{rank}", details)
     store.set(f"payload/{number}/{rank}", payload)
     if rank == 0:
         store.set(f"open/{number}", "")
-        verdict = _preside(store, number, group.size(), timeout, purpose, judge, explain)
+        verdict = _preside(store, number, group, timeout, purpose, judge, explain)
         store.set(f"verdict/{number}", verdict)
     else:
         _wait(
             store,
             [f"verdict/{number}"],
             timeout + _GRACE,
-            lambda: _absence([0], group.size(), purpose, timeout),
+            lambda: _absence([0], group, purpose, timeout),
         )
         verdict = store.get(f"verdict/{number}").decode()
     if explain is not None:
@@ -83,17 +84,17 @@ def meet(
 def _preside(
     store: dist.Store,
     number: int,
-    world_size: int,
+    group: dist.ProcessGroup,
     timeout: timedelta,
     purpose: str,
     judge: Callable[[list[str]], str],
     explain: Callable[[int, str, str], str] | None,
 ) -> str:
-    keys = [f"payload/{number}/{rank}" for rank in range(world_size)]
+    keys = [f"payload/{number}/{rank}" for rank in range(group.size())]
 
     def absence() -> str:
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return _absence(absent, world_size, purpose, timeout)
+        return _absence(absent, group, purpose, timeout)
 
     try:
         _wait(store, keys, timeout, absence)
@@ -115,11 +116,12 @@ def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta, absence: C
         raise RuntimeError(absence()) from error
 
 
-def _absence(absent: Sequence[int], world_size: int, purpose: str, timeout: timedelta) -> str:
+def _absence(absent: Sequence[int], group: dist.ProcessGroup, purpose: str, timeout: timedelta) -> str:
     return (
-        f"{purpose}: rank(s) {', '.join(map(str, absent))} did not come to the meeting of {world_size} ranks within "
+        f"{purpose}: rank(s) {', '.join(map(str, absent))} did not come to the meeting of {group.size()} ranks within "
         f"{timeout.total_seconds():g} s. Every rank must make this call; a rank that is missing has died, hangs in a "
         f"collective, or took another path (set {TIMEOUT_ENV} to wait longer or shorter)"
+        f"{last_of_every_rank(group)}"
     )
 
 

@@ -268,6 +268,26 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 handlers: dict[Any, Handler] = {}
 choose_handler: list[Callable[[Any], Handler]] = []
 
+# Where a sharded parameter, or one that was replaced by one, remembers who owns it: (name of the group, FQN).
+OWNER_ATTRIBUTE = "_fsdp_compose_owner"
+
+
+def describe_owner(tensor: Any) -> str:
+    """Which sharded tensor was mixed with a plain one, and what to do instead: the end of an error."""
+    owner = getattr(tensor, OWNER_ATTRIBUTE, None)
+    if owner is None:
+        return (
+            "a sharded one: make both DTensors (fsdp_compose.distribute_ragged()), or use .to_local() or "
+            ".full_tensor() of the sharded one"
+        )
+    group, fqn = owner
+    return (
+        f"the sharded parameter {fqn} of the fully_shard group {group}, which is whole only while that group's own "
+        "forward runs. Call that forward (or another method, registered with register_forward_method()); do not shard "
+        "by itself a module whose parameters another module computes with; or use .full_tensor()"
+    )
+
+
 # Who keeps the gradient hooks of parameters whose gradients arrive without autograd (``GradientHooks``), by the id of
 # the parameter, which outlives everything else in it when ``module.to()`` exchanges its content.
 hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

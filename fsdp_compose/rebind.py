@@ -18,8 +18,8 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from . import accumulation
-from .faces import FACE_ATTRIBUTE, OWNER_ATTRIBUTE
-from .ragged import RaggedDTensor, distribute_ragged
+from .faces import FACE_ATTRIBUTE
+from .ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged
 
 _SEEN = "_fsdp_compose_generation"
 

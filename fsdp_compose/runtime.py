@@ -36,9 +36,11 @@ from .functional import FunctionalUse, refuse_accumulated
 from .inputs import ATOMS, cast, map_tensors, prepare_inputs
 from .iteration import begin_backward, check_after_forward, enter, reduce, reshard, unshard, wait_for_unshard
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
+from .swap import tensors_requiring_grad
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
+_NEVER = -1  # no backward has this number
 
 
 class _Use:
@@ -62,7 +64,7 @@ class _Use:
         self.has_alias = False  # some input requires grad
         self._position = 0
         # The numbers of the backward that reached this use last, and of the one that it has not finished.
-        self._backward = self._active_backward = 0
+        self._backward = self._active_backward = _NEVER
         self.versions = state.shard_versions()
 
     @property
@@ -126,9 +128,9 @@ class _Use:
         assert root is not None
         if not root.is_in_backward:
             begin_backward(root)
-        if self._backward == root.num_backwards:
+        if self._backward == root.backward_number:
             return
-        self._backward = self._active_backward = root.num_backwards
+        self._backward = self._active_backward = root.backward_number
         state.check_versions(self.versions)
         if not state.ran_backward:
             state.refuse_unseen_backward()
@@ -150,9 +152,9 @@ class _Use:
         state, number = self._state, self._record.number
         root = state.root
         assert root is not None
-        if self._active_backward != root.num_backwards:
-            return  # another alias of this use came before
-        self._active_backward = 0
+        if self._active_backward != root.backward_number:
+            return  # another alias of this use came before, or no hook of its outputs did
+        self._active_backward = _NEVER
         if number in state.outstanding:
             state.outstanding.remove(number)
         state.active_uses -= 1
@@ -337,7 +339,9 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
     has_hooks = is_opaque = False
     for leaf in (output,) if isinstance(output, _Tensor) else tree_leaves(output):
         if not isinstance(leaf, _Tensor):
-            is_opaque |= not isinstance(leaf, ATOMS)
+            if not isinstance(leaf, ATOMS):
+                is_opaque = True
+                kept += tensors_requiring_grad(leaf)  # not all there may be, but backward should not come unawares
         elif not leaf.requires_grad:
             is_opaque |= _is_parameter_memory(state, leaf)
         elif use.hook_output(leaf):

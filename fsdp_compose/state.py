@@ -26,7 +26,7 @@ from ._torch import (
 )
 from .collectives import Communicator
 from .exchange import ControlExchange
-from .flat_param import FlatParamHandle, Granularity, segment_owners
+from .flat_param import FlatParamHandle, Granularity, mark_owner, segment_owners
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
 from .swap import ParameterSwap
@@ -154,6 +154,8 @@ class _FSDPState(ComposableState):
         self.swap.prefix = prefix
         for handle in self._handles:
             handle.prefix = prefix
+            for face, fqn in zip(handle.faces, handle.fqns, strict=True):
+                mark_owner(face, self.name, prefix + fqn)
 
     def check_after_forward(self) -> None:
         """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one: the change would
@@ -239,7 +241,8 @@ class RootContext:
         depth: forwards entered and not left.
         record: what the present (or last) top-level forward has run; ``previous`` the one before, which drives
             prefetch.
-        num_forwards, num_backwards: top-level forwards and backwards so far.
+        num_forwards: top-level forwards so far.
+        backward_number: of the present (or last) backward; 0 before the first.
         caller: the frame that has called the outermost module, while its forward runs.
         trace: codes of the collectives issued since the last exchange; ``num_collectives`` those before.
         is_in_backward: a backward has begun and its final callback has not come.
@@ -250,9 +253,9 @@ class RootContext:
     """
 
     __slots__ = (
-        "__weakref__", "after_publication", "caller", "communicator", "depth", "exchange", "generation", "has_added",
-        "has_failed", "is_in_backward", "num_backwards", "num_collectives", "num_forwards", "previous", "recomputed",
-        "record", "states", "trace",
+        "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
+        "generation", "has_added", "has_failed", "is_in_backward", "num_collectives", "num_forwards", "previous",
+        "recomputed", "record", "states", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -267,7 +270,7 @@ class RootContext:
         self.exchange = exchange
         self.generation = generation
         self.num_forwards = 0
-        self.num_backwards = 0
+        self.backward_number = 0
         self.previous = ForwardRecord(0)
         self.caller: FrameType | None = None
         self.trace: list[int] = []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .accumulation import UnreducedGradient
-from .faces import copy_attributes, face_local, make_gradient
+from .faces import dress, face_local, make_gradient
 from .flat_param import FlatParamHandle, handle_of
 from .iteration import enter_alone
 from .meeting import meet
@@ -238,7 +238,7 @@ def _summon(
     params = []
     for i, (face, view) in enumerate(zip(handle.faces, handle.full_views_of(flat), strict=True)):
         param = nn.Parameter(view, requires_grad=face.requires_grad)
-        copy_attributes(face, param)
+        dress(face, param)
         if flat_grad is not None and grads[i] is not None:
             param.grad = handle.full_views_of(flat_grad)[i]
         params.append(param)

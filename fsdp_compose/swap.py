@@ -80,7 +80,7 @@ class ParameterSwap:
         self._sharded: list[_Parameters] = [module._parameters for module in owned]
         self._unsharded: list[_Parameters] = [{} for _ in owned]
         for module, fqn in zip(owned, self._fqns, strict=True):
-            _guard_state_dict(module, fqn)
+            guard_state_dict(module, fqn)
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -115,12 +115,12 @@ class ParameterSwap:
             self._num_searches += 1
             for namespace in self._all_namespaces:
                 for key, value in namespace().items():
-                    if _tensors_requiring_grad(value) and (namespace, key) not in self._side_outputs:
+                    if tensors_requiring_grad(value) and (namespace, key) not in self._side_outputs:
                         self._side_outputs.append((namespace, key))
         if not self._side_outputs:
             return []
         return [
-            tensor for namespace, key in self._side_outputs for tensor in _tensors_requiring_grad(namespace().get(key))
+            tensor for namespace, key in self._side_outputs for tensor in tensors_requiring_grad(namespace().get(key))
         ]
 
     def watched_dicts(self) -> list[dict[str, Any]]:
@@ -273,15 +273,15 @@ def _namespace_of(module: nn.Module, is_root: bool) -> Callable[[], _Namespace]:
     return lambda: getattr(ref(), "__dict__", {})
 
 
-def _tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
+def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     """The tensors that are part of a graph in ``value``: a tensor, lists, tuples and dicts of them, or an object's
     attributes."""
     if isinstance(value, torch.Tensor):
         return [value] if value.grad_fn is not None else []
     if type(value) in (list, tuple):
-        return [tensor for item in value for tensor in _tensors_requiring_grad(item)]
+        return [tensor for item in value for tensor in tensors_requiring_grad(item)]
     if type(value) is dict:
-        return [tensor for item in value.values() for tensor in _tensors_requiring_grad(item)]
+        return [tensor for item in value.values() for tensor in tensors_requiring_grad(item)]
     attributes = getattr(value, "__dict__", None)
     if attributes and not isinstance(value, (nn.Module, type)) and not callable(value):
         return [item for item in attributes.values() if isinstance(item, torch.Tensor) and item.grad_fn is not None]
@@ -293,7 +293,7 @@ def _tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
 _FACES, _ASIDE, _OWN = "_fsdp_compose_faces", "_fsdp_compose_aside", "_fsdp_compose_own"
 
 
-def _guard_state_dict(module: nn.Module, fqn: str) -> None:
+def guard_state_dict(module: nn.Module, fqn: str) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded faces at any moment: also inside
     forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
     if _FACES not in module.__dict__:

@@ -65,7 +65,7 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
         together = _together(param, places, inside)
         seen |= together.keys()
         modules = {module for face in together for module in places[face]}
-        target = _innermost_around(modules, states)
+        target = _innermost_around(modules, states, root)
         if target is None or any(_group_of(face) not in states for face in together):
             raise ValueError(
                 f"{_names_of_ties(together, places, states)}: tied weights of modules in different fully_shard groups, "
@@ -121,9 +121,28 @@ def _names_of_ties(
     return " and ".join(found)
 
 
-def _innermost_around(modules: set[nn.Module], states: Sequence[_FSDPState]) -> _FSDPState | None:
-    around = [state for state in states if modules <= {item for top in state.live_modules() for item in top.modules()}]
-    return around[-1] if around else None
+def _innermost_around(modules: set[nn.Module], states: Sequence[_FSDPState], root: nn.Module) -> _FSDPState | None:
+    """The innermost group through whose modules every way from the root to ``modules`` leads: a module that stands in
+    several places may be called in each of them."""
+    around = None
+    for state in states:
+        tops = state.live_modules()
+        inside = {item for top in tops for item in top.modules()}
+        if modules <= inside and modules.isdisjoint(_reachable(root, without=set(tops))):
+            around = state
+    return around
+
+
+def _reachable(module: nn.Module, without: set[nn.Module]) -> set[nn.Module]:
+    """The modules below ``module`` that can be reached past those in ``without``."""
+    found: set[nn.Module] = set()
+    waiting = [module]
+    while waiting:
+        present = waiting.pop()
+        if present not in found and present not in without:
+            found.add(present)
+            waiting += present.children()
+    return found
 
 
 def carry_out(moves: Iterable[Move]) -> None:

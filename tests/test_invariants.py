@@ -989,6 +989,32 @@ def test_interrupted_evaluation(kind):
     assert_trains_on(model, reference)
 
 
+def give_other_data(model: nn.Module) -> None:
+    for param in faces(model) or model.parameters():
+        param.data = param.data * 1.5
+
+
+def freeze_a_block(model: nn.Module) -> None:
+    model.blocks[1].requires_grad_(False)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("change", [nn.Module.double, give_other_data, freeze_a_block])
+@distributed(world_size=2)
+def test_what_the_user_changes_after_an_interruption_takes_effect(change, where):
+    model, reference = stacks()
+    after_training(model)
+    after_training(reference)
+    interrupt(model, where, 1, ValueError("by the user"))
+    for twin in (model, reference):
+        change(twin)
+    dtype = reference.head.weight.dtype
+    with our_warnings():
+        loss_of(model, local_part(inputs(2)).to(dtype)).backward()
+    loss_of(reference, inputs(2).to(dtype)).backward()
+    assert_gradients_match(model, reference, 1e-6)
+
+
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @distributed(world_size=2)
@@ -1523,6 +1549,51 @@ def test_root_that_returns_no_plain_tensor_is_reduced_after_a_change_of_dtype(ki
         for module, part in ((model.double(), local_part(batch)), (reference.double(), batch)):
             module.read(module(part.double())).square().mean().backward()
     assert_gradients_match(model, reference, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["object", "None", "NamedTuple"])
+@distributed(world_size=2)
+def test_first_backward_through_two_forwards_of_a_root_that_returns_no_plain_tensor(kind):
+    """Backward reaches the aliases of such a root's inputs before anything has told that it began."""
+    torch.manual_seed(0)
+    model, reference = pair(Layer(kind))
+    fully_shard(model)
+    params = list(model.parameters())
+    with our_warnings():
+        for step in range(2):
+            for module, share in ((model, local_part), (reference, lambda batch: batch)):
+                first, second = (share(inputs(2 * step + i, DIM)).requires_grad_() for i in range(2))
+                loss = module.read(module(first)).square().mean()
+                (loss + module.read(module(second)).square().mean()).backward()
+            assert_gradients_match(model, reference, 1e-6)
+            assert all(ours is face for ours, face in zip(model.parameters(), params, strict=True))
+
+
+class Recomputing(Layer):
+    """Runs its inner part under activation checkpointing."""
+
+    def __init__(self, kind: str, use_reentrant: bool) -> None:
+        super().__init__(kind)
+        self.use_reentrant = use_reentrant
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(checkpoint(self.block, x, use_reentrant=self.use_reentrant))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", OPAQUE)
+@distributed(world_size=2)
+def test_group_that_returns_no_plain_tensor_and_recomputes_a_part_of_itself(kind, use_reentrant):
+    torch.manual_seed(0)
+    model, reference = pair(Recomputing(kind, use_reentrant))
+    fully_shard(model)
+
+    def loss(module: Recomputing, batch: torch.Tensor) -> torch.Tensor:
+        return module.read(module(batch.repeat(1, 2)[:, :DIM].requires_grad_())).square().mean()
+
+    with our_warnings():
+        assert gradients_or_an_error_that_names("root", model, reference, loss)
 
 
 class Escaping(nn.Module):

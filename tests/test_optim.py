@@ -689,6 +689,22 @@ def test_clipping_scales_whole_flat_gradients(monkeypatch):
         assert len(scaled) > 2
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@distributed(world_size=2)
+def test_clipping_without_gradients_whose_memory_was_freed(flat):
+    """``zero_grad()`` and a forward, whose backward never comes: the flat gradient has no memory then."""
+    model = shard(build())
+    items = flat_parameters(model) if flat else list(model.parameters())
+    backward(model, mine(0))
+    model.zero_grad()
+    with torch.no_grad():
+        model(mine(0))
+    assert not any(handle.gradient.buffer.is_allocated for handle in _get_fsdp_handles(model))
+    assert clip_grad_norm_(items, 0.1) == 0
+    backward(model, mine(0))
+    assert clip_grad_norm_(items, 0.1) > 0
+
+
 @distributed(world_size=2)
 def test_clipping_falls_back_where_gradients_are_not_all_ours():
     reference = build()

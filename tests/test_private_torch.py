@@ -338,6 +338,16 @@ def test_foreach_norm():
     assert [norm.item() for norm in norms] == [5, 1] and norms[0].dtype == torch.float32
 
 
+def test_non_persistent_buffers():
+    module = nn.Module()
+    module.register_buffer("left_out", torch.ones(1), persistent=False)
+    module.register_buffer("saved", torch.ones(1))
+    module.child = nn.BatchNorm1d(2)
+    assert _torch.non_persistent_buffers(module) == {"left_out"}
+    module.left_out = torch.zeros(2)  # assigning a tensor keeps it what it was
+    assert _torch.non_persistent_buffers(module) == {"left_out"} and "left_out" not in module.state_dict()
+
+
 def test_storage_use_count():
     flat = torch.zeros(4)
     storage = flat.untyped_storage()

@@ -102,6 +102,88 @@ def test_tied_weights_across_groups_with_checkpointing(use_reentrant):
         twins.step()
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@distributed(world_size=2)
+def test_load_state_dict_with_assign_keeps_ties(trained):
+    twins = Twins(TiedModel(), each_apart, make_optimizer=plain_sgd)
+    batches = tokens(2)
+    if trained:
+        twins.backward(loss_of, batches[0])
+        twins.step()
+    params = list(twins.sharded.parameters())
+    for twin in twins.both:
+        state = {name: value.detach() * 0.5 for name, value in twin.state_dict().items()}
+        twin.load_state_dict(state, assign=twin is twins.sharded)
+    assert all(ours is param for ours, param in zip(twins.sharded.parameters(), params, strict=True))
+    assert twins.sharded.head.weight is twins.sharded.embed.weight
+    twins.backward(loss_of, batches[1])
+    twins.step()
+
+
+class InTwoPlaces(nn.Module):
+    """``inner`` runs inside ``outer`` and by itself; both have a layer with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(DIM, DIM), Layer(DIM)
+        self.outer = nn.Sequential(self.inner, Layer(DIM))
+        self.outer[1].linear.weight = self.inner.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(self.first(x)))
+
+
+@distributed(world_size=2)
+def test_tied_weight_of_a_module_that_also_runs_outside_the_group_around_it():
+    def shard(model: nn.Module) -> None:
+        for module in (model.inner, model.outer, model):
+            fully_shard(module)
+
+    Twins(InTwoPlaces(), shard).train(loss_of)
+
+
+class KeepsALoss(nn.Module):
+    """Keeps a loss that is computed after a layer; backward enters by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = Layer(DIM), nn.Linear(DIM, 1)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.kept = self.gate(y).square().mean()
+        return y
+
+
+class TiedInside(nn.Module):
+    """The layer inside ``block`` has the weight of one outside."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.block = Layer(DIM), KeepsALoss()
+        self.block.layer.linear.weight = self.first.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.use_reentrant is None:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@pytest.mark.parametrize("use_reentrant", [None, False])
+@distributed(world_size=2)
+def test_tied_weight_that_backward_reaches_by_a_loss_kept_inside_another_group(use_reentrant, reshard_after_forward):
+    def shard(model: nn.Module) -> None:
+        fully_shard(model.block)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)
+
+    twins = Twins(TiedInside(use_reentrant), shard)
+    twins.train(lambda model, x: model(x).square().mean() + model.block.kept)
+
+
 @distributed(world_size=2)
 def test_tied_weights_keep_hooks_values_loaded_before_and_copies():
     twins = Twins(TiedModel(), each_apart, make_optimizer=plain_sgd)

@@ -5,6 +5,7 @@ Made by ``views``; from then on it owns its dispatch: what is written to it reac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor_spec, local_tensor, make_dtensor
-from ..ragged import RaggedDTensor, cut_whole, inference_mode_of
+from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, cut_whole, describe_owner, inference_mode_of
 from .schema import map_tensors, writes_through, written
 
 
@@ -99,6 +100,7 @@ class GatheredView(DTensor):
                 increment_version(target._source._local_tensor)
                 target.note_version()
             return targets[0]
+        _refuse_plain_tensors(func, (*args, *kwargs.values()))
         result = func(
             *map_tensors(GatheredView, GatheredView.plain, args),
             **map_tensors(GatheredView, GatheredView.plain, kwargs),
@@ -110,6 +112,17 @@ class GatheredView(DTensor):
         """Further views of the same copy."""
         with inference_mode_of(self._source):
             return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
+
+
+def _refuse_plain_tensors(func: Any, values: Sequence[Any]) -> None:
+    """Raise what stock DTensor would raise, with the name of the parameter."""
+    source = next((item._source for item in values if isinstance(item, GatheredView)), None)
+    if hasattr(source, OWNER_ATTRIBUTE):
+        for item in values:
+            if isinstance(item, torch.Tensor) and not isinstance(item, DTensor) and item.dim():
+                raise RuntimeError(
+                    f"{func}: got mixed a torch.Tensor of shape {tuple(item.shape)} and {describe_owner(source)}"
+                )
 
 
 def _version_of(local: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import current_graph_task_id
-from ..ragged import RaggedDTensor, cut_whole, gathered
+from ..ragged import RaggedDTensor, cut_whole, describe_owner, gathered
 from .operands import replicated
 from .schema import Args, Kwargs, map_tensors, writes_by_index, written
 
@@ -131,8 +131,8 @@ def _refuse_plain_tensors(func: Any, args: Args, kwargs: Kwargs) -> None:
     def check(item: torch.Tensor) -> torch.Tensor:
         if not isinstance(item, DTensor) and item.dim() and (item.is_floating_point() or item.is_complex()):
             raise RuntimeError(
-                f"{func}: got mixed a torch.Tensor of shape {tuple(item.shape)} and a sharded one: make both DTensors "
-                "(fsdp_compose.distribute_ragged()), or use .to_local() or .full_tensor() of the sharded one"
+                f"{func}: got mixed a torch.Tensor of shape {tuple(item.shape)} and "
+                f"{describe_owner(first_ragged((*args, *kwargs.values())))}"
             )
         return item
 

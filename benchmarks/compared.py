@@ -1,0 +1,658 @@
+"""What fsdp_compose and torch's FSDP2 do in the cases where sharded training goes wrong: two processes on gloo each.
+
+    python benchmarks/compared.py             # prints the table of docs/compared.md; minutes
+    python benchmarks/compared.py --only tied # the cases whose names contain a word
+
+Every case compares with unsharded training of the same model on the whole batch, and is judged by what happened, not by
+what a document says: right; wrong without a word; an error; or no end within the time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_compose
+from tests.harness import run_distributed, shutdown_pools
+
+DIM, ROWS, TIME_LIMIT = 4, 8, 15
+
+
+class WrongError(Exception):
+    """The case went through, and its numbers are not those of unsharded training."""
+
+
+@dataclass(frozen=True)
+class System:
+    """What the cases need of a system, under one set of names."""
+
+    name: str
+
+    def shard(self, module: Any, **options: Any) -> Any:
+        if self.name == "FSDP2":
+            if "policy" in options:
+                options["mp_policy"] = TorchPolicy(**options.pop("policy"))
+            return torch_fully_shard(module, **options)
+        if "policy" in options:
+            options["mp_policy"] = fsdp_compose.MixedPrecisionPolicy(**options.pop("policy"))
+        return fsdp_compose.fully_shard(module, **options)
+
+    def clip(self, params: Any, norm: float) -> torch.Tensor:
+        clip = nn.utils.clip_grad_norm_ if self.name == "FSDP2" else fsdp_compose.clip_grad_norm_
+        return clip(params, norm)
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        if self.name == "FSDP2":
+            torch.distributed.fsdp.register_fsdp_forward_method(module, name)
+        else:
+            fsdp_compose.register_forward_method(module, name)
+
+
+SYSTEMS = [System("FSDP2"), System("fsdp_compose")]
+CASES: dict[str, Callable[[System], None]] = {}
+
+
+def case(symptom: str) -> Callable[[Callable[[System], None]], Callable[[System], None]]:
+    def add(function: Callable[[System], None]) -> Callable[[System], None]:
+        CASES[symptom] = function
+        return function
+
+    return add
+
+
+# ---- parts of cases
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(layers))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def twins(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    return model, copy.deepcopy(model)
+
+
+def shard_layers(system: System, model: Any, **options: Any) -> Any:
+    for layer in model.layers:
+        system.shard(layer, **options)
+    return system.shard(model, **options)
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def mine(x: torch.Tensor) -> torch.Tensor:
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, loss: Any = loss_of) -> None:
+    loss(model, x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_both(model: nn.Module, reference: nn.Module, loss: Any = loss_of, steps: int = 2, seed: int = 10) -> None:
+    optimizers = sgd(model), sgd(reference)
+    for i in range(steps):
+        step(model, optimizers[0], mine(batch(seed + i)), loss)
+        step(reference, optimizers[1], batch(seed + i), loss)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def expect(ok: bool, otherwise: str) -> None:
+    """On every rank the same verdict, so that no rank is left alone in a collective."""
+    verdicts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(verdicts, bool(ok))
+    if not all(verdicts):
+        raise WrongError(otherwise)
+
+
+def expect_equal(model: nn.Module, reference: nn.Module, what: str = "parameters differ") -> None:
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    expect(all(torch.allclose(full(a.detach()), b, atol=1e-5) for a, b in pairs), what)
+
+
+def expect_gradients(model: nn.Module, reference: nn.Module) -> None:
+    pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
+    expect(all((a is None) == (b is None) for a, b in pairs), "a gradient is missing")
+    expect(all(a is None or torch.allclose(full(a), b, atol=1e-5) for a, b in pairs), "gradients differ")
+
+
+# ---- training that goes wrong silently
+
+
+class Box:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class ReturnsBox(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+@case("the root returns an object of the user's class")
+def returns_object(system: System) -> None:
+    model, reference = twins(ReturnsBox())
+    shard_layers(system, model)
+    train_both(model, reference, lambda model, x: model(x).value.square().mean())
+    expect_equal(model, reference)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("by the user")
+
+
+@case("an exception in backward is caught, and training goes on")
+def caught_in_backward(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    train_both(model, reference, seed=30)
+    hook = model.layers[0].register_forward_hook(lambda module, args, output: Fails.apply(output))
+    with contextlib.suppress(ValueError):
+        loss_of(model, mine(batch())).backward()
+    hook.remove()
+    model.zero_grad()
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+@case("an exception in forward is caught, and training goes on")
+def caught_in_forward(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    train_both(model, reference, seed=30)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("by the user")
+
+    hook = model.layers[1].register_forward_hook(fail)
+    with contextlib.suppress(ValueError):
+        loss_of(model, mine(batch())).backward()
+    hook.remove()
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+class Checkpointed(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return self.head(x)
+
+
+@case("reentrant checkpointing, two forwards before one backward")
+def reentrant(system: System) -> None:
+    model, reference = twins(Checkpointed())
+    shard_layers(system, model)
+
+    def two(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        return loss_of(model, x) + loss_of(model, x * 2)
+
+    train_both(model, reference, two)
+    expect_equal(model, reference)
+
+
+@case("the optimizer is built after an evaluation")
+def built_after_evaluation(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    with torch.no_grad():
+        model(batch())
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+@case("the optimizer is built before sharding")
+def built_before(system: System) -> None:
+    model, reference = twins(Net())
+    optimizers = sgd(model), sgd(reference)
+    shard_layers(system, model)
+    for i in range(2):
+        step(model, optimizers[0], mine(batch(i)))
+        step(reference, optimizers[1], batch(i))
+    expect_equal(model, reference)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.choice = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[self.choice](x)
+
+
+def different_experts(system: System, shard: Callable[[Any], Any]) -> None:
+    model, reference = twins(Experts())
+    shard(model)
+    for rank, part in enumerate(batch().chunk(2)):
+        reference.choice = rank
+        (loss_of(reference, part) / 2).backward()
+    model.choice = dist.get_rank()
+    loss_of(model, mine(batch())).backward()
+    expect_gradients(model, reference)
+
+
+@case("ranks use different experts of one group")
+def experts_in_one_group(system: System) -> None:
+    different_experts(system, system.shard)
+
+
+@case("ranks use different experts, each a group")
+def experts_in_groups(system: System) -> None:
+    different_experts(system, lambda model: shard_layers(system, model))
+
+
+@case("parameters are zeroed after a forward")
+def zeroed(system: System) -> None:
+    model = shard_layers(system, Net())
+    with torch.no_grad():
+        model(batch())
+        for param in model.parameters():
+            param.zero_()
+        expect(not any(full(value).any() for value in model.state_dict().values()), "state_dict() has old values")
+        expect(not model(batch()).any(), "the next forward uses old values")
+
+
+@case("a module is added after sharding")
+def added(system: System) -> None:
+    model = shard_layers(system, Net())
+    torch.manual_seed(1)
+    model.head = nn.Sequential(model.head, nn.Linear(DIM, DIM))
+    loss_of(model, mine(batch())).backward()
+    grads: list[Any] = [None] * 2
+    dist.all_gather_object(grads, full(model.head[1].weight.grad))
+    expect(torch.equal(*grads), "its gradient differs from rank to rank")
+
+
+@case("a mesh of two replicas with one shard each")
+def replicas(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+@case("clipping over sharded and plain parameters")
+def clipping(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model, ignored_params={model.head.weight, model.head.bias})
+    loss_of(model, mine(batch())).backward()
+    loss_of(reference, batch()).backward()
+    for param in model.head.parameters():
+        dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+    norm = system.clip(model.parameters(), 0.01)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    expect(torch.allclose(full(norm), expected), "another norm")
+    expect_gradients(model, reference)
+
+
+class Rotary(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.arange(1.0, DIM + 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.frequencies
+
+
+@case("a non-persistent buffer after meta, to_empty and loading")
+def buffers(system: System) -> None:
+    reference = Rotary()
+    with torch.device("meta"):
+        model = Rotary()
+    shard_layers(system, model)
+    model.to_empty(device="cpu")
+    model.frequencies.add_(7e7) if system.name == "FSDP2" else None  # memory is zeros more often than not
+    state = reference.state_dict()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            whole = state[name]
+            if system.name == "FSDP2":
+                part = torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, param.placements)
+            else:
+                part = fsdp_compose.distribute_ragged(whole, param.device_mesh, param.placements)
+            param.copy_(part)
+        expect(torch.allclose(model(batch()), reference(batch()), atol=1e-5), "garbage in the outputs")
+
+
+@case("step() between a forward and its backward")
+def early_step(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    optimizers = sgd(model), sgd(reference)
+    for twin, x in ((model, mine(batch())), (reference, batch())):
+        loss_of(twin, x).backward()
+    loss = loss_of(model, mine(batch(1)))
+    optimizers[0].step()
+    with contextlib.suppress(RuntimeError):  # in-place changes between forward and backward: what unsharded raises
+        theirs = loss_of(reference, batch(1))
+        optimizers[1].step()
+        theirs.backward()
+        raise AssertionError("the unsharded model must refuse this")
+    loss.backward()
+    expect(False, "gradients of a mixture of parameters")
+
+
+@case("a gradient that is held while training goes on")
+def held(system: System) -> None:
+    model = shard_layers(system, Net())
+    loss_of(model, mine(batch())).backward()
+    grad = model.layers[0].weight.grad
+    before = full(grad).clone()
+    model.zero_grad()
+    loss_of(model, mine(batch(1))).backward()
+    expect(torch.equal(full(grad), before), "it changes")
+
+
+# ---- modules and parameters
+
+
+@case("the class of a module")
+def classes(system: System) -> None:
+    model = shard_layers(system, Net())
+    expect(type(model) is Net and type(model.head) is nn.Linear, "it is another class")
+
+
+@case("copy.deepcopy of a sharded model")
+def copies(system: System) -> None:
+    model, reference = twins(Net())
+    copied = copy.deepcopy(shard_layers(system, model))
+    train_both(copied, reference)
+    expect_equal(copied, reference)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+
+    forward = Net.forward
+    head = staticmethod(torch.sigmoid)
+
+
+@case("weights tied across groups")
+def tied(system: System) -> None:
+    model, reference = twins(Tied())
+    shard_layers(system, model)
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(DIM), nn.Linear(DIM, DIM).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x).bfloat16()).float()
+
+
+@case("fp32 norms and bf16 matrices in one group")
+def dtypes(system: System) -> None:
+    model, reference = twins(Mixed())
+    system.shard(model)
+    optimizers = sgd(model), sgd(reference)
+    step(model, optimizers[0], mine(batch()))
+    step(reference, optimizers[1], batch())
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    expect(all(torch.allclose(full(a.detach()), b, atol=1e-2) for a, b in pairs), "parameters differ")
+
+
+@case("frozen and trainable parameters in one group")
+def frozen(system: System) -> None:
+    model = Net()
+    model.layers.requires_grad_(False)
+    model, reference = twins(model)
+    system.shard(model)
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+class Encodes(Net):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+@case("a method other than forward, registered")
+def methods(system: System) -> None:
+    model, reference = twins(Encodes())
+    shard_layers(system, model)
+    system.register_forward_method(model, "encode")
+    expect(torch.allclose(model.encode(batch()), reference.encode(batch()), atol=1e-5), "another result")
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@case("MultiheadAttention whose out_proj is a group")
+def attention(system: System) -> None:
+    model, reference = twins(Attends())
+    system.shard(model.attention.out_proj)
+    system.shard(model)
+    expect(torch.allclose(model(batch()), reference(batch()), atol=1e-5), "another result")
+
+
+@case("the forward of a child before that of its root")
+def child_first(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    model.layers[0](batch())
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+@case("a gradient penalty (double backward)")
+def penalty(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return grad.square().sum() / len(x)
+
+    train_both(model, reference, loss)
+    expect_equal(model, reference)
+
+
+@case("attributes and hooks of parameters")
+def attributes(system: System) -> None:
+    model, fired = Net(), []
+    model.head.weight.tag = "mine"
+    model.head.weight.register_post_accumulate_grad_hook(lambda param: fired.append(1))
+    shard_layers(system, model)
+    loss_of(model, mine(batch())).backward()
+    expect(getattr(model.head.weight, "tag", None) == "mine" and fired == [1], "they are gone")
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.scale)
+
+
+@case("a scalar parameter")
+def scalar(system: System) -> None:
+    model, reference = twins(Scales())
+    system.shard(model)
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+@case("model.double() between two steps")
+def converted(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    train_both(model, reference)
+    model.double()
+    reference.double()
+    train_both(model, reference, lambda model, x: loss_of(model, x.double()))
+    expect_equal(model, reference)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+@case("BatchNorm under a bf16 policy")
+def batch_norm(system: System) -> None:
+    model = system.shard(Normed(), policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32})
+    loss_of(model, mine(batch())).float().backward()
+    expect(model.norm.running_mean.dtype == torch.float32, "statistics in bf16")
+
+
+@case("torch.autograd.grad of the input alone")
+def input_gradient(system: System) -> None:
+    model = shard_layers(system, Net())
+    x = mine(batch()).requires_grad_()
+    torch.autograd.grad(loss_of(model, x), x)
+    expect(all(param.grad is None for param in model.parameters()), "parameters have gradients")
+
+
+@case("a parameter that one rank only uses, and clipping")
+def used_on_one_rank(system: System) -> None:
+    model, reference = twins(Experts())
+    system.shard(model)
+    for part in batch().chunk(2):
+        (loss_of(reference, part) / 2).backward()
+    loss_of(model, mine(batch())).backward()
+    expect_gradients(model, reference)
+    system.clip(model.parameters(), 1.0)
+
+
+@case("rank 0 alone calls the model")
+def one_rank(system: System) -> None:
+    model = shard_layers(system, Net())
+    if dist.get_rank() == 0:
+        model(batch())
+    dist.barrier()
+
+
+# ---- running and judging
+
+
+def run_case(symptom: str, system: System, report: str) -> None:
+    """On every rank."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            CASES[symptom](system)
+        outcome = ["right", ""]
+    except WrongError as error:
+        outcome = ["wrong", str(error)]
+    except Exception as error:
+        outcome = ["error", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"]
+    Path(f"{report}.{dist.get_rank()}").write_text(json.dumps(outcome))
+
+
+def judge(symptom: str, system: System) -> tuple[str, str]:
+    with tempfile.TemporaryDirectory() as directory:
+        report = str(Path(directory, "report"))
+        try:
+            arguments = {"symptom": symptom, "system": system, "report": report}
+            run_distributed(run_case, 2, arguments, timeout=TIME_LIMIT)
+        except pytest.fail.Exception as failure:
+            if "ended by itself" in str(failure):
+                return "crash", ""
+            if "did not finish" not in str(failure) and "hangs" not in str(failure):
+                raise
+        found = [Path(f"{report}.{rank}") for rank in range(2)]
+        outcomes = [json.loads(path.read_text()) if path.exists() else ["hang", ""] for path in found]
+    if any(kind != "right" for kind, _ in outcomes):
+        shutdown_pools()
+    kinds = [kind for kind, _ in outcomes]
+    text = next((text for _, text in outcomes if text), "")
+    if "hang" in kinds:
+        return f"no end within {TIME_LIMIT} s" + (" on one rank, error on the other" if "error" in kinds else ""), text
+    return next((kind for kind in ("error", "wrong") if kind in kinds), "right"), text
+
+
+def cell(kind: str, text: str) -> str:
+    text = text if len(text) <= 160 else text[:157] + "..."
+    text = text.replace("|", "\\|").replace("\n", " ")
+    words = {"right": "right", "wrong": "**wrong, silently**", "error": "error"}.get(kind, f"**{kind}**")
+    return words + (f": {text}" if text else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run the cases whose names contain this")
+    parser.add_argument("--cases", type=int, nargs=2, metavar=("FROM", "TO"), help="run these, counting from 0")
+    arguments = parser.parse_args()
+    chosen = [symptom for symptom in CASES if arguments.only in symptom][slice(*(arguments.cases or (None,)))]
+    print(f"| case | FSDP2, torch {torch.__version__.split('+')[0]} | fsdp_compose |\n|---|---|---|")
+    for symptom in chosen:
+        print(f"| {symptom} | {' | '.join(cell(*judge(symptom, system)) for system in SYSTEMS)} |", flush=True)
+    shutdown_pools()
+
+
+if __name__ == "__main__":
+    from benchmarks import compared  # under the name by which the processes find it
+
+    compared.main()

@@ -1,0 +1,84 @@
+"""What every rank did last, for errors: on with ``FSDP_COMPOSE_DEBUG=1``, set on all ranks before the first forward.
+
+Each collective is then noted in the key-value store before it is issued: one round trip to the store. So an error can
+tell what every rank was at, also a rank that hangs or is gone. When it is off none of this code runs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._torch import default_store
+from .collectives import Communicator
+from .flat_param import FlatParamHandle
+
+DEBUG_ENV = "FSDP_COMPOSE_DEBUG"
+_MAX_RANKS = 64  # that an error lists
+
+
+def is_on() -> bool:
+    """Whether collectives are recorded."""
+    return os.environ.get(DEBUG_ENV) == "1"
+
+
+class RecordingCommunicator(Communicator):
+    """Notes each collective before it is issued."""
+
+    __slots__ = ()
+
+    def _start_all_gather(self, handle: FlatParamHandle) -> None:
+        _note(handle, "all-gather")
+        super()._start_all_gather(handle)
+
+    def _start_reduce_scatter(self, handle: FlatParamHandle, plan: Any) -> None:
+        _note(handle, "reduce-scatter")
+        super()._start_reduce_scatter(handle, plan)
+
+    def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
+        _note(handle, "all-gather")
+        return super().all_gather_copy(handle, shard)
+
+    def reduce_scatter_copy(self, handle: FlatParamHandle, flat: torch.Tensor) -> torch.Tensor:
+        _note(handle, "reduce-scatter")
+        return super().reduce_scatter_copy(handle, flat)
+
+    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        failure = super()._failure(what, handle, error)
+        return RuntimeError(f"{failure}{last_of_every_rank(handle.mesh.shard_group)}")
+
+
+def _note(handle: FlatParamHandle, what: str) -> None:
+    mesh = handle.mesh
+    if not mesh.has_peers:
+        return
+    state = handle.group()
+    root, phase = state.root, "outside forward"
+    if root is not None and root.is_in_backward:
+        phase = "backward"
+    elif root is not None and root.depth:
+        phase = "forward"
+    others = f" and {len(handle.fqns) - 1} more" if len(handle.fqns) > 1 else ""
+    text = f"{what} of {state.name} ({handle.prefix}{handle.fqns[0]}{others}) in {phase}"
+    if root is not None:
+        text += f", collective {root.num_collectives + len(root.trace)}"
+    _store(mesh.shard_group).set(str(mesh.shard_rank), text)
+
+
+def last_of_every_rank(group: dist.ProcessGroup) -> str:
+    """The last collective that each rank has entered, as the end of an error; empty when records are off."""
+    if not is_on():
+        return ""
+    store = _store(group)
+    lines = [
+        f"rank {rank}: {store.get(str(rank)).decode() if store.check([str(rank)]) else 'none'}"
+        for rank in range(min(group.size(), _MAX_RANKS))
+    ]
+    return f"\nThe last collective of each rank ({DEBUG_ENV}=1):\n" + "\n".join(lines)
+
+
+def _store(group: dist.ProcessGroup) -> dist.Store:
+    return dist.PrefixStore(f"fsdp_compose/{group.group_name}/records", default_store())

@@ -1,0 +1,588 @@
+"""Small random training programs: a description that can be pickled and printed, and what runs it on every rank.
+
+A ``Program`` is a tree of modules, how it is sharded, and a few actions of a training loop. ``run`` builds the model
+twice, shards one, does the same to both, and compares after every action: losses, gradients (also where there is none)
+and parameters. The unsharded model plays the ranks in turn, each with that rank's share of the batch, so that what a
+module does may depend on the rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import (
+    MixedPrecisionPolicy,
+    RaggedDTensor,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    set_reshard_after_forward,
+    unshard,
+)
+from fsdp_compose.accumulation import UnreducedGradient
+from fsdp_compose.flat_param import handle_of
+from fsdp_compose.state import _get_fsdp_handles, _get_fsdp_states, get_state
+
+DIM, ROWS = 3, 2  # ROWS on each rank
+
+# ---- the description
+
+
+class _Short:
+    """Printed as it is written in Python, without what is as always."""
+
+    def __repr__(self) -> str:
+        told = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in told)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Group(_Short):
+    """A ``fully_shard`` call."""
+
+    reshard: bool | None = None
+    wide_reduction: bool = False  # reduce_dtype float64
+    granularity: str | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Part(_Short):
+    """A module: a leaf, or one that calls ``children`` the way ``kind`` says."""
+
+    kind: str
+    children: tuple[Part, ...] = ()
+    group: Group | None = None
+    recompute: bool | None = None  # activation checkpointing: use_reentrant
+    frozen: bool = False
+    narrow: bool = False  # float32 in a model of float64
+    refers_to: int = 0  # of kind "again": which of the parts before it
+    together: bool = False  # the first two children are one group
+
+
+@dataclass(frozen=True, repr=False)
+class Action(_Short):
+    """Something that a training loop does; which fields matter depends on ``kind``."""
+
+    kind: str
+    sync: bool = True
+    how: str = ""
+    at: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Program(_Short):
+    root: Part
+    actions: tuple[Action, ...]
+    ties: tuple[tuple[int, int], ...] = ()
+    shards_root: bool = True
+    optimizer: str = "sgd"
+    input_requires_grad: bool = False
+
+
+LEAVES = ("linear", "scale", "scalar", "cube", "spare", "nothing", "detach")
+COMPOUNDS = ("chain", "residual", "twice", "sum", "switch", "container", "opaque", "without grad", "auxiliary")
+
+
+def parts_of(part: Part) -> Iterator[Part]:
+    """Innermost first: in the order in which modules are built."""
+    for child in part.children:
+        yield from parts_of(child)
+    yield part
+
+
+# ---- modules
+
+
+class TripError(Exception):
+    """Raised in the middle of an iteration, on purpose."""
+
+
+class ImpossibleError(Exception):
+    """The unsharded model cannot do it either."""
+
+
+class Trip:
+    """Counts how often forward, or backward, reaches a module of the model; raises the time it is told to."""
+
+    def __init__(self) -> None:
+        self.where, self.left, self.rank = "", -1, 0
+
+    def reached(self, where: str) -> None:
+        if self.where == where and self.left >= 0:
+            self.left -= 1
+            if self.left < 0:
+                raise TripError(where)
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, trip: Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.trip.reached("backward")
+        return grad, None
+
+
+class _Box:
+    """In which torch finds no tensors."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Module(nn.Module):
+    def __init__(self, part: Part, children: list[Module], trip: Trip) -> None:
+        super().__init__()
+        self.part, self.trip = part, trip
+        self.inner = nn.ModuleList(children)
+        self.auxiliary: torch.Tensor | None = None
+        kind = part.kind
+        self.register_buffer("shift", torch.linspace(0.0, 0.1, DIM))
+        if kind in ("linear", "spare"):
+            self.linear = nn.Linear(DIM, DIM, bias=kind == "linear")
+        if kind == "spare":
+            self.unused = nn.Parameter(torch.randn(2, DIM))
+        elif kind == "scale":
+            self.scale = nn.Parameter(torch.randn(DIM))
+        elif kind == "scalar":
+            self.scalar = nn.Parameter(torch.randn(()))
+        elif kind == "cube":
+            self.cube = nn.Parameter(torch.randn(2, DIM, DIM) * 0.5)
+        elif kind == "auxiliary":
+            self.gate = nn.Linear(DIM, 1)
+        if not part.narrow:
+            self.double()
+        if part.frozen:
+            self.requires_grad_(False)
+
+    def run(self, child: Module, x: torch.Tensor) -> torch.Tensor:
+        if child.part.recompute is not None:
+            return checkpoint(child, x, use_reentrant=child.part.recompute)
+        if child.part.kind == "container":
+            return child({"x": x, "note": 1})["y"][0]
+        result = child(x)
+        return result.value if isinstance(result, _Box) else result
+
+    def forward(self, x: Any) -> Any:
+        self.trip.reached("forward")
+        kind, is_mapping = self.part.kind, isinstance(x, dict)
+        x = _Pass.apply(x["x"] if is_mapping else x, self.trip)
+        result = self.leaf(x) if kind in LEAVES else self.compound(x)
+        return {"y": (result, None)} if is_mapping else _Box(result) if kind == "opaque" else result
+
+    def leaf(self, x: torch.Tensor) -> torch.Tensor:
+        kind = self.part.kind
+        y = x.to(self.shift.dtype)
+        if kind in ("linear", "spare"):
+            y = torch.tanh(self.linear(y))
+        elif kind == "scale":
+            y = y * self.scale + self.shift
+        elif kind == "scalar":
+            y = torch.tanh(y * self.scalar)
+        elif kind == "cube":
+            y = torch.tanh(y @ self.cube[0]) @ self.cube[1]
+        elif kind == "detach":
+            y = y.detach() * 0.5
+        else:
+            y = torch.tanh(y) + self.shift
+        return y.to(x.dtype)
+
+    def compound(self, x: torch.Tensor) -> torch.Tensor:
+        kind, inner = self.part.kind, list(self.inner)
+        if kind == "switch":
+            return self.run(inner[self.trip.rank % len(inner)], x)
+        if kind == "sum":
+            return sum((self.run(child, x) for child in inner), x) / (len(inner) + 1)
+        y = x
+        for _ in range(2 if kind == "twice" else 1):
+            for child in inner:
+                with torch.no_grad() if kind == "without grad" else nullcontext():
+                    y = self.run(child, y)
+        if kind == "auxiliary":
+            self.auxiliary = self.gate(y.to(self.gate.weight.dtype)).square().mean()
+        return (x + y) / 2 if kind in ("residual", "without grad") else y
+
+
+def build(program: Program) -> tuple[Module, list[Module]]:
+    """The model, and its parts in the order in which they were built."""
+    built: list[Module] = []
+    trip = Trip()
+    torch.manual_seed(0)
+
+    def make(part: Part) -> Module:
+        if part.kind == "again":
+            return built[part.refers_to % len(built)] if built else make(Part("nothing"))
+        module = Module(part, [make(child) for child in part.children], trip)
+        built.append(module)
+        return module
+
+    model = make(program.root)
+    linear = [module for module in built if hasattr(module, "linear")]
+    for first, second in program.ties:
+        if linear:
+            one, other = linear[first % len(linear)], linear[second % len(linear)]
+            if (one.part.frozen, one.part.narrow) == (other.part.frozen, other.part.narrow):
+                other.linear.weight = one.linear.weight
+    return model, built
+
+
+def shard(program: Program, model: Module, built: list[Module], mesh: DeviceMesh) -> None:
+    """Inner modules first. A module that is used in several places has a group of its own: its parameters can be in
+    one group only."""
+    places: dict[Module, int] = {}
+    for module in built:
+        for child in module.inner:
+            places[child] = places.get(child, 0) + 1
+    for module in built:
+        several = list(module.inner)[:2]
+        if module.part.together and len(set(several)) == 2:
+            if all(places[item] == 1 and get_state(item) is None for item in several):
+                fully_shard(several, mesh=mesh)
+        group = module.part.group
+        if module is model:
+            group = (group or Group()) if program.shards_root else None
+        elif group is None and (places[module] > 1 or (not program.shards_root and module in model.inner)):
+            group = Group()
+        if group is not None:
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=group.reshard,
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64) if group.wide_reduction else None,
+                granularity=(lambda fqn, param, asked=group.granularity: asked) if group.granularity else None,
+            )
+
+
+# ---- running a program
+
+
+class Runner:
+    """Does each action to both models and notes where they differ."""
+
+    def __init__(self, program: Program, mesh: DeviceMesh) -> None:
+        self.program = program
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.model, built = build(program)
+        self.reference = copy.deepcopy(self.model)
+        shard(program, self.model, built, mesh)
+        self.faces = list(self.model.parameters())
+        self.model.trip.rank = self.rank
+        self.optimizers = [self.make_optimizer(model) for model in (self.model, self.reference)]
+        self.differences: list[str] = []
+        self.generator = torch.Generator().manual_seed(1)
+        self.is_exact = all(param.dtype == torch.float64 for param in self.faces)
+        self.has_unreduced = False
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        params = list(model.parameters()) or [nn.Parameter(torch.zeros(1))]
+        if self.program.optimizer == "sgd":
+            return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
+        return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
+
+    def run(self) -> None:
+        for i, action in enumerate(self.program.actions):
+            what = f"action {i} ({action.kind})"
+            getattr(self, "do_" + action.kind)(action, what)
+            self.compare(what)
+            if self.differences:
+                return
+
+    # ---- forward and backward
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Of every rank."""
+        whole = torch.randn(self.world_size * ROWS, DIM, generator=self.generator, dtype=torch.float64)
+        return [part.clone().requires_grad_(self.program.input_requires_grad) for part in whole.chunk(self.world_size)]
+
+    def losses(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A forward of both: the loss of this rank, and those of all ranks of the unsharded model."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours = loss_of(self.model, inputs[self.rank].detach().requires_grad_(inputs[0].requires_grad))
+        if any("all gradients are None" in str(item.message) for item in caught):
+            self.reference.zero_grad()
+            self.has_unreduced = False
+        theirs = []
+        for rank, part in enumerate(inputs):
+            self.reference.trip.rank = rank
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                theirs.append(loss_of(self.reference, part) / self.world_size)
+        self.check_close(ours.detach() / self.world_size, theirs[self.rank].detach(), "loss")
+        if ours.requires_grad != theirs[self.rank].requires_grad:
+            self.differences.append(f"loss.requires_grad is {ours.requires_grad}")
+        return ours, theirs
+
+    def backward(self, ours: torch.Tensor, theirs: list[torch.Tensor], retain: bool = False) -> None:
+        if all(loss.requires_grad for loss in theirs):
+            try:
+                for loss in theirs:
+                    loss.backward(retain_graph=retain)
+            except RuntimeError as error:
+                raise ImpossibleError from error
+            ours.backward(retain_graph=retain)
+            self.has_unreduced = not all(state.requires_gradient_sync for state in _get_fsdp_states(self.model))
+
+    def do_train(self, action: Action, what: str) -> None:
+        """``how``: the order of forwards and backwards."""
+        with nullcontext() if action.sync else no_sync(self.model):
+            first = self.losses(self.inputs())
+            if action.how == "":
+                self.backward(*first)
+            elif action.how == "twice":
+                self.backward(*first, retain=True)
+                self.backward(*first)
+            elif action.how != "forward only":
+                second = self.losses(self.inputs())
+                if action.how == "together":
+                    self.backward(first[0] + second[0], [a + b for a, b in zip(first[1], second[1], strict=True)])
+                elif action.how == "in order":
+                    self.backward(*first)
+                    self.backward(*second)
+                elif action.how == "reversed":
+                    self.backward(*second)
+                    self.backward(*first)
+                elif action.how == "only second":
+                    self.backward(*second)
+
+    def do_evaluate(self, action: Action, what: str) -> None:
+        with torch.inference_mode() if action.how == "inference" else torch.no_grad():
+            self.losses([part.detach() for part in self.inputs()])
+
+    def do_fail(self, action: Action, what: str) -> None:
+        """An exception in the middle, caught; then training goes on."""
+        trip = self.model.trip
+        trip.where, trip.left = action.how, action.at
+        try:
+            with nullcontext() if action.sync else no_sync(self.model):
+                loss = loss_of(self.model, self.inputs()[self.rank])
+                if loss.requires_grad:
+                    loss.backward()
+        except RuntimeError as error:
+            if "this checkpoint() is not necessary" in str(error):
+                raise ImpossibleError from error
+            raise
+        except TripError:
+            self.losses([part.detach() for part in self.inputs()])
+        else:  # it was not reached
+            self.model.zero_grad()
+            self.reference.zero_grad()
+            self.has_unreduced = False
+        finally:
+            trip.left = -1
+
+    def do_input_gradient(self, action: Action, what: str) -> None:
+        """``torch.autograd.grad`` with respect to the input: no gradient of a parameter changes."""
+        inputs = [part.detach().requires_grad_() for part in self.inputs()]
+        mine = inputs[self.rank].detach().requires_grad_()
+        loss = loss_of(self.model, mine)
+        self.reference.trip.rank = self.rank
+        expected = loss_of(self.reference, inputs[self.rank])
+        if loss.requires_grad and expected.requires_grad:
+            (got,) = torch.autograd.grad(loss, mine, allow_unused=True)
+            (want,) = torch.autograd.grad(expected, inputs[self.rank], allow_unused=True)
+            if (got is None) != (want is None):
+                self.differences.append(f"{what}: input gradient {got}, expected {want}")
+            elif got is not None:
+                self.check_close(got, want, "input gradient")
+
+    # ---- between iterations
+
+    def do_step(self, action: Action, what: str) -> None:
+        if self.has_unreduced:
+            return self.do_zero(action, what)
+        if action.at:
+            total = clip_grad_norm_(self.model.parameters(), 0.5)
+            expected = torch.nn.utils.clip_grad_norm_(self.reference.parameters(), 0.5)
+            self.check_close(total.to(expected.dtype), expected, "norm of the gradients")
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.do_zero(action, what)
+
+    def do_zero(self, action: Action, what: str) -> None:
+        if action.how == "model":
+            self.model.zero_grad()
+            self.reference.zero_grad()
+        elif action.how != "keep":
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=action.how != "in place")
+
+    def do_edit(self, action: Action, what: str) -> None:
+        """``at``: which parameter, where it is one."""
+        pairs = list(zip(self.model.parameters(), self.reference.parameters(), strict=True))
+        if not pairs:
+            return
+        index = action.at % len(pairs)
+        for model, chosen in ((self.model, pairs[index][0]), (self.reference, pairs[index][1])):
+            EDITS[action.how](model, chosen)
+        if self.has_unreduced:
+            self.has_unreduced = any(type(param.grad) is UnreducedGradient for param in self.faces)
+
+    def do_set_reshard(self, action: Action, what: str) -> None:
+        state = [module for module in self.model.modules() if get_state(module) is not None]
+        set_reshard_after_forward(state[action.at % len(state)], action.sync, recurse=False)
+
+    def do_unshard(self, action: Action, what: str) -> None:
+        state = [module for module in self.model.modules() if get_state(module) is not None]
+        unshard(state[action.at % len(state)])
+
+    # ---- comparing
+
+    def compare(self, what: str) -> None:
+        if any(ours is not face for ours, face in zip(self.model.parameters(), self.faces, strict=True)):
+            self.differences.append(f"{what}: model.parameters() are other objects")
+        expected = dict(self.reference.named_parameters())
+        for name, face in self.model.named_parameters():
+            twin = expected[name]
+            self.check_run(face, face, twin.detach(), f"{what}: {name}")
+            grad = face.grad
+            if (grad is None) != (twin.grad is None):
+                self.differences.append(f"{what}: the gradient of {name} is {grad}, expected {twin.grad}")
+            elif grad is not None and type(grad) is not UnreducedGradient:
+                if self.has_unreduced:
+                    continue
+                self.check_run(face, grad, twin.grad, f"{what}: gradient of {name}")
+            elif grad is not None and not self.has_unreduced:
+                self.differences.append(f"{what}: the gradient of {name} is not reduced")
+        for handle in _get_fsdp_handles(self.model):
+            if handle.all_gather_work is not None or handle.reduce_work is not None:
+                self.differences.append(f"{what}: a collective of {handle.fqns} is in flight")
+            if any(param.grad is not None for param in handle.unsharded_params):
+                self.differences.append(f"{what}: an unsharded gradient was left in {handle.fqns}")
+
+    def check_run(self, face: nn.Parameter, tensor: torch.Tensor, whole: torch.Tensor, what: str) -> None:
+        """This rank's elements."""
+        place = handle_of(face)
+        if place is None:
+            self.differences.append(f"{what}: is not sharded")
+            return
+        handle, index = place
+        run = handle.layout.run(index, self.rank)
+        assert isinstance(tensor, RaggedDTensor), what
+        got = tensor.to_local().detach().reshape(-1)
+        self.check_close(got, whole.reshape(-1)[run.param_start : run.param_start + run.numel], what)
+
+    def check_close(self, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            self.differences.append(f"{what}: {got.shape} {got.dtype}, expected {expected.shape} {expected.dtype}")
+        elif got.numel():
+            tolerance = (1e-11 if self.is_exact else 2e-5) * (1 + expected.abs().max().item())
+            difference = (got - expected).abs().max().item()
+            if not difference <= tolerance:
+                self.differences.append(f"{what} differs by {difference}: {got.tolist()}, not {expected.tolist()}")
+
+
+def loss_of(model: Module, x: torch.Tensor) -> torch.Tensor:
+    for module in model.modules():
+        if isinstance(module, Module):
+            module.auxiliary = None
+    if model.part.kind == "container":
+        y = model({"x": x, "note": 1})["y"][0]
+    else:
+        y = model(x)
+        y = y.value if isinstance(y, _Box) else y
+    loss = y.square().mean()
+    for module in model.modules():
+        if isinstance(module, Module) and module.auxiliary is not None:
+            loss = loss + module.auxiliary.to(loss.dtype)
+    return loss
+
+
+def _multiply(model: Module, chosen: nn.Parameter) -> None:
+    with torch.no_grad():
+        chosen.mul_(0.5)
+
+
+def _multiply_data(model: Module, chosen: nn.Parameter) -> None:
+    chosen.data.mul_(-0.5)
+
+
+def _load(model: Module, chosen: nn.Parameter) -> None:
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+def _load_by_assignment(model: Module, chosen: nn.Parameter) -> None:
+    """The unsharded model keeps its parameters, for its optimizer; the gradients are dropped all the same."""
+    state = {name: value * 0.9 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=isinstance(chosen, RaggedDTensor))
+    model.zero_grad()
+
+
+def _toggle(model: Module, chosen: nn.Parameter) -> None:
+    chosen.requires_grad_(not chosen.requires_grad)
+
+
+def _drop_gradient(model: Module, chosen: nn.Parameter) -> None:
+    chosen.grad = None
+
+
+def _scale_gradient(model: Module, chosen: nn.Parameter) -> None:
+    if chosen.grad is not None and type(chosen.grad) is not UnreducedGradient:
+        chosen.grad.mul_(2)
+
+
+EDITS: dict[str, Callable[[Module, nn.Parameter], None]] = {
+    "multiply": _multiply,
+    "multiply data": _multiply_data,
+    "load": _load,
+    "load by assignment": _load_by_assignment,
+    "toggle requires_grad": _toggle,
+    "drop a gradient": _drop_gradient,
+}
+
+
+# ---- on every rank
+
+# Words of the errors with which a program may be refused, on every rank alike: its ranks run different groups, or a
+# loss term leaves the model where nobody looks for it.
+REFUSALS = (
+    "the ranks issued different collectives",
+    "past its module's outputs",
+    "without passing any of its module's",
+)
+
+_meshes: dict[int, DeviceMesh] = {}  # by generation: after a failure others are used
+
+
+def run_on_every_rank(program: Program, generation: int, report: str) -> None:
+    """Run ``program``; the first rank writes to the file ``report`` what went wrong. Called on every rank."""
+    if generation not in _meshes:
+        _meshes[generation] = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=10)), "cpu")
+    differences, error = [], ""
+    try:
+        runner = Runner(program, _meshes[generation])
+        differences = runner.differences
+        runner.run()
+    except ImpossibleError:
+        error = "refused: also by the unsharded model"
+    except Exception as raised:
+        error = "".join(traceback.format_exception(raised, limit=-5))
+        if isinstance(raised, RuntimeError) and any(words in str(raised) for words in REFUSALS):
+            error = f"refused: {raised}"
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (differences, error))
+    if dist.get_rank() == 0:
+        is_refused = error.startswith("refused: ") and outcomes == [([], error)] * len(outcomes)
+        Path(report).write_text("refused" if is_refused else "".join(map(_describe, range(len(outcomes)), outcomes)))
+
+
+def _describe(rank: int, outcome: tuple[list[str], str]) -> str:
+    differences, error = outcome
+    return "".join(f"rank {rank}: {text}\n" for text in (*differences[:5], error) if text)

@@ -1,0 +1,156 @@
+"""Random models, sharded in random ways, in random training loops, beside the unsharded model: see ``programs``.
+
+``FSDP_COMPOSE_FUZZ=5000 pytest tests/test_fuzz.py`` runs so many programs at each world size, other ones each time. A
+program that fails is printed as it is written in Python, so that it can become an ``@example`` below.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.harness import run_distributed
+from tests.programs import COMPOUNDS, EDITS, LEAVES, Action, Group, Part, Program, parts_of, run_on_every_rank
+
+NUM_PROGRAMS = int(os.environ.get("FSDP_COMPOSE_FUZZ", "0"))
+
+_groups = st.none() | st.builds(
+    Group,
+    reshard=st.sampled_from([None, True, False]),
+    wide_reduction=st.booleans(),
+    granularity=st.sampled_from([None, "elements", "rows", "whole"]),
+)
+_leaves = st.builds(
+    Part,
+    kind=st.sampled_from(LEAVES),
+    group=_groups,
+    recompute=st.sampled_from([None, None, True, False]),
+    frozen=st.sampled_from([False, False, False, True]),
+    narrow=st.sampled_from([False, False, False, True]),
+)
+_again = st.builds(Part, kind=st.just("again"), refers_to=st.integers(0, 9))
+
+
+def _compounds(children: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
+    return st.builds(
+        Part,
+        kind=st.sampled_from(COMPOUNDS),
+        children=st.lists(children, min_size=1, max_size=3).map(tuple),
+        group=_groups,
+        recompute=st.sampled_from([None, None, True, False]),
+        frozen=st.sampled_from([False, False, False, True]),
+        together=st.booleans(),
+    )
+
+
+_parts = st.recursive(_leaves | _again, _compounds, max_leaves=6)
+_roots = st.builds(
+    Part,
+    kind=st.sampled_from(["chain", "residual", "container", "opaque", "auxiliary"]),
+    children=st.lists(_parts, min_size=1, max_size=4).map(tuple),
+    group=_groups,
+    together=st.booleans(),
+)
+_train = st.builds(
+    Action,
+    kind=st.just("train"),
+    sync=st.sampled_from([True, True, False]),
+    how=st.sampled_from(["", "", "together", "in order", "reversed", "only second", "twice", "forward only"]),
+)
+_actions = st.one_of(
+    _train,
+    _train,
+    st.builds(
+        Action,
+        kind=st.just("step"),
+        how=st.sampled_from(["optimizer", "model", "in place", "keep"]),
+        at=st.sampled_from([0, 1]),
+    ),
+    st.builds(Action, kind=st.just("evaluate"), how=st.sampled_from(["no_grad", "inference"])),
+    st.builds(Action, kind=st.just("edit"), how=st.sampled_from(sorted(EDITS)), at=st.integers(0, 9)),
+    st.builds(
+        Action,
+        kind=st.just("fail"),
+        sync=st.booleans(),
+        how=st.sampled_from(["forward", "backward"]),
+        at=st.integers(0, 9),
+    ),
+    st.just(Action("input_gradient")),
+    st.builds(Action, kind=st.just("unshard"), at=st.integers(0, 5)),
+    st.builds(Action, kind=st.just("set_reshard"), sync=st.booleans(), at=st.integers(0, 5)),
+)
+
+
+def _is_possible(program: Program) -> bool:
+    """Whether a user who knows the rules would write it."""
+    for part in parts_of(program.root):
+        if part.recompute is not None and part.kind in ("container", "opaque"):
+            return False  # reentrant checkpointing passes on tensors only
+        if part.kind == "switch":
+            below = [item for child in part.children for item in parts_of(child)]
+            if part.together or any(
+                item.group is not None or item.together or item.kind in ("again", "detach", "switch") for item in below
+            ):
+                return False  # ranks run the same groups, and backward reaches the same
+    kinds = {action.kind for action in program.actions}
+    if not program.shards_root:  # each child is a root; an interruption of one is not the others' affair
+        if program.ties or program.root.together or program.root.kind == "auxiliary" or "fail" in kinds:
+            return False
+    if "input_gradient" in kinds and any(part.recompute for part in parts_of(program.root)):
+        return False  # torch refuses autograd.grad() with reentrant checkpointing
+    has_switch = any(part.kind == "switch" for part in parts_of(program.root))
+    return not (has_switch and "fail" in kinds)
+
+
+_programs = st.builds(
+    Program,
+    root=_roots,
+    actions=st.lists(_actions, min_size=1, max_size=6).map(tuple),
+    ties=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=2).map(tuple),
+    shards_root=st.sampled_from([True, True, True, False]),
+    optimizer=st.sampled_from(["sgd", "adamw"]),
+    input_requires_grad=st.booleans(),
+).filter(_is_possible)
+
+_generation = itertools.count()
+_present = [next(_generation)]
+
+
+def check(program: Program, world_size: int, report: Path) -> bool:
+    """Run one program on every rank; whether it went through, and was not refused."""
+    report.unlink(missing_ok=True)
+    arguments = {"program": program, "generation": _present[0], "report": str(report)}
+    try:
+        run_distributed(run_on_every_rank, world_size, arguments, timeout=40)
+        outcome = report.read_text()
+    except pytest.fail.Exception as failure:  # a rank crashed or hangs
+        outcome = str(failure)
+    if outcome not in ("", "refused"):
+        _present[0] = next(_generation)  # whatever is still in flight, the next program does not meet it
+        pytest.fail(f"{program}\n{outcome}", pytrace=False)
+    return not outcome
+
+
+@pytest.mark.parametrize(("world_size", "num_programs"), [(2, 200), (3, 100)])
+@pytest.mark.timeout(max(300, NUM_PROGRAMS * 2))
+def test_random_programs_train_as_unsharded(world_size, num_programs, tmp_path):
+    went_through: list[bool] = []
+
+    @settings(
+        max_examples=NUM_PROGRAMS or num_programs,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+        derandomize=not NUM_PROGRAMS,
+        database=None,
+    )
+    @given(_programs)
+    def random_programs(program: Program) -> None:
+        went_through.append(check(program, world_size, tmp_path / "report"))
+
+    random_programs()
+    assert sum(went_through) > 0.9 * len(went_through), "too many programs are refused to show anything"
