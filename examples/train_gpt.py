@@ -5,6 +5,8 @@
 One GPU per process with NCCL if the machine has enough of them, otherwise the CPU with gloo. Each step draws one global
 batch from (seed, step) and every rank takes its slice: the run is the same on any number of processes. At the end --out
 holds log.json and loss.png, and the model has written some Python of its own.
+
+With --save-every 100 it saves checkpoints; --resume goes on from the latest, also with another number of processes.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard
+from fsdp_compose.checkpoint import get_state_dict, load, save, set_state_dict
 
 VOCABULARY = 256  # a token is a byte
 SUFFIXES = (".py", ".txt")  # of the files read from a directory
@@ -184,11 +187,60 @@ def peak_memory_mib(device: torch.device) -> float:
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+class Run:
+    """What a checkpoint holds: model, optimizer, schedule, and the log so far."""
+
+    def __init__(self, model: GPT, args: argparse.Namespace):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: learning_rate(step, args))
+        self.log: list[dict[str, float]] = []
+        self.step = 0
+
+    def state(self) -> dict[str, object]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        progress = json.dumps({"step": self.step, "log": self.log})
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict(), "progress": progress}
+
+    def save(self, folder: Path) -> None:
+        save(self.state(), folder / f"step-{self.step}")
+
+    def resume(self, path: Path) -> None:
+        state = self.state()
+        load(state, path)  # into the tensors of the state, which are the model's; the rest is set
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        progress = json.loads(state["progress"])
+        self.step, self.log = progress["step"], progress["log"]
+
+
+def saved_steps(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    complete = [path for path in folder.glob("step-*") if path.suffix != ".partial"]
+    return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
+    found = saved_steps(args.out)
+    if args.resume == "latest":
+        if not found:
+            raise SystemExit(f"--resume: there is no checkpoint in {args.out}; train with --save-every first")
+        return found[-1]
+    if args.resume is None and args.save_every and found:
+        raise SystemExit(f"{args.out} holds checkpoints of an earlier run: --resume it, or choose another --out")
+    return None if args.resume is None else Path(args.resume)
+
+
 def train(model: GPT, corpus: Corpus, args: argparse.Namespace, device: torch.device) -> list[dict[str, float]]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args))
-    log: list[dict[str, float]] = []
-    progress = tqdm(range(1, args.steps + 1), disable=dist.get_rank() != 0, mininterval=1.0, unit="step")
+    run = Run(model, args)
+    path = checkpoint_to_resume(args)
+    if path is not None:
+        run.resume(path)
+    optimizer, scheduler, log = run.optimizer, run.scheduler, run.log
+    steps = range(run.step + 1, args.steps + 1)
+    progress = tqdm(
+        steps, initial=run.step, total=args.steps, disable=dist.get_rank() != 0, mininterval=1.0, unit="step"
+    )
     losses: list[Tensor] = []  # since the last entry of the log
     since = time.perf_counter()
     for step in progress:
@@ -202,7 +254,8 @@ def train(model: GPT, corpus: Corpus, args: argparse.Namespace, device: torch.de
         optimizer.zero_grad()
 
         time_to_validate = step % args.val_every == 0 or step == args.steps
-        if step % args.log_every and not time_to_validate:
+        time_to_save = args.save_every and step % args.save_every == 0
+        if step % args.log_every and not time_to_validate and not time_to_save:
             continue
         entry = {"step": step, "loss": mean_over_ranks(losses)}  # waits for the device, so that the clock is right
         entry["tokens_per_second"] = len(losses) * args.batch * args.seq_len / (time.perf_counter() - since)
@@ -215,6 +268,9 @@ def train(model: GPT, corpus: Corpus, args: argparse.Namespace, device: torch.de
             f"loss {entry['loss']:.3f}, {entry['tokens_per_second']:,.0f} tokens/s, {entry['peak_memory_mib']:,.0f} MiB"
         )
         log.append(entry)
+        if time_to_save:
+            run.step = step
+            run.save(args.out)
         losses, since = [], time.perf_counter()
     return log
 
@@ -243,6 +299,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=5)
     parser.add_argument("--val-every", type=int, default=50)
     parser.add_argument("--val-batches", type=int, default=4)
+    parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="save a checkpoint into --out")
+    parser.add_argument(
+        "--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from this one, or the latest in --out"
+    )
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--sample-bytes", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=0.6)
@@ -265,7 +325,7 @@ def start_process_group(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def save(args: argparse.Namespace, log: list[dict[str, float]], summary: dict[str, float | str]) -> None:
+def write_results(args: argparse.Namespace, log: list[dict[str, float]], summary: dict[str, float | str]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
@@ -297,7 +357,7 @@ def main() -> None:
     sample = generate(model, args, device)
     seconds = time.perf_counter() - start
     if dist.get_rank() == 0:
-        save(args, log, {"num_parameters": num_parameters, "seconds": seconds, "sample": sample})
+        write_results(args, log, {"num_parameters": num_parameters, "seconds": seconds, "sample": sample})
         print(f"\n{sample}\n\n{num_parameters:,} parameters, {seconds:.0f} s; loss curve in {args.out}/loss.png")
     dist.barrier()  # nobody leaves while another still needs it
     dist.destroy_process_group()

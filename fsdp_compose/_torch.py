@@ -7,6 +7,7 @@ No other file of the package may import a name with a leading underscore from to
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,15 +22,18 @@ from torch._C._dynamo import eval_frame as _eval_frame
 from torch.distributed import distributed_c10d as _distributed_c10d
 from torch.distributed._composable.contract import STATE_KEY, _get_registry, contract
 from torch.distributed._composable_state import _State as ComposableState
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 
 __all__ = [
     "ComposableState",
     "DTensorSpec",
+    "IncompatibleKeys",
     "PlainAttributes",
     "TensorMeta",
     "allow_in_foreach",
@@ -55,6 +59,7 @@ __all__ = [
     "share_versions",
     "skip_frame",
     "storage_use_count",
+    "wrapped_child",
 ]
 
 contract = contract
@@ -155,6 +160,17 @@ def drop_composable_state(module: nn.Module, function: Callable[..., Any]) -> No
     """Remove what ``contract`` has registered for ``function`` on ``module``."""
     composable_states(module).pop(function, None)
     composable_registry(module).pop(function.__name__, None)
+
+
+def wrapped_child(module: nn.Module) -> str | None:
+    """The name of the child that ``module``, if it is a wrapper of torch's (data parallel, compiled, checkpointed), has
+    taken the place of."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "module"
+    if isinstance(module, CheckpointWrapper):
+        return "_checkpoint_wrapped_module"
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and without it nothing is compiled
+    return "_orig_mod" if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
 
 
 def default_store() -> dist.Store:

@@ -32,6 +32,7 @@ def meet(
     judge: Callable[[list[str]], str],
     details: str = "",
     explain: Callable[[int, str, str], str] | None = None,
+    where: str = "",
 ) -> str:
     """Bring ``payload`` to a meeting of all ranks of ``group`` and return its verdict, the same on every rank.
 
@@ -44,6 +45,7 @@ def meet(
         details: a long text, read only when ``explain`` is given and a payload differs from the first rank's.
         explain: called on the first rank with (rank, its own details, that rank's details) for the first rank whose
             payload differs; its text replaces the verdict and is raised.
+        where: what the message about absent ranks adds to ``purpose``.
 
     Raises:
         RuntimeError: on every rank that came: some rank did not within the time (``FSDP_COMPOSE_TIMEOUT`` seconds, by
@@ -56,21 +58,21 @@ def meet(
     if rank != 0:
         while store.check([f"verdict/{number}"]):
             number += 1
-        _wait(store, [f"open/{number}"], timeout, lambda: _absence([0], group, purpose, timeout))
+        _wait(store, [f"open/{number}"], timeout, lambda: _absence([0], group, purpose + where, timeout))
     _next_round[name, purpose] = number + 1
     if explain is not None:
         store.set(f"details/{number}/{rank}", details)
     store.set(f"payload/{number}/{rank}", payload)
     if rank == 0:
         store.set(f"open/{number}", "")
-        verdict = _preside(store, number, group, timeout, purpose, judge, explain)
+        verdict = _preside(store, number, group, timeout, purpose + where, judge, explain)
         store.set(f"verdict/{number}", verdict)
     else:
         _wait(
             store,
             [f"verdict/{number}"],
             timeout + _GRACE,
-            lambda: _absence([0], group, purpose, timeout),
+            lambda: _absence([0], group, purpose + where, timeout),
         )
         verdict = store.get(f"verdict/{number}").decode()
     if explain is not None:

@@ -20,7 +20,7 @@ from .state import _get_fsdp_states
 
 _Class = TypeVar("_Class", bound=type[Optimizer])
 
-_elementwise: list[type[Optimizer]] = [
+elementwise_classes: list[type[Optimizer]] = [
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop,
 ]  # fmt: skip
@@ -169,7 +169,7 @@ def declare_elementwise(optimizer: _Class) -> _Class:
     for refused, reason in _REFUSED.items():
         if issubclass(optimizer, refused):
             raise ValueError(f"declare_elementwise({optimizer.__name__}): {refused.__name__} is not: {reason}")
-    _elementwise.append(optimizer)
+    elementwise_classes.append(optimizer)
     return optimizer
 
 
@@ -210,7 +210,7 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _refuse_unless_elementwise(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, tuple(_elementwise)):
+    if isinstance(optimizer, tuple(elementwise_classes)):
         return
     kind = type(optimizer)
     remedy = "Give it the sharded parameters themselves: model.parameters()"

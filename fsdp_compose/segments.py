@@ -85,17 +85,18 @@ class FlatSegment:
 
     def make_gradient(self, flat: torch.Tensor) -> torch.Tensor:
         """What ``parameter.grad`` holds, over a flat gradient."""
-        return self._placed(flat[self.start : self.stop])
+        return self.placed(flat[self.start : self.stop])
 
     def _make_parameter(self, shard: torch.Tensor) -> nn.Parameter:
         with torch.inference_mode(False), torch.no_grad():
             local = shard[self.start : self.stop]
-            parameter = nn.Parameter(self._placed(local))
+            parameter = nn.Parameter(self.placed(local))
             if not self.is_local:
                 set_local_tensor(parameter, local)  # type: ignore[arg-type]
         return parameter
 
-    def _placed(self, local: torch.Tensor) -> torch.Tensor:
+    def placed(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor cut like the parameter, of which this rank has ``local``."""
         if self.is_local:
             return local
         if not self.is_whole:

@@ -225,14 +225,14 @@ def _summon(
     for grad in grads:
         if isinstance(grad, UnreducedGradient) and with_grads:
             grad.refuse("summon_full_params(with_grads=True)")
-    flat = _gather(handle, handle.shard.detach(), rank0_only, offload_to_cpu)
+    flat = gather_flat(handle, handle.shard.detach(), rank0_only, offload_to_cpu)
     flat_grad = None
     if with_grads and any(grad is not None for grad in grads):
         shard_grad = torch.zeros_like(handle.shard)
         for grad, (start, stop, shape) in zip(grads, handle.runs, strict=True):
             if grad is not None:
                 shard_grad[start:stop].view(shape).copy_(face_local(grad))
-        flat_grad = _gather(handle, shard_grad, rank0_only, offload_to_cpu)
+        flat_grad = gather_flat(handle, shard_grad, rank0_only, offload_to_cpu)
     if flat is None:
         return None
     params = []
@@ -245,7 +245,9 @@ def _summon(
     return _Summoned(handle, slots, params)
 
 
-def _gather(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
+def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
+    """The whole of a flat tensor cut like the flat parameter of ``handle``, of which this rank has ``shard``; ``None``
+    where it is not wanted. One collective."""
     mesh = handle.mesh
     with torch.no_grad():
         flat = None

@@ -320,6 +320,12 @@ def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, met
     _show_faces(module)
 
 
+def sharded_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
+    """The parameters of ``module`` itself as ``state_dict()`` sees them: sharded, also inside forward."""
+    faces: Mapping[str, nn.Parameter | None] = module.__dict__.get(_FACES, module._parameters)
+    return faces
+
+
 class SlotView:
     """Other values in some of a module's parameter slots, until ``restore``: for ``state_dict()`` too."""
 

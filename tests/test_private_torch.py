@@ -33,6 +33,7 @@ ALLOWED = {
     "_amp_foreach_non_finite_check_and_unscale_": "an operator: what GradScaler calls",
     "_backward_hooks": "gradient hooks of a parameter that would be lost",
     "_base": "the tensor that an output is a view of",
+    "_extra_state": "what state_dict() calls the result of get_extra_state(); a format",
     "_foreach_max": "an operator",
     "_foreach_norm": "an operator: what clip_grad_norm_ calls",
     "_foreach_zero_": "an operator: what zero_grad calls",
@@ -740,3 +741,31 @@ def test_group_timeout():
 def test_group_timeout_of_a_group_that_has_none():
     with fake_process_group():
         assert _torch.group_timeout(dist.group.WORLD) >= timedelta(minutes=1)
+
+
+# ---- wrappers and state dicts
+
+
+def test_CheckpointWrapper():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    assert type(checkpoint_wrapper(nn.Linear(1, 1))) is _torch.CheckpointWrapper
+
+
+def test_wrapped_child():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    linear = nn.Linear(1, 1)
+    assert _torch.wrapped_child(linear) is None and _torch.wrapped_child(nn.Sequential(linear)) is None
+    wrappers = [checkpoint_wrapper(linear), torch.compile(linear)]
+    with fake_process_group():
+        wrappers.append(nn.parallel.DistributedDataParallel(linear))
+    for wrapper in wrappers:
+        name = _torch.wrapped_child(wrapper)
+        assert name is not None and wrapper._modules[name] is linear
+
+
+def test_IncompatibleKeys():
+    result = nn.Linear(1, 1).load_state_dict({"zzz": torch.ones(1)}, strict=False)
+    assert type(result) is _torch.IncompatibleKeys
+    assert result == _torch.IncompatibleKeys(["weight", "bias"], ["zzz"])

@@ -1,0 +1,110 @@
+"""Collective entry points: all ranks meet, in bounded time, and go on together or raise one error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from ..meeting import first_difference, meet
+from .names import ModelNames
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_MAX_LINES = 20  # of problems that an error lists
+
+
+def group_of(names: ModelNames) -> dist.ProcessGroup | None:
+    """The ranks that share a model: the process group of its flat parameters, of its DTensors or of
+    ``DistributedDataParallel``, if these are one, else all ranks; ``None`` if the model is this process's own."""
+    handles = names.handles()
+    if not dist.is_initialized() or any(handle.mesh.is_simulated for handle in handles):
+        return None
+    groups: list[dist.ProcessGroup] = [handle.mesh.shard_group for handle in handles]
+    groups += [m.process_group for m in names.model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
+    in_handles = {id(face) for handle in handles for face in handle.faces}
+    tensors = [*names.parameters.values(), *names.model.buffers()]
+    others = [tensor for tensor in tensors if isinstance(tensor, DTensor) and id(tensor) not in in_handles]
+    if any(tensor.device_mesh.ndim > 1 for tensor in others):
+        return dist.group.WORLD
+    groups += [tensor.device_mesh.get_group() for tensor in others]
+    names_of_groups = {group.group_name for group in groups}
+    if len(names_of_groups) > 1:
+        return dist.group.WORLD
+    return groups[0] if groups else None
+
+
+def has_peers(group: dist.ProcessGroup | None) -> bool:
+    return group is not None and group.size() > 1
+
+
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is the first rank of the group: the one that gets what only one rank gets."""
+    if group is None:
+        return not dist.is_initialized() or dist.get_rank() == 0
+    return group.rank() == 0
+
+
+def agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], problem: str = "") -> None:
+    """Meet the other ranks: return on all of them, or raise the same error.
+
+    Args:
+        group: the ranks; ``None``: this process alone.
+        call: what the user has called, for messages.
+        facts: what must be the same on every rank, one line each.
+        problem: why this rank cannot go on; empty if it can.
+
+    Raises:
+        RuntimeError: some rank has a problem, the facts differ, or a rank did not come in time.
+    """
+    if has_peers(group):
+        assert group is not None
+        details = json.dumps([problem, *facts])
+        digest = hashlib.sha256(details.encode()).hexdigest()
+
+        def explain(rank: int, ours: str, theirs: str) -> str:
+            return _explain(call, rank, json.loads(ours), json.loads(theirs))
+
+        meet(group, call, digest, lambda _: "", details, explain, where=f" (called at {_caller()})")
+    if problem:
+        raise RuntimeError(f"{call}: {problem}")
+
+
+def _explain(call: str, rank: int, ours: list[str], theirs: list[str]) -> str:
+    if ours[0]:
+        return f"{call}: {ours[0]}"
+    if theirs[0]:
+        return f"{call}: on rank {rank}: {theirs[0]}"
+    difference = first_difference(ours[1:], theirs[1:])
+    assert difference is not None
+    _, a, b = difference
+    return (
+        f"{call}: the ranks were not given the same: rank 0 has {_or_nothing(a)} where rank {rank} has "
+        f"{_or_nothing(b)}. Nothing was changed. Call it with the same options and the same keys on every rank"
+    )
+
+
+def _or_nothing(fact: str | None) -> str:
+    return "nothing more" if fact is None else fact
+
+
+def _caller() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def list_problems(what: str, problems: Sequence[str], remedy: str) -> str:
+    """One text of several problems; empty if there are none."""
+    if not problems:
+        return ""
+    lines = [f"  {problem}" for problem in problems[:_MAX_LINES]]
+    if len(problems) > _MAX_LINES:
+        lines.append(f"  and {len(problems) - _MAX_LINES} more")
+    return "\n".join([f"{what}; nothing was changed:", *lines, remedy])

@@ -1,0 +1,247 @@
+"""Models to and from safetensors files in the layout of the Hugging Face hub, one group at a time.
+
+One file ``model.safetensors``, or several with an index that says which tensor is in which::
+
+    model-00001-of-00002.safetensors  model-00002-of-00002.safetensors  model.safetensors.index.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..ragged import RaggedDTensor
+from ..segments import local_of
+from .agreement import agree, group_of, is_first
+from .gathering import gather_values
+from .layouts import Described, Target, cut_whole
+from .model_state import ModelPlan, commit_model, entries_of, plan_model
+from .names import ModelNames
+from .options import StateDictOptions
+from .storage import begin_folder, partial_of
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which tensors go into which file, in the order in which they are gathered."""
+
+    files: dict[str, list[str]]
+    total_bytes: int
+
+
+def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> _Plan:
+    """Fill files in order; one that a tensor would overfill is closed, and a larger tensor has one by itself."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for fqn, n in num_bytes.items():
+        if files[-1] and size + n > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(fqn)
+        size += n
+    if len(files) == 1:
+        return _Plan({SINGLE: files[0]}, sum(num_bytes.values()))
+    named = {f"model-{i:05d}-of-{len(files):05d}.safetensors": fqns for i, fqns in enumerate(files, 1)}
+    return _Plan(named, sum(num_bytes.values()))
+
+
+def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+    """Save a model's whole tensors as safetensors, under canonical FQNs, in their dtypes; tied weights once.
+
+    The first rank writes. It holds one file and one flat parameter at a time, the others never more than their shards.
+
+    Ranks: all ranks of the model.
+
+    Args:
+        model: any kind of model, as for ``get_model_state_dict``.
+        folder: must not exist; it appears when everything has been written.
+        max_file_bytes: of the tensors in one file.
+
+    Raises:
+        RuntimeError: on every rank: the folder exists, the model has state that is no tensor, it could not be written,
+            or a rank did not come.
+        ModuleNotFoundError: the package ``safetensors`` is not installed.
+    """
+    names, folder = ModelNames(model), Path(folder)
+    group = group_of(names)
+    tensors, problem = _tensors(names)
+    plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
+    if is_first(group) and not problem:
+        problem = begin_folder(folder)
+    agree(group, "save_hf()", [str(folder), *tensors], problem)
+    problem = ""
+    wholes = _stream(names, tensors, is_first(group))
+    for file, fqns in plan.files.items():
+        content = {fqn: whole for fqn, whole in (next(wholes) for _ in fqns) if whole is not None}
+        if is_first(group) and not problem:  # the others gather on, and hear of it at the end
+            problem = _write(partial_of(folder) / file, content)
+    if is_first(group) and not problem:
+        problem = _finish(folder, plan)
+    agree(group, "save_hf()", [str(folder)], problem)
+
+
+def _tensors(names: ModelNames) -> tuple[dict[str, torch.Tensor], str]:
+    """What is saved, in the order of the flat parameters, and why it cannot be."""
+    chosen: dict[Any, dict[str, torch.Tensor]] = {}
+    for fqn, (_, value) in entries_of(names).items():
+        if not isinstance(value, torch.Tensor):
+            return {}, (
+                f"{fqn} is a {type(value).__name__}, and safetensors files hold tensors only: save it by other means, "
+                "and let the module's state_dict() leave it out"
+            )
+        if names.aliases(fqn)[0] == fqn:
+            place = names.place(fqn)
+            chosen.setdefault(None if place is None else place[0], {})[fqn] = value
+    return {fqn: value for group in chosen.values() for fqn, value in group.items()}, ""
+
+
+def _stream(
+    names: ModelNames, tensors: Mapping[str, torch.Tensor], is_here: bool
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every tensor whole, on the first rank: gathered a flat parameter at a time."""
+    waiting = [*tensors]
+    while waiting:
+        place = names.place(waiting[0])
+        handle = None if place is None else place[0]
+        batch = waiting[:1]
+        if handle is not None:
+            batch = [fqn for fqn in waiting if (other := names.place(fqn)) is not None and other[0] is handle]
+        places = {(fqn, ""): names.place(fqn) for fqn in batch}
+        wholes = gather_values(
+            {(fqn, ""): tensors[fqn] for fqn in batch}, places, to_cpu=True, rank0_only=True, is_first=is_here
+        )
+        waiting = waiting[len(batch) :]
+        for fqn in batch:
+            yield fqn, wholes.pop((fqn, ""), None)
+
+
+def _write(path: Path, content: Mapping[str, torch.Tensor]) -> str:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({fqn: tensor.contiguous() for fqn, tensor in content.items()}, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        return f"{path} could not be written: {error}"
+    least = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
+    if path.stat().st_size <= least:
+        return f"{path} has {path.stat().st_size} bytes, where {least} and a header were written: is the disk full?"
+    return ""
+
+
+def _finish(folder: Path, plan: _Plan) -> str:
+    partial = partial_of(folder)
+    try:
+        if len(plan.files) > 1:
+            weight_map = {fqn: file for file, fqns in plan.files.items() for fqn in fqns}
+            index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": weight_map}
+            (partial / INDEX).write_text(json.dumps(index, indent=1))
+        partial.rename(folder)
+    except OSError as error:
+        return f"{folder} could not be written: {error}"
+    return ""
+
+
+# ---- loading
+
+
+def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any:
+    """Load safetensors files into a model. Each rank reads what it holds, one tensor at a time; nothing is changed
+    unless everything fits.
+
+    Ranks: all ranks of the model, which see the same file system.
+
+    Args:
+        model: any kind of model, also on the meta device.
+        folder: with ``model.safetensors``, or with several files and their index.
+        strict: whether missing and unexpected names are errors.
+
+    Returns:
+        ``(missing_keys, unexpected_keys)``, the same on every rank.
+
+    Raises:
+        RuntimeError: on every rank: a file is missing, damaged, or does not hold what the index says; names or shapes
+            do not fit; or a rank did not come.
+        ModuleNotFoundError: the package ``safetensors`` is not installed.
+    """
+    names, folder = ModelNames(model), Path(folder)
+    group = group_of(names)
+    found, problem = _look_into(folder)
+    plan = ModelPlan(names)
+    if not problem:
+        described = {fqn: item.described for fqn, item in found.items()}
+        plan = plan_model(names, described, StateDictOptions(strict=strict))
+    agree(group, "load_hf()", [str(folder), *plan.facts], problem or plan.problem)
+    values = {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()}
+    return commit_model(plan, values)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    path: Path
+    described: Described
+
+
+def _look_into(folder: Path) -> tuple[dict[str, _Stored], str]:
+    """What the files of a folder hold, by their headers, and what is wrong with them."""
+    from safetensors import SafetensorError, safe_open
+
+    weight_map: dict[str, str] | None = None
+    files: Sequence[str] = [SINGLE]
+    if (folder / INDEX).is_file():
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = sorted(set(weight_map.values()))
+    found: dict[str, _Stored] = {}
+    for name in files:
+        path = folder / name
+        if not path.is_file():
+            return {}, f"there is no {path}"
+        try:
+            with safe_open(path, framework="pt") as file:
+                for fqn in file.keys():
+                    found[fqn] = _Stored(path, _describe(file, fqn))
+        except SafetensorError as error:
+            return {}, f"{path} is damaged, or was not written to its end: {error}"
+    for fqn, name in (weight_map or {}).items():
+        if fqn not in found or found[fqn].path.name != name:
+            return {}, f"{folder / INDEX} says that {fqn} is in {name}, and it is not there"
+    return found, ""
+
+
+def _describe(file: Any, fqn: str) -> Described:
+    header = file.get_slice(fqn)
+    return Described(tuple(header.get_shape()), _DTYPES[header.get_dtype()])
+
+
+def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
+    """What this rank holds of a stored tensor, with memory of its own."""
+    from safetensors import safe_open
+
+    like = target.like
+    with safe_open(stored.path, framework="pt") as file:
+        if not isinstance(like, RaggedDTensor):
+            whole = file.get_tensor(fqn)
+            return cut_whole(whole, target) if hasattr(like, "placements") else whole.to(target.device)
+        spec = like._spec.with_dtype(stored.described.dtype)
+        if spec.is_only_ragged and not spec.ragged.flat and spec.shape:
+            rows = spec.ragged.starts[spec.rank : spec.rank + 2]
+            local = file.get_slice(fqn)[rows[0] : rows[1]]
+        else:
+            local = local_of(cut_whole(file.get_tensor(fqn), Target(like)))
+        # A copy: what safetensors returns keeps the memory of the whole tensor.
+        return RaggedDTensor(local.to(target.device, copy=True).view(spec.local_shape), spec)

@@ -1,0 +1,178 @@
+"""What optimizers train, in terms of the model: parameters by FQN, also where an optimizer holds flat ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from ..flat_param import FlatParamHandle, segment_owners
+from ..ragged import RaggedDTensor
+from ..rebind import rebind
+from ..segments import FlatSegment, local_of
+from .layouts import Target
+from .names import ModelNames, Place, own_method
+
+_NOT_SAVED = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A flat parameter of an optimizer."""
+
+    handle: FlatParamHandle
+    segment: FlatSegment
+
+    def part(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The state of one parameter, a view of that of the flat one."""
+        start, stop, shape = self.handle.runs[index]
+        local = local_of(state.detach())[start - self.segment.start : stop - self.segment.start].view(shape)
+        face: Any = self.handle.faces[index]
+        return RaggedDTensor(local, face._spec.with_dtype(state.dtype))
+
+    def is_elementwise(self, state: Any) -> bool:
+        """Whether ``state`` holds one number for each element."""
+        return isinstance(state, torch.Tensor) and state.dim() == 1 and state.shape == self.segment.parameter.shape
+
+    def join(self, parts: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The state of the flat parameter from that of its parameters; zero where there is none."""
+        segment, first = self.segment, next(iter(parts.values()))
+        local = torch.zeros(segment.stop - segment.start, dtype=first.dtype, device=self.handle.shard.device)
+        for index, part in parts.items():
+            start, stop, shape = self.handle.runs[index]
+            local[start - segment.start : stop - segment.start].view(shape).copy_(local_of(part))
+        return segment.placed(local)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One parameter of the model that an optimizer trains.
+
+    Attributes:
+        fqn: its (first) canonical name.
+        number: of the optimizer's parameter that it is, or is a part of, counted over all groups.
+        tensor: the parameter as the model has it.
+        place: the flat parameter that it is in.
+        flat: the optimizer's flat parameter that it is a part of, if it is.
+    """
+
+    fqn: str
+    number: int
+    tensor: torch.Tensor
+    place: Place | None
+    flat: Flat | None
+
+    @property
+    def target(self) -> Target:
+        return Target(self.tensor, self.place)
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    number: int
+    numbers: list[int]  # of the optimizer's own parameters
+    params: list[Trained]
+
+    @property
+    def fqns(self) -> list[str]:
+        return [param.fqn for param in self.params]
+
+
+class TrainedBy:
+    """What one optimizer trains.
+
+    Attributes:
+        groups: its parameter groups.
+        packed: its own ``state_dict()``, which numbers parameters.
+        foreign: what it trains that the model does not have, in words.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: ModelNames, keep_foreign: bool) -> None:
+        rebind(optimizer)  # it may have been built before fully_shard
+        self.optimizer = optimizer
+        self.packed: dict[str, Any] = own_method(optimizer, "state_dict")()
+        self.groups: list[TrainedGroup] = []
+        self.foreign: list[str] = []
+        for number, (group, packed) in enumerate(zip(optimizer.param_groups, self.packed["param_groups"], strict=True)):
+            params: list[Trained] = []
+            for i, (param, index) in enumerate(zip(group["params"], packed["params"], strict=True)):
+                found = [*_parts(param, index, names)]
+                if not found and keep_foreign:
+                    found = [Trained(f"param_groups.{number}.params.{i}", index, param, None, None)]
+                if not found:
+                    self.foreign.append(_in_words(type(optimizer).__name__, number, i, group))
+                params += found
+            self.groups.append(TrainedGroup(number, packed["params"], params))
+
+    def keep_only(self, prefixes: Sequence[str]) -> None:
+        """Forget the parameters whose names begin with none of ``prefixes``, and groups that then have none."""
+        if "" in prefixes:
+            return
+        kept = []
+        for group in self.groups:
+            params = [param for param in group.params if param.fqn.startswith(tuple(prefixes))]
+            if params:
+                kept.append(TrainedGroup(group.number, group.numbers, params))
+        self.groups = kept
+
+    def hyperparameters(self, group: int) -> dict[str, Any]:
+        """Everything in a parameter group but the parameters."""
+        return {key: value for key, value in self.packed["param_groups"][group].items() if key not in _NOT_SAVED}
+
+    def state_of(self, param: Trained) -> dict[str, Any]:
+        """The optimizer's present state of one parameter; live tensors, but scalars of flat parameters are copies."""
+        state = self.packed["state"].get(param.number) or {}
+        if param.flat is None or param.place is None:
+            return dict(state)
+        return {
+            key: param.flat.part(value, param.place[1])
+            if param.flat.is_elementwise(value)
+            else value.clone()
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in state.items()
+        }
+
+
+def _parts(param: torch.Tensor, number: int, names: ModelNames) -> Iterator[Trained]:
+    """The parameters of the model that one of the optimizer's is."""
+    owner = segment_owners.get(id(param))
+    handle = owner() if owner is not None else None
+    if handle is None:
+        fqns = names.names_of(param)
+        if fqns:
+            yield Trained(fqns[0], number, param, names.place(fqns[0]), None)
+        return
+    segment = next(item for item in handle.segments if item.parameter is param)
+    for index in segment.faces:
+        face = handle.faces[index]
+        for fqn in names.names_of(face)[:1]:
+            yield Trained(fqn, number, face, (handle, index), Flat(handle, segment))
+
+
+def _in_words(optimizer: str, group: int, index: int, values: dict[str, Any]) -> str:
+    named = f" ({values['param_names'][index]!r})" if "param_names" in values else ""
+    return (
+        f"parameter {index} of group {group} of the {optimizer}{named}, of shape {tuple(values['params'][index].shape)}"
+    )
+
+
+def problem_of(trained: Sequence[TrainedBy]) -> str:
+    """Why these optimizers cannot be spoken of by FQN; empty if they can."""
+    foreign = [item for by in trained for item in by.foreign]
+    if foreign:
+        return (
+            f"the model does not have {'; '.join(foreign)}. Register it in the model, or keep it beside the model's "
+            "with StateDictOptions(keep_foreign_params=True)"
+        )
+    seen: set[str] = set()
+    for by in trained:
+        for group in by.groups:
+            for fqn in group.fqns:
+                if fqn in seen:
+                    return f"{fqn} is in two optimizers: make a state dict of each by itself"
+                seen.add(fqn)
+    return ""
