@@ -171,10 +171,10 @@ class ReturnsBox(Net):
         return Box(super().forward(x))
 
 
-@case("the root returns an object of the user's class")
+@case("a model in one group returns an object of the user's class")
 def returns_object(system: System) -> None:
     model, reference = twins(ReturnsBox())
-    shard_layers(system, model)
+    system.shard(model)
     train_both(model, reference, lambda model, x: model(x).value.square().mean())
     expect_equal(model, reference)
 
