@@ -101,6 +101,9 @@ def _is_possible(program: Program) -> bool:
     if not program.shards_root:  # each child is a root; an interruption of one is not the others' affair
         if program.ties or program.root.together or program.root.kind == "auxiliary" or "fail" in kinds:
             return False
+    if program.optimizer == "flat":  # what is tied moves, and what is in one flat parameter is frozen together
+        if program.ties or any(action.how == "toggle requires_grad" for action in program.actions):
+            return False
     if "input_gradient" in kinds and any(part.recompute for part in parts_of(program.root)):
         return False  # torch refuses autograd.grad() with reentrant checkpointing
     has_switch = any(part.kind == "switch" for part in parts_of(program.root))
@@ -113,7 +116,7 @@ _programs = st.builds(
     actions=st.lists(_actions, min_size=1, max_size=6).map(tuple),
     ties=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=2).map(tuple),
     shards_root=st.sampled_from([True, True, True, False]),
-    optimizer=st.sampled_from(["sgd", "adamw"]),
+    optimizer=st.sampled_from(["sgd", "adamw", "flat"]),
     input_requires_grad=st.booleans(),
 ).filter(_is_possible)
 
@@ -136,7 +139,7 @@ def check(program: Program, world_size: int, report: Path) -> bool:
     return not outcome
 
 
-@pytest.mark.parametrize(("world_size", "num_programs"), [(2, 200), (3, 100)])
+@pytest.mark.parametrize(("world_size", "num_programs"), [(2, 350), (3, 150)])
 @pytest.mark.timeout(max(300, NUM_PROGRAMS * 2))
 def test_random_programs_train_as_unsharded(world_size, num_programs, tmp_path):
     went_through: list[bool] = []
