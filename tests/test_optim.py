@@ -689,6 +689,17 @@ def test_clipping_scales_whole_flat_gradients(monkeypatch):
         assert len(scaled) > 2
 
 
+def test_clipping_finds_no_gradient_whose_memory_a_forward_has_freed():
+    with fake_process_group(world_size=2):
+        model = shard(build())
+        backward(model, torch.ones(2, 6))
+        model.zero_grad()
+        model(torch.ones(2, 6))
+        assert not any(handle.gradient.buffer.is_allocated for handle in _get_fsdp_handles(model))
+        assert clip_grad_norm_(model.parameters(), 1.0) == 0
+        assert all(param.grad is None for param in model.parameters())
+
+
 @distributed(world_size=2)
 def test_clipping_falls_back_where_gradients_are_not_all_ours():
     reference = build()
