@@ -6,106 +6,95 @@ that the first copy spends inside the exchange (sending off, and waiting for the
 
     python benchmarks/control_exchange.py                  # 2 processes, a minute
     python benchmarks/control_exchange.py --processes 4
+    python benchmarks/control_exchange.py --quick
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
+import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
 
+import report
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 from models import GPT, TinyBlocks, num_groups
-from systems import ours
+from report import column
+from systems import OURS, ours
 
 from fsdp_compose import exchange
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"tiny blocks (48)": TinyBlocks, "GPT (8 x 256)": GPT}
+QUICK_MODELS: dict[str, Callable[[], nn.Module]] = {"tiny blocks (2)": lambda: TinyBlocks(2)}
 MODES = {"every backward": None, "first backwards": "first"}
 
 
+@dataclass(frozen=True)
+class Row:
+    """Medians, in microseconds, of the slowest rank."""
+
+    model: str = column("model")
+    system: str = column("system")
+    num_groups: int = column("groups")
+    every_exchanges: int = column("exchanges in a step, every backward")
+    first_exchanges: int = column("first backwards")
+    every_us: float = column("step, every backward us", ".0f")
+    first_us: float = column("first backwards us", ".0f")
+    difference: float = column("difference", "+.1%")
+    direct_us: float = column("direct us", ".0f")
+
+
 class ExchangeClock:
-    """While entered, adds up the time that this process spends in exchanges."""
+    """While entered, counts the exchanges of this process, and adds up the time that it spends in them."""
 
     def __init__(self) -> None:
-        self.nanoseconds = 0
+        self.nanoseconds = self.num_exchanges = 0
         self._originals = {name: getattr(exchange.ControlExchange, name) for name in ("start", "wait")}
 
     def __enter__(self) -> ExchangeClock:
         for name, original in self._originals.items():
-            setattr(exchange.ControlExchange, name, self._timed(original))
+            setattr(exchange.ControlExchange, name, self._timed(original, is_start=name == "start"))
         return self
 
     def __exit__(self, *error: object) -> None:
         for name, original in self._originals.items():
             setattr(exchange.ControlExchange, name, original)
 
-    def _timed(self, method: Callable[..., bool | None]) -> Callable[..., bool | None]:
-        def timed(*args: object) -> bool | None:
+    def _timed(self, method: Callable[..., bool | None], is_start: bool) -> Callable[..., bool | None]:
+        def timed(control: exchange.ControlExchange, *args: object) -> bool | None:
             start = perf_counter_ns()
-            result = method(*args)
+            result = method(control, *args)
             self.nanoseconds += perf_counter_ns() - start
+            self.num_exchanges += is_start and control.is_on
             return result
 
         return timed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=80, help="timed steps of each copy (default: 80)")
-    options = parser.parse_args()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_worker, (options.processes, server.port, options.steps), nprocs=options.processes)
-
-
-def _worker(rank: int, world_size: int, port: int, num_steps: int) -> None:
+def _worker(rank: int, world_size: int, port: int, names: list[str], num_steps: int, path: str) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size=world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    if rank == 0:
-        print(f"{world_size} processes, {num_steps} steps of each copy, medians.\n")
-        print("| model | groups | step, every backward us | first backwards us | difference us | direct us |")
-        print("|---|--:|--:|--:|--:|--:|")
-    for name, build in MODELS.items():
+    rows = []
+    for name in names:
         torch.manual_seed(0)
-        base = build()
-        every, first, direct = _measure(base, num_steps)
-        if rank == 0:
-            print(
-                f"| {name} | {num_groups(base)} | {every:.0f} | {first:.0f} | {every - first:.0f} "
-                f"({(every - first) / first:+.1%}) | {direct:.0f} |"
-            )
+        rows.append(_measure(name, num_steps))
+    if rank == 0:
+        Path(path).write_text(json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(base: nn.Module, num_steps: int) -> tuple[float, float, float]:
-    """Median microseconds of a step in each of ``MODES``, and inside the exchanges of the first."""
-    steps = []
-    for setting in MODES.values():
-        os.environ.pop(exchange.EXCHANGE_ENV, None)
-        if setting is not None:
-            os.environ[exchange.EXCHANGE_ENV] = setting
-        model, optimizer = ours(base, False)
-        data = base.example_input()
-
-        def step(
-            model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, data: torch.Tensor = data
-        ) -> None:
-            model(data).float().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(exchange.FIRST_BACKWARDS + 5):
-            step()
-        steps.append(step)
+def _measure(name: str, num_steps: int) -> Row:
+    base = (MODELS | QUICK_MODELS)[name]()
+    steps = [_build_step(base, setting) for setting in MODES.values()]
     times: list[list[int]] = [[] for _ in steps]
     inside: list[int] = []
     for i in range(num_steps):
@@ -119,10 +108,68 @@ def _measure(base: nn.Module, num_steps: int) -> tuple[float, float, float]:
             else:
                 steps[which]()
                 times[which].append(perf_counter_ns() - start)
+    counts = [_count_exchanges(step) for step in steps]
     slowest = torch.tensor([median(inside), *map(median, times)], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     direct, every, first = (slowest / 1e3).tolist()
-    return every, first, direct
+    return Row(
+        model=name,
+        system=OURS,
+        num_groups=num_groups(base),
+        every_exchanges=counts[0],
+        first_exchanges=counts[1],
+        every_us=every,
+        first_us=first,
+        difference=(every - first) / first,
+        direct_us=direct,
+    )
+
+
+def _build_step(base: nn.Module, setting: str | None) -> Callable[[], None]:
+    """A training step of a copy of ``base`` that exchanges as ``setting`` says, after those in which all do."""
+    os.environ.pop(exchange.EXCHANGE_ENV, None)
+    if setting is not None:
+        os.environ[exchange.EXCHANGE_ENV] = setting
+    model, optimizer = ours(base, False)
+    data = base.example_input()
+
+    def step() -> None:
+        model(data).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(exchange.FIRST_BACKWARDS + 5):
+        step()
+    return step
+
+
+def _count_exchanges(step: Callable[[], None]) -> int:
+    with ExchangeClock() as clock:
+        step()
+    return clock.num_exchanges
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--steps", type=int, help="timed steps of each copy (default: 80; --quick: 8)")
+    options = parser.parse_args()
+    num_steps = options.steps or (8 if options.quick else 80)
+    names = [*(QUICK_MODELS if options.quick else MODELS)]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        mp.spawn(_worker, (options.processes, server.port, names, num_steps, str(path)), nprocs=options.processes)
+        rows = [Row(**row) for row in json.loads(path.read_text())]
+    settings = {"processes": options.processes, "steps": num_steps}
+    result = report.Report("control_exchange", settings, rows)
+    print(f"{options.processes} processes, {num_steps} steps of each copy, medians.\n\n{result.table()}")
+    result.write(
+        options.out,
+        report.bars("model", "difference", unit="step with an exchange / without - 1"),
+        report.bars("model", "direct_us", unit="us inside an exchange"),
+    )
 
 
 if __name__ == "__main__":

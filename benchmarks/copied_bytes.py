@@ -1,4 +1,4 @@
-"""What sharding moves: bytes copied within a rank, collectives and their bytes between ranks, and padding.
+"""What sharding moves: bytes copied within a rank, collectives and their bytes between ranks.
 
 A copy between an all-gather's output and the parameters, or between gradients and a reduce-scatter's input, costs
 device memory bandwidth and memory. At 8 ranks one forward and backward of
@@ -13,8 +13,6 @@ gradients of views): the plain model does the same, and its count is subtracted.
 bytes in the dtype it was built with. On a real group fsdp_compose adds one all-reduce of a few bytes per backward, the
 control exchange (16 bytes, one for each parameter, one for each group), which has nobody to talk to here.
 
-Padding is that of a block: what all ranks' shards hold beyond the parameters (``padding.py`` has more models).
-
     python benchmarks/copied_bytes.py
     python benchmarks/copied_bytes.py --quick    # a smaller model, the same proportions
 """
@@ -26,7 +24,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import padding
 import report
 import torch
 import torch.distributed as dist
@@ -39,7 +36,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 WORLD_SIZE, RANK = 8, 3
-PADDING_RANKS = (8, 64, 256, 1024)
 
 # Which argument of a collective is the whole of what travels.
 COLLECTIVES = {
@@ -219,26 +215,6 @@ def row(system: str, precision: str, base: GPT) -> Row:
     )
 
 
-@dataclass(frozen=True)
-class PaddingRow:
-    """Percent of the payload, by number of ranks."""
-
-    group: str = column("group")
-    rule: str = column("rule")
-    ranks_8: float = column("8 ranks", ".2f")
-    ranks_64: float = column("64", ".2f")
-    ranks_256: float = column("256", ".2f")
-    ranks_1024: float = column("1024", ".2f")
-
-
-def padding_rows() -> list[PaddingRow]:
-    return [
-        PaddingRow(group, name, *(100 * rule(shapes, world_size) for world_size in PADDING_RANKS))
-        for group, shapes in padding.MODELS.items()
-        for name, rule in padding.RULES.items()
-    ]
-
-
 def main() -> None:
     options = report.parser(__doc__).parse_args()
     torch.set_num_threads(1)
@@ -254,9 +230,6 @@ def main() -> None:
         report.bars("precision", "copied", unit="bytes copied / model bytes"),
         report.bars("precision", "all_gathered", unit="bytes all-gathered / model bytes"),
     )
-    padded = report.Report("padding", {"alignment": padding.ALIGNMENT}, padding_rows())
-    print(f"\nPadding of a group in percent of its payload.\n\n{padded.table()}")
-    padded.write(options.out, report.bars("group", "ranks_1024", by="rule", unit="padding at 1024 ranks, %"))
 
 
 if __name__ == "__main__":

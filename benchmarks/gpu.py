@@ -175,7 +175,7 @@ def measure_memory(base: Llama, case: Case, system: str) -> dict[str, Any]:
 
 
 def run_child(case: Case, whats: list[str]) -> dict[str, Any]:
-    """In a process of its own: each of ``whats`` is "speed", or the system whose memory is measured."""
+    """In a process of its own, with a GPU: each of ``whats`` is "speed", or the system whose memory is measured."""
     torch.manual_seed(0)
     random.seed(0)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch, about its own use of its own functions
@@ -203,8 +203,8 @@ def run_child(case: Case, whats: list[str]) -> dict[str, Any]:
 
 def measure(case: Case) -> list[Row]:
     whats = ["speed", FSDP2, OURS]
-    # The CPU allocator is asked about single steps, so there one process is enough.
-    runs = [_in_child(case, [what]) for what in whats] if HAS_GPU else [_in_child(case, whats)]
+    # The CPU allocator is asked about single steps, so there this process will do.
+    runs = [_in_child(case, [what]) for what in whats] if HAS_GPU else [run_child(case, whats)]
     speed, *memories = [answers[what] for answers in runs for what in answers]
     memory = dict(zip((FSDP2, OURS), memories, strict=True))
 

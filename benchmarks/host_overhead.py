@@ -5,11 +5,11 @@ by the number of groups, is what one group costs the host per forward and backwa
 
     ratio = (system - plain) / (FSDP2 - plain)
 
-How it is measured: one process plays one rank of ``--world`` under a simulated process group; process CPU time on one
+How it is measured: one process plays one of ``--world`` ranks under a simulated process group; process CPU time on one
 thread, so that waiting and other processes do not count. Each system is measured in a process of its own, beside the
 plain model and FSDP2 (a training process has one model; the more of them, the less of each is in the caches): in turn,
 each repeat in another random order, an untimed step directly before each timed one, the garbage collector off, medians
-over the repeats.
+over the repeats. (``--quick``: all in one process.)
 
 Two simulated groups:
 
@@ -18,11 +18,11 @@ Two simulated groups:
   backend does on the host. So the time inside the process group's methods is measured too (in a step of its own);
   "net ratio" has it subtracted from both sides.
 
-    python benchmarks/host_overhead.py                     # both groups, fp32 and bf16 parameters
-    python benchmarks/host_overhead.py --backend null --world 8
-    python benchmarks/host_overhead.py --backend null --compiled    # blocks compiled one by one
-    python benchmarks/host_overhead.py --quick             # rough
-    python benchmarks/host_overhead.py --ablate            # what each check of fsdp_compose costs
+    python benchmarks/host_overhead.py                # both groups, 8 and 64 ranks, fp32 and bf16 parameters
+    python benchmarks/host_overhead.py --backend null --world 64
+    python benchmarks/host_overhead.py --backend null --world 64 --compiled    # blocks compiled one by one
+    python benchmarks/host_overhead.py --quick
+    python benchmarks/host_overhead.py --ablate       # what each check of fsdp_compose costs
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -45,39 +44,57 @@ from time import process_time_ns
 from typing import Any
 
 import null_process_group
+import report
 import torch
 import torch.distributed as dist
-from models import TinyBlocks, num_groups
-from systems import SYSTEMS
+from ablations import ABLATIONS, ablate
+from models import Block, TinyBlocks, num_groups
+from report import column
+from systems import FSDP2, OURS, PLAIN, SYSTEMS
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compose import exchange, grad_buffer, state, watch
-
-BASELINE, REFERENCE, OURS = "plain", "FSDP2", "fsdp_compose"
+BACKENDS, WORLDS = ("null", "fake"), (64, 8)
 PRECISIONS = {"fp32": False, "bf16/fp32": True}  # parameter/reduction dtype; whether that is mixed precision
+OTHERS = [system for system in SYSTEMS if system not in (PLAIN, FSDP2)]
 SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
+GOAL = 0.10  # of FSDP2's overhead, and of its optimizer step for flat parameters
 
 Case = tuple[str, str]  # precision, system
 
-# How to switch single checks of fsdp_compose off, for ``--ablate`` only: name -> a function that is called once, in a
-# process of its own, before any model is built (set an environment variable, or replace a module attribute).
-ABLATIONS: dict[str, Callable[[], None]] = {
-    "what the user changed since (slots, memory, requires_grad)": lambda: _replace(watch.Watch, "is_quiet", True),
-    "gradients that came late, or past the outputs": lambda: _replace(watch.Watch, "has_unsharded_grads", False),
-    "gradients put on the sharded parameters meanwhile": lambda: _replace(watch.Watch, "has_grads", False),
-    "backward that entered past the outputs": lambda: _replace(state._FSDPState, "refuse_unseen_backward", None),
-    "step between forward and backward": lambda: _replace(state._FSDPState, "check_versions", None),
-    "parameter edited or replaced inside forward": lambda: _replace(watch.Watch, "was_forward_quiet", True),
-    "gradient that the user holds": lambda: _replace(grad_buffer.GradientBuffer, "_is_held_elsewhere", False),
-    "control exchange (its bytes only: there are no ranks to talk to)": lambda: (
-        _replace(exchange.ControlExchange, "start", None),
-        _replace(exchange.ControlExchange, "wait", True),
-    )[0],
-}
+
+@dataclass(frozen=True)
+class Setting:
+    """What one process measures its cases under."""
+
+    backend: str
+    world: int
+    is_compiled: bool
+    num_blocks: int
+    repeats: int
 
 
-def _replace(owner: Any, name: str, answer: Any) -> None:
-    setattr(owner, name, lambda *_: answer)
+@dataclass(frozen=True)
+class Row:
+    """One system at one precision. Overheads are microseconds per group, for one forward and backward, beyond plain;
+    ``collectives_us`` is what the process group's own collectives take of them. Ratios are to FSDP2."""
+
+    backend: str = column("group")
+    world: int = column("ranks")
+    blocks: str = column("blocks")
+    precision: str = column("precision")
+    system: str = column("system")
+    forward_ms: float = column("forward ms", ".2f")
+    backward_ms: float = column("backward", ".2f")
+    optimizer_ms: float = column("optimizer + zero_grad", ".2f")
+    overhead_us: float | None = column("overhead us", ".1f")
+    collectives_us: float | None = column("of it collectives", ".1f")
+    ratio: float | None = column("ratio", ".3f")
+    net_ratio: float | None = column("net ratio", ".3f")
+    optimizer_ratio: float = column("optimizer ratio", ".3f")
+
+    @property
+    def case(self) -> str:
+        return f"{self.backend} {self.world} {self.precision}"
 
 
 # ---- what is timed
@@ -90,10 +107,11 @@ class TrainingStep:
         is_mixed = PRECISIONS[precision]
         self.model, self.optimizer = SYSTEMS[system](base, is_mixed)
         if is_compiled:
-            for block in self.model.blocks:
-                block.compile()
+            for module in self.model.modules():
+                if isinstance(module, Block):  # the block itself, not FSDP1's wrapper around it
+                    module.compile()
         self.input = base.example_input()
-        if is_mixed and system == BASELINE:
+        if is_mixed and system == PLAIN:
             self.input = self.input.bfloat16()  # the sharded systems cast by themselves
 
     def run(self) -> tuple[int, int, int]:
@@ -175,39 +193,20 @@ def median_times(steps: Mapping[Case, TrainingStep], repeats: int) -> dict[Case,
 # ---- one measurement in this process
 
 
-@dataclass(frozen=True)
-class Row:
-    """One system at one precision. Overheads are microseconds per group, for one forward and backward, beyond plain;
-    ``collectives_us`` is what the process group's own collectives take of them."""
+def measure(setting: Setting, cases: Sequence[Case]) -> list[Row]:
+    """Time ``cases`` under a simulated group, which is torch's default group for that time.
 
-    precision: str
-    system: str
-    forward_ms: float
-    backward_ms: float
-    optimizer_ms: float
-    overhead_us: float
-    collectives_us: float
-    ratio: float
-    net_ratio: float
-    optimizer_ratio: float
-
-
-def measure(
-    backend: str, world_size: int, num_blocks: int, repeats: int, cases: Sequence[Case], is_compiled: bool
-) -> list[Row]:
-    """Time ``cases`` under ``backend``, which becomes the default group.
-
-    Every precision among the cases needs its baseline and its reference.
+    Every precision among the cases needs plain and FSDP2.
     """
-    _use_simulated_group(backend, world_size)
-    base = TinyBlocks(num_blocks)
-    steps = {case: TrainingStep(base, *case, is_compiled) for case in cases}
+    _use_simulated_group(setting.backend, setting.world)
+    base = TinyBlocks(setting.num_blocks)
+    steps = {case: TrainingStep(base, *case, setting.is_compiled) for case in cases}
     for step in steps.values():
         for _ in range(4):  # lazy initialisation, and the order that prefetching follows
             step.run()
-    times = median_times(steps, repeats)
+    times = median_times(steps, setting.repeats)
     dist.destroy_process_group()
-    return [_row(times, *case, num_groups(base)) for case in cases]
+    return [_row(setting, times, *case, num_groups(base)) for case in cases]
 
 
 def _use_simulated_group(backend: str, world_size: int) -> None:
@@ -223,8 +222,9 @@ def _use_simulated_group(backend: str, world_size: int) -> None:
         null_process_group.init(rank, world_size)
 
 
-def _row(times: Mapping[Case, StepTime], precision: str, system: str, groups: int) -> Row:
-    plain, reference, time = times[precision, BASELINE], times[precision, REFERENCE], times[precision, system]
+def _row(setting: Setting, times: Mapping[Case, StepTime], precision: str, system: str, groups: int) -> Row:
+    plain, reference, time = times[precision, PLAIN], times[precision, FSDP2], times[precision, system]
+    is_sharded = system != PLAIN
 
     def overhead_us(time: StepTime) -> float:
         return ((time.forward - plain.forward) + (time.backward - plain.backward)) / groups * 1e3
@@ -233,101 +233,94 @@ def _row(times: Mapping[Case, StepTime], precision: str, system: str, groups: in
         return overhead_us(time) - time.collectives / groups * 1e3
 
     return Row(
+        backend=setting.backend,
+        world=setting.world,
+        blocks="compiled" if setting.is_compiled else "eager",
         precision=precision,
         system=system,
         forward_ms=time.forward,
         backward_ms=time.backward,
         optimizer_ms=time.optimizer,
-        overhead_us=overhead_us(time),
-        collectives_us=time.collectives / groups * 1e3,
-        ratio=overhead_us(time) / overhead_us(reference),
-        net_ratio=net_overhead_us(time) / net_overhead_us(reference),
+        overhead_us=overhead_us(time) if is_sharded else None,
+        collectives_us=time.collectives / groups * 1e3 if is_sharded else None,
+        ratio=overhead_us(time) / overhead_us(reference) if is_sharded else None,
+        net_ratio=net_overhead_us(time) / net_overhead_us(reference) if is_sharded else None,
         optimizer_ratio=time.optimizer / reference.optimizer,
     )
 
 
-# ---- reports
+# ---- measurements in processes of their own
 
 
-def print_table(backend: str, options: argparse.Namespace, rows: Sequence[Row]) -> None:
-    print(
-        f"\nProcess group `{backend}`, {options.world} ranks, {options.blocks} "
-        f"{'compiled ' if options.compiled else ''}blocks, medians of {options.repeats} repeats. "
-        "Overhead: beyond plain, per group, forward and backward. Ratios: to FSDP2.\n"
-    )
-    print("| precision | system | fwd ms | bwd ms | overhead us | of it collectives us | ratio | net ratio ", end="")
-    print("| optimizer ms | optimizer ratio |")
-    print("|---|---|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for row in rows:
-        print(
-            f"| {row.precision} | {row.system} | {row.forward_ms:.2f} | {row.backward_ms:.2f} | {row.overhead_us:.1f} "
-            f"| {row.collectives_us:.1f} | {row.ratio:.3f} | {row.net_ratio:.3f} | {row.optimizer_ms:.2f} "
-            f"| {row.optimizer_ratio:.3f} |"
-        )
-    sys.stdout.flush()
+def measure_in_child(setting: Setting, precision: str, system: str, ablation: str = "") -> dict[str, Row]:
+    """The rows of plain, FSDP2 and one more system."""
+    cases = [(precision, name) for name in (PLAIN, FSDP2, system)]
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        given = json.dumps({"setting": asdict(setting), "cases": cases, "ablation": ablation, "answer": str(answer)})
+        subprocess.run([sys.executable, __file__, "--child", given], check=True)
+        return {row["system"]: Row(**row) for row in json.loads(answer.read_text())}
 
 
-def run_ablations(options: argparse.Namespace, backend: str) -> dict[str, Any]:
-    """Measure fsdp_compose with all checks, then without each of ``ABLATIONS``; every time in a fresh process."""
-    names = ["", *ABLATIONS]
-    overheads: dict[str, dict[str, list[float]]] = {name: {OURS: [], REFERENCE: []} for name in names}
-    for _ in range(options.rounds):
-        for name in random.sample(names, len(names)):
-            for row in _measure_in_child(options, backend, "fp32", OURS, ablation=name):
-                if row["system"] in overheads[name]:
-                    overheads[name][row["system"]].append(row["overhead_us"])
-    with_all = median(overheads[""][OURS])
-    print(
-        f"\nProcess group `{backend}`, {options.world} ranks, {options.blocks} blocks, fp32: overhead in us per group, "
-        f"forward and backward, medians of {options.rounds} processes (lowest to highest).\n"
-    )
-    print("| fsdp_compose | overhead us | the check costs us | FSDP2's overhead us | ratio |")
-    print("|---|--:|--:|--:|--:|")
-    for name, by_system in overheads.items():
-        ours, reference = median(by_system[OURS]), median(by_system[REFERENCE])
-        spread = f"{min(by_system[OURS]):.1f} to {max(by_system[OURS]):.1f}"
-        print(
-            f"| {'without ' + name if name else 'all checks'} | {ours:.1f} ({spread}) "
-            f"| {with_all - ours:.1f} | {reference:.1f} | {ours / reference:.3f} |"
-        )
-    return {"backend": backend, "overheads_us": {name or "all checks": by for name, by in overheads.items()}}
+def _run_child(setting: dict[str, Any], cases: list[Case], ablation: str, answer: str) -> None:
+    if ablation:
+        ablate(ablation)
+    rows = measure(Setting(**setting), [(precision, system) for precision, system in cases])
+    Path(answer).write_text(json.dumps([asdict(row) for row in rows]))
 
 
-def measure_all(options: argparse.Namespace, backend: str) -> dict[str, Any]:
-    """Every system at every precision; plain and FSDP2 as they were beside fsdp_compose."""
+def measure_in_children(setting: Setting, systems: Sequence[str]) -> list[Row]:
+    """Plain, FSDP2 and ``systems`` at every precision; plain and FSDP2 as they were beside fsdp_compose."""
     rows: list[Row] = []
     for precision in PRECISIONS:
         found: dict[str, Row] = {}
-        for system in SYSTEMS:
-            if system not in (BASELINE, REFERENCE):
-                measured = {row["system"]: Row(**row) for row in _measure_in_child(options, backend, precision, system)}
-                found |= measured if system == OURS else {system: measured[system]}
-        rows += [found[system] for system in SYSTEMS]
-    print_table(backend, options, rows)
-    return {
-        "backend": backend,
-        "world_size": options.world,
-        "num_blocks": options.blocks,
-        "repeats": options.repeats,
-        "compiled": options.compiled,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "rows": [asdict(row) for row in rows],
-    }
+        for system in sorted(systems, key=lambda name: name == OURS):
+            found |= measure_in_child(setting, precision, system)
+        rows += [found[system] for system in SYSTEMS if system in found]
+    return rows
 
 
-def _measure_in_child(
-    options: argparse.Namespace, backend: str, precision: str, system: str, ablation: str = ""
-) -> list[dict[str, Any]]:
-    """The rows of one system, plain and FSDP2, from a process of their own."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.json")
-        command = [sys.executable, __file__, f"--backend={backend}", f"--world={options.world}"]
-        command += [f"--blocks={options.blocks}", f"--repeats={options.repeats}", f"--json={report}"]
-        command += [f"--case={precision},{system}", f"--ablation={ablation}"]
-        command += ["--compiled"] if options.compiled else []
-        subprocess.run(command, check=True)
-        return json.loads(report.read_text())
+@dataclass(frozen=True)
+class CheckRow:
+    """fsdp_compose without one check; microseconds of overhead per group, for one forward and backward."""
+
+    check: str = column("fsdp_compose")
+    overhead_us: float = column("overhead us", ".1f")
+    lowest_us: float = column("lowest", ".1f")
+    highest_us: float = column("highest", ".1f")
+    cost_us: float = column("the check costs us", ".1f")
+    reference_us: float = column("FSDP2's overhead us", ".1f")
+    ratio: float = column("ratio", ".3f")
+
+    @property
+    def system(self) -> str:
+        return OURS
+
+
+def measure_checks(setting: Setting, rounds: int) -> list[CheckRow]:
+    """fsdp_compose with all checks, then without each of ``ABLATIONS``; every time in a fresh process."""
+    names = ["", *ABLATIONS]
+    overheads: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in random.sample(names, len(names)):
+            rows = measure_in_child(setting, "fp32", OURS, ablation=name)
+            overheads[name].append((rows[OURS].overhead_us or 0.0, rows[FSDP2].overhead_us or 0.0))
+    with_all = median(ours for ours, _ in overheads[""])
+    result = []
+    for name, measured in overheads.items():
+        ours, theirs = zip(*measured, strict=True)
+        result.append(
+            CheckRow(
+                check=f"without: {name}" if name else "all checks",
+                overhead_us=median(ours),
+                lowest_us=min(ours),
+                highest_us=max(ours),
+                cost_us=with_all - median(ours),
+                reference_us=median(theirs),
+                ratio=median(ours) / median(theirs),
+            )
+        )
+    return result
 
 
 # ---- command line
@@ -337,37 +330,52 @@ def main() -> None:
     options = _parse_arguments()
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch, about its own use of its own functions
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # FSDP2, about the head's output
-    backends = ["null", "fake"] if options.backend == "both" else [options.backend]
-    if options.case:
-        precision, system = options.case.split(",")
-        if options.ablation:
-            ABLATIONS[options.ablation]()
-        cases = [(precision, name) for name in (BASELINE, REFERENCE, system)]
-        rows = measure(backends[0], options.world, options.blocks, options.repeats, cases, options.compiled)
-        report: Any = [asdict(row) for row in rows]
-    elif options.ablate:
-        report = run_ablations(options, backends[0])
-    else:
-        report = [measure_all(options, backend) for backend in backends]
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    if options.child is not None:
+        _run_child(**json.loads(options.child))
+        return
+    sizes = {"num_blocks": options.blocks, "repeats": options.repeats}
+    settings = [
+        Setting(backend, world, options.compiled, **sizes) for backend in options.backend for world in options.world
+    ]
+    print(f"{options.blocks} blocks, medians of {options.repeats} repeats. Overhead: beyond plain, per group.\n")
+    if options.ablate:
+        print(f"{settings[0].world} ranks, group {settings[0].backend}, fp32, {options.rounds} processes for each.\n")
+        checks = report.Report("host_overhead_checks", asdict(settings[0]), measure_checks(settings[0], options.rounds))
+        print(checks.table())
+        checks.write(options.out, report.bars("check", "overhead_us", unit="us per group"))
+        return
+    rows: list[Row] = []
+    for setting in settings:
+        every = [(precision, system) for precision in PRECISIONS for system in SYSTEMS]
+        rows += measure(setting, every) if options.quick else measure_in_children(setting, options.systems)
+    result = report.Report("host_overhead_compiled" if options.compiled else "host_overhead", sizes, rows)
+    print(result.table())
+    result.write(
+        options.out,
+        report.bars("case", "ratio", unit="overhead / FSDP2's", line=GOAL),
+        report.bars("case", "optimizer_ratio", unit="optimizer step / FSDP2's", line=GOAL),
+    )
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=["null", "fake", "both"], default="both", help="--ablate: both means null")
-    parser.add_argument("--world", type=int, default=64, help="number of simulated ranks (default: 64)")
-    parser.add_argument("--blocks", type=int, help="blocks of the model (default: 48; --quick: 12)")
-    parser.add_argument("--repeats", type=int, help="timed steps per system (default: 25; --quick: 7)")
-    parser.add_argument("--quick", action="store_true", help="a small model and few repeats")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here too")
+    parser = report.parser(__doc__)
+    parser.add_argument("--backend", choices=BACKENDS, nargs="+", help="default: both; --quick: null")
+    parser.add_argument("--world", type=int, nargs="+", help="simulated ranks (default: 64 8; --quick: 64)")
+    parser.add_argument("--systems", choices=OTHERS, nargs="+", default=OTHERS, help="beside plain and FSDP2")
+    parser.add_argument("--blocks", type=int, help="blocks of the model (default: 48; --quick: 3)")
+    parser.add_argument("--repeats", type=int, help="timed steps per system (default: 25; --quick: 3)")
+    parser.add_argument("--compiled", action="store_true", help="compile each block (torch.compile)")
     parser.add_argument("--ablate", action="store_true", help="what each check of fsdp_compose costs")
     parser.add_argument("--rounds", type=int, help="--ablate: processes per check (default: 3; --quick: 1)")
-    parser.add_argument("--compiled", action="store_true", help="compile each block (torch.compile)")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--ablation", choices=["", *ABLATIONS], default="", help=argparse.SUPPRESS)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    for name, usual, quick in (("blocks", 48, 12), ("repeats", 25, 7), ("rounds", 3, 1)):
+    for name, usual, quick in (
+        ("backend", BACKENDS, BACKENDS[:1]),
+        ("world", WORLDS, WORLDS[:1]),
+        ("blocks", 48, 3),
+        ("repeats", 25, 3),
+        ("rounds", 3, 1),
+    ):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else usual)
     return options

@@ -1,46 +1,43 @@
-"""How much padding sharding adds to a group of parameters, in percent of the payload.
+"""How much padding sharding adds to a group of parameters, in percent of the payload. Exact: nothing is timed.
 
-    python benchmarks/padding.py               # a table for the terminal
-    python benchmarks/padding.py --markdown    # the same for a document
+Three rules are compared: fsdp_compose's (``fsdp_compose.layout``); FSDP2's, which pads dim 0 of each parameter to a
+multiple of the ranks; and ``LCM``, a flat buffer whose shards are a multiple of every parameter's row, as in
+Megatron-FSDP.
 
-Three rules are compared. `flat` is `fsdp_compose.layout`; `FSDP2` pads dim 0 of each parameter to a multiple of the
-ranks; `LCM` is a flat buffer whose shards are a multiple of every parameter's row, as in Megatron-FSDP.
+    python benchmarks/padding.py               # a few seconds, also without --quick, which changes nothing
 """
 
-import argparse
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import report
+from report import column
+from shapes import MODELS, Shape
+from systems import FSDP2, OURS
 
 from fsdp_compose.layout import ParamSpec, plan_layout
-
-Shape = tuple[int, ...]
 
 RANKS = (8, 64, 256, 1024, 4096)
 ALIGNMENT = 8  # 16 bytes of bfloat16
 
-MODELS: dict[str, list[Shape]] = {
-    "Llama-3-8B block": [
-        (4096, 4096),  # q
-        (1024, 4096),  # k
-        (1024, 4096),  # v
-        (4096, 4096),  # o
-        (14336, 4096),  # gate
-        (14336, 4096),  # up
-        (4096, 14336),  # down
-        (4096,),  # norms
-        (4096,),
-    ],
-    "GPT-2 small block": [
-        *[(768,), (768,), (2304, 768), (2304,), (768, 768), (768,)],  # norm, qkv, projection
-        *[(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)],  # norm, MLP
-    ],
-    "GPT-2 small embeddings": [(50257, 768), (1024, 768), (768,), (768,)],
-    "128 fused experts": [(128, 2880, 5760), (128, 5760), (128, 2880, 2880), (128, 2880)],
-    "256 separate experts": [(2048, 7168), (2048, 7168), (7168, 2048)] * 256,
-}
+
+@dataclass(frozen=True)
+class Row:
+    """Percent of the payload, by number of ranks (``RANKS``)."""
+
+    group: str = column("group")
+    system: str = column("rule")
+    ranks_8: float = column("8 ranks", ",.2f")
+    ranks_64: float = column("64", ",.2f")
+    ranks_256: float = column("256", ",.2f")
+    ranks_1024: float = column("1024", ",.2f")
+    ranks_4096: float = column("4096", ",.2f")
 
 
-def flat_padding(shapes: Sequence[Shape], world_size: int) -> float:
+def our_padding(shapes: Sequence[Shape], world_size: int) -> float:
     specs = [ParamSpec(f"param{index}", shape) for index, shape in enumerate(shapes)]
     return plan_layout(specs, world_size, ALIGNMENT).padding_fraction
 
@@ -56,28 +53,10 @@ def lcm_padding(shapes: Sequence[Shape], world_size: int) -> float:
 
 
 RULES: dict[str, Callable[[Sequence[Shape], int], float]] = {
-    "flat": flat_padding,
-    "FSDP2": fsdp2_padding,
+    OURS: our_padding,
+    FSDP2: fsdp2_padding,
     "LCM": lcm_padding,
 }
-
-
-def padding_table() -> list[list[str]]:
-    header = ["group", "rule", *(f"{world_size} ranks" for world_size in RANKS)]
-    rows = [
-        [model, name, *(f"{100 * rule(shapes, world_size):,.2f}" for world_size in RANKS)]
-        for model, shapes in MODELS.items()
-        for name, rule in RULES.items()
-    ]
-    return [header, *rows]
-
-
-def format_table(table: list[list[str]], *, markdown: bool) -> str:
-    if markdown:
-        lines = [f"| {' | '.join(row)} |" for row in table]
-        return "\n".join([lines[0], "|---|---|" + "---:|" * len(RANKS), *lines[1:]])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
 
 
 def _payload_numel(shapes: Sequence[Shape]) -> int:
@@ -88,7 +67,17 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def main() -> None:
+    options = report.parser(__doc__).parse_args()
+    rows = [
+        Row(group, name, *(100 * rule(shapes, world_size) for world_size in RANKS))
+        for group, shapes in MODELS.items()
+        for name, rule in RULES.items()
+    ]
+    result = report.Report("padding", {"alignment": ALIGNMENT}, rows)
+    print(f"Padding of a group in percent of its payload, by number of ranks.\n\n{result.table()}")
+    result.write(options.out, report.bars("group", "ranks_1024", unit="padding at 1024 ranks, %"))
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Padding in percent of the payload.")
-    parser.add_argument("--markdown", action="store_true", help="print a markdown table")
-    print(format_table(padding_table(), markdown=parser.parse_args().markdown))
+    main()

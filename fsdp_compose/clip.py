@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from operator import is_
 
 import torch
 import torch.distributed as dist
@@ -103,37 +104,37 @@ class _Gradients:
         self._whole: list[ShardedGradient] = []
         self._followed: set[FlatParamHandle] = set()
         self._order = order
-        ids = [*map(id, params)]
         self._ids: set[int] | None = None
         done: set[int] = set()
         i = 0
-        while i < len(ids):
-            start, owner = i, face_owners.get(ids[i])
+        while i < len(params):
+            param, start = params[i], i
             i += 1
+            owner = face_owners.get(id(param))
             handle = owner() if owner is not None else None
-            if ids[start] in done:
+            if id(param) in done:
                 continue
             if handle is None or handle in self._followed or not self._may_add_whole(handle):
-                self._add(params[start])
+                self._add(param)
                 continue
-            following = start + len(handle.face_ids)
-            if ids[start:following] == handle.face_ids:  # in our order: nothing to remember
-                self._add_whole(handle)
+            following = start + len(handle.faces)
+            if following <= len(params) and all(map(is_, params[start:following], handle.faces)):
+                self._add_whole(handle)  # in our order: nothing to remember
                 i = following
-            elif self._are_given_once(handle.face_ids, ids):
+            elif self._are_given_once(handle.face_ids, params):
                 self._add_whole(handle)
                 done.update(handle.face_ids)
             else:
-                self._add(params[start])
+                self._add(param)
 
     def _may_add_whole(self, handle: FlatParamHandle) -> bool:
         self._follow(handle)
         return self._order != 0 and handle.gradient.is_untouched()
 
-    def _are_given_once(self, face_ids: list[int], ids: list[int]) -> bool:
+    def _are_given_once(self, face_ids: list[int], params: Sequence[torch.Tensor]) -> bool:
         if self._ids is None:
-            self._ids = {*ids}
-        return len(self._ids) == len(ids) and self._ids.issuperset(face_ids)
+            self._ids = {*map(id, params)}
+        return len(self._ids) == len(params) and self._ids.issuperset(face_ids)
 
     def scale_(self, scale: torch.Tensor) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from itertools import chain
 from operator import attrgetter, is_
 
 import torch
@@ -245,25 +246,30 @@ class ShardedGradient:
 
     def is_untouched(self) -> bool:
         """Whether every gradient is our view in our memory, or ``None`` where none was published."""
+        return are_untouched((self,))
+
+    def _shown(self) -> Sequence[torch.Tensor | None]:
+        """What ``.grad`` of the faces is if the user has done nothing to it."""
         buffer, published = self.buffer, self._is_published
-        shown: Sequence[torch.Tensor | None] = buffer.views if buffer.is_allocated else [None] * len(self._faces)
+        if not buffer.is_allocated:
+            return [None] * len(self._faces)
         if 0 in published:
-            shown = [view if done else None for done, view in zip(published, shown, strict=True)]
-        with PlainAttributes():
-            if not all(map(is_, map(_grad, self._faces), shown)) or not buffer.is_in_place():
-                return False
+            return [view if done else None for done, view in zip(published, buffer.views)]
+        return buffer.views
+
+    def _are_segments_untouched(self) -> bool:
         for segment in self._segments:
-            is_shown = segment.is_among(published)
+            is_shown = segment.is_among(self._is_published)
             if segment.parameter.grad is not (segment.gradient if is_shown else None):
                 return False
-            if is_shown and not buffer.holds(segment):
+            if is_shown and not (self.buffer.is_allocated and self.buffer.holds(segment)):
                 return False
         return True
 
     @property
     def flat(self) -> torch.Tensor | None:
         """The flat gradient, if some face has a part of it; only while ``is_untouched``."""
-        return self.buffer.flat if 1 in self._is_published else None
+        return self.buffer.flat if self.buffer.is_allocated and 1 in self._is_published else None
 
     def published_locals(self, faces: range) -> list[torch.Tensor]:
         """What this rank holds of the gradients of some faces; without those that have none."""
@@ -287,6 +293,8 @@ class ShardedGradient:
         Raises:
             RuntimeError: the user gave gradients of his own both to a flat parameter and to one of its faces.
         """
+        if self.is_untouched():
+            return self.flat is not None
         has_gradient = False
         for segment in self._segments:
             given = segment.parameter.grad
@@ -357,6 +365,18 @@ class ShardedGradient:
                         f"{tuple(self._faces[i].shape)}) were given a gradient by assignment: assign to .grad of one "
                         "of them, or change gradients in place"
                     )
+
+
+def are_untouched(gradients: Sequence[ShardedGradient]) -> bool:
+    """Whether all of them are untouched, in one pass: before its step an optimizer asks for all its groups."""
+    with PlainAttributes():
+        faces = chain.from_iterable([gradient._faces for gradient in gradients])
+        shown = chain.from_iterable([gradient._shown() for gradient in gradients])
+        return (
+            all([gradient._are_segments_untouched() for gradient in gradients])
+            and all(map(is_, map(_grad, faces), shown))
+            and all([gradient.buffer.is_in_place() for gradient in gradients])
+        )
 
 
 def _call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .flat_grad import are_untouched
 from .flat_param import FlatParamHandle, face_owners, segment_owners
 from .state import _get_fsdp_states
 
@@ -199,14 +200,14 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     _refuse_unless_elementwise(optimizer)
     for handle in handles:
         handle.check_segments()
-    for handle in handles:
-        handle.gradient.follow_user()
+    if not are_untouched([handle.gradient for handle in handles]):
+        for handle in handles:
+            handle.gradient.follow_user()
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Fused and foreach kernels count no versions of DTensors, and nobody those of the other side."""
-    for handle in _handles_of(optimizer):
-        increment_version((handle.shard, *handle.faces))
+    increment_version([tensor for handle in _handles_of(optimizer) for tensor in (handle.shard, *handle.faces)])
 
 
 def _refuse_unless_elementwise(optimizer: Optimizer) -> None:

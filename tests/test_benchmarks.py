@@ -93,9 +93,7 @@ def test_allocated_bytes_sees_what_dispatch_modes_do_not(monkeypatch):
 
 @pytest.mark.timeout(300)
 def test_copies_and_collectives_are_counted(tmp_path):
-    reports = run("copied_bytes.py", tmp_path)
-    assert reports.keys() == {"copied_bytes", "padding"}
-    moved = reports["copied_bytes"]
+    (moved,) = run("copied_bytes.py", tmp_path).values()
     groups = moved["settings"]["num_groups"]
     for precision, size in (("fp32", 1), ("bf16/fp32", 0.5)):
         systems = by_system(moved, precision=precision)
@@ -110,9 +108,6 @@ def test_copies_and_collectives_are_counted(tmp_path):
         casts = 0 if precision == "fp32" else systems[OURS]["all_gathered"] / moved["settings"]["ranks"]
         assert systems[OURS]["copied"] == pytest.approx(1 + casts, rel=1e-6)
         assert systems[FSDP2]["copied"] > 2
-    for row in reports["padding"]["rows"]:
-        if row["rule"] == "flat":
-            assert max(row[key] for key in row if key.startswith("ranks_")) < 1
 
 
 @pytest.mark.timeout(300)
@@ -134,6 +129,61 @@ def test_the_accelerator_benchmark_runs_without_one(tmp_path):
         assert all(row["peaks_differ"] == 0 for row in systems.values()), "the same peak in every step"
         assert systems[OURS]["memory_ratio"] <= 1
         assert all(0 < row["copy_share"] < 1 for row in systems.values())
+
+
+SYSTEMS = {"plain", "FSDP1", "FSDP1 flat", FSDP2, OURS, "fsdp_compose flat"}
+
+
+@pytest.mark.timeout(300)
+def test_host_overhead_has_every_system_at_every_precision(tmp_path):
+    (report,) = run("host_overhead.py", tmp_path, "--blocks=1", "--repeats=2").values()
+    assert len(report["rows"]) == 2 * len(SYSTEMS)
+    for precision in ("fp32", "bf16/fp32"):
+        systems = by_system(report, backend="null", world=64, blocks="eager", precision=precision)
+        assert systems.keys() == SYSTEMS
+        assert all(
+            min(row[f"{part}_ms"] for part in ("forward", "backward", "optimizer")) > 0 for row in systems.values()
+        )
+        assert systems[FSDP2]["ratio"] == systems[FSDP2]["optimizer_ratio"] == 1 and systems["plain"]["ratio"] is None
+
+
+def test_host_overhead_knows_the_checks_that_it_switches_off(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from ablations import ABLATIONS
+
+    for replaced in ABLATIONS.values():
+        assert replaced and all(callable(getattr(owner, method)) for owner, method, _ in replaced)
+
+
+@pytest.mark.timeout(300)
+def test_optimizers_measures_steps_in_one_group_and_in_many_and_clipping(tmp_path):
+    (report,) = run("optimizers.py", tmp_path).values()
+    cases = {(row["action"], row["num_parameters"], row["num_groups"]) for row in report["rows"]}
+    steps = {(f"AdamW {mode}", 12, 1) for mode in ("fused", "foreach", "loop")}
+    steps |= {(f"AdamW {mode}", 24, 2) for mode in ("fused", "foreach")}
+    assert cases == steps | {("torch's clip_grad_norm_", 24, 1), ("our clip_grad_norm_", 24, 1)}
+    for action, num_parameters, num_groups in cases:
+        systems = by_system(report, action=action, num_parameters=num_parameters, num_groups=num_groups)
+        plain = set() if action.startswith("our") else {"plain"}
+        assert systems.keys() == plain | {FSDP2, OURS, "fsdp_compose flat"}
+        assert systems[FSDP2]["ratio"] == 1 and all(row["ms"] > 0 for row in systems.values())
+
+
+@pytest.mark.timeout(300)
+def test_control_exchange_happens_once_in_every_backward_or_stops(tmp_path):
+    (report,) = run("control_exchange.py", tmp_path).values()
+    (row,) = report["rows"]
+    assert (row["num_groups"], row["every_exchanges"], row["first_exchanges"]) == (3, 1, 0)
+    assert row["direct_us"] > 0
+
+
+def test_padding_is_below_one_percent(tmp_path):
+    (report,) = run("padding.py", tmp_path).values()
+    assert {row["system"] for row in report["rows"]} == {OURS, FSDP2, "LCM"}
+    for group in {row["group"] for row in report["rows"]}:
+        systems = by_system(report, group=group)
+        padding = [systems[OURS][key] for key in systems[OURS] if key.startswith("ranks_")]
+        assert len(padding) == 5 and max(padding[:4]) < 1
 
 
 def test_tests_that_need_a_gpu_can_be_imported_without_one():

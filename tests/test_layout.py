@@ -4,23 +4,19 @@ import doctest
 import itertools
 import math
 import os
-import runpy
 import time
-from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.shapes import MODELS
 from fsdp_compose import layout as layout_module
 from fsdp_compose.layout import FlatLayout, Granule, ParamSpec, Run, plan_layout
 
 settings.register_profile("layout", deadline=None, max_examples=300, derandomize="CI" in os.environ)
 properties = settings(settings.get_profile("layout"))
-
-BENCHMARK = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "padding.py"))
-MODELS: dict[str, list[tuple[int, ...]]] = BENCHMARK["MODELS"]
 
 
 # --- Random problems --------------------------------------------------------------------------------------------------
@@ -405,9 +401,3 @@ def test_llama_block_is_planned_within_50_ms_on_4096_ranks():
 def test_docstring_examples_run():
     results = doctest.testmod(layout_module)
     assert results.attempted and not results.failed
-
-
-def test_padding_benchmark_prints_both_formats():
-    table = BENCHMARK["padding_table"]()
-    text, markdown = (BENCHMARK["format_table"](table, markdown=markdown) for markdown in (False, True))
-    assert len(text.splitlines()) + 1 == len(markdown.splitlines()) == 2 + 3 * len(MODELS)

@@ -1,0 +1,28 @@
+"""Single checks of fsdp_compose, and how to switch them off: what ``host_overhead.py --ablate`` measures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_compose import exchange, grad_buffer, state, watch
+
+# The methods that are replaced, and what they then answer.
+ABLATIONS: dict[str, list[tuple[type, str, Any]]] = {
+    "what the user changed since (slots, memory, requires_grad)": [(watch.Watch, "is_quiet", True)],
+    "gradients that came late, or past the outputs": [(watch.Watch, "has_unsharded_grads", False)],
+    "gradients put on the sharded parameters meanwhile": [(watch.Watch, "has_grads", False)],
+    "backward that entered past the outputs": [(state._FSDPState, "refuse_unseen_backward", None)],
+    "step between forward and backward": [(state._FSDPState, "check_versions", None)],
+    "parameter edited or replaced inside forward": [(watch.Watch, "was_forward_quiet", True)],
+    "gradient that the user holds": [(grad_buffer.GradientBuffer, "_is_held_elsewhere", False)],
+    "control exchange (its bytes only: there are no ranks to talk to)": [
+        (exchange.ControlExchange, "start", None),
+        (exchange.ControlExchange, "wait", True),
+    ],
+}
+
+
+def ablate(name: str) -> None:
+    """Switch a check off in this process, for ever; before any model is built."""
+    for owner, method, answer in ABLATIONS[name]:
+        setattr(owner, method, lambda *_, answer=answer: answer)
