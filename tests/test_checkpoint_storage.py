@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,14 @@ import torch.nn as nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, flat_parameters, fully_shard
 from fsdp_compose.checkpoint import (
     LoadPlanner,
     StateDictOptions,
+    gathering,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -442,34 +445,34 @@ def test_full_state_dicts_hold_one_flat_parameter_beside_the_result():
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    full = StateDictOptions(full_state_dict=True)
-    offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    get_state_dict(model, optimizer, options=offloaded)
-    own, flat = torch.ones(256 * 128), None
-    with AllocatedBytes() as allocated:
-        with allocated.section("all-gather"):
-            flat = torch.empty(256 * 256)
-            dist.all_gather_into_tensor(flat, own)
-        del flat
-        parts = [*torch.empty(256 * 256).chunk(2)] if dist.get_rank() == 0 else None
-        with allocated.section("gather"):
-            dist.gather(own, parts, dst=0)
-        with allocated.section("sharded"):
-            get_state_dict(model, optimizer)
-        for name, options in (("full", full), ("offloaded", offloaded)):
-            with allocated.section(name):
-                get_model_state_dict(model, options=options)
-        with allocated.section("optimizer"):
-            get_optimizer_state_dict(model, optimizer, options=offloaded)
-    slack = 2 * layer_bytes  # gloo's threads let go of what they have sent a little later
-    is_first = dist.get_rank() == 0
-    gloo = allocated.peak["all-gather"] - layer_bytes  # its own copies
-    assert allocated.peak["sharded"] < 2**16
-    assert allocated.peak["full"] < (6 + 1) * layer_bytes + gloo + slack
-    gloo = allocated.peak["gather"]
-    assert allocated.peak["offloaded"] < ((6 + 1) * layer_bytes if is_first else 0) + gloo + slack
-    packed = 6 * layer_bytes // 2  # state of single parameters, put together
-    assert allocated.peak["optimizer"] < ((18 + 1) * layer_bytes if is_first else 0) + packed + gloo + slack
+    gathered: list[StorageWeakRef] = []
+    original = gathering.gather_flat
+
+    def gather_flat(*arguments: Any) -> torch.Tensor | None:
+        deadline = time.monotonic() + 10
+        while not all(ref.expired() for ref in gathered):  # gloo's threads let go of what they have moved a bit later
+            assert time.monotonic() < deadline, "a flat parameter is still there when the next one is gathered"
+            time.sleep(0.001)
+        flat = original(*arguments)
+        gathered[:] = [] if flat is None else [StorageWeakRef(flat.untyped_storage())]
+        counts[-1] += 1
+        return flat
+
+    counts: list[int] = []
+    with AllocatedBytes() as allocated, allocated.section("sharded"):
+        get_state_dict(model, optimizer)
+    assert allocated.peak["sharded"] < 2**16 < layer_bytes
+    gathering.gather_flat = gather_flat
+    try:
+        for cpu_offload in (False, True):
+            counts.append(0)
+            options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+            states = get_state_dict(model, optimizer, options=options)
+            is_given = not cpu_offload or dist.get_rank() == 0
+            assert (len(states[0]), len(states[1].get("state", ()))) == ((6, 6) if is_given else (0, 0))
+    finally:
+        gathering.gather_flat = original
+    assert counts == [24, 24], "one collective for each of 6 flat parameters and each of their 3 moments"
 
 
 # ---- safetensors
