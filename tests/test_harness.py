@@ -189,20 +189,23 @@ elif sys.argv[1] == "interrupted":
 """
 
 
-@pytest.mark.parametrize("end", ["normal", "interrupted", "killed"])
-def test_no_worker_outlives_its_parent(end, tmp_path):
-    parent = subprocess.run(
-        [sys.executable, "-c", PARENT, end],
-        cwd=harness.ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed parent leaves its files behind
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    pid = int(parent.stdout)
-    deadline = time.monotonic() + 5
-    while _is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _is_running(pid)
+def test_no_worker_outlives_its_parent(tmp_path):
+    parents = {
+        end: subprocess.Popen(
+            [sys.executable, "-c", PARENT, end],
+            cwd=harness.ROOT,
+            env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed parent leaves its files behind
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for end in ("normal", "interrupted", "killed")
+    }
+    for end, parent in parents.items():
+        pid = int(parent.communicate(timeout=60)[0])
+        deadline = time.monotonic() + 5
+        while _is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _is_running(pid), end
 
 
 def _is_running(pid: int) -> bool:
