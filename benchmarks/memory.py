@@ -161,6 +161,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # simulated collectives leave arbitrary numbers behind; denormal ones are slow
     torch.manual_seed(0)
+    gc.freeze()  # what the imports have made: collections before each measurement need not look at it
     base = GPT(options.blocks, options.width)
     tokens = torch.randint(base.vocabulary, (1, options.tokens))
     rows = measure(base, tokens, options.world, [*PRECISIONS][: 2 if options.quick else None])

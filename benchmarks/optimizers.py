@@ -103,6 +103,7 @@ class Step:
     """``step()`` and ``zero_grad()`` of one optimizer; the gradients are put back before, untimed."""
 
     def __init__(self, model: nn.Module, params: list[nn.Parameter], flags: dict[str, bool]) -> None:
+        self.model = model  # flat parameters have an owner only as long as it lives
         self.optimizer = torch.optim.AdamW(params, lr=1e-3, **flags)
         self.grads = [(param, param.grad) for param in {*params, *model.parameters()}]
 
@@ -121,7 +122,7 @@ class Clip:
     def __init__(
         self, model: nn.Module, params: list[nn.Parameter], function: Callable[[list[nn.Parameter], float], object]
     ) -> None:
-        self.model, self.params, self.function = model, params, function
+        self.model, self.params, self.function = model, params, function  # alive: see Step
 
     def __call__(self) -> None:
         self.function(self.params, 1e9)
