@@ -789,7 +789,8 @@ def test_an_optimizer_whose_state_cannot_be_foreseen_still_saves_what_it_has():
             for group in self.param_groups:
                 for param in group["params"]:
                     if param.grad is not None:
-                        self.state[param].setdefault("count", {"steps": 0})["steps"] += 1
+                        nested = {"steps": 0, "history": [torch.ones(2)]}
+                        self.state[param].setdefault("count", nested)["steps"] += 1
 
     model, other = shard(build()), shard(build())
     optimizer, loaded = Strange(model.parameters()), Strange(other.parameters())
@@ -797,4 +798,17 @@ def test_an_optimizer_whose_state_cannot_be_foreseen_still_saves_what_it_has():
     train(model, optimizer, 2)
     for options in (None, FULL, FLATTENED):
         set_optimizer_state_dict(other, loaded, get_optimizer_state_dict(model, optimizer, options=options))
-        assert loaded.state[other.scale] == {"count": {"steps": 2}}
+        assert_equal(loaded.state[other.scale]["count"], {"steps": 2, "history": [torch.ones(2)]})
+        assert (
+            loaded.state[other.scale]["count"]["history"][0] is not optimizer.state[model.scale]["count"]["history"][0]
+        )
+    loaded.state.clear()
+    optimizer.param_groups[0]["weights"] = torch.arange(3)
+    state = get_optimizer_state_dict(model, optimizer, options=FULL_ON_CPU)
+    set_optimizer_state_dict(other, loaded, state, options=FROM_RANK0)
+    assert_equal(loaded.state[other.scale]["count"], {"steps": 2, "history": [torch.ones(2)]})
+    assert torch.equal(loaded.param_groups[0]["weights"], torch.arange(3))
+    with pytest.raises(
+        RuntimeError, match=r"cannot send this state dict: TypeError: expected whole tensors, got a DTensor"
+    ):
+        set_model_state_dict(other, get_model_state_dict(model), options=FROM_RANK0)

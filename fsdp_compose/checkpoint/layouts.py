@@ -163,15 +163,22 @@ def _scatter(
 
 
 def describe(value: Any) -> Any:
-    """What the other ranks are told of a value: a tensor's shape and dtype, or the value itself if it is small."""
+    """What the other ranks are told of a value: a tensor's shape and dtype, or, if it is a number or no tensor, all."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
+        return Described(tuple(value.shape), value.dtype)
+    return on_cpu(value)
+
+
+def on_cpu(value: Any) -> Any:
+    """A value that can be pickled, with the tensors in it on the CPU."""
+    if isinstance(value, DTensor):
+        raise TypeError("expected whole tensors, got a DTensor")
     if isinstance(value, torch.Tensor):
-        if isinstance(value, DTensor):
-            raise TypeError("expected whole tensors, got a DTensor")
-        return Described(tuple(value.shape), value.dtype) if value.dim() else value.detach().cpu()
+        return value.detach().cpu()
     if isinstance(value, dict):
-        return {key: describe(item) for key, item in value.items()}
+        return {key: on_cpu(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)([describe(item) for item in value])
+        return type(value)([on_cpu(item) for item in value])
     return value
 
 

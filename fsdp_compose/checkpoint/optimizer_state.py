@@ -5,6 +5,7 @@ Getters read: they never step, and look at no gradient. Loading is planned for a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -302,7 +303,7 @@ def _copy(value: Any, present: Any) -> Any:
     if isinstance(value, _Ours):
         return value.tensor
     if not isinstance(value, torch.Tensor):
-        return value
+        return copy.deepcopy(value)  # dicts and lists of some optimizers
     if type(value) is type(present) and same_elements(value, present):
         return present
     return value.detach().clone()

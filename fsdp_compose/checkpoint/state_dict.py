@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 from .._torch import group_device_types
 from .agreement import agree, group_of, has_peers
 from .flattened import GROUPS, STATE, is_flattened, is_numbered, name, unflatten
-from .layouts import describe, share
+from .layouts import describe, on_cpu, share
 from .model_state import ModelPlan, commit_model, fetch_model, get_model_state, plan_model
 from .names import ModelNames, patch_method
 from .optimizer_state import (
@@ -269,7 +269,15 @@ def _read(
 def _tell(given: _Given) -> tuple[bytes, str]:
     """What the other ranks are told of what the first one has, and why they cannot be."""
     try:
-        return pickle.dumps(_Given(describe(given.model), describe(given.optimizers))), ""
+        model = None if given.model is None else {fqn: describe(value) for fqn, value in given.model.items()}
+        optimizers = None
+        if given.optimizers is not None:
+            state = {
+                fqn: {key: describe(value) for key, value in entries.items()}
+                for fqn, entries in given.optimizers[STATE].items()
+            }
+            optimizers = {STATE: state, GROUPS: on_cpu(given.optimizers[GROUPS])}
+        return pickle.dumps(_Given(model, optimizers)), ""
     except Exception as error:  # whatever objects of the user's raise
         return b"", f"broadcast_from_rank0 cannot send this state dict: {type(error).__name__}: {error}"
 
