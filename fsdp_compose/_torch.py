@@ -52,6 +52,7 @@ __all__ = [
     "gradient_hooks",
     "group_timeout",
     "hook_gradient",
+    "make_gloo_group",
     "non_persistent_buffers",
     "post_accumulate_hooks",
     "queue_end_of_backward",
@@ -194,6 +195,20 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         if timeout is not None:
             return cast(timedelta, timeout)
     return _distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+
+
+def make_gloo_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """A gloo group over the ranks of ``group``, which alone make it, under a name that is new and theirs.
+
+    ``dist.new_group(use_local_synchronization=True)`` makes the name from the number of groups that a rank is in
+    (torch 2.13): ranks in different numbers of groups wait for each other for ever.
+    """
+    store = dist.PrefixStore(f"fsdp_compose/{group.group_name}/{name}", default_store())
+    backend = _c10d.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
+    made = dist.ProcessGroup(store, group.rank(), group.size())
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return made
 
 
 # ---- DTensor

@@ -362,6 +362,15 @@ def test_one_backward_exchanges_by_one_all_reduce_on_the_control_group():
     assert control._get_sequence_number_for_group() == before
 
 
+@distributed(world_size=3)
+def test_ranks_may_be_in_different_numbers_of_process_groups():
+    some = dist.new_group([0, 1])
+    model, reference = stacks()
+    assert_trains_on(model, reference, steps=1)
+    if dist.get_rank() < 2:
+        dist.destroy_process_group(some)
+
+
 @distributed(world_size=2)
 def test_exchanges_stop_after_the_first_backwards_when_asked_to():
     with environment(**{EXCHANGE_ENV: "first"}):

@@ -705,6 +705,15 @@ def test_AllreduceOptions(world_size):
     assert list(memory) == [world_size - 1, 255, 7]
 
 
+@distributed(world_size=3)
+def test_make_gloo_group():
+    for name in ("a", "b"):
+        made = _torch.make_gloo_group(dist.group.WORLD, f"test/{name}")
+        value = torch.tensor([dist.get_rank()])
+        made.allreduce([value]).wait()
+        assert value.item() == 3 and made._get_sequence_number_for_group() == 1
+
+
 def test_collectives_of_the_fake_group():
     with fake_process_group(rank=1, world_size=4):
         whole = torch.ones(8)
