@@ -107,8 +107,8 @@ def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurs
     In functional mode double backward (``create_graph=True``: gradient penalties) and ``autograd.grad(loss,
     model.parameters())`` give what they give for the unsharded model, averaged over the ranks like every gradient, as
     DTensors. Gathered parameters live until the graph is freed, as if the model were replicated for that long; every
-    backward reduces (``no_sync`` has no effect on it). Forwards without grad mode are as always. Not for compiled
-    blocks.
+    backward reduces (``no_sync`` has no effect on it). Activation checkpointing must wrap whole groups. Forwards
+    without grad mode are as always.
 
     Ranks: all ranks must set the same. Local: no communication.
 

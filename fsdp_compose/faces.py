@@ -84,6 +84,15 @@ def dress(face: nn.Parameter, full: nn.Parameter) -> None:
         full.__class__ = cls
 
 
+def whole_like_original(face: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """As ``dress``, for a tensor that autograd knows how it was made."""
+    cls = face.__dict__.get(_CLASS_ATTRIBUTE)
+    if cls is not None:
+        whole = whole.as_subclass(cls)
+    copy_attributes(face, whole)  # type: ignore[arg-type]
+    return whole
+
+
 _NOT_COPIED = {"_is_param", FACE_ATTRIBUTE}
 
 

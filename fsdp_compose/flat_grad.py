@@ -141,6 +141,7 @@ class ShardedGradient:
             self._is_published = bytes(a | b for a, b in zip(published, is_used, strict=True))
         if self._segments:
             self._publish_segments(is_used)
+            self._hooks.forget(is_used)
         self._target = None
 
     def _publish_through_hooks(self, is_used: bytes) -> None:
@@ -315,6 +316,23 @@ class ShardedGradient:
         if not self.is_untouched():
             self._take_in()
         return True
+
+    def show_to_segments(self, faces: Sequence[int]) -> None:
+        """Make flat parameters have what autograd has brought to some faces, and call their hooks."""
+        if not faces:
+            return
+        self.follow_user()
+        for segment in self._segments:
+            if any(i in segment.faces for i in faces):
+                if gradient_hooks(segment.parameter):
+                    raise RuntimeError(
+                        "a gradient has come to a sharded parameter through autograd (functional mode, or a term of "
+                        "the loss computed from the parameter itself), and its flat parameter has a hook by "
+                        "register_hook(), which cannot see it by itself: register it on the model's parameters"
+                    )
+                with torch.no_grad():
+                    for hook in post_accumulate_hooks(segment.parameter):
+                        hook(segment.parameter)
 
     def _drop_views(self, segment: FlatSegment) -> None:
         if self.buffer.views:

@@ -398,6 +398,7 @@ class FlatParamHandle:
         mesh = self.mesh
         segment = FlatSegment(self.layout, mesh.mesh, mesh.shard_rank, faces, is_local, self.shard)
         self.segments.append(segment)
+        self.hooks.listen_to_all()
         self.gradient.attach(segment)
         _register(self, (id(segment.parameter),), segment_owners)
         return segment

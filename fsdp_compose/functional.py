@@ -16,36 +16,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from ._torch import queue_end_of_backward
 from .collectives import copy_gradients
 from .exchange import ControlExchange, control_group, order_hash
-from .faces import face_local, like_face, make_gradient
+from .faces import face_local, like_face, make_gradient, whole_like_original
 from .flat_param import FlatParamHandle
-from .iteration import ALL_GATHER, REDUCE_SCATTER, raise_different_order
+from .iteration import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, raise_different_order
 from .state import RootContext, _FSDPState
-
-_exchanges: weakref.WeakKeyDictionary[FlatParamHandle, ControlExchange] = weakref.WeakKeyDictionary()
 
 
 class FunctionalUse:
-    """One forward of one group in functional mode.
-
-    Raises:
-        RuntimeError: gradients that were accumulated without sync wait for a backward in the default mode.
-    """
+    """One forward of one group in functional mode."""
 
     __slots__ = ("_shown", "_versions")
 
     def __init__(self, root: RootContext, state: _FSDPState) -> None:
-        full: dict[int, torch.Tensor] = {}
-        for handle in state._handles:
-            whole = _AllGather.apply(_Gather(root, state, handle), *handle.faces)
-            full |= {id(param): item for param, item in zip(handle.unsharded_params, whole, strict=True)}
-        self._versions = [(item, item._version) for item in full.values()]
-        self._shown = state.swap.show_instead(full)
+        gather = _Gather(root, state)
+        params = [param for handle in state._handles for param in handle.unsharded_params]
+        whole: Sequence[torch.Tensor] = _AllGather.apply(gather, *gather.faces) if params else ()
+        self._versions = [(item, item._version) for item in whole]
+        dressed = map(whole_like_original, gather.faces, whole)
+        self._shown = state.swap.show_instead({id(p): item for p, item in zip(params, dressed, strict=True)})
 
     def check(self, state: _FSDPState) -> None:
         """Raise if forward has written to a gathered parameter, or replaced one: the change would be lost."""
@@ -69,65 +65,149 @@ def refuse_accumulated(state: _FSDPState) -> None:
 
 
 class _Gather:
-    """One all-gather of one handle, as its derivatives know it."""
+    """One all-gather of one group, as its derivatives know it. Tensors are in the order of the handles' parameters."""
 
-    def __init__(self, root: RootContext, state: _FSDPState, handle: FlatParamHandle) -> None:
-        self._root, self._state, self.handle = root, state, handle
+    def __init__(self, root: RootContext, state: _FSDPState) -> None:
+        self._root, self._state = root, state
         self._versions = state.shard_versions()
+        self._handles = list(state._handles)
+        self._bounds = [0, *accumulate(len(handle.faces) for handle in self._handles)]
+        self.faces = [face for handle in self._handles for face in handle.faces]
 
     def all_gather(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The whole of every parameter, from sharded parts; zeros where there is none."""
-        handle = self.handle
-        self._root.trace.append(self._state.index << 1 | ALL_GATHER)
-        storage = self._root.communicator.all_gather_copy(handle, self._shard_of(parts)).untyped_storage()
-        # Not views: autograd lets nobody use those of a base that was written to, whoever wrote, and names nothing.
-        return [
-            torch.empty(0, dtype=handle.param_dtype, device=handle.shard.device).set_(storage, p.offset, p.shape)  # type: ignore[call-overload]
-            for p in handle.layout.params
-        ]
-
-    def _shard_of(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        handle = self.handle
-        if all(part is face for part, face in zip(parts, handle.faces, strict=True)):
-            return handle.shard
-        shard = torch.zeros_like(handle.shard)
-        for part, face, (start, stop, shape) in zip(parts, handle.faces, handle.runs, strict=True):
-            if part is not None:
-                shard[start:stop].view(shape).copy_(face_local(like_face(part, face)))
-        return shard
+        whole: list[torch.Tensor] = []
+        for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
+            self._root.trace.append(self._state.index << 1 | ALL_GATHER)
+            shard = _shard_of(handle, parts[start:stop])
+            storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
+            # Not views: autograd lets nobody use those of a base that was written to, whoever wrote, and names nothing.
+            whole += [
+                torch.empty(0, dtype=handle.param_dtype, device=shard.device).set_(storage, p.offset, p.shape)  # type: ignore[call-overload]
+                for p in handle.layout.params
+            ]
+        return whole
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The average over the ranks of gradients of the whole parameters, cut like these; ``None`` where no rank has
         one."""
-        handle = self.handle
         self._state.check_versions(self._versions)
-        self._root.trace.append(self._state.index << 1 | REDUCE_SCATTER)
-        used = self._agree_on_used(grads)
+        exchange = _RootExchange.of(self._root)
+        exchange.begin()
+        used = exchange.agree_on_used(self._state.index, self._handles, grads, self._bounds)
+        result: list[torch.Tensor | None] = []
+        for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
+            if any(used[start:stop]):
+                self._root.trace.append(self._state.index << 1 | REDUCE_SCATTER)
+                reduced = self._reduce_scatter(handle, grads[start:stop])
+                result += [
+                    make_gradient(reduced[i:j].view(shape), face) if is_used else None
+                    for is_used, face, (i, j, shape) in zip(used[start:stop], handle.faces, handle.runs, strict=True)
+                ]
+            else:
+                result += [None] * (stop - start)
+        return result
+
+    def _reduce_scatter(self, handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         flat = torch.zeros(handle.layout.flat_numel, dtype=handle.reduce_dtype, device=handle.shard.device)
         present = [item for item in zip(handle.full_views_of(flat), grads, strict=True) if item[1] is not None]
         if present:
             copy_gradients(*map(list, zip(*present)))
-        reduced = self._root.communicator.reduce_scatter_copy(handle, flat)
-        return [
-            make_gradient(reduced[start:stop].view(shape), face) if is_used else None
-            for is_used, face, (start, stop, shape) in zip(used, handle.faces, handle.runs, strict=True)
-        ]
+        return self._root.communicator.reduce_scatter_copy(handle, flat)
 
-    def _agree_on_used(self, grads: Sequence[torch.Tensor | None]) -> bytes:
-        """Which parameters have a gradient on some rank. All ranks learn here if they do not do the same."""
-        root, handle = self._root, self.handle
-        exchange = _exchanges.get(handle)
-        if exchange is None:
-            control = control_group(handle.mesh.shard_group) if handle.mesh.has_peers else None
-            exchange = _exchanges[handle] = ControlExchange(len(handle.fqns), 0, control, may_stop=False)
-        exchange.used[:] = bytes(grad is not None for grad in grads)
-        exchange.start(order_hash(root.trace, len(root.trace)))
-        if not exchange.wait():
+
+def _shard_of(handle: FlatParamHandle, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    if all(part is face for part, face in zip(parts, handle.faces, strict=True)):
+        return handle.shard
+    shard = torch.zeros_like(handle.shard)
+    for part, face, (start, stop, shape) in zip(parts, handle.faces, handle.runs, strict=True):
+        if part is not None:
+            shard[start:stop].view(shape).copy_(face_local(like_face(part, face)))
+    return shard
+
+
+class _RootExchange:
+    """The exchanges of one root in functional mode, all of one size, so that any two of them meet: one before the
+    reduction of each group, and one at the end of a backward that has reduced."""
+
+    def __init__(self, root: RootContext) -> None:
+        states = root.live_states()
+        mesh = states[0].mesh
+        handles = [handle for state in states for handle in state._handles]
+        starts = accumulate((len(handle.fqns) for handle in handles), initial=0)
+        self._starts = dict(zip(map(id, handles), starts))
+        self._root = weakref.ref(root)
+        control = control_group(mesh.shard_group) if mesh.has_peers else None
+        self._exchange = ControlExchange(sum(len(item.fqns) for item in handles), 0, control, may_stop=False)
+        self._has_begun = False
+
+    @staticmethod
+    def of(root: RootContext) -> _RootExchange:
+        known = _exchanges.get(root)
+        if known is None:
+            known = _exchanges[root] = _RootExchange(root)
+        return known
+
+    def begin(self) -> None:
+        """A group is about to be reduced in the backward that is running."""
+        if not self._has_begun:
+            self._has_begun = True
+            queue_end_of_backward(_EndOfBackward(self))
+
+    def agree_on_used(
+        self,
+        index: int,
+        handles: Sequence[FlatParamHandle],
+        grads: Sequence[torch.Tensor | None],
+        bounds: Sequence[int],
+    ) -> bytes:
+        """Which parameters of group ``index`` have a gradient on some rank."""
+        used, places = self._exchange.used, []
+        used[:] = bytes(len(used))
+        for handle, start, stop in zip(handles, bounds, bounds[1:]):
+            place = slice(self._starts[id(handle)], self._starts[id(handle)] + stop - start)
+            used[place] = bytes(grad is not None for grad in grads[start:stop])
+            places.append(place)
+        self._meet(index << 1 | REDUCE_SCATTER)
+        return b"".join(bytes(used[place]) for place in places)
+
+    def end(self) -> None:
+        self._has_begun = False
+        self._meet(END_OF_BACKWARD)
+
+    def abandon(self) -> None:
+        self._has_begun = False
+
+    def _meet(self, code: int) -> None:
+        """Find out whether all ranks have done the same, and are about to do what ``code`` says."""
+        root = self._root()
+        assert root is not None
+        root.trace.append(code)
+        self._exchange.start(order_hash(root.trace, len(root.trace)))
+        if not self._exchange.wait():
             root.has_failed = True
             raise_different_order(root, root.live_states())
-        root.num_collectives += len(root.trace)
+        root.num_collectives += len(root.trace) - 1
         root.trace.clear()
-        return bytes(exchange.used)
+
+
+_exchanges: weakref.WeakKeyDictionary[RootContext, _RootExchange] = weakref.WeakKeyDictionary()
+
+
+class _EndOfBackward:
+    """The callback at the end of a backward; autograd drops it uncalled when the backward raises."""
+
+    def __init__(self, exchange: _RootExchange) -> None:
+        self._exchange: _RootExchange | None = exchange
+
+    def __call__(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None
+        exchange.end()
+
+    def __del__(self) -> None:
+        if self._exchange is not None:
+            self._exchange.abandon()
 
 
 class _AllGather(torch.autograd.Function):

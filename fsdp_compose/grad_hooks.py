@@ -150,7 +150,16 @@ class GradientHooks:
 
     def listen_again(self) -> None:
         """Called when the content of the faces may have been exchanged: autograd's hooks are lost with it."""
-        for index in self._on_gradient.keys() | self._after_accumulation.keys():
+        owner = self._owner()
+        if owner is not None and owner.segments:
+            self.listen_to_all()
+        else:
+            for index in self._on_gradient.keys() | self._after_accumulation.keys():
+                self._listen(index)
+
+    def listen_to_all(self) -> None:
+        """There are flat parameters: what autograd brings to a face is theirs too."""
+        for index in range(len(self._faces)):
             self._listen(index)
 
     def _listen(self, index: int) -> None:
@@ -169,15 +178,22 @@ class GradientHooks:
 
         set_leaf_hooks(self._faces[index], on_gradient, after_accumulation)
 
-    def _note(self, index: int, gradient: torch.Tensor) -> None:
+    def _note(self, index: int, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return  # of a parameter that the loss does not use
         if not self._accumulated:
             self._arrivals.clear()  # of an autograd.grad(), which accumulates nothing
+            owner = self._owner()
+            if owner is not None and owner.segments:
+                owner.gradient.follow_user()  # what was dropped from a flat parameter shall not be added to
         before = self._faces[index].grad
         if before is not None:
             before = before.clone() if self._on_gradient.get(index) else None
         self._arrivals[index] = _Arrival(gradient, before)
 
     def _note_accumulated(self, index: int) -> None:
+        if index not in self._arrivals:
+            return
         if not self._accumulated:
             queue_end_of_backward(_EndOfBackward(self))
         self._accumulated.add(index)
@@ -189,11 +205,22 @@ class GradientHooks:
 
     def _call_for_the_rest(self) -> None:
         """Call the hooks of faces to which autograd has brought a gradient that no publication has shown to them."""
-        for index in sorted(self._accumulated):
+        accumulated = sorted(self._accumulated)
+        for index in accumulated:
             if self._on_gradient.get(index):
                 self._put(index, like_face(self._arrivals[index].gradient, self._faces[index]))
             self.accumulated(index)
         self.forget_arrivals()
+        owner = self._owner()
+        if owner is not None and owner.segments:
+            owner.gradient.show_to_segments(accumulated)
+
+    def forget(self, is_published: bytes) -> None:
+        """What autograd has brought to these faces is in what was published."""
+        for index in [*self._accumulated]:
+            if is_published[index]:
+                del self._arrivals[index]
+                self._accumulated.discard(index)
 
     def forget_arrivals(self) -> None:
         self._arrivals.clear()

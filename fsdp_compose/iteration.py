@@ -29,7 +29,8 @@ from .ties import Move, carry_out, find_moves
 from .watch import Watch
 
 _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
-ALL_GATHER, REDUCE_SCATTER = 0, 1
+ALL_GATHER, REDUCE_SCATTER = 0, 1  # the last bit of what the trace holds; the others: the index of the group
+END_OF_BACKWARD = -1
 _IDLE = Phase.IDLE
 _KINDS = ("all-gather", "reduce-scatter")
 
@@ -437,7 +438,12 @@ def raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:
     """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it."""
     names = {state.index: state.name for state in states}
     lasts = last_of_every_rank(states[0].mesh.shard_group)
-    lines = [f"the {_KINDS[code & 1]} of {names.get(code >> 1, 'an earlier collective')}" for code in root.trace]
+    lines = [
+        "the end of backward"
+        if code == END_OF_BACKWARD
+        else f"the {_KINDS[code & 1]} of {names.get(code >> 1, 'an earlier collective')}"
+        for code in root.trace
+    ]
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         difference = first_difference(ours.split("\n"), theirs.split("\n"))

@@ -284,7 +284,8 @@ def describe_owner(tensor: Any) -> str:
     return (
         f"the sharded parameter {fqn} of the fully_shard group {group}, which is whole only while that group's own "
         "forward runs. Call that forward (or another method, registered with register_forward_method()); do not shard "
-        "by itself a module whose parameters another module computes with; or use .full_tensor()"
+        "by itself a module whose parameters another module computes with; or use .full_tensor(). In functional mode "
+        "activation checkpointing must recompute whole groups"
     )
 
 

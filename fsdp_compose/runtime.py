@@ -176,9 +176,12 @@ class _Use:
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Unshard the group and let ``module`` see it; see the module's opening paragraph."""
     state = state_of_hooked(module)
-    if state.is_functional and _is_grad_enabled():
-        return _pre_forward_functional(state, module, args, kwargs)
-    if current_graph_task_id() == -1:
+    is_recomputed = current_graph_task_id() != -1
+    if not is_recomputed:
+        state.was_functional = state.is_functional
+    if state.was_functional and _is_grad_enabled():
+        return _pre_forward_functional(state, module, args, kwargs, is_recomputed)
+    if not is_recomputed:
         root = state.root
         if root is None or not root.depth or not state.index:
             root = enter(state, module)
@@ -245,17 +248,19 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
 
 
 def _pre_forward_functional(
-    state: _FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: _FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_recomputed: bool
 ) -> tuple[Any, Any]:
-    """``pre_forward`` in functional mode: autograd does by itself what hooks do else."""
-    refuse_accumulated(state)
+    """``pre_forward`` in functional mode: autograd does by itself what hooks do else. A recomputation is in the mode of
+    the group's last forward, wherever the user has left the mode since."""
     root = state.root
-    if current_graph_task_id() == -1:
-        if root is None or not root.depth or not state.index:
-            root = enter(state, module)
-        root.depth += 1
-    else:
+    if is_recomputed:
         root = _enter_recompute(state, module)
+    elif root is None or not root.depth or not state.index:
+        root = enter(state, module)
+    assert root is not None
+    refuse_accumulated(state)
+    if not is_recomputed:
+        root.depth += 1
     state.entries.append((sys.exc_info()[1], FunctionalUse(root, state)))
     policy = state.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, None)

@@ -51,7 +51,8 @@ class _FSDPState(ComposableState):
         fqn: name of the (first) module, relative to the root, once a root is known; a class name before.
         mesh, mp_policy, reshard_option: as given to the call; ``reshard_after_forward`` is what the root made of it.
         requires_gradient_sync: whether backward reduces (``no_sync`` says no).
-        is_functional: whether forwards gather in a way that autograd can differentiate twice.
+        is_functional: whether forwards gather in a way that autograd can differentiate twice; ``was_functional``:
+            whether the last one did.
         root: what the groups below one root share; ``None`` before the first forward.
         index: position of the state in the root's order.
         phase: where the group stands in backward.
@@ -65,7 +66,7 @@ class _FSDPState(ComposableState):
         "_handles", "active_uses", "entries", "fqn", "granularity", "has_unsynced", "ignored", "index",
         "is_functional", "is_reduced", "is_unhooked", "last_use", "mesh", "modules", "mp_policy", "outstanding",
         "pending_modules", "phase", "ran_backward", "requires_gradient_sync", "reshard_after_forward",
-        "reshard_option", "root", "swap", "unhooked_versions", "watch",
+        "reshard_option", "root", "swap", "unhooked_versions", "was_functional", "watch",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class _FSDPState(ComposableState):
         self.reshard_option: bool | None = None
         self.reshard_after_forward = True
         self.requires_gradient_sync = True
-        self.is_functional = False
+        self.is_functional = self.was_functional = False
         self.granularity: Granularity | None = None
         self._handles: list[FlatParamHandle] = []
         self.swap: ParameterSwap = cast(ParameterSwap, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -317,3 +318,124 @@ def test_gathered_memory_and_the_model_are_freed_without_the_garbage_collector()
         assert reference() is None
     finally:
         gc.enable()
+
+
+@distributed(world_size=2)
+def test_flat_parameters_have_what_backward_brings():
+    """``zero_grad()``, clipping and hooks of flat parameters know of gradients that come through autograd."""
+    both, seen = twins(), []
+    flat = flat_parameters(both.sharded)
+    optimizers = plain_sgd(flat), plain_sgd(both.reference.parameters())
+    for param in flat:
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p))
+    penalty = lambda model, x: full(model.head.weight).square().sum() + 0 * x.sum()  # noqa: E731
+    for loss in (mean_square, slope_penalty, penalty):
+        both.backward(loss, batches(1)[0])
+        assert {*map(id, seen)} <= {*map(id, flat)} and len(seen) == len({*map(id, seen)}) > 0
+        for optimizer in optimizers:
+            optimizer.zero_grad()  # drops all of it
+        both.backward(loss, batches(1)[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        both.check_parameters()
+        seen.clear()
+    for batch in batches(2):
+        both.backward(slope_penalty, batch)
+        expected = nn.utils.clip_grad_norm_(both.reference.parameters(), 0.1)
+        torch.testing.assert_close(full(nn.utils.clip_grad_norm_(flat, 0.1)), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        both.check_parameters()
+    flat[0].register_hook(lambda grad: grad * 2)
+    with pytest.raises(RuntimeError, match="flat parameter has a hook by register_hook"):
+        mean_square(both.sharded, local_part(batches(1)[0])).backward()
+
+
+class Experts(nn.Module):
+    """In one group: parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(5, 5), nn.Linear(5, 5).double(), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        if rank % 2:
+            return self.second(x.double()).float()
+        return self.first(x) * self.first.weight.scale
+
+
+@distributed(world_size=2)
+def test_ranks_may_use_parameters_of_different_dtypes_and_attributes_are_there():
+    both, seen = Twins(Experts(), lambda model: set_functional_mode(fully_shard(model))), []
+    for model in both.both:
+        model.first.weight.scale = 3.0
+    both.sharded.unused.weight.register_hook(seen.append)
+    both.sharded.unused.weight.register_post_accumulate_grad_hook(seen.append)
+    both.backward_by_rank(lambda model, share, rank: model(share, rank).square().mean(), next(inputs(1, 5)))
+    both.check_gradients()
+    assert not seen, "hooks of a parameter without a gradient"
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(checkpoint(layer, x, use_reentrant=False))
+        return x
+
+
+@distributed(world_size=2)
+def test_backward_may_come_after_the_context():
+    both = Twins(Recomputed().double(), shard_layers, plain_sgd, tolerance=1e-12)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        with functional_mode(model) if model is both.sharded else nullcontext():
+            score = model(x).sum(1)
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score.mean() + slope.square().sum(1).mean()
+
+    for batch in inputs(2, 5):
+        both.backward(loss, batch.double())
+        both.step()
+
+
+@pytest.mark.parametrize("reached", ["second", "first"])
+@distributed(world_size=2)
+def test_ranks_whose_losses_reach_different_groups_raise_the_same_error(reached):
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(7, 7)})
+    model.forward = lambda x: {"first": model["first"](x), "second": model["second"](x.new_ones(2, 7))}
+    for layer in model.values():
+        fully_shard(layer)
+    set_functional_mode(fully_shard(model))
+    outputs = model(torch.ones(2, 4))
+    loss = outputs["first"].sum() + outputs["second"].sum() if dist.get_rank() == 0 else outputs[reached].sum()
+    with pytest.raises(RuntimeError, match="the ranks issued different collectives") as caught:
+        loss.backward()
+    assert "first on rank 0" in same_on_every_rank(str(caught.value)) or reached == "first"
+
+
+@distributed(world_size=2)
+def test_a_recomputed_part_of_a_group_is_an_error_that_says_so():
+    net = fully_shard(Recomputed())
+    with functional_mode(net):
+        output = net(torch.ones(2, 5, requires_grad=True))
+    with pytest.raises(RuntimeError, match="activation checkpointing must recompute whole groups"):
+        output.sum().backward()
+
+
+@distributed(world_size=2)
+def test_dropped_gradients_do_not_keep_the_mode_from_changing():
+    both = Twins(smooth_net(), shard_layers, plain_sgd, tolerance=1e-12)
+    first, second = batches(2)
+    with no_sync(both.sharded):
+        mean_square(both.sharded, local_part(first)).backward()
+    both.optimizers[1].zero_grad()
+    with functional_mode(both.sharded):
+        both.backward(mean_square, second)
+    both.step()
