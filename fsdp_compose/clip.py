@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from ._requirements import PLAIN_FACES
 from ._torch import foreach_mul_, foreach_norm
 from .accumulation import refuse_unreduced, waiting
+from .faces import face_of
 from .flat_grad import ShardedGradient
 from .flat_param import FlatParamHandle, face_owners, segment_owners
 from .norms import accurate_dtype, combine_norms, finish_norm, total_norm_of
@@ -39,8 +40,8 @@ def clip_grad_norm_(
     Ranks: all ranks of the mesh, with the same parameters.
 
     Args:
-        parameters: sharded parameters, what ``flat_parameters()`` returns (also with ``local=True``), other DTensors,
-            and plain tensors, which count as they are on this rank.
+        parameters: sharded parameters, those that ``fully_shard`` has replaced by them, what ``flat_parameters()``
+            returns (also with ``local=True``), other DTensors, and plain tensors, which count as they are on this rank.
         max_norm: of the gradients after clipping.
         norm_type: order of the norm: ``inf`` for the largest magnitude; 0 counts the tensors that are not zero.
         error_if_nonfinite: raise, on every rank, if the norm is NaN or infinite; gradients are unchanged.
@@ -59,6 +60,8 @@ def clip_grad_norm_(
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     params, order = list(parameters), float(norm_type)
+    if not all(map(face_owners.__contains__, map(id, params))):
+        params = [face_of(param) for param in params]
     if waiting:
         refuse_unreduced("clip_grad_norm_()", params)
     found = _Gradients(params, order)

@@ -31,6 +31,12 @@ _CLASS_ATTRIBUTE = "_fsdp_compose_class"
 FACE_ATTRIBUTE = "_fsdp_compose_face"
 
 
+def face_of(param: torch.Tensor) -> torch.Tensor:
+    """The sharded face that has taken the place of ``param``; ``param`` itself if none has."""
+    face: torch.Tensor = param.__dict__.get(FACE_ATTRIBUTE, param)
+    return face
+
+
 def _itself(face: Any) -> Any:
     return face
 

@@ -74,7 +74,7 @@ class ShardedGradient:
         in the same backward is added to the first."""
         if self._target is not None:
             return Arrival.ADDED
-        if not self._is_dropped:  # else: publish() looks again
+        if not self._is_dropped or self._want_gradients():  # else: publish() looks again
             if self._segments:
                 self.follow_user()
             for grad in map(_grad, self._faces):
@@ -115,7 +115,7 @@ class ShardedGradient:
             self._publish_separately(is_used)
         elif self._arrival is Arrival.FRESH:
             if has_others:
-                self._add_others()
+                is_used = self._add_others(is_used)
             if not self._hooks.is_empty:
                 self._publish_through_hooks(is_used)
             elif 0 not in is_used:
@@ -135,6 +135,7 @@ class ShardedGradient:
             published = self._is_published
             for i, (face, view) in enumerate(zip(self._faces, buffer.views, strict=True)):
                 if is_used[i] and not published[i]:
+                    _add_other(face, view)
                     face.grad = view
                 if is_used[i] and not self._hooks.is_empty:
                     self._hooks.accumulated(i)
@@ -158,7 +159,10 @@ class ShardedGradient:
         used = [i for i in range(len(self._faces)) if is_used[i]]
         with torch.no_grad():
             for i in used:
-                self._hooks.replace(i, make_gradient(buffer.run_of(result, i), self._faces[i]))
+                reduced = make_gradient(buffer.run_of(result, i), self._faces[i])
+                if not self._hooks.take_arrival(i, reduced, buffer.views[i]):
+                    _add_other(self._faces[i], buffer.views[i])
+                self._hooks.replace(i, reduced)
             for segment in self._segments:
                 if segment.is_among(is_used):
                     _call_gradient_hooks(segment.parameter, segment.make_gradient(result))
@@ -175,10 +179,8 @@ class ShardedGradient:
                 continue
             param, gradient = segment.parameter, segment.gradient
             assert gradient is not None
+            _add_other(param, gradient)  # terms of the loss on the flat parameter itself
             if self._arrival is Arrival.FRESH:
-                if param.grad is not None:  # terms of the loss on the flat parameter itself
-                    with torch.no_grad():
-                        gradient.add_(param.grad)
                 _call_gradient_hooks(param, gradient)
             param.grad = gradient
             hooks = post_accumulate_hooks(param)
@@ -188,7 +190,12 @@ class ShardedGradient:
                         hook(param)
 
     def _want_gradients(self) -> bool:
-        return self._hooks.want_gradients or any(gradient_hooks(item.parameter) for item in self._segments)
+        if self._hooks.want_gradients:
+            return True
+        for segment in self._segments:
+            if gradient_hooks(segment.parameter):
+                return True
+        return False
 
     # ---- between backwards
 
@@ -206,11 +213,18 @@ class ShardedGradient:
         self.buffer.release()
         self._is_published = bytes(len(self._faces))
 
-    def _add_others(self) -> None:
-        """Add what the same backward has put into ``face.grad`` by itself: terms of the loss on the faces."""
-        for face, view in zip(self._faces, self.buffer.views, strict=True):
+    def _add_others(self, is_used: bytes) -> bytes:
+        """Add what the same backward has put into ``face.grad`` by itself: terms of the loss on the faces.
+
+        Returns:
+            Which faces have a gradient now.
+        """
+        used = bytearray(is_used)
+        for i, (face, view) in enumerate(zip(self._faces, self.buffer.views, strict=True)):
             if face.grad is not None:
-                view.add_(face.grad)
+                _add_other(face, view)
+                used[i] = 1
+        return bytes(used)
 
     def forget_result(self) -> None:
         """Do not publish what was reduced."""
@@ -395,6 +409,14 @@ def are_untouched(gradients: Sequence[ShardedGradient]) -> bool:
             and all(map(is_, map(_grad, faces), shown))
             and all([gradient.buffer.is_in_place() for gradient in gradients])
         )
+
+
+def _add_other(parameter: torch.Tensor, view: torch.Tensor) -> None:
+    """Add what is in ``parameter.grad`` to our view, which is about to take its place, if it is not that view."""
+    other = parameter.grad
+    if other is not None and other is not view:
+        with torch.no_grad():
+            view.add_(other)
 
 
 def _call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> None:

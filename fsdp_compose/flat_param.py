@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.graph import increment_version
 
 from .accumulation import Accumulation
 from .faces import (
@@ -297,6 +298,7 @@ class FlatParamHandle:
             )
         self.gradient.detach_segments()
         shard = self._flatten_faces()
+        increment_version((shard,) * max(self.shard._version + 1 - shard._version, 0))  # one that no shard had before
         for segment in self.segments:
             segment.rebind(shard)
         for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
@@ -517,6 +519,13 @@ def handle_of(param: torch.Tensor) -> tuple[FlatParamHandle, int] | None:
     owner = face_owners.get(id(param))
     handle = owner() if owner is not None else None
     return None if handle is None else (handle, handle.index_of(param))
+
+
+def note_write(face: nn.Parameter) -> None:
+    """Let a backward whose forward came before know that ``face`` has got other elements, in memory of their own."""
+    place = handle_of(face)
+    if place is not None:
+        increment_version(place[0].shard)
 
 
 def mark_owner(parameter: nn.Parameter, group: str, fqn: str) -> None:

@@ -135,6 +135,19 @@ class GradientHooks:
                 face.grad.add_(reduced)
         self.accumulated(index)
 
+    def take_arrival(self, index: int, reduced: torch.Tensor, into: torch.Tensor) -> bool:
+        """Add to ``reduced``, for the hooks, what autograd has brought to a face in this backward, and set ``into`` to
+        what the face's gradient was before; whether there is such a thing, and a hook that must see it."""
+        if index not in self._accumulated or not self._on_gradient.get(index):
+            return False
+        gradient, before = self._arrivals[index]
+        reduced.add_(gradient)
+        if before is None:
+            into.zero_()
+        else:
+            into.copy_(before)
+        return True
+
     def _put(self, index: int, gradient: torch.Tensor) -> None:
         """Make ``.grad``, to which autograd has added already, what it was before plus ``gradient`` after the hooks."""
         self.replace(index, gradient)

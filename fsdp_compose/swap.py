@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from .faces import check_content, take_content
-from .flat_param import FlatParamHandle, ManagedParameter
+from .flat_param import FlatParamHandle, ManagedParameter, note_write
 from .ragged import RaggedDTensor
 
 _Parameters = dict[str, "nn.Parameter | None"]
@@ -316,6 +316,7 @@ def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, met
             check_content(faces[name], value, _join(fqn, name))
         for name, value in given.items():
             take_content(faces[name], value)
+            note_write(faces[name])
             state_dict[prefix + name] = faces[name]  # load_state_dict() works on a copy of the user's dict
     _show_faces(module)
 

@@ -20,9 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp_compose
-from fsdp_compose import RaggedDTensor, clip_grad_norm_, distribute_ragged, fully_shard, no_sync
+from fsdp_compose import RaggedDTensor, clip_grad_norm_, distribute_ragged, flat_parameters, fully_shard, no_sync
 from fsdp_compose.state import _get_fsdp_handles
 from tests.harness import distributed
+from tests.models import local_part
+from tests.test_features import Twins, inputs, plain_sgd
 
 STEPS = 4
 
@@ -399,6 +401,78 @@ def test_gradient_hooks_forget_what_an_interrupted_backward_brought():
     loss_of(reference, batch(1)).backward()
     torch.testing.assert_close(seen, [reference.head.bias.grad])
     torch.testing.assert_close(model.head.bias.grad.full_tensor(), reference.head.bias.grad + 1)
+
+
+class Pair(nn.Module):
+    """Two layers in one flat parameter, of which a forward uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, use: str = "ab") -> torch.Tensor:
+        y = self.a(x)
+        return y + self.b(x) if "b" in use else y
+
+
+def decay(model: nn.Module) -> torch.Tensor:
+    """A term of the loss on one parameter, of the same value on every rank."""
+    weight = model.b.weight
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).square().sum()
+
+
+def gradient_of_its_own(model: Pair) -> None:
+    weight = model.b.weight
+    ours = torch.arange(25.0).view(5, 5)
+    is_sharded = isinstance(weight, RaggedDTensor)
+    weight.grad = distribute_ragged(ours, weight.device_mesh, weight.placements) if is_sharded else ours
+
+
+def pair_loss(model: Pair, x: torch.Tensor, use: str = "ab") -> torch.Tensor:
+    # An input that requires grad: the group is reduced before the terms that were computed before its forward.
+    return model(x.detach().requires_grad_(), use).square().mean()
+
+
+TERMS: dict[str, Callable[[Pair, torch.Tensor], None]] = {
+    "before forward": lambda model, x: (decay(model) + pair_loss(model, x)).backward(),
+    "after forward": lambda model, x: (pair_loss(model, x) + decay(model)).backward(),
+    "beside an unused parameter": lambda model, x: (decay(model) + pair_loss(model, x, "a")).backward(),
+    "by a backward of its own between": lambda model, x: [
+        loss.backward() for loss in (pair_loss(model, x), decay(model))[::-1]
+    ],
+    "as a gradient of the user's between": lambda model, x: [
+        item() for loss in (pair_loss(model, x),) for item in (lambda: gradient_of_its_own(model), loss.backward)
+    ],
+}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("hook", [False, True])
+@distributed(world_size=2, timeout=60)
+def test_terms_of_the_loss_are_added_once_whatever_the_gradient_was_before(hook, flat):
+    for name, backward in TERMS.items():
+        for first in ("nothing", "a", "ab", name):
+            twins = Twins(Pair(), fully_shard, plain_sgd)
+            if flat:
+                flat_parameters(twins.sharded)
+            for model in twins.both if hook else ():
+                model.b.weight.register_hook(lambda grad: grad * 0.5)
+            (x,) = inputs()
+            try:
+                for model, share in zip(twins.both, (x, local_part(x)), strict=True):
+                    if first in ("a", "ab"):
+                        pair_loss(model, share, first).backward()
+                    elif first == name:
+                        backward(model, share)
+                    backward(model, share)
+                if flat:
+                    for model in twins.both:  # parameters that nobody used have zero gradients beside others
+                        for param in model.parameters():
+                            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                twins.check_gradients()
+            except Exception as error:
+                raise AssertionError(f"{name}, after {first}: {error}") from error
 
 
 @distributed(world_size=2, timeout=60)

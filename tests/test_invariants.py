@@ -919,6 +919,27 @@ def test_second_backward_after_a_step_raises():
         loss.backward()
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("then", ["backward", "forward"])
+@distributed(world_size=2)
+def test_loading_between_forward_and_backward_raises(then, assign):
+    model, reference = stacks()
+    for _ in range(2):
+        state = {name: value.detach() * 0.9 for name, value in model.state_dict().items()}
+        loss = loss_of(model, local_part(inputs()))
+        model.load_state_dict(state, assign=assign)
+        reference.load_state_dict({name: value * 0.9 for name, value in reference.state_dict().items()})
+        if then == "forward":
+            with torch.no_grad():
+                model(local_part(inputs()))
+        with pytest.raises(RuntimeError, match=r"\(root\).*modified.*between a forward and its backward"):
+            loss.backward()
+        assert_no_gradients(model)
+        with our_warnings() as texts:
+            assert_trains_on(model, reference)
+        assert len(texts) == 1 and "interrupted" in texts[0]
+
+
 @pytest.mark.parametrize("kind", ["object", "None", "a number"])
 @distributed(world_size=2)
 def test_step_between_forward_and_backward_raises_where_outputs_cannot_be_hooked(kind):

@@ -734,6 +734,25 @@ def test_clipping_falls_back_where_gradients_are_not_all_ours():
 
 
 @distributed(world_size=2)
+def test_clipping_finds_the_gradients_of_parameters_that_fully_shard_has_replaced():
+    reference, model = build(), build()
+    old, kept = list(model.parameters()), list(reference.parameters())
+    shard(model)
+    for max_norm in (1e-3, 2e-3):
+        backward(reference, batch(0))
+        backward(model, mine(0))
+        expected = clip_grad_norm_(kept, max_norm)
+        got = clip_grad_norm_(old, max_norm)
+        torch.testing.assert_close(got, expected)
+        for ours, theirs in zip(model.parameters(), kept, strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    with no_sync(model):
+        backward(model, mine(0))
+    with pytest.raises(RuntimeError, match="has not been reduced"):
+        clip_grad_norm_(old, 1.0)
+
+
+@distributed(world_size=2)
 def test_clipping_of_nan_and_inf():
     for value in (math.nan, math.inf):
         for is_flat in (False, True):
