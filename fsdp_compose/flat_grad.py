@@ -366,6 +366,7 @@ class ShardedGradient:
         ]
         is_ours = [face.grad is view for face, view in zip(faces, buffer.views)] or [False] * len(faces)
         self._refuse_two_owners([item for item, _ in replaced], is_ours)
+        self._is_dropped = False
         given_ours = [item for item in self._segments if item.parameter.grad is item.gradient is not None]
         if not any(is_ours) and not given_ours:  # there is nothing in the flat gradient
             buffer.ensure_writable()
