@@ -281,7 +281,7 @@ def _begin_forward(root: RootContext) -> None:
     root.num_forwards += 1
     if root.record.begun:
         root.previous = root.record
-    root.record = ForwardRecord(root.num_forwards)
+    root.record = ForwardRecord(root.num_forwards, root.states)
     if len(root.trace) > _MAX_TRACE:
         _fold_trace(root)
 

@@ -141,7 +141,7 @@ class _Use:
             state.swap.show_unsharded()
         state.last_use = max(state.last_use, self._record.number)
         unshard(root, state)
-        if self._position:
+        if self._position and self._record.states is root.states:
             previous = root.states[self._record.hooked[self._position - 1]]()
             if previous is not None:
                 unshard(root, previous)

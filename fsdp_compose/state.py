@@ -217,14 +217,16 @@ class ForwardRecord:
 
     Attributes:
         number: of the forward, counting from 1.
+        states: the root's, by the index that the other attributes hold. A root may be another one in backward.
         begun: in the order in which their forwards began: drives forward prefetch in the next forward.
         hooked: in the order in which their forwards ended, those that backward will reach: drives backward prefetch.
     """
 
-    __slots__ = ("begun", "hooked", "number")
+    __slots__ = ("begun", "hooked", "number", "states")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, states: list[weakref.ref[_FSDPState]]) -> None:
         self.number = number
+        self.states = states
         self.begun: list[int] = []
         self.hooked: list[int] = []
 
@@ -272,7 +274,7 @@ class RootContext:
         self.generation = generation
         self.num_forwards = 0
         self.backward_number = 0
-        self.previous = ForwardRecord(0)
+        self.previous = ForwardRecord(0, self.states)
         self.caller: FrameType | None = None
         self.trace: list[int] = []
         self.num_collectives = 0
@@ -282,7 +284,7 @@ class RootContext:
         """Forget the iteration that was going on."""
         self.depth = 0
         self.caller = None
-        self.record = ForwardRecord(self.num_forwards)
+        self.record = ForwardRecord(self.num_forwards, self.states)
         self.is_in_backward = False
         self.has_failed = False
         self.has_added = False

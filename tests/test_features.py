@@ -1971,3 +1971,33 @@ layers.0 computes backward      (root) 0
 backward is done
 """,
         )
+
+
+@distributed(world_size=2)
+def test_a_group_may_run_below_another_root_between_its_forward_and_its_backward():
+    class Models(nn.Module):
+        """Two roots that share their last layer, which has another place in each."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            shared = Layer()
+            self.long = nn.Sequential(*[Layer() for _ in range(4)], shared)
+            self.short = nn.Sequential(shared)
+
+    def shard(models: nn.Module) -> None:
+        for layer in models.long:
+            fully_shard(layer)
+        fully_shard(models.long)
+        fully_shard(models.short)
+
+    twins = Twins(Models(), shard, plain_sgd)
+    (batch,) = inputs()
+    for _ in range(2):
+        losses = [
+            [model.long(x).square().mean(), model.short(x).square().mean()]
+            for model, x in zip(twins.both, (batch, local_part(batch)), strict=True)
+        ]
+        for pair_of_losses in losses:
+            for loss in pair_of_losses:
+                loss.backward()
+        twins.step()
