@@ -21,6 +21,7 @@ import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from ._torch import queue_end_of_backward, set_leaf_hooks
+from .accumulation import behind, put_behind
 from .faces import like_face
 from .ragged import hook_owners
 
@@ -154,10 +155,11 @@ class GradientHooks:
         face, before = self._faces[index], self._arrivals[index].before
         with torch.no_grad():
             if before is None:
-                face.grad = gradient
+                put_behind(face, gradient)
             else:
-                assert face.grad is not None
-                face.grad.copy_(before.add_(gradient))
+                present = behind(face.grad)
+                assert present is not None
+                present.copy_(before.add_(gradient))
 
     # ---- gradients that autograd brings
 
@@ -185,7 +187,7 @@ class GradientHooks:
     def _note(self, index: int, gradient: torch.Tensor) -> None:
         if not self._accumulated:
             self._arrivals.clear()  # of an autograd.grad(), which accumulates nothing
-        before = self._faces[index].grad
+        before = behind(self._faces[index].grad)
         if before is not None:
             before = before.clone() if self._on_gradient.get(index) else None
         self._arrivals[index] = _Arrival(gradient, before)

@@ -74,7 +74,7 @@ def reduce(root: RootContext, state: _FSDPState) -> None:
     state.is_reduced = True
     state.has_unsynced = not state.requires_gradient_sync
     for handle in state._handles:
-        if not handle.is_trainable:
+        if not (handle.is_trainable or (handle.accumulation is not None and state.requires_gradient_sync)):
             root.communicator.reshard(handle)
         elif state.requires_gradient_sync:
             root.trace.append(state.index << 1 | REDUCE_SCATTER)
