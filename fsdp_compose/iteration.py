@@ -384,6 +384,7 @@ def finish_backward(root: RootContext) -> None:
                 state.check_versions(state.unhooked_versions)
             reduce(root, state)
     _exchange(root, states)
+    root.has_added = True  # a hook of the user's that raises leaves some gradients shown, on each rank others
     has_others = root.watch is None or root.watch.has_grads()
     for state in states:
         for handle in state._handles:
