@@ -25,10 +25,11 @@ class UnreducedGradient(RaggedDTensor):
     """What ``.grad`` of a sharded parameter holds after a backward without gradient sync.
 
     It has the shape, dtype and placement of the gradient and no elements. ``zero_()`` and dropping it work, as
-    ``zero_grad()`` does either; everything else raises.
+    ``zero_grad()`` does either, and so does adding to it, as autograd does with terms of the loss on the parameter
+    itself; everything else raises.
     """
 
-    hidden: torch.Tensor | None  # what ``.grad`` was before
+    hidden: torch.Tensor | None  # what ``.grad`` was before, and what was added since
     _name: str
     _zero: Callable[[], None]
 
@@ -56,9 +57,20 @@ class UnreducedGradient(RaggedDTensor):
             for item in args[0]:
                 item.zero_()
             return None
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[1], torch.Tensor) and not isinstance(args[1], cls):
+            args[0]._add(args[1], **(kwargs or {}))
+            return args[0]
         unreduced = next(item for item in _flatten((*args, *(kwargs or {}).values())) if isinstance(item, cls))
         unreduced.refuse(str(func))
         return None
+
+    def _add(self, other: Any, alpha: float = 1) -> None:
+        if self.hidden is None and other.shape == self.shape:
+            self.hidden = other * alpha
+        elif self.hidden is not None:
+            self.hidden.add_(other, alpha=alpha)
+        else:
+            self.refuse("add_() of another shape")
 
     def refuse(self, what: str, *_: Any, **__: Any) -> Any:
         """Raise, the same on every rank."""
@@ -89,6 +101,19 @@ class UnreducedGradient(RaggedDTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UnreducedGradient({self._name}, shape={tuple(self.shape)})"
+
+
+def behind(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Of a gradient that ``.grad`` shows, what is reduced already."""
+    return gradient.hidden if isinstance(gradient, UnreducedGradient) else gradient
+
+
+def put_behind(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Make ``gradient`` what is reduced already of that of a parameter."""
+    if isinstance(parameter.grad, UnreducedGradient):
+        parameter.grad.hidden = gradient
+    else:
+        parameter.grad = gradient
 
 
 def _flatten(items: Sequence[Any]) -> list[Any]:

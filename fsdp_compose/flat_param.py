@@ -429,6 +429,7 @@ class FlatParamHandle:
         for param in self.unsharded_params:
             param.grad = None
         self.awaits_publication = False
+        self.hooks.forget_arrivals()
         had_gradient = False
         if is_tainted:
             had_gradient = self.gradient.discard() or self.accumulation is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch.nn as nn
@@ -35,17 +37,26 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"register_forward_method(): a {type(module).__name__} has no method {method_name!r}")
     if get_state(module) is None or isinstance(method, _ForwardMethod):
         return
-    module.__dict__[method_name] = _ForwardMethod(module, getattr(method, "__func__", method))
+    if isinstance(method, MethodType) and method.__self__ is module:
+        module.__dict__[method_name] = _ForwardMethod(module, method.__func__, is_bound=True)
+    else:
+        module.__dict__[method_name] = _ForwardMethod(module, method, is_bound=False)
 
 
 class _ForwardMethod:
     """Stands in an instance's ``__dict__`` before the method of its class. Refers to the instance weakly, and in a copy
-    of the instance to the copy."""
+    of the instance to the copy.
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        self._module = weakref.ref(module)
-        self._function = function
+    Args:
+        module: the instance.
+        function: what is called, with the instance as first argument if ``is_bound``: not for static methods and other
+            callable attributes.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], is_bound: bool) -> None:
         functools.update_wrapper(self, function)
+        self._module = weakref.ref(module)
+        self._function, self._is_bound = function, is_bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
@@ -53,7 +64,7 @@ class _ForwardMethod:
         args, kwargs = pre_forward(module, args, kwargs)
         output = None
         try:
-            output = self._function(module, *args, **kwargs)
+            output = self._function(module, *args, **kwargs) if self._is_bound else self._function(*args, **kwargs)
         except BaseException:
             post_forward(module, args, None)
             raise
@@ -63,4 +74,5 @@ class _ForwardMethod:
     def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardMethod:
         module = self._module()
         assert module is not None, "the module is gone"
-        return _ForwardMethod(memo.get(id(module), module), self._function)
+        function = self._function if self._is_bound else copy.deepcopy(self._function, memo)
+        return _ForwardMethod(memo.get(id(module), module), function, self._is_bound)

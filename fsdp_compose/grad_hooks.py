@@ -21,6 +21,7 @@ import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from ._torch import queue_end_of_backward, set_leaf_hooks
+from .accumulation import behind, put_behind
 from .faces import like_face
 from .ragged import hook_owners
 
@@ -154,10 +155,11 @@ class GradientHooks:
         face, before = self._faces[index], self._arrivals[index].before
         with torch.no_grad():
             if before is None:
-                face.grad = gradient
+                put_behind(face, gradient)
             else:
-                assert face.grad is not None
-                face.grad.copy_(before.add_(gradient))
+                present = behind(face.grad)
+                assert present is not None
+                present.copy_(before.add_(gradient))
 
     # ---- gradients that autograd brings
 
@@ -199,7 +201,7 @@ class GradientHooks:
             owner = self._owner()
             if owner is not None and owner.segments:
                 owner.gradient.follow_user()  # what was dropped from a flat parameter shall not be added to
-        before = self._faces[index].grad
+        before = behind(self._faces[index].grad)
         if before is not None:
             before = before.clone() if self._on_gradient.get(index) else None
         self._arrivals[index] = _Arrival(gradient, before)

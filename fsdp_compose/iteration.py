@@ -75,7 +75,7 @@ def reduce(root: RootContext, state: _FSDPState) -> None:
     state.is_reduced = True
     state.has_unsynced = not state.requires_gradient_sync
     for handle in state._handles:
-        if not handle.is_trainable:
+        if not (handle.is_trainable or (handle.accumulation is not None and state.requires_gradient_sync)):
             root.communicator.reshard(handle)
         elif state.requires_gradient_sync:
             root.trace.append(state.index << 1 | REDUCE_SCATTER)
@@ -385,6 +385,7 @@ def finish_backward(root: RootContext) -> None:
                 state.check_versions(state.unhooked_versions)
             reduce(root, state)
     _exchange(root, states)
+    root.has_added = True  # a hook of the user's that raises leaves some gradients shown, on each rank others
     has_others = root.watch is None or root.watch.has_grads()
     for state in states:
         for handle in state._handles:

@@ -2,8 +2,8 @@
 
 ``to_empty()`` gives them memory, and no state dict holds them, so nothing would ever fill them in: rotary frequencies
 are whatever was in that memory, on every rank something else. So ``fully_shard`` puts a ``MetaBuffer`` in the place of
-each, which turns into a tensor of poison (NaN, or the least integer) where an empty one is asked for; and the first
-forward refuses poison. A buffer that was written to, or replaced, is the user's.
+each, which turns into a tensor of poison (NaN, the least integer, or the largest where there is no sign) where an empty
+one is asked for; and the first forward refuses poison. A buffer that was written to, or replaced, is the user's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class MetaBuffer(torch.Tensor):
             result = function(*args, **(kwargs or {}))
         if function is not torch.empty_like or result.is_meta or result.dtype == torch.bool:
             return result
-        setattr(result.fill_(_poison(result.dtype)), _POISONED, True)
+        result.fill_(_poison(result.dtype))
+        setattr(result, _POISONED, 0 if result.is_inference() else result._version)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -67,11 +68,16 @@ def _non_persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _is_poison(buffer: torch.Tensor) -> bool:
-    if not getattr(buffer, _POISONED, False) or not buffer.numel():
+    version = getattr(buffer, _POISONED, None)
+    if version is None or not buffer.numel():
         return False
+    if not buffer.is_inference() and buffer._version != version:
+        return False  # written to since; perhaps with that very value
     poison = _poison(buffer.dtype)
     return bool((buffer.isnan() if poison != poison else buffer == poison).all())
 
 
 def _poison(dtype: torch.dtype) -> float | int:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).min or torch.iinfo(dtype).max

@@ -60,9 +60,11 @@ def flat_parameters(
 
     Gradients: ``.grad`` of flat and of sharded parameters are views of the same memory, which the reduce-scatter has
     written. ``zero_grad()`` of the optimizer or of the model drops both, at the latest when the next forward or
-    backward begins. A gradient assigned to ``.grad`` of either is copied. ``.grad`` is ``None`` if nobody used any of
-    the parameters; those that nobody used, beside others that were, count as having a zero gradient (which weight decay
-    and momentum move). Hooks on a flat parameter run once in each backward that reduces.
+    backward begins. A gradient assigned to ``.grad`` of either is copied, when the next forward, backward, step or our
+    ``clip_grad_norm_`` begins: ``GradScaler.unscale_()`` and torch's clipping do not see one that was assigned to a
+    sharded parameter's, so change that in place (``.mul_()``, ``.copy_()``) before them. ``.grad`` is ``None`` if
+    nobody used any of the parameters; those that nobody used, beside others that were, count as having a zero gradient
+    (which weight decay and momentum move). Hooks on a flat parameter run once in each backward that reduces.
 
     Flat parameters follow the model when it is moved or converted, from its next forward on. What is in one flat
     parameter must be frozen together.

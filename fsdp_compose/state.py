@@ -250,7 +250,7 @@ class RootContext:
         trace: codes of the collectives issued since the last exchange; ``num_collectives`` those before.
         is_in_backward: a backward has begun and its final callback has not come.
         has_failed: a forward ended in an exception that no enclosing forward handled.
-        has_added: this backward has added to a gradient that was there before.
+        has_added: this backward has added to a gradient that was there before, or has begun to show its own.
         after_publication: what to call when the gradients of this backward have been published.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
     """

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, flat_parameters, fully_shard, no_sync
+from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, clip_grad_norm_, flat_parameters, fully_shard, no_sync
 from fsdp_compose.accumulation import UnreducedGradient
 from fsdp_compose.state import _get_fsdp_handles
 from tests.harness import distributed
@@ -102,6 +102,7 @@ def test_dropped_gradients_without_sync_free_their_memory_at_the_next_forward():
 
 READS: dict[str, Callable[[nn.Parameter], object]] = {
     "add": lambda param: param.grad + 1,
+    "add a number": lambda param: param.grad.add_(1),
     "scale": lambda param: param.grad.mul_(0.5),
     "norm": lambda param: param.grad.norm(),
     "item": lambda param: param.grad.sum().item(),
@@ -146,6 +147,60 @@ def test_parameter_that_no_rank_used_has_no_gradient_without_sync():
     got = {name: param.grad for name, param in twins.sharded.named_parameters()}
     for name, param in twins.reference.named_parameters():
         assert (got[name] is None) == (param.grad is None), name
+
+
+@pytest.mark.parametrize("frozen_again", [False, True])
+@distributed(world_size=2)
+def test_group_that_is_frozen_during_an_accumulation_keeps_its_gradient(frozen_again):
+    twins = Twins(Net(), make_optimizer=plain_sgd)
+    for _ in range(2):
+        first, second, third = inputs(3)
+        backward_without_sync(twins, first)
+        for model in twins.both:
+            model.layers[1].requires_grad_(False)
+        if frozen_again:
+            backward_without_sync(twins, second)
+        twins.backward(mean_square, second)
+        twins.check_gradients()
+        twins.backward(mean_square, third)  # of frozen parameters it changes nothing
+        twins.step()
+        for model in twins.both:
+            model.layers[1].requires_grad_(True)
+
+
+def term(model: nn.Module) -> torch.Tensor:
+    """A term of the loss that is computed from a parameter itself, of the same value on every rank."""
+    weight = model.layers[1].linear.weight
+    return (weight.full_tensor() if isinstance(weight, RaggedDTensor) else weight).square().sum()
+
+
+TERMS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "before forward": lambda model, x: term(model) + mean_square(model, x),
+    "after forward": lambda model, x: mean_square(model, x) + term(model),
+    "alone": lambda model, x: term(model),
+}
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("name", TERMS)
+@distributed(world_size=2)
+def test_terms_of_the_loss_on_a_parameter_join_what_is_not_reduced_yet(name, hook):
+    twins = Twins(Net(), make_optimizer=plain_sgd)
+    for model in twins.both if hook else ():
+        model.layers[1].linear.weight.register_hook(lambda grad: grad * 0.5)
+    for reduced_first in (False, True):
+        first, second, third = inputs(3)
+        if reduced_first:
+            twins.backward(mean_square, first)
+        with no_sync(twins.sharded):
+            twins.backward(TERMS[name], first)
+            twins.backward(TERMS[name], second)
+        if name != "alone":
+            with pytest.raises(RuntimeError, match="has not been reduced"):
+                twins.sharded.layers[1].linear.weight.grad.clone()
+        twins.backward(TERMS[name], third)
+        twins.backward(mean_square, third)
+        twins.step()
 
 
 @distributed(world_size=2)

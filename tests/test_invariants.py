@@ -1232,6 +1232,37 @@ def test_interruption_on_one_rank_names_the_absent_rank_in_time(where, healer):
             assert_no_gradients(model)
 
 
+@pytest.mark.parametrize("with_term", [False, True])
+@distributed(world_size=2)
+def test_gradient_hooks_that_raise_in_different_groups_leave_no_gradient_on_any_rank(with_term):
+    model, reference = stacks()
+    blocks, seen = [model.blocks[i].up.weight for i in range(2)], []
+
+    def raise_once(_grad: torch.Tensor) -> None:
+        if not seen:
+            seen.append("raised")
+            raise ValueError("by the user")
+
+    blocks[dist.get_rank()].register_hook(raise_once)
+    blocks[1 - dist.get_rank()].register_hook(lambda grad: None)  # autograd's own hooks gather: on all ranks
+
+    def loss_with_term(module: Stack, batch: torch.Tensor) -> torch.Tensor:
+        weight = module.blocks[1].up.weight
+        return (weight.full_tensor() if isinstance(weight, RaggedDTensor) else weight).sum() + loss_of(module, batch)
+
+    loss = loss_with_term if with_term else loss_of
+    with pytest.raises(ValueError, match="by the user"):
+        loss(model, local_part(inputs())).backward()
+    with our_warnings() as texts:
+        loss(model, local_part(inputs(1))).backward()
+    assert len(texts) == 1 and "all gradients are None" in texts[0]
+    loss(reference, inputs(1)).backward()
+    assert_gradients_match(model, reference, 1e-6)
+    model.zero_grad()
+    reference.zero_grad()
+    assert_trains_on(model, reference)
+
+
 @distributed(world_size=2)
 def test_interruptions_at_different_places_are_one_error_on_every_rank():
     model, _ = stacks(mesh=breakable_mesh())

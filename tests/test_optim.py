@@ -406,6 +406,21 @@ def test_gradients_that_the_user_puts_in_place_are_honoured():
 
 
 @distributed(world_size=2)
+def test_gradients_changed_in_place_reach_the_grad_scaler_and_clipping_of_torch():
+    models = [build(), shard(build())]
+    flat = flat_parameters(models[1])
+    optimizers = [torch.optim.SGD(params, lr=0.1) for params in (models[0].parameters(), flat)]
+    for model, optimizer, rows in zip(models, optimizers, (batch(0), mine(0)), strict=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(rows).square().mean()).backward()
+        model.first.weight.grad.mul_(3)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(flat if optimizer is optimizers[1] else model.parameters(), 0.5)
+        scaler.step(optimizer)
+    assert_same(models[1], models[0], 1e-5)
+
+
+@distributed(world_size=2)
 def test_terms_of_the_loss_on_a_flat_parameter():
     models = [shard(build()) for _ in range(2)]
     flat = flat_parameters(models[0])

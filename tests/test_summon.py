@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import re
 from collections.abc import Callable
@@ -282,6 +283,47 @@ def test_registered_methods_compute_with_full_parameters_and_train():
     with torch.no_grad():
         batch = torch.ones(2, DIM)
         torch.testing.assert_close(twins.sharded.generate(batch, 2), twins.reference.generate(batch, 2))
+
+
+class Callables(Encoder):
+    """What ``module.name`` can be besides a method of its class."""
+
+    @staticmethod
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @classmethod
+    def name_of(cls, x: torch.Tensor) -> str:
+        return f"{cls.__name__} {tuple(x.shape)}"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = functools.partial(torch.mul, 3.0)
+        self.own = self.encode
+        self.of_a_child = self.head.forward
+
+
+@distributed(world_size=2)
+def test_registered_static_methods_and_callable_attributes_get_the_users_arguments():
+    batch = torch.ones(2, DIM)
+
+    def results(model: nn.Module) -> list[object]:
+        with torch.no_grad():
+            heads = model.own(batch, scale=1.0), model.of_a_child(batch)
+        return [model.double(batch), model.name_of(batch), model.scale(batch), *heads]
+
+    reference = Callables()
+    model = copy.deepcopy(reference)
+    shard_layers(model)
+    for name in ("double", "name_of", "scale", "own", "of_a_child"):
+        register_forward_method(model, name)
+    expected = results(reference)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    for got, wanted in zip(results(twin), expected, strict=True):
+        assert torch.allclose(got, wanted) if isinstance(wanted, torch.Tensor) else got == wanted
 
 
 @distributed(world_size=1)

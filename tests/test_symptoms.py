@@ -303,6 +303,38 @@ def test_non_persistent_buffers_left_empty_after_the_meta_device_are_named(remed
         torch.testing.assert_close(twin(x), reference(x))
 
 
+class Masked(nn.Module):
+    """Its buffers are legitimately what an unwritten one is filled with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.zeros(4, dtype=torch.uint8), persistent=False)
+        self.register_buffer("least", torch.full((4,), -128, dtype=torch.int8), persistent=False)
+        self.register_buffer("last", torch.full((4,), torch.nan), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (1 - self.mask)
+
+
+@distributed(world_size=2)
+def test_non_persistent_buffers_written_with_any_value_are_not_refused():
+    with torch.device("meta"):
+        model = fully_shard(Masked())
+    model.to_empty(device="cpu")
+    x = torch.ones(2, 4)
+    for twin in (copy.deepcopy(model), model):
+        with pytest.raises(ValueError, match=r"3 non-persistent buffer\(s\).*mask, least, last"):
+            twin(x)
+        twin.mask.data.zero_()
+        with pytest.raises(ValueError, match=r"2 non-persistent buffer\(s\).*least, last"):
+            twin(x)
+        twin.mask.zero_()
+        twin.least.fill_(-128)
+        twin.last.fill_(torch.nan)
+        twin(x)
+
+
 # ---- dtypes of gradients
 
 
