@@ -566,6 +566,7 @@ REFUSALS = (
     "the ranks issued different collectives",
     "past its module's outputs",
     "without passing any of its module's",
+    "flat parameters follow at the next one",
 )
 
 _meshes: dict[int, DeviceMesh] = {}  # by generation: after a failure others are used

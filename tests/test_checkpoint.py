@@ -812,3 +812,33 @@ def test_an_optimizer_whose_state_cannot_be_foreseen_still_saves_what_it_has():
         RuntimeError, match=r"cannot send this state dict: TypeError: expected whole tensors, got a DTensor"
     ):
         set_model_state_dict(other, get_model_state_dict(model), options=FROM_RANK0)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@distributed(world_size=2)
+def test_optimizer_state_loads_beside_a_model_on_the_meta_device(broadcast):
+    """Plain and sharded; the parameters stay the objects that the optimizer trains."""
+    source = build()
+    optimizer = adamw(source.parameters())
+    train(source, optimizer, 2)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    model_state, optimizer_state = get_state_dict(source, optimizer, options=StateDictOptions(full_state_dict=True))
+    for is_sharded in (False, True):
+        with torch.device("meta"):
+            model = build()
+        if is_sharded:
+            shard(model)
+        resumed = adamw(model.parameters())
+        ids = [id(param) for param in model.parameters()]
+        with pytest.raises(RuntimeError, match="on the meta device .*load the model first"):
+            set_optimizer_state_dict(model, resumed, optimizer_state, options=options)
+        if is_sharded:
+            flat = adamw(flat_parameters(model))
+            with pytest.raises(RuntimeError, match="flat parameters on the meta device"):
+                set_state_dict(
+                    model, flat, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
+                )
+        set_state_dict(model, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+        assert [id(param) for param in model.parameters()] == ids
+        got = get_optimizer_state_dict(model, resumed, options=StateDictOptions(full_state_dict=True))
+        assert_equal(got["state"], optimizer_state["state"])

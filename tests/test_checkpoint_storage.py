@@ -605,3 +605,34 @@ def test_getting_optimizer_state_of_a_plain_model_needs_no_process_group():
     set_state(other, loaded, state)
     assert_equal(snapshot(other, loaded), snapshot(model, optimizer))
     assert get_optimizer_state_dict(model, optimizer)["state"].keys() == {n for n, _ in model.named_parameters()}
+
+
+@distributed(world_size=2)
+def test_a_save_that_cannot_be_completed_raises_on_every_rank():
+    model = shard(build())
+    state = {"model": get_model_state_dict(model)}
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders, src=0)
+        before = os.getcwd()
+        os.chdir(own)  # each rank sees a folder of its own
+        try:
+            with pytest.raises(RuntimeError, match="all ranks must see the same file system") as caught:
+                save(state, "checkpoint")
+        finally:
+            os.chdir(before)
+        same_on_every_rank(str(caught.value))
+        assert not Path(own, "checkpoint").exists()
+        file = Path(folders[0], "file")
+        if dist.get_rank() == 0:
+            file.touch()
+        plain = fully_shard(nn.Linear(2, 2))
+        for call in (lambda: save(state, file / "checkpoint"), lambda: save_hf(plain, file / "weights")):
+            with pytest.raises(RuntimeError, match="NotADirectoryError|FileExistsError") as caught:
+                call()
+            same_on_every_rank(str(caught.value))
+        complex_model = nn.Linear(2, 2, dtype=torch.complex128)
+        fully_shard(complex_model)
+        with pytest.raises(RuntimeError, match="weight is torch.complex128, which safetensors files do not hold"):
+            save_hf(complex_model, Path(folders[0], "weights"))
+        dist.barrier()

@@ -7,6 +7,7 @@ One file ``model.safetensors``, or several with an index that says which tensor 
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from .layouts import Described, Target, cut_whole
 from .model_state import ModelPlan, commit_model, entries_of, plan_model
 from .names import ModelNames
 from .options import StateDictOptions
-from .storage import begin_folder, partial_of
+from .storage import begin_folder, or_problem, partial_of
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -79,10 +80,11 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     """
     names, folder = ModelNames(model), Path(folder)
     group = group_of(names)
+    importlib.import_module("safetensors.torch")  # missing on all ranks, or on none
     tensors, problem = _tensors(names)
     plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
     if is_first(group) and not problem:
-        problem = begin_folder(folder)
+        problem = or_problem(begin_folder, folder)
     agree(group, "save_hf()", [str(folder), *tensors], problem)
     problem = ""
     wholes = _stream(names, tensors, is_first(group))
@@ -104,6 +106,8 @@ def _tensors(names: ModelNames) -> tuple[dict[str, torch.Tensor], str]:
                 f"{fqn} is a {type(value).__name__}, and safetensors files hold tensors only: save it by other means, "
                 "and let the module's state_dict() leave it out"
             )
+        if value.dtype not in _DTYPES.values():
+            return {}, f"{fqn} is {value.dtype}, which safetensors files do not hold: save it by other means"
         if names.aliases(fqn)[0] == fqn:
             place = names.place(fqn)
             chosen.setdefault(None if place is None else place[0], {})[fqn] = value

@@ -198,6 +198,7 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
         fresh = {fqn: _own_memory(value, plan.targets[fqn]) for fqn, value in values.items() if is_meta[fqn]}
         ties = [tied for tied in _ties(names) if any(is_meta.get(fqn) for fqn in tied)]
         load({plan.keys[fqn]: value for fqn, value in fresh.items()}, strict=False, assign=True)
+        _keep_objects(names, [fqn for fqn, meta in is_meta.items() if meta])
         _tie_again(names.model, plan, ties)
     _warn_of_meta(names)
     return IncompatibleKeys(plan.missing, plan.unexpected)
@@ -217,12 +218,33 @@ def _ties(names: ModelNames) -> list[list[str]]:
     return [list(group) for group in groups if len(group) > 1]
 
 
+def _slots(names: ModelNames) -> dict[str, tuple[nn.Module, str]]:
+    """Where parameters stand: (module, attribute), by FQN."""
+    return {
+        names.canonical(f"{prefix}.{name}" if prefix else name): (module, name)
+        for prefix, module in names.model.named_modules(remove_duplicate=False)
+        for name in module._parameters
+    }
+
+
+def _keep_objects(names: ModelNames, fqns: Sequence[str]) -> None:
+    """Assignment has put new parameters into the slots: let those that stood there, which optimizers hold, become
+    them."""
+    slots = _slots(names)
+    for fqn in fqns:
+        before = names.parameters.get(fqn)
+        if before is None or fqn not in slots:
+            continue  # a buffer
+        module, name = slots[fqn]
+        loaded = module._parameters[name]
+        if loaded is not before and loaded is not None and names.place(fqn) is None:
+            torch.utils.swap_tensors(before, loaded)
+            module._parameters[name] = before  # type: ignore[assignment]
+
+
 def _tie_again(model: nn.Module, plan: ModelPlan, ties: Sequence[Sequence[str]]) -> None:
     """Assignment gives each slot a parameter of its own: put the loaded one into every slot of a tie."""
-    slots: dict[str, tuple[nn.Module, str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name in module._parameters:
-            slots[plan.names.canonical(f"{prefix}.{name}" if prefix else name)] = (module, name)
+    slots = _slots(plan.names)
     for tied in ties:
         loaded = next((fqn for fqn in tied if fqn in plan.given), None)
         if loaded is None:

@@ -225,18 +225,42 @@ def _set(
         sender = (group, _message_device(names, group))
         heard = pickle.loads(share(told, *sender))
         given = given if group.rank() == 0 else heard
-    model_plan, optimizer_plan = ModelPlan(names), OptimizerPlan(trained)
+    model_plan, optimizer_plan, settled = ModelPlan(names), OptimizerPlan(trained), {}
     if given.model is not None:
         model_plan = plan_model(names, given.model, options)
     if given.optimizers is not None:
         settled = {STATE: settle(given.optimizers[STATE], group), GROUPS: given.optimizers[GROUPS]}
         optimizer_plan = plan_optimizers(names, trained, settled, options)
     facts = [*model_plan.facts, *optimizer_plan.facts]
-    agree(group, call, facts, model_plan.problem or optimizer_plan.problem)
-    values = fetch_model(model_plan, sender)
+    agree(group, call, facts, _meta_problem(trained, model_plan) or model_plan.problem or optimizer_plan.problem)
+    values, result = fetch_model(model_plan, sender), None
+    if any(by.on_meta(flat=False) for by in trained):  # what has no memory yet gives its state none
+        result = commit_model(model_plan, values)
+        trained = _trained(optimizers, ModelNames(model), options)
+        optimizer_plan = plan_optimizers(ModelNames(model), trained, settled, options)
     packed = fetch_optimizers(optimizer_plan, sender) if given.optimizers is not None else []
+    if given.model is not None and result is None:
+        result = commit_model(model_plan, values)
     commit_optimizers(optimizer_plan, packed)
-    return commit_model(model_plan, values) if given.model is not None else None
+    return result
+
+
+def _meta_problem(trained: list[TrainedBy], plan: ModelPlan) -> str:
+    """Why optimizer state cannot be loaded for parameters on the meta device; empty if it can."""
+    for by in trained:
+        flat = by.on_meta(flat=True)
+        if flat:
+            return (
+                f"the optimizer trains flat parameters on the meta device ({flat[0]}), which get memory at "
+                "the next forward: load the model first, run a forward, then load the optimizer"
+            )
+        stays = [fqn for fqn in by.on_meta(flat=False) if fqn not in plan.targets]
+        if stays:
+            return (
+                f"the optimizer trains {stays[0]}, which is on the meta device and is not in the model's state dict: "
+                "load the model first, or both with set_state_dict()"
+            )
+    return ""
 
 
 def _read(

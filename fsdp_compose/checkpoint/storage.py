@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +48,47 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     group, folder = _group(process_group), Path(folder)
     partial, problem = partial_of(folder), ""
     if _is_first(group):
-        problem = begin_folder(folder)
+        problem = or_problem(begin_folder, folder)
     agree(group, "save()", [str(folder), *state_dict], problem)
     writer = FileSystemWriter(partial, sync_files=True)
     dcp.save(dict(state_dict), storage_writer=writer, process_group=process_group, no_dist=group is None)
     rank = 0 if group is None else group.rank()
-    own = [path for path in partial.iterdir() if path.name.startswith(f"__{rank}_")]
-    entries: list[dict[str, list[int]] | None] = [_entries(own)]
+    entries: dict[str, list[int]] = {}
+
+    def look() -> str:
+        entries.update(_entries([path for path in partial.iterdir() if path.name.startswith(f"__{rank}_")]))
+        return ""
+
+    parts: list[Any] = [(entries, or_problem(look))]
     if has_peers(group):
         assert group is not None
-        mine, entries = entries[0], [None] * group.size()
-        dist.all_gather_object(entries, mine, group=group)
-    if rank == 0:
-        files = {name: entry for part in entries if part is not None for name, entry in part.items()}
-        finish_folder(folder, files | _entries([partial / _METADATA]))
-    agree(group, "save()", [str(folder)])
+        mine, parts = parts[0], [None] * group.size()
+        dist.all_gather_object(parts, mine, group=group)
+    problem = next((text for _, text in parts if text), "")
+    if rank == 0 and not problem:
+        files = {name: entry for part, _ in parts for name, entry in part.items()}
+        problem = or_problem(_finish, folder, files)
+    agree(group, "save()", [str(folder)], problem)
+
+
+def _finish(folder: Path, files: Mapping[str, list[int]]) -> str:
+    partial = partial_of(folder)
+    for name, (size, _) in files.items():
+        if not (partial / name).is_file() or (partial / name).stat().st_size != size:
+            return (
+                f"{partial / name} is not what its rank has written: all ranks must see the same file system. The "
+                f"checkpoint is not complete, and {folder} does not exist"
+            )
+    finish_folder(folder, dict(files) | _entries([partial / _METADATA]))
+    return ""
+
+
+def or_problem(function: Callable[..., str], *arguments: Any) -> str:
+    """What ``function`` returns, or what the operating system has said: a problem that the other ranks are told of."""
+    try:
+        return function(*arguments)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def load(
@@ -94,7 +120,7 @@ def load(
     """
     group, folder = _group(process_group), Path(folder)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    agree(group, "load()", [str(folder), *state_dict], damage(folder, rank, size))
+    agree(group, "load()", [str(folder), *state_dict], or_problem(damage, folder, rank, size))
     reader = FileSystemReader(folder)
     dcp.load(
         state_dict,

@@ -118,6 +118,11 @@ class TrainedBy:
                 kept.append(TrainedGroup(group.number, group.numbers, params))
         self.groups = kept
 
+    def on_meta(self, flat: bool) -> list[str]:
+        """Names of parameters without memory: those in flat parameters of the optimizer, or the others."""
+        params = [param for group in self.groups for param in group.params]
+        return [param.fqn for param in params if param.tensor.is_meta and (param.flat is not None) == flat]
+
     def hyperparameters(self, group: int) -> dict[str, Any]:
         """Everything in a parameter group but the parameters."""
         return {key: value for key, value in self.packed["param_groups"][group].items() if key not in _NOT_SAVED}
