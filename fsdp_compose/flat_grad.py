@@ -230,18 +230,14 @@ class ShardedGradient:
         """Do not publish what was reduced."""
         self._target = None
 
-    def discard(self) -> bool:
-        """Make every face's gradient ``None``; whether there was one."""
-        had_gradient = False
+    def discard(self) -> None:
+        """Make every face's gradient ``None``."""
         for face in self._faces:
-            had_gradient |= face.grad is not None
             face.grad = None
         for segment in self._segments:
-            had_gradient |= segment.parameter.grad is not None
             segment.parameter.grad = None
         self._is_published = bytes(len(self._faces))
         self._target = None
-        return had_gradient
 
     # ---- together with flat parameters; Note [One owner]
 

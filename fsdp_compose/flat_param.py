@@ -420,25 +420,19 @@ class FlatParamHandle:
                 "that it is no part of the model any more: copy_() into it instead"
             )
 
-    def drop_iteration(self, is_tainted: bool) -> bool:
-        """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too.
-
-        Returns:
-            Whether there were older ones.
-        """
+    def drop_iteration(self, is_tainted: bool) -> None:
+        """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too."""
         for param in self.unsharded_params:
             param.grad = None
         self.awaits_publication = False
         self.hooks.forget_arrivals()
-        had_gradient = False
         if is_tainted:
-            had_gradient = self.gradient.discard() or self.accumulation is not None
+            self.gradient.discard()
             self.accumulation = None
         else:
             self.gradient.forget_result()
         if self.accumulation is None:
             self.is_used[:] = self.none_used
-        return had_gradient
 
     # ---- facts
 

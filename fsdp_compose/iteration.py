@@ -486,11 +486,10 @@ def heal(root: RootContext) -> None:
         is_tainted = verdict == "1"
     root.exchange.abandon()
     root.communicator.finish()
-    had_gradient = False
     for state in states:
         for handle in state._handles:
             root.communicator.wait(handle)
-            had_gradient |= handle.drop_iteration(is_tainted)
+            handle.drop_iteration(is_tainted)
             handle.forgive_unsharded_edit()
             root.communicator.reshard(handle)
         state.reset()
@@ -501,7 +500,7 @@ def heal(root: RootContext) -> None:
     warnings.warn(
         "the last iteration of a fully_shard'ed model was interrupted (an exception in forward or backward): its "
         "gradients were thrown away"
-        + (", and so was what had been accumulated before it: all gradients are None" if had_gradient else ""),
+        + (", and so was what had been accumulated before it: all gradients are None" if is_tainted else ""),
         stacklevel=2,
     )
 

@@ -250,3 +250,24 @@ def test_model_with_unreduced_gradients_is_freed_without_the_garbage_collector()
         assert dead[0]() is None and dead[1]() is None
     finally:
         gc.enable()
+
+
+@distributed(world_size=2)
+def test_dropping_what_was_accumulated_says_so_also_when_its_reduction_had_begun():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("user error")
+
+    model, x = fully_shard(nn.Linear(3, 3)), torch.ones(2, 3, requires_grad=True)
+    with no_sync(model):
+        model(x).sum().backward()
+    with pytest.raises(ValueError, match="user error"):
+        model(Fails.apply(x)).sum().backward()
+    with pytest.warns(UserWarning, match="what had been accumulated before it: all gradients are None"):
+        model(x)
+    assert all(param.grad is None for param in model.parameters())
