@@ -91,14 +91,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     The flags of all groups below ``module`` are restored at the end, also after an exception.
     """
-    before = [(state, state.requires_gradient_sync) for state in _states(module, recurse=True)]
-    try:
-        for state, _ in before:
-            state.requires_gradient_sync = False
+    with _flag_within(module, "requires_gradient_sync", False):
         yield
-    finally:
-        for state, flag in before:
-            state.requires_gradient_sync = flag
 
 
 def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurse: bool = True) -> None:
@@ -131,14 +125,8 @@ def functional_mode(module: nn.Module) -> Iterator[None]:
             (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         (score.mean() + (slope.norm() - 1) ** 2).backward()
     """
-    before = [(state, state.is_functional) for state in _states(module, recurse=True)]
-    try:
-        for state, _ in before:
-            state.is_functional = True
+    with _flag_within(module, "is_functional", True):
         yield
-    finally:
-        for state, flag in before:
-            state.is_functional = flag
 
 
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, *, recurse: bool = True) -> None:
@@ -147,6 +135,19 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, *,
         raise TypeError(f"set_reshard_after_forward(): expected True or False, got {reshard_after_forward!r}")
     for state in _states(module, recurse):
         state.reshard_option = state.reshard_after_forward = reshard_after_forward
+
+
+@contextmanager
+def _flag_within(module: nn.Module, flag: str, value: bool) -> Iterator[None]:
+    """Set a flag of all groups below ``module`` for a while."""
+    before = [(state, getattr(state, flag)) for state in _states(module, recurse=True)]
+    try:
+        for state, _ in before:
+            setattr(state, flag, value)
+        yield
+    finally:
+        for state, was in before:
+            setattr(state, flag, was)
 
 
 def _own_state(module: nn.Module, call: str) -> _FSDPState:
