@@ -583,8 +583,9 @@ def test_safetensors_are_written_in_bounded_memory():
             save_hf(model, folder / "second", max_file_bytes=layer_bytes)
         with allocated.section("load"):
             load_hf(model, folder / "second")
-    # On the first rank one file, one flat parameter, its copy, and gloo's; on the others nothing beyond their shards.
-    assert allocated.peak["save"] < (6 * layer_bytes if dist.get_rank() == 0 else 0) + 2**16
+    # On the first rank one file, one flat parameter, its copy, and gloo's, whose thread frees it when it comes to that;
+    # on the others nothing beyond their shards.
+    assert allocated.peak["save"] < (9 * layer_bytes if dist.get_rank() == 0 else 0) + 2**16
     # What each rank holds, and one whole tensor, whose memory safetensors keeps for a part of it.
     assert allocated.peak["load"] < 12 * layer_bytes // 2 + layer_bytes + 2**16
 

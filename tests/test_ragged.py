@@ -345,6 +345,13 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "bool and back": lambda x, y: (x > 0.5).float(),
     "type_as": lambda x, y: x.type_as(y.double()),
     "complex": lambda x, y: (x * 1j).abs(),
+    "view_as_real": lambda x, y: torch.view_as_real(x + 1j * y),
+    "view_as_real, written": lambda x, y: [z := x + 1j * y, torch.view_as_real(z).mul_(2)],
+    "view_as_real of a row": lambda x, y: torch.view_as_real((x + 1j * y)[1]),
+    "view_as_complex": lambda x, y: torch.view_as_complex(x.view(10, 2, 2)),
+    "view_as_complex of one": lambda x, y: torch.view_as_complex(x.view(-1)[2:4]),
+    "view_as_complex and back": lambda x, y: torch.view_as_real(torch.view_as_complex(x.view(10, 2, 2)).mul_(1j)),
+    "maximum, out of parts": inplace(lambda x, y: torch.maximum(torch.view_as_real(x + 1j * y).sum(-1), y, out=x)),
     "bf16 + fp32": lambda x, y: x.bfloat16() + y,
     # random
     "normal_": seeded(lambda x: x.normal_(1.0, 2.0)),

@@ -40,7 +40,7 @@ def unflatten(flat: Mapping[str, Any], fqns: Iterable[str]) -> dict[str, Any]:
     strange = []
     for key, value in flat.items():
         kind, _, rest = key.partition(".")
-        fqn = _longest_prefix(rest, known)
+        fqn = longest_prefix(rest, known)
         if kind not in (STATE, GROUPS) or fqn is None:
             strange.append(key)
         elif kind == GROUPS:
@@ -56,7 +56,7 @@ def unflatten(flat: Mapping[str, Any], fqns: Iterable[str]) -> dict[str, Any]:
     return {STATE: state, GROUPS: [*groups.values()]}
 
 
-def _longest_prefix(text: str, known: set[str]) -> str | None:
+def longest_prefix(text: str, known: set[str]) -> str | None:
     end = len(text)
     while (end := text.rfind(".", 0, end)) >= 0:
         if text[:end] in known:

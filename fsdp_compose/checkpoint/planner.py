@@ -1,82 +1,185 @@
-"""``LoadPlanner``: loads optimizer dicts as they were saved, also into other parameter groups."""
+"""``LoadPlanner``: loads optimizer dicts as they were saved, whatever state and groups the optimizer has now."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from .flattened import GROUPS, STATE, is_flattened
-from .pending import is_pending
+from .flattened import GROUPS, PARAMS, STATE, is_flattened, longest_prefix
+from .pending import pending_state
+from .templates import StateKind
 
 
 class LoadPlanner(DefaultLoadPlanner):
     """For ``torch.distributed.checkpoint.load(state_dict, planner=LoadPlanner())``.
 
     What torch's own planner loads is decided by the dict it is given, key by key. This one takes from the checkpoint
-    which parameter groups there are and what is in them, and which parameters have state; everything else is the same.
+    which parameter groups there are, what is in them, and what state each parameter has; everything else is the same.
     """
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
+        tensors = dict(_tensors(state_dict))
         for path, optimizer in _optimizer_dicts(state_dict, ()):
-            _follow(optimizer, path, metadata)
+            _follow(optimizer, _Saved(metadata, path, tensors))
         super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
+    return {STATE, GROUPS} <= state.keys() or is_flattened(state)
 
 
 def _optimizer_dicts(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     if not isinstance(state, dict):
         return
-    if {STATE, GROUPS} <= state.keys() or is_flattened(state):
+    if _is_optimizer_dict(state):
         yield path, state
         return
     for key, value in state.items():
         yield from _optimizer_dicts(value, (*path, str(key)))
 
 
-def _follow(optimizer: dict[str, Any], path: tuple[str, ...], metadata: Metadata) -> None:
-    """Give an optimizer dict the groups that were saved, and no state where none was saved."""
-    prefix = "".join(f"{part}." for part in path)
-    saved = [key for key in metadata.state_dict_metadata if key.startswith(f"{prefix}{GROUPS}.")]
-    if GROUPS not in optimizer:
-        for key in [key for key in optimizer if key.startswith(f"{GROUPS}.") and prefix + key not in saved]:
-            del optimizer[key]
-        optimizer.update({key[len(prefix) :]: _place(metadata, key) for key in saved})
-        for key in [key for key, value in optimizer.items() if is_pending(value)]:
-            if prefix + key not in metadata.state_dict_metadata:
-                del optimizer[key]
+def _tensors(state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that are in no optimizer dict, by the last part of their path: a model's by FQN."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield str(key), value
+        elif isinstance(value, Mapping) and not _is_optimizer_dict(value):
+            yield from _tensors(value)
+
+
+class _Saved:
+    """What a checkpoint holds of one optimizer.
+
+    Attributes:
+        groups, state: where values are in the optimizer's dict, by key in the checkpoint.
+        tensors: what is loaded beside optimizers, by the last part of its path: a model's, by FQN.
+        name: of the dict, for messages.
+    """
+
+    def __init__(self, metadata: Metadata, path: tuple[str, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._metadata, self.tensors, self.name = metadata, tensors, ".".join(path)
+        prefix = "".join(f"{part}." for part in path)
+        paths = {
+            key: tuple((metadata.planner_data or {})[key][len(path) :])
+            for key in metadata.state_dict_metadata
+            if key.startswith((f"{prefix}{STATE}.", f"{prefix}{GROUPS}."))
+        }
+        self.groups = {key: at for key, at in paths.items() if at[0].startswith(GROUPS)}
+        self.state = {key: at for key, at in paths.items() if key not in self.groups}
+
+    def place(self, key: str) -> Any:
+        """Something to load a value into that is not sharded."""
+        saved = self._metadata.state_dict_metadata[key]
+        if not isinstance(saved, TensorStorageMetadata):
+            return None
+        return torch.zeros(saved.size, dtype=saved.properties.dtype)
+
+    def state_place(self, key: str, fqn: str, rest: Sequence[Any], entries: Mapping[str, Any]) -> Any:
+        """Something to load state of a parameter into: what is there, if it can take it, or a place cut like the
+        parameter or like other state of it.
+
+        Args:
+            rest: where it is in the state of the parameter, which is ``entries`` now.
+        """
+        present = entries.get(rest[0]) if len(rest) == 1 else None
+        saved = self._metadata.state_dict_metadata[key]
+        if isinstance(present, torch.Tensor) or (present is not None and not isinstance(saved, TensorStorageMetadata)):
+            return present
+        if not isinstance(saved, TensorStorageMetadata) or not saved.size:
+            return self.place(key)
+        known = [tensor for tensor in (self.tensors.get(fqn), *entries.values()) if isinstance(tensor, torch.Tensor)]
+        like = next((tensor for tensor in known if tensor.shape == saved.size), None)
+        if like is not None and len(rest) > 1:  # in a list, say, which is copied as a whole
+            return torch.zeros_like(like, dtype=saved.properties.dtype)
+        if like is not None:
+            kind = StateKind((True,) * like.dim(), saved.properties.dtype, like.device)
+            return pending_state(like, {key: kind})[key]
+        if fqn not in self.tensors and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"the checkpoint holds {key}, of shape {tuple(saved.size)}, for which the optimizer has no place "
+                f"before its first step, and how {fqn} is sharded is not known: load the model's state dict in the "
+                "same call"
+            )
+        return self.place(key)
+
+    def wanted(self, trained: Sequence[str], saved: Iterable[str]) -> list[str]:
+        """Of the names with saved state those of trained parameters, also if a tied one was saved by another name."""
+        saved = list(saved)
+        lacking = {self.tensors[fqn].shape for fqn in trained if fqn not in saved and fqn in self.tensors}
+        known = set(trained)
+        return [fqn for fqn in saved if fqn in known or (fqn in self.tensors and self.tensors[fqn].shape in lacking)]
+
+
+def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
+    """Give an optimizer dict a place for everything that was saved of what it trains, and for nothing else."""
+    if not saved.groups:
+        return  # torch's planner names what is missing
+    was_flattened = not any(at[0] == GROUPS for at in saved.groups.values())
+    if was_flattened != is_flattened(optimizer):
+        raise ValueError(
+            f"the optimizer dict {saved.name!r} was saved with flatten_optimizer_state_dict={was_flattened}: get the "
+            "dict to load into with the same option"
+        )
+    if was_flattened:
+        _follow_flattened(optimizer, saved)
         return
-    if saved:
-        optimizer[GROUPS] = _saved_groups(saved, len(path), metadata)
-    for fqn, entries in [*optimizer[STATE].items()]:
-        kept = {key: value for key, value in entries.items() if _is_saved(f"{prefix}{STATE}.{fqn}.{key}", metadata)}
-        if not kept:
-            del optimizer[STATE][fqn]
-        elif all(is_pending(value) for value in entries.values()):
-            optimizer[STATE][fqn] = kept
-
-
-def _is_saved(key: str, metadata: Metadata) -> bool:
-    known: Mapping[str, Any] = metadata.state_dict_metadata
-    return key in known or any(other.startswith(f"{key}.") for other in known)
-
-
-def _saved_groups(keys: list[str], depth: int, metadata: Metadata) -> list[dict[str, Any]]:
-    """Groups with a place for everything that was saved in them."""
+    before = {str(name): (name, entries) for name, entries in optimizer[STATE].items()}
+    trained = [str(name) for group in optimizer[GROUPS] for name in group[PARAMS]]
     groups: dict[int, dict[str, Any]] = {}
-    for key in keys:
-        _, index, *rest = metadata.planner_data[key][depth:]
-        _put(groups.setdefault(int(index), {}), rest, _place(metadata, key))
-    return [groups[index] for index in sorted(groups)]
+    for key, (_, index, *inside) in saved.groups.items():
+        _put(groups.setdefault(int(index), {}), inside, saved.place(key))
+    by_fqn: dict[str, dict[str, list[Any]]] = {}
+    for key, (_, fqn, *rest) in saved.state.items():
+        by_fqn.setdefault(fqn, {})[key] = rest
+    if all(fqn.isdigit() for fqn in by_fqn) and by_fqn.keys().isdisjoint(trained) and by_fqn:
+        raise ValueError(
+            f"the optimizer dict {saved.name!r} was saved as an optimizer's own state_dict(), which numbers "
+            "parameters: load it into such a dict, of an optimizer that has taken a step, and give that to "
+            "set_optimizer_state_dict()"
+        )
+    state: dict[Any, dict[str, Any]] = {}
+    for fqn in saved.wanted(trained, by_fqn):
+        name, entries = before.get(fqn, (fqn, {}))
+        for key, at in by_fqn[fqn].items():
+            _put(state.setdefault(name, {}), at, saved.state_place(key, fqn, at, entries))
+    optimizer.update({STATE: state, GROUPS: [groups[index] for index in sorted(groups)]})
 
 
-def _put(container: Any, path: list[Any], value: Any) -> None:
+def _follow_flattened(optimizer: dict[str, Any], saved: _Saved) -> None:
+    trained = [key.partition(".")[2].rpartition(".")[0] for key in optimizer if key.startswith(f"{GROUPS}.")]
+    known = {*trained, *saved.tensors}
+
+    def parameter_of(key: str) -> str | None:
+        return longest_prefix(key.partition(".")[2], known)
+
+    entries: dict[str | None, dict[str, Any]] = {}
+    present = [key for key in optimizer if key.startswith((f"{STATE}.", f"{GROUPS}."))]
+    for key in present:
+        entries.setdefault(parameter_of(key), {})[key] = optimizer[key]
+    places: dict[str, Any] = {}
+    for key, at in saved.groups.items():
+        _put(places, at, saved.place(key))
+    fqns = {key: parameter_of(at[0]) for key, at in saved.state.items()}
+    wanted = {*saved.wanted(trained, dict.fromkeys(fqn for fqn in fqns.values() if fqn is not None))}
+    for key, fqn in fqns.items():
+        if fqn is not None and fqn in wanted:
+            at = saved.state[key]
+            _put(places, at, saved.state_place(key, fqn, at, entries.get(fqn, {})))
+    for key in present:
+        del optimizer[key]
+    optimizer.update(places)
+
+
+def _put(container: Any, path: Sequence[Any], value: Any) -> None:
     for here, below in pairwise(path):
         if isinstance(container, list):
             container.extend([None] * (here + 1 - len(container)))
@@ -88,10 +191,3 @@ def _put(container: Any, path: list[Any], value: Any) -> None:
     if isinstance(container, list):
         container.extend([None] * (path[-1] + 1 - len(container)))
     container[path[-1]] = value
-
-
-def _place(metadata: Metadata, key: str) -> Any:
-    saved = metadata.state_dict_metadata[key]
-    if isinstance(saved, TensorStorageMetadata):
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
-    return None

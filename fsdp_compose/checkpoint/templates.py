@@ -79,7 +79,9 @@ def _step_is_known(optimizer: Optimizer) -> bool:
 
 def _try_step(optimizer: Optimizer, group: int, ndim: int, dtype: torch.dtype, device: torch.device) -> Template:
     real = torch.device("cpu") if device.type == "meta" else device
-    param = torch.zeros(_SIZES[:ndim], dtype=dtype, device=real, requires_grad=dtype.is_floating_point)
+    param = torch.zeros(
+        _SIZES[:ndim], dtype=dtype, device=real, requires_grad=dtype.is_floating_point or dtype.is_complex
+    )
     if not param.requires_grad:
         return {}
     param.grad = torch.zeros_like(param)

@@ -27,7 +27,7 @@ from .reductions import (
     sum_handler,
 )
 from .schema import FUSED_OPTIMIZERS, writes_by_index
-from .views import alias, gathered_view, view
+from .views import alias, as_real, gathered_view, view
 
 aten = torch.ops.aten
 
@@ -77,6 +77,8 @@ _BY_OPERATOR: dict[Any, Handler] = {
     **dict.fromkeys(_VIEWS, view),
     aten.detach.default: alias,
     aten.alias.default: alias,
+    aten.view_as_real.default: as_real,
+    aten.view_as_complex.default: as_real,
     **dict.fromkeys(_LIKE_POINTWISE, pointwise),
     **dict.fromkeys(
         (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default), new

@@ -71,6 +71,30 @@ def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | No
     return view
 
 
+def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A complex tensor as a real one with a last dimension of two, or back: every rank has the same numbers as before.
+    (What ``torch.optim`` does to complex parameters.)"""
+    tensor: RaggedDTensor = args[0]
+    spec, local = tensor._spec, tensor._local_tensor
+    to_real = func is aten.view_as_real.default
+    if not to_real and tensor.is_part:  # numbers that begin at odd places cannot be seen as complex ones
+        return gathered_view(func, args, kwargs)
+    result = func(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+    ragged = spec.ragged
+    if ragged.flat or not spec.shape or not result.shape:  # rows stay rows
+        if not to_real and any(count % 2 for count in ragged.counts):
+            return gathered_view(func, args, kwargs)
+        counts = [2 * count if to_real else count // 2 for count in ragged.counts]
+        ragged = RaggedShard(tuple(counts), flat=True)
+    placements = tuple(ragged if isinstance(item, RaggedShard) else item for item in spec.placements)
+    view_spec = RaggedSpec.make(spec.mesh, placements, tuple(result.shape), result.dtype)
+    with inference_mode_of(tensor), share_versions():
+        numbers = func(local if to_real else local.view(-1, 2)).view(view_spec.local_shape)
+        result = RaggedDTensor(numbers, view_spec)
+    result.is_part = tensor.is_part
+    return result
+
+
 def gathered_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """A view that is not one of a run on every rank: of a gathered copy."""
     tensor: RaggedDTensor = args[0]
