@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.optimizer import Optimizer
 
 from fsdp_compose import fully_shard
@@ -138,9 +137,7 @@ def test_state_without_a_place_that_could_be_known_is_an_error_and_not_dropped()
     save({"optimizer": get_optimizer_state_dict(model, optimizer)}, folder)
     state = {"optimizer": get_optimizer_state_dict(model, fresh)}
     before = copy.deepcopy(state)
-    with pytest.raises(
-        CheckpointException, match=r"phases.mean, of shape .* load the model's state dict in the same call"
-    ):
+    with pytest.raises(RuntimeError, match=r"phases.mean, of shape .* load the model's state dict in the same call"):
         load(state, folder)
     assert_equal(state, before)
     train(model, fresh, 1)
@@ -159,7 +156,7 @@ def test_a_checkpoint_in_the_other_form_is_an_error(flattened):
     forms = (FLATTENED, None) if flattened else (None, FLATTENED)
     save(state_of(model, optimizer, forms[0]), folder)
     before = snapshot(model, optimizer)
-    with pytest.raises(CheckpointException, match=f"was saved with flatten_optimizer_state_dict={flattened}: get the"):
+    with pytest.raises(RuntimeError, match=f"was saved with flatten_optimizer_state_dict={flattened}: get the"):
         load(state_of(model, optimizer, forms[1]), folder)
     assert_equal(snapshot(model, optimizer), before)
 
@@ -171,11 +168,9 @@ def test_an_optimizers_own_dict_with_numbers_is_loaded_or_an_error_and_not_dropp
     optimizer, its = adam()(model), adam()(other)
     train(model, optimizer, 2)
     save({"optimizer": optimizer.state_dict()}, folder)
-    with pytest.raises(CheckpointException, match="was saved as an optimizer's own state_dict"):
+    with pytest.raises(RuntimeError, match="was saved as an optimizer's own state_dict"):
         load(state_of(other, its), folder)
-    with pytest.raises(
-        CheckpointException, match=r"state.0.exp_avg, of shape .*, for which the optimizer has no place"
-    ):
+    with pytest.raises(RuntimeError, match=r"state.0.exp_avg, of shape .*, for which the optimizer has no place"):
         load({"optimizer": its.state_dict()}, folder)
     train(other, its, 1)
     state = {"optimizer": its.state_dict()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,10 +131,18 @@ def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU, cut in the same way."""
+    return _with_local(tensor, lambda local: local.to("cpu", copy=True))
+
+
+def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor like this one, without values, on another device."""
+    return _with_local(tensor, lambda local: torch.empty_like(local, device=device))
+
+
+def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     if isinstance(tensor, RaggedDTensor):
-        return RaggedDTensor(local_tensor(tensor).detach().to("cpu", copy=True), tensor._spec)
+        return RaggedDTensor(function(local_tensor(tensor).detach()), tensor._spec)
     if isinstance(tensor, DTensor):
-        local = local_tensor(tensor).detach().to("cpu", copy=True)
-        copied: torch.Tensor = make_dtensor(DTensor, local, dtensor_spec(tensor))
-        return copied
-    return tensor.detach().to("cpu", copy=True)
+        made: torch.Tensor = make_dtensor(DTensor, function(local_tensor(tensor).detach()), dtensor_spec(tensor))
+        return made
+    return function(tensor.detach())

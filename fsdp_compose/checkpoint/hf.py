@@ -20,12 +20,12 @@ import torch.nn as nn
 from ..ragged import RaggedDTensor
 from ..segments import local_of
 from .agreement import agree, group_of, is_first
+from .folders import begin_folder, finish_folder, in_words, or_problem, partial_of, sync
 from .gathering import gather_values
 from .layouts import Described, Target, cut_whole
 from .model_state import ModelPlan, commit_model, entries_of, plan_model
 from .names import ModelNames
 from .options import StateDictOptions
-from .storage import begin_folder, or_problem, partial_of
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -140,6 +140,7 @@ def _write(path: Path, content: Mapping[str, torch.Tensor]) -> str:
 
     try:
         save_file({fqn: tensor.contiguous() for fqn, tensor in content.items()}, path, metadata={"format": "pt"})
+        sync(path)
     except (OSError, SafetensorError) as error:
         return f"{path} could not be written: {error}"
     least = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
@@ -155,7 +156,8 @@ def _finish(folder: Path, plan: _Plan) -> str:
             weight_map = {fqn: file for file, fqns in plan.files.items() for fqn in fqns}
             index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": weight_map}
             (partial / INDEX).write_text(json.dumps(index, indent=1))
-        partial.rename(folder)
+            sync(partial / INDEX)
+        finish_folder(folder)
     except OSError as error:
         return f"{folder} could not be written: {error}"
     return ""
@@ -191,7 +193,12 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
         described = {fqn: item.described for fqn, item in found.items()}
         plan = plan_model(names, described, StateDictOptions(strict=strict))
     agree(group, "load_hf()", [str(folder), *plan.facts], problem or plan.problem)
-    values = {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()}
+    values: dict[str, torch.Tensor] = {}
+    try:
+        values = {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()}
+    except Exception as error:  # of the file system or of the library that reads: the other ranks are told
+        problem = f"{folder} cannot be read: {in_words(error)}"
+    agree(group, "load_hf()", [str(folder)], problem)
     return commit_model(plan, values)
 
 
@@ -205,10 +212,13 @@ def _look_into(folder: Path) -> tuple[dict[str, _Stored], str]:
     """What the files of a folder hold, by their headers, and what is wrong with them."""
     from safetensors import SafetensorError, safe_open
 
-    weight_map: dict[str, str] | None = None
+    weight_map: dict[str, str] = {}
     files: Sequence[str] = [SINGLE]
     if (folder / INDEX).is_file():
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        try:
+            weight_map = dict(json.loads((folder / INDEX).read_text())["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return {}, f"{folder / INDEX} is damaged: {in_words(error)}"
         files = sorted(set(weight_map.values()))
     found: dict[str, _Stored] = {}
     for name in files:
@@ -219,9 +229,11 @@ def _look_into(folder: Path) -> tuple[dict[str, _Stored], str]:
             with safe_open(path, framework="pt") as file:
                 for fqn in file.keys():
                     found[fqn] = _Stored(path, _describe(file, fqn))
-        except SafetensorError as error:
+        except KeyError as error:
+            return {}, f"{path} holds a tensor of the type {error}, which is not supported"
+        except (OSError, SafetensorError) as error:
             return {}, f"{path} is damaged, or was not written to its end: {error}"
-    for fqn, name in (weight_map or {}).items():
+    for fqn, name in weight_map.items():
         if fqn not in found or found[fqn].path.name != name:
             return {}, f"{folder / INDEX} says that {fqn} is in {name}, and it is not there"
     return found, ""

@@ -1,32 +1,24 @@
-"""Checkpoints in folders, by ``torch.distributed.checkpoint``: written aside, moved into place whole, verified first.
-
-A folder has its name only when everything in it has been written; until then it is ``<name>.partial``::
-
-    step-100/                 complete, and never written to again
-        .metadata  __0_0.distcp  __1_0.distcp  manifest.json
-    step-200.partial/         a save that was interrupted; the next one begins anew
-"""
+"""``save`` and ``load``: ``torch.distributed.checkpoint``, with folders that are whole or not there, and errors that
+every rank hears of."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
 
 from .agreement import agree, has_peers
+from .folders import METADATA, begin_folder, damage, entries, finish_folder, in_words, or_problem, partial_of
+from .gathering import empty_on
+from .layouts import Target
 from .planner import LoadPlanner
-
-MANIFEST = "manifest.json"
-_METADATA = ".metadata"
-_BLOCK = 16 * 2**20
 
 
 def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: dist.ProcessGroup | None = None) -> None:
@@ -43,27 +35,33 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         process_group: the ranks; default: all.
 
     Raises:
-        RuntimeError: on every rank: the folder exists, or a rank did not come or could not write.
+        RuntimeError: on every rank: the folder exists, a value cannot be saved, or a rank did not come or could not
+            write.
     """
     group, folder = _group(process_group), Path(folder)
-    partial, problem = partial_of(folder), ""
-    if _is_first(group):
+    partial = partial_of(folder)
+    state, problem = _plain(state_dict)
+    if _is_first(group) and not problem:
         problem = or_problem(begin_folder, folder)
-    agree(group, "save()", [str(folder), *state_dict], problem)
-    writer = FileSystemWriter(partial, sync_files=True)
-    dcp.save(dict(state_dict), storage_writer=writer, process_group=process_group, no_dist=group is None)
+    agree(group, "save()", [str(folder), *state], problem)
+    writer = _Writer(partial, sync_files=True)
+    try:
+        dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=group is None)
+    except CheckpointException as error:
+        remedy = f"The checkpoint is not complete, and {folder} does not exist"
+        raise RuntimeError(f"save(): {_first_failure(error)}. {remedy}") from error
     rank = 0 if group is None else group.rank()
-    entries: dict[str, list[int]] = {}
+    mine: dict[str, list[int]] = {}
 
     def look() -> str:
-        entries.update(_entries([path for path in partial.iterdir() if path.name.startswith(f"__{rank}_")]))
+        mine.update(entries(path for path in partial.iterdir() if path.name.startswith(f"__{rank}_")))
         return ""
 
-    parts: list[Any] = [(entries, or_problem(look))]
+    parts: list[Any] = [(mine, or_problem(look))]
     if has_peers(group):
         assert group is not None
-        mine, parts = parts[0], [None] * group.size()
-        dist.all_gather_object(parts, mine, group=group)
+        part, parts = parts[0], [None] * group.size()
+        dist.all_gather_object(parts, part, group=group)
     problem = next((text for _, text in parts if text), "")
     if rank == 0 and not problem:
         files = {name: entry for part, _ in parts for name, entry in part.items()}
@@ -79,16 +77,8 @@ def _finish(folder: Path, files: Mapping[str, list[int]]) -> str:
                 f"{partial / name} is not what its rank has written: all ranks must see the same file system. The "
                 f"checkpoint is not complete, and {folder} does not exist"
             )
-    finish_folder(folder, dict(files) | _entries([partial / _METADATA]))
+    finish_folder(folder, dict(files) | entries([partial / METADATA]))
     return ""
-
-
-def or_problem(function: Callable[..., str], *arguments: Any) -> str:
-    """What ``function`` returns, or what the operating system has said: a problem that the other ranks are told of."""
-    try:
-        return function(*arguments)
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def load(
@@ -108,27 +98,34 @@ def load(
 
     Args:
         state_dict: what ``save`` was given, from the model and the optimizer to load into. Keys that it lacks are not
-            loaded.
+            loaded, but optimizers get the state and the groups that were saved. Tensors on the meta device are replaced
+            by loaded ones.
         folder: of the checkpoint.
         process_group: the ranks; default: all.
         planner: default: ``LoadPlanner()``.
 
     Raises:
-        RuntimeError: on every rank: the checkpoint is incomplete or damaged, naming the file; or a rank did not come.
-            Nothing was changed.
-        Exception: torch's ``CheckpointException``: the checkpoint does not have what ``state_dict`` asks for.
+        RuntimeError: on every rank: the checkpoint is incomplete or damaged, naming the file; it does not have what
+            ``state_dict`` asks for; or a rank did not come. Nothing was changed, unless the error says so.
     """
     group, folder = _group(process_group), Path(folder)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    agree(group, "load()", [str(folder), *state_dict], or_problem(damage, folder, rank, size))
-    reader = FileSystemReader(folder)
-    dcp.load(
-        state_dict,
-        storage_reader=reader,
-        planner=planner or LoadPlanner(),
-        process_group=process_group,
-        no_dist=group is None,
-    )
+    state, problem = _plain(state_dict)
+    agree(group, "load()", [str(folder), *state], problem or or_problem(damage, folder, rank, size))
+    _give_memory(state)
+    try:
+        dcp.load(
+            state,
+            storage_reader=_Reader(folder),
+            planner=planner or LoadPlanner(),
+            process_group=process_group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        is_torn = error.args[0] == "read"
+        remedy = "What the state dict holds may be loaded in part: load again" if is_torn else "Nothing was changed"
+        raise RuntimeError(f"load(): {_first_failure(error)}. {remedy}") from error
+    agree(group, "load()", [str(folder)], _give_back(state_dict, state))
 
 
 def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -139,83 +136,65 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
     return group is None or group.rank() == 0
 
 
-def partial_of(folder: Path) -> Path:
-    """Where a folder is while it is written."""
-    return folder.with_name(folder.name + ".partial")
+def _plain(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The state dict with the ``state_dict()`` of objects that have one, and why there is none."""
+    plain: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        try:
+            plain[key] = value.state_dict() if isinstance(value, Stateful) else value
+        except Exception as error:  # whatever objects of the user's raise: the other ranks are told
+            return {}, f"state_dict() of {key} raised {in_words(error)}"
+    return plain, ""
 
 
-def begin_folder(folder: Path) -> str:
-    """Make an empty folder to write to; why that cannot be, or nothing."""
-    if folder.exists():
-        return f"{folder} exists: save each checkpoint to a folder of its own, so that an interrupted save harms none"
-    partial = partial_of(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+def _give_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> str:
+    """Put what was loaded into the user's dict and objects; what is wrong with that."""
+    for key, value in loaded.items():
+        before = state_dict.get(key)
+        try:
+            if isinstance(before, Stateful):
+                before.load_state_dict(value)
+            else:
+                state_dict[key] = value
+        except Exception as error:  # whatever objects of the user's raise: the other ranks are told
+            return f"everything was read, but load_state_dict() of {key} raised {in_words(error)}"
     return ""
 
 
-def finish_folder(folder: Path, files: Mapping[str, list[int]]) -> None:
-    """Note what has been written, and give the folder its name."""
-    partial = partial_of(folder)
-    with (partial / MANIFEST).open("w") as file:
-        json.dump({"files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder)
-    directory = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+def _give_memory(state: dict[str, Any]) -> None:
+    """Put tensors with memory in the place of those on the meta device."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _give_memory(value)
+        elif isinstance(value, torch.Tensor) and value.is_meta:
+            state[key] = empty_on(value, Target(value).device)
 
 
-# ---- verification
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    text = str(cause) if isinstance(cause, _Told) else in_words(cause)
+    return f"on rank {rank}: {text.rstrip('.')}"
 
 
-def _entries(paths: list[Path]) -> dict[str, list[int]]:
-    return {path.name: [path.stat().st_size, _checksum(path)] for path in sorted(paths)}
+class _Told(RuntimeError):
+    """An error in words, which can be sent to the other ranks, whatever object of the user's has raised it."""
 
 
-def _checksum(path: Path) -> int:
-    total = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            total = zlib.crc32(block, total)
-    return total
+class _Writer(FileSystemWriter):
+    """Tells the other ranks of every error."""
+
+    def write_data(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().write_data(*arguments, **options)
+        except Exception as error:
+            raise _Told(in_words(error)) from None
 
 
-def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
-    """What is wrong with the checkpoint in ``folder``; empty if nothing is. Of the files, every ``num_parts``-th is
-    read, beginning with number ``part``."""
-    if not folder.is_dir():
-        partial = partial_of(folder)
-        interrupted = f"; {partial} is a save that was interrupted, and cannot be loaded" if partial.exists() else ""
-        return f"there is no checkpoint at {folder}{interrupted}"
-    if not (folder / _METADATA).is_file():
-        return f"{folder} is no complete checkpoint: it has no {_METADATA}, which is written last. Load an earlier one"
-    if (folder / MANIFEST).is_file():
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        chosen = sorted(files)[part::num_parts]
-        found = [_damage_of(folder / name, *files[name]) for name in chosen]
-    else:
-        found = [_damage_of(folder / name, size, None) for name, size in _sizes(folder)]
-    return next((text for text in found if text), "")
+class _Reader(FileSystemReader):
+    """Tells the other ranks of every error."""
 
-
-def _damage_of(path: Path, size: int, checksum: int | None) -> str:
-    if not path.is_file():
-        return f"{path} is missing: the checkpoint is damaged. Load an earlier one"
-    found = path.stat().st_size
-    if found < size or (checksum is not None and found != size):
-        return f"{path} has {found} bytes, where {size} were written: the checkpoint is damaged. Load an earlier one"
-    if checksum is not None and _checksum(path) != checksum:
-        return f"{path} does not hold what was written (its checksum differs). Load an earlier checkpoint"
-    return ""
-
-
-def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    """The files of a checkpoint that torch wrote, and the least size that each must have."""
-    ends: dict[str, int] = {}
-    for info in FileSystemReader(folder).read_metadata().storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    yield from ends.items()
+    def read_data(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().read_data(*arguments, **options)
+        except Exception as error:
+            raise _Told(in_words(error)) from None
