@@ -79,6 +79,7 @@ def rebind(optimizer: Optimizer) -> None:
     counters = {
         key
         for param, state in optimizer.state.items()
+        if isinstance(param, torch.Tensor)  # some keep state under other keys
         for key, value in state.items()
         if isinstance(value, torch.Tensor) and value.dim() == 0 and param.dim() > 0
     } | {"step"}

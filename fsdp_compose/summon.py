@@ -37,8 +37,10 @@ class _Slot:
 class _Summoned:
     """The full parameters of one flat parameter."""
 
-    def __init__(self, handle: FlatParamHandle, slots: Sequence[_Slot], params: list[nn.Parameter]) -> None:
-        self.handle, self.slots, self.params = handle, slots, params
+    def __init__(
+        self, handle: FlatParamHandle, slots: Sequence[_Slot], params: list[nn.Parameter], is_everywhere: bool
+    ) -> None:
+        self.handle, self.slots, self.params, self.is_everywhere = handle, slots, params, is_everywhere
         for i, param in enumerate(params):
             handle.know_as(param, i)  # for contexts inside this one
         self.version = handle.shard._version
@@ -177,6 +179,12 @@ def summon_full_params(
 _ELSEWHERE: Any = object()  # full parameters are on rank 0 only, and this is another one
 
 
+def is_summoned_on_first_rank_only(handle: FlatParamHandle) -> bool:
+    """Whether this is inside ``summon_full_params(rank0_only=True)``; the same on every rank."""
+    summoned = handle.summoned
+    return summoned is _ELSEWHERE or (isinstance(summoned, _Summoned) and not summoned.is_everywhere)
+
+
 def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle, _Slot]]:
     found = []
     for prefix, item in module.named_modules() if recurse else [("", module)]:
@@ -242,7 +250,8 @@ def _summon(
         if flat_grad is not None and grads[i] is not None:
             param.grad = handle.full_views_of(flat_grad)[i]
         params.append(param)
-    return _Summoned(handle, slots, params)
+    is_everywhere = not rank0_only or handle.mesh.shard_world_size == 1
+    return _Summoned(handle, slots, params, is_everywhere)
 
 
 def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:

@@ -5,13 +5,12 @@ The names, arguments and meaning of ``torch.distributed.checkpoint.state_dict``;
 
 from .hf import load_hf, save_hf
 from .options import StateDictOptions
+from .patching import patch_model_state_dict, patch_optimizer_state_dict
 from .planner import LoadPlanner
 from .state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-    patch_model_state_dict,
-    patch_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -16,6 +17,8 @@ from ..meeting import first_difference, meet
 from .names import ModelNames
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+_T = TypeVar("_T")
+
 _MAX_LINES = 20  # of problems that an error lists
 
 
@@ -50,18 +53,50 @@ def is_first(group: dist.ProcessGroup | None) -> bool:
     return group.rank() == 0
 
 
-def agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], problem: str = "") -> None:
+def attempt(function: Callable[..., _T], *arguments: Any) -> tuple[_T | None, str | Exception]:
+    """Call what may run code of the user's (hooks, ``get_extra_state()``). What that raises is a problem for ``agree``:
+    the other ranks must hear of it."""
+    try:
+        return function(*arguments), ""
+    except Exception as error:
+        return None, error
+
+
+def or_problem(function: Callable[..., str], *arguments: Any) -> str | Exception:
+    """The problem that ``function`` returns in words, or raises; empty if there is none."""
+    found, problem = attempt(function, *arguments)
+    return problem or found or ""
+
+
+def in_words(problem: str | Exception) -> str:
+    """What a problem is, for an error that other ranks raise too."""
+    if isinstance(problem, str) or type(problem) is RuntimeError:
+        return str(problem)
+    return f"{type(problem).__name__}: {problem}"
+
+
+def agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], problem: str | Exception = "") -> None:
     """Meet the other ranks: return on all of them, or raise the same error.
 
     Args:
         group: the ranks; ``None``: this process alone.
         call: what the user has called, for messages.
-        facts: what must be the same on every rank, one line each.
+        facts: what must be the same on every rank, one line each: all that decides which collectives follow.
         problem: why this rank cannot go on; empty if it can.
 
     Raises:
-        RuntimeError: some rank has a problem, the facts differ, or a rank did not come in time.
+        RuntimeError: some rank has a problem, the facts differ, or a rank did not come in time. On the rank whose
+            problem is an exception, that is its cause.
     """
+    try:
+        _agree(group, call, facts, in_words(problem))
+    except RuntimeError as error:
+        if isinstance(problem, Exception):
+            raise error from problem
+        raise
+
+
+def _agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], problem: str) -> None:
     if has_peers(group):
         assert group is not None
         details = json.dumps([problem, *facts])

@@ -14,28 +14,17 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
+
+from .agreement import in_words
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 _BLOCK = 16 * 2**20
 _UNFINISHED = ".unfinished"
-
-
-def or_problem(function: Callable[..., str], *arguments: Any) -> str:
-    """What ``function`` returns, or what the operating system has said: a problem that the other ranks are told of."""
-    try:
-        return function(*arguments)
-    except OSError as error:
-        return in_words(error)
-
-
-def in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def partial_of(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,10 @@ from ..ragged import RaggedDTensor
 from ..segments import local_of
 from ..summon import gather_flat
 from .names import Place
+from .nested import leaves_of, map_leaves
 
-Key = tuple[str, str]
-"""(FQN, name of the optimizer's state; empty for the parameter itself)"""
+Key = tuple[Any, ...]
+"""(FQN, name of the optimizer's state, where in lists and dicts...); the name is empty for the parameter itself"""
 
 
 @dataclass
@@ -29,35 +31,93 @@ class _Bundle:
     keys: dict[Key, int] = field(default_factory=dict)
 
 
+def facts_of(values: Mapping[Key, Any]) -> list[str]:
+    """What ranks must agree on before they gather ``values``: the sharded tensors, in their order."""
+    return [
+        f"{in_words(key)} of shape {tuple(leaf.shape)}, {leaf.dtype}, {layout_of(leaf)}"
+        for key, leaf in _leaves(values).items()
+        if isinstance(leaf, DTensor)
+    ]
+
+
+def in_words(key: Key) -> str:
+    """A key as error messages have it."""
+    fqn, *path = key
+    name = ".".join(map(str, path))
+    return f"{name} of {fqn}" if name else fqn
+
+
+def layout_of(tensor: DTensor) -> str:
+    """Where a tensor has its elements, in words. Not which ranks a mesh has: other ranks may be in another one."""
+    mesh = tensor.device_mesh
+    return f"placed {list(tensor.placements)} on a {mesh.device_type} mesh of shape {tuple(mesh.shape)}"
+
+
 def gather_values(
     values: Mapping[Key, Any], places: Mapping[Key, Place | None], *, to_cpu: bool, rank0_only: bool, is_first: bool
 ) -> dict[Key, Any]:
-    """``values`` with whole tensors in the place of DTensors.
+    """``values`` with whole tensors in the place of DTensors, also in lists and dicts. They share no memory with
+    ``values``; what is one tensor in ``values`` is one in the result.
 
-    Ranks: all ranks of the meshes.
+    Ranks: all ranks of the meshes, with equal ``facts_of(values)``.
 
     Args:
         values: tensors and others.
         places: for a tensor that is cut like a sharded parameter, where that is.
-        to_cpu: copy every tensor to the CPU.
+        to_cpu: the result is on the CPU.
         rank0_only: the ranks that are not ``is_first`` get an empty dict, and hold no more than their shards.
     """
     is_wanted = is_first or not rank0_only
-    bundles = _bundle(values, places)
-    result: dict[Key, Any] = dict.fromkeys(values)
+    leaves = _leaves(values)
+    bundles = _bundle(leaves, places)
+    wholes: dict[Key, Any] = {}
+    copies = Copies(to_cpu)
     seen: set[int] = set()
-    for key, value in values.items():
+    for key, leaf in leaves.items():
         bundle = bundles.get(key)
         if bundle is not None:
             if id(bundle) not in seen:
                 seen.add(id(bundle))
-                result.update(_gather_bundle(bundle, to_cpu, rank0_only))
+                wholes.update(_gather_bundle(bundle, to_cpu, rank0_only))
             continue
-        if isinstance(value, DTensor):
-            value = full_tensor(value)
-        if is_wanted:
-            result[key] = copy_to_cpu(value) if to_cpu and isinstance(value, torch.Tensor) else value
-    return result if is_wanted else {}
+        whole = full_tensor(leaf) if isinstance(leaf, DTensor) else leaf
+        if not is_wanted:
+            continue
+        is_fresh = isinstance(leaf, DTensor) and not shares_storage(whole, leaf)
+        wholes[key] = copies.of(whole) if not is_fresh else whole.cpu() if to_cpu else whole
+    if not is_wanted:
+        return {}
+    gathered: dict[Key, Any] = map_leaves(lambda path, _: wholes[path[0] + path[1:]], dict(values))
+    return gathered
+
+
+def _leaves(values: Mapping[Key, Any]) -> dict[Key, Any]:
+    return {path[0] + path[1:]: leaf for path, leaf in leaves_of(dict(values))}
+
+
+class Copies:
+    """Copies that share no memory with what they are of. What is given twice is copied once: names of one tensor stay
+    names of one tensor."""
+
+    def __init__(self, to_cpu: bool) -> None:
+        self._to_cpu = to_cpu
+        self._made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # (original, which must stay alive, and copy)
+
+    def of(self, value: Any) -> Any:
+        """A copy of a tensor, cut in the same way, or of anything else."""
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        value = value.detach()
+        local = local_of(value)
+        if type(local) is not torch.Tensor or local.is_meta or not local.numel():
+            return self._copy(value)
+        key = (type(value), local.data_ptr(), local.shape, local.stride(), local.dtype, local.device)
+        if key not in self._made:
+            self._made[key] = (value, self._copy(value))
+        return self._made[key][1]
+
+    def _copy(self, value: torch.Tensor) -> torch.Tensor:
+        return copy_to_cpu(value) if self._to_cpu else value.clone()
 
 
 def full_tensor(value: DTensor) -> torch.Tensor:
@@ -72,11 +132,11 @@ def _bundle(values: Mapping[Key, Any], places: Mapping[Key, Place | None]) -> di
     bundles: dict[Any, _Bundle] = {}
     found: dict[Key, _Bundle] = {}
     for key, value in values.items():
-        place = places.get(key)
+        place = places.get(key[:2])
         if place is None or not is_cut_like(value, place):
             continue
         handle, index = place
-        bundle = bundles.setdefault((handle, key[1], value.dtype), _Bundle(handle))
+        bundle = bundles.setdefault((handle, key[1:], value.dtype), _Bundle(handle))
         bundle.locals[index] = local_tensor(value)
         bundle.keys[key] = index
         found[key] = bundle
@@ -127,6 +187,18 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one layout share their memory."""
     return a.shape == b.shape and shares_memory(local_of(a), local_of(b))
+
+
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the local parts of two tensors lie in one storage."""
+    return storage_of(a) == storage_of(b) != 0
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the storage of what this rank holds of a tensor; 0 if it has none, as tensor subclasses that wrap
+    other tensors."""
+    local = local_of(tensor)
+    return local.untyped_storage().data_ptr() if local.data_ptr() else 0
 
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ import torch.nn as nn
 
 from ..ragged import RaggedDTensor
 from ..segments import local_of
-from .agreement import agree, group_of, is_first
-from .folders import begin_folder, finish_folder, in_words, or_problem, partial_of, sync
+from .agreement import agree, attempt, group_of, in_words, is_first, or_problem
+from .folders import begin_folder, finish_folder, partial_of, sync
 from .gathering import gather_values
 from .layouts import Described, Target, cut_whole
 from .model_state import ModelPlan, commit_model, entries_of, plan_model
@@ -81,11 +81,10 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     names, folder = ModelNames(model), Path(folder)
     group = group_of(names)
     importlib.import_module("safetensors.torch")  # missing on all ranks, or on none
-    tensors, problem = _tensors(names)
+    tensors, refused = _tensors(names)
     plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
-    if is_first(group) and not problem:
-        problem = or_problem(begin_folder, folder)
-    agree(group, "save_hf()", [str(folder), *tensors], problem)
+    begun = or_problem(begin_folder, folder) if is_first(group) and not refused else ""
+    agree(group, "save_hf()", [str(folder), *tensors], refused or begun)
     problem = ""
     wholes = _stream(names, tensors, is_first(group))
     for file, fqns in plan.files.items():
@@ -193,13 +192,12 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
         described = {fqn: item.described for fqn, item in found.items()}
         plan = plan_model(names, described, StateDictOptions(strict=strict))
     agree(group, "load_hf()", [str(folder), *plan.facts], problem or plan.problem)
-    values: dict[str, torch.Tensor] = {}
-    try:
-        values = {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()}
-    except Exception as error:  # of the file system or of the library that reads: the other ranks are told
-        problem = f"{folder} cannot be read: {in_words(error)}"
-    agree(group, "load_hf()", [str(folder)], problem)
-    return commit_model(plan, values)
+    values, failure = attempt(lambda: {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()})
+    agree(group, "load_hf()", [str(folder)], failure)
+    assert values is not None
+    result, failure = attempt(commit_model, plan, values)
+    agree(group, "load_hf()", [str(folder)], failure)
+    return result
 
 
 @dataclass(frozen=True)

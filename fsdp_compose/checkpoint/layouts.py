@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .._torch import dtensor_spec, local_tensor
+from .._torch import dtensor_spec, local_tensor, make_dtensor
 from ..ragged import RaggedDTensor, distribute_ragged
 from ..wire import wire
-from .gathering import Key, full_tensor, is_cut_like
+from .gathering import Key, full_tensor, in_words, is_cut_like, layout_of
 from .names import Place
+from .nested import map_leaves
 
 
 @dataclass(frozen=True)
@@ -44,32 +45,67 @@ class Target:
         if self.place is not None:
             return self.place[0].mesh.device
         mesh = self.like.device_mesh if isinstance(self.like, DTensor) else None
-        accelerator = torch.accelerator.current_accelerator() if mesh is None or mesh.device_type != "cpu" else None
+        accelerator = torch.accelerator.current_accelerator(True) if mesh is None or mesh.device_type != "cpu" else None
         return torch.device("cpu") if accelerator is None else accelerator
 
 
 def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
     """``value`` as ``target`` has it; shares memory where nothing moves. The dtype stays.
 
-    Ranks: if ``value`` is a DTensor in another layout, all ranks of its mesh, and of the target's.
+    Ranks: if ``movement`` is not empty, all ranks of the meshes of ``value`` and of the target.
     """
     like = target.like
-    if not isinstance(like, DTensor):
-        whole = full_tensor(value) if isinstance(value, DTensor) else value
-        return whole.to(target.device)
     if not isinstance(value, DTensor):
-        return cut_whole(value, target)
-    if isinstance(like, RaggedDTensor):
-        if isinstance(value, RaggedDTensor) and value._spec.cuts_like(like._spec):
-            local = local_tensor(value).detach().to(target.device)
+        return cut_whole(value, target) if isinstance(like, DTensor) else value.to(target.device)
+    if not isinstance(like, DTensor):
+        return full_tensor(value).to(target.device)
+    if _is_placed_like(value, like):
+        local = local_tensor(value).detach().to(target.device)
+        if isinstance(value, RaggedDTensor):
             return RaggedDTensor(local, value._spec)
-        if value.device_mesh == like.device_mesh and local_tensor(value).device == target.device:
-            return distribute_ragged(value, like.device_mesh, like.placements)
-        return cut_whole(full_tensor(value), target)
+        placed: torch.Tensor = make_dtensor(DTensor, local, dtensor_spec(value))
+        return placed
     if value.device_mesh == like.device_mesh and local_tensor(value).device == target.device:
+        if isinstance(like, RaggedDTensor):
+            return distribute_ragged(value, like.device_mesh, like.placements)
         with torch.no_grad():
             return value.redistribute(placements=like.placements)
     return cut_whole(full_tensor(value), target)
+
+
+def fact_of(key: Key, value: Any, target: Target | None, sending: dist.ProcessGroup | None) -> str:
+    """What ranks must agree on before ``value`` is brought to its target.
+
+    Args:
+        target: ``None``: it goes nowhere, and every rank has it.
+        sending: the group whose first rank sends its tensors (``from_first_rank``); ``None``: ``in_layout``.
+    """
+    if target is None or not isinstance(value, (torch.Tensor, Described)):
+        return in_words(key)
+    return f"{in_words(key)} of shape {tuple(value.shape)}, {value.dtype}, {_movement(value, target, sending)}"
+
+
+def _movement(value: Any, target: Target, sending: dist.ProcessGroup | None) -> str:
+    like = target.like
+    if sending is not None:
+        return "sent in parts" if is_scattered(target, sending) else "sent whole"
+    if not isinstance(value, DTensor):
+        return "whole or cut as it is here"
+    if isinstance(like, DTensor) and _is_placed_like(value, like):
+        return "whole or cut as it is here"
+    return f"{layout_of(value)} (here: {layout_of(like) if isinstance(like, DTensor) else 'whole'})"
+
+
+def _is_placed_like(value: DTensor, like: DTensor) -> bool:
+    """Whether both have their elements at the same places."""
+    if isinstance(value, RaggedDTensor) and isinstance(like, RaggedDTensor):
+        return value._spec.cuts_like(like._spec)
+    return (
+        type(value) is type(like)
+        and value.shape == like.shape
+        and value.device_mesh == like.device_mesh
+        and value.placements == like.placements
+    )
 
 
 def cut_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
@@ -119,8 +155,8 @@ def from_first_rank(
         place = target.place
         if not len(given.shape):  # every rank has it already
             result[key] = in_layout(given, target)
-        elif place is not None and place[0].mesh.shard_group is group and is_cut_like(target.like, place):
-            parcel = parcels.setdefault((place[0], key[1], given.dtype), _Parcel(given.dtype, place))
+        elif place is not None and is_scattered(target, group):
+            parcel = parcels.setdefault((place[0], key[1:], given.dtype), _Parcel(given.dtype, place))
             parcel.keys[key] = place[1]
         else:
             whole = _broadcast(given, group, device)
@@ -128,6 +164,12 @@ def from_first_rank(
     for parcel in parcels.values():
         result.update(_scatter(parcel, wanted, group))
     return result
+
+
+def is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
+    """Whether ``from_first_rank`` sends each rank its part only."""
+    place = target.place
+    return place is not None and place[0].mesh.shard_group is group and is_cut_like(target.like, place)
 
 
 def _broadcast(given: Any, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
@@ -163,23 +205,26 @@ def _scatter(
 
 
 def describe(value: Any) -> Any:
-    """What the other ranks are told of a value: a tensor's shape and dtype, or, if it is a number or no tensor, all."""
-    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim():
-        return Described(tuple(value.shape), value.dtype)
-    return on_cpu(value)
+    """What the other ranks are told of a value, or of what is in lists and dicts: of a tensor shape and dtype, or, if
+    it is a number or no tensor, all."""
+
+    def tell(_: Any, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim():
+            return Described(tuple(leaf.shape), leaf.dtype)
+        return on_cpu(leaf)
+
+    return map_leaves(tell, value)
 
 
 def on_cpu(value: Any) -> Any:
     """A value that can be pickled, with the tensors in it on the CPU."""
-    if isinstance(value, DTensor):
-        raise TypeError("expected whole tensors, got a DTensor")
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: on_cpu(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([on_cpu(item) for item in value])
-    return value
+
+    def move(_: Any, leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            raise TypeError("expected whole tensors, got a DTensor")
+        return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(move, value)
 
 
 def share(value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -13,17 +13,28 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import IncompatibleKeys
+from ..summon import is_summoned_on_first_rank_only
 from .agreement import group_of, is_first, list_problems
-from .gathering import copy_to_cpu, gather_values, same_elements
-from .layouts import Described, Target, from_first_rank, in_layout
+from .gathering import Key, copy_to_cpu, gather_values, same_elements, storage_of
+from .layouts import Described, Target, fact_of, from_first_rank, in_layout
 from .names import ModelNames, own_method
+from .nested import map_leaves
 from .options import StateDictOptions
 
-_EXTRA_STATE = "_extra_state"  # what nn.Module calls the result of get_extra_state()
+
+def is_extra_state(fqn: str) -> bool:
+    """Whether it is what nn.Module calls the result of ``get_extra_state()``."""
+    return fqn.rpartition(".")[2] == "_extra_state"
 
 
 def entries_of(names: ModelNames) -> dict[str, tuple[str, Any]]:
-    """The key in ``model.state_dict()`` and the (detached, live) value of everything in it, by canonical FQN."""
+    """The key in ``model.state_dict()`` and the (detached, live) value of everything in it, by canonical FQN.
+
+    Raises:
+        RuntimeError: two keys have one canonical name; or, on every rank, the first one shows full parameters and the
+            others sharded ones.
+    """
+    _refuse_summoned_elsewhere(names)
     found: dict[str, tuple[str, Any]] = {}
     for key, value in own_method(names.model, "state_dict")().items():
         fqn = names.canonical(key)
@@ -36,41 +47,72 @@ def entries_of(names: ModelNames) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def get_model_state(
+def _refuse_summoned_elsewhere(names: ModelNames) -> None:
+    for handle in names.handles():
+        if is_summoned_on_first_rank_only(handle):
+            raise RuntimeError(
+                f"{handle.prefix}{handle.fqns[0]} is full on the first rank and sharded on the others, inside "
+                "summon_full_params(rank0_only=True): do it outside of that context. (A full state dict of the first "
+                "rank needs no such context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
+            )
+
+
+@dataclass
+class ModelEntries:
+    """What a state dict of a model will hold.
+
+    Attributes:
+        values: live; in a full dict, names of one parameter have one entry.
+        keys: the keys of the dict, and which of ``values`` each has.
+    """
+
+    values: dict[Key, Any] = field(default_factory=dict)
+    keys: dict[str, Key] = field(default_factory=dict)
+
+
+def choose_entries(
     names: ModelNames, options: StateDictOptions, submodules: set[nn.Module] | None = None
-) -> dict[str, Any]:
-    """The state dict by canonical FQN. Ranks: with ``full_state_dict`` all ranks of the model, which have met."""
+) -> ModelEntries:
+    """What is asked for. Local.
+
+    Raises:
+        RuntimeError: two entries would have one key; or as ``entries_of``.
+    """
     state = {fqn: value for fqn, (_, value) in entries_of(names).items()}
-    if options.ignore_frozen_params:
-        state = {fqn: value for fqn, value in state.items() if not _is_frozen(names, fqn)}
     prefixes = names.prefixes_of(submodules) if submodules else [""]
     chosen = [fqn for fqn in state if any(fqn.startswith(prefix) for prefix in prefixes)]
+    if options.ignore_frozen_params:
+        chosen = [fqn for fqn in chosen if not _is_frozen(names, fqn)]
+    entries, by_key, known = ModelEntries(), dict[str, str](), set(chosen)
+    for fqn in chosen:
+        prefix = next(p for p in prefixes if fqn.startswith(p))
+        key = fqn if options.keep_submodule_prefixes else fqn[len(prefix) :]
+        if key in by_key:
+            raise RuntimeError(
+                f"{by_key[key]} and {fqn} would both be {key}: keep the prefixes (keep_submodule_prefixes=True), or "
+                "ask for one of the submodules at a time"
+            )
+        by_key[key] = fqn
+        first = next(name for name in (*names.aliases(fqn), fqn) if name in known) if options.full_state_dict else fqn
+        entries.keys[key] = (first, "")
+        entries.values.setdefault((first, ""), state[first])
+    return entries
+
+
+def get_model_state(names: ModelNames, entries: ModelEntries, options: StateDictOptions) -> dict[str, Any]:
+    """The state dict. Ranks: with ``full_state_dict`` all ranks of the model, which have met."""
+    values = entries.values
     if options.full_state_dict:
-        state = _gather(names, {fqn: state[fqn] for fqn in chosen}, options)
+        places = {key: names.place(key[0]) for key in values}
+        is_here = is_first(group_of(names))
+        to_cpu, rank0_only = options.cpu_offload, options.is_rank0_only
+        values = gather_values(values, places, to_cpu=to_cpu, rank0_only=rank0_only, is_first=is_here)
     elif options.cpu_offload:
-        state = {fqn: _to_cpu(state[fqn]) for fqn in chosen}
-    if options.keep_submodule_prefixes:
-        return {fqn: state[fqn] for fqn in chosen if fqn in state}
-    shortened = {fqn: next(p for p in prefixes if fqn.startswith(p)) for fqn in chosen}
-    return {fqn[len(prefix) :]: state[fqn] for fqn, prefix in shortened.items() if fqn in state}
+        values = {key: map_leaves(_to_cpu, value) for key, value in values.items()}
+    return {key: values[value] for key, value in entries.keys.items() if value in values}
 
 
-def _gather(names: ModelNames, state: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """Whole tensors; names of one tensor have one whole tensor."""
-    first = {fqn: next(name for name in (*names.aliases(fqn), fqn) if name in state) for fqn in state}
-    values = {(fqn, ""): value for fqn, value in state.items() if first[fqn] == fqn}
-    places = {key: names.place(key[0]) for key in values}
-    wholes = gather_values(
-        values,
-        places,
-        to_cpu=options.cpu_offload,
-        rank0_only=options.is_rank0_only,
-        is_first=is_first(group_of(names)),
-    )
-    return {fqn: wholes[first[fqn], ""] for fqn in state if (first[fqn], "") in wholes}
-
-
-def _to_cpu(value: Any) -> Any:
+def _to_cpu(_: Any, value: Any) -> Any:
     return copy_to_cpu(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -92,6 +134,7 @@ class ModelPlan:
         keys: the keys in ``model.state_dict()``.
         missing, unexpected: as ``nn.Module.load_state_dict`` returns them.
         problem: why it cannot be done; empty if it can.
+        sending: the group whose first rank sends its tensors; ``None``: every rank has its own.
     """
 
     names: ModelNames
@@ -101,32 +144,34 @@ class ModelPlan:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     problem: str = ""
+    sending: dist.ProcessGroup | None = None
 
     @property
     def facts(self) -> list[str]:
         """What must be the same on every rank."""
-        return [
-            f"{fqn} of shape {tuple(value.shape)}, {value.dtype}"
-            if isinstance(value, (torch.Tensor, Described))
-            else fqn
-            for fqn, value in self.given.items()
-        ]
+        return [fact_of((fqn, ""), value, self.targets.get(fqn), self.sending) for fqn, value in self.given.items()]
 
 
-def plan_model(names: ModelNames, state: Mapping[str, Any], options: StateDictOptions) -> ModelPlan:
+def plan_model(
+    names: ModelNames, state: Mapping[str, Any], options: StateDictOptions, sending: dist.ProcessGroup | None = None
+) -> ModelPlan:
     """Compare a state dict with the model. Local; changes nothing.
 
     Args:
         state: by canonical FQN: tensors of any layout, descriptions of tensors that the first rank has, or others.
+        sending: as in ``ModelPlan``.
+
+    Raises:
+        RuntimeError: as ``entries_of``.
     """
-    plan = ModelPlan(names)
+    plan = ModelPlan(names, sending=sending)
     entries = entries_of(names)
     problems: list[str] = []
     for fqn, (key, value) in entries.items():
         if fqn not in state:
             continue
         plan.given[fqn], plan.keys[fqn] = state[fqn], key
-        if isinstance(value, torch.Tensor) and fqn.rpartition(".")[2] != _EXTRA_STATE:  # that can have any shape
+        if isinstance(value, torch.Tensor) and not is_extra_state(fqn):  # that can have any shape
             problems += _mismatch(fqn, value, state[fqn])
             plan.targets[fqn] = Target(value, names.place(fqn))
     plan.missing = [
@@ -170,7 +215,7 @@ def _layout(tensor: torch.Tensor) -> str:
 
 
 def fetch_model(plan: ModelPlan, sender: tuple[dist.ProcessGroup, torch.device] | None) -> dict[str, Any]:
-    """The given values in the model's layout. Changes nothing.
+    """The given values in the model's layout; none is the model's own memory of something else. Changes nothing.
 
     Ranks: all ranks of the model.
 
@@ -185,15 +230,19 @@ def fetch_model(plan: ModelPlan, sender: tuple[dist.ProcessGroup, torch.device] 
             moved = from_first_rank(tensors, *sender)
         else:
             moved = {key: in_layout(value, target) for key, (value, target) in tensors.items()}
-    return values | {fqn: tensor for (fqn, _), tensor in moved.items()}
+    live = {storage_of(target.like) for target in plan.targets.values() if not target.like.is_meta} - {0}
+    for (fqn, _), tensor in moved.items():
+        is_elsewhere = storage_of(tensor) in live and not _is_there(tensor, plan.targets[fqn])
+        values[fqn] = tensor.detach().clone() if is_elsewhere else tensor
+    return values
 
 
 def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
-    """Load values that fit. Parameters on the meta device get memory; their identity stays."""
+    """Load values that fit. Parameters on the meta device get memory; their identity stays. A module that loads by
+    itself gets all of its keys, also for what has arrived already: it may want them together."""
     names, load = plan.names, own_method(plan.names.model, "load_state_dict")
     is_meta = {fqn: fqn in plan.targets and plan.targets[fqn].like.is_meta for fqn in values}
-    moved = [fqn for fqn, value in values.items() if not is_meta[fqn] and not _is_there(value, plan.targets.get(fqn))]
-    load({plan.keys[fqn]: values[fqn] for fqn in moved}, strict=False)
+    load({plan.keys[fqn]: value for fqn, value in values.items() if not is_meta[fqn]}, strict=False)
     if any(is_meta.values()):
         fresh = {fqn: _own_memory(value, plan.targets[fqn]) for fqn, value in values.items() if is_meta[fqn]}
         ties = [tied for tied in _ties(names) if any(is_meta.get(fqn) for fqn in tied)]
@@ -204,9 +253,9 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
     return IncompatibleKeys(plan.missing, plan.unexpected)
 
 
-def _is_there(value: Any, target: Target | None) -> bool:
-    """Whether ``value`` is the model's own memory: what torch.distributed.checkpoint has loaded into already."""
-    return target is not None and type(value) is type(target.like) and same_elements(value, target.like)
+def _is_there(value: torch.Tensor, target: Target) -> bool:
+    """Whether ``value`` is the target's own memory: what torch.distributed.checkpoint has loaded into already."""
+    return type(value) is type(target.like) and same_elements(value, target.like)
 
 
 def _own_memory(value: torch.Tensor, target: Target) -> torch.Tensor:

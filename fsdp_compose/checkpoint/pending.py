@@ -1,8 +1,8 @@
 """State that an optimizer does not have yet, in a sharded state dict: a place to load into, which saves as "none yet".
 
 ``torch.distributed.checkpoint`` loads into the tensors that it is given, so a state dict must hold some, also for an
-optimizer that has not stepped. A pending tensor is such a place. Saved, it becomes ``None``; loaded from ``None``, it
-is replaced by ``None``; what was never loaded into it is no state either.
+optimizer that has not stepped. A pending tensor is such a place. Saved, also by ``torch.save``, it becomes ``None``;
+loaded from ``None``, it is replaced by ``None``; what was never loaded into it is no state either.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ def _pending(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
     with torch.no_grad():
         tensor, twin = (_allocate(param, kind, memory) for memory in [_memory(param, kind)] * 2)
     loaded = _Loaded()
-    # torch's protocol for tensors that know how they are saved, on this one tensor. The twin shares its memory; the
-    # tensor itself would be a reference cycle.
+    # torch's protocol for tensors that know how they are saved, and pickle's, on this one tensor. The twin shares its
+    # memory; the tensor itself would be a reference cycle.
     tensor.__dict__.update(
         {
             _MARK: loaded,
             "__create_write_items__": _write_nothing,
             "__get_tensor_shard__": partial(_find_shard, twin, loaded),
+            "__reduce_ex__": partial(_pickle, twin, loaded),
         }
     )
     return tensor
@@ -85,8 +86,24 @@ def _find_shard(twin: torch.Tensor, loaded: _Loaded, index: MetadataIndex) -> An
     return find_tensor_shard(twin, index)
 
 
+def _pickle(twin: torch.Tensor, loaded: _Loaded, protocol: Any) -> Any:
+    return twin.__reduce_ex__(protocol) if loaded.is_loaded else (_nothing, ())
+
+
+def _nothing() -> None:
+    """What a pending tensor is unpickled as."""
+
+
+torch.serialization.add_safe_globals([_nothing])
+
+
 def is_pending(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and _MARK in value.__dict__
+
+
+def pending_keys(state: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """(FQN, name) of what is pending."""
+    return [(fqn, key) for fqn, entries in state.items() for key, value in entries.items() if is_pending(value)]
 
 
 def settle(state: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
@@ -95,7 +112,7 @@ def settle(state: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | No
     A rank that holds no elements of a tensor has not seen it being loaded; so the ranks ask each other, if there is
     anything pending.
 
-    Ranks: all ranks of ``group``, with the same keys.
+    Ranks: all ranks of ``group``, with the same ``pending_keys``; ``None``: this one alone.
     """
     waiting = [value for entries in state.values() for value in entries.values() if is_pending(value)]
     arrived = _agree_on_loaded(waiting, group)

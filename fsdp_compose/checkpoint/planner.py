@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from .flattened import GROUPS, PARAMS, STATE, is_flattened, longest_prefix
 from .pending import pending_state
 from .templates import StateKind
+from .trained import is_shared_name
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -103,7 +104,7 @@ class _Saved:
         if like is not None:
             kind = StateKind((True,) * like.dim(), saved.properties.dtype, like.device)
             return pending_state(like, {key: kind})[key]
-        if fqn not in self.tensors and dist.is_initialized() and dist.get_world_size() > 1:
+        if fqn not in self.tensors and not is_shared_name(fqn) and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"the checkpoint holds {key}, of shape {tuple(saved.size)}, for which the optimizer has no place "
                 f"before its first step, and how {fqn} is sharded is not known: load the model's state dict in the "
@@ -112,11 +113,16 @@ class _Saved:
         return self.place(key)
 
     def wanted(self, trained: Sequence[str], saved: Iterable[str]) -> list[str]:
-        """Of the names with saved state those of trained parameters, also if a tied one was saved by another name."""
+        """Of the names with saved state those of trained parameters, also if a tied one was saved by another name, and
+        those that stand for optimizers."""
         saved = list(saved)
         lacking = {self.tensors[fqn].shape for fqn in trained if fqn not in saved and fqn in self.tensors}
         known = set(trained)
-        return [fqn for fqn in saved if fqn in known or (fqn in self.tensors and self.tensors[fqn].shape in lacking)]
+        return [
+            fqn
+            for fqn in saved
+            if fqn in known or is_shared_name(fqn) or (fqn in self.tensors and self.tensors[fqn].shape in lacking)
+        ]
 
 
 def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
@@ -159,7 +165,9 @@ def _follow_flattened(optimizer: dict[str, Any], saved: _Saved) -> None:
     known = {*trained, *saved.tensors}
 
     def parameter_of(key: str) -> str | None:
-        return longest_prefix(key.partition(".")[2], known)
+        name = key.partition(".")[2]
+        stem = ".".join(name.split(".")[:2])
+        return stem if is_shared_name(stem) else longest_prefix(name, known)
 
     entries: dict[str | None, dict[str, Any]] = {}
     present = [key for key in optimizer if key.startswith((f"{STATE}.", f"{GROUPS}."))]

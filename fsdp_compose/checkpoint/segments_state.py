@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .nested import Path, leaves_of, map_leaves
 from .trained import Trained, TrainedGroup
 
 
@@ -28,7 +29,7 @@ def conflict_of(group: TrainedGroup, state: Mapping[str, Mapping[str, Any]], *, 
                 "parameter: give it model.parameters(), or let missing state be zero with "
                 "StateDictOptions(strict=False)"
             )
-        problems += _different_scalars(having, state)
+        problems += _different_scalars(having, state) or _different_nesting(having, state)
     return problems
 
 
@@ -47,6 +48,17 @@ def _different_scalars(params: Sequence[Trained], state: Mapping[str, Mapping[st
     return []
 
 
+def _different_nesting(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    for param in params[1:]:
+        ours, theirs = dict(state[params[0].fqn]), dict(state[param.fqn])
+        if dict(leaves_of(ours)).keys() != dict(leaves_of(theirs)).keys():
+            return [
+                f"the state of {params[0].fqn} has {[*ours]} and that of {param.fqn} {[*theirs]}, or lists of other "
+                "lengths, but the optimizer holds both in one flat parameter: give it model.parameters()"
+            ]
+    return []
+
+
 def pack_flat(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The state of one flat parameter from that of its parameters."""
     having = {param.fqn: param for param in params if param.fqn in state}
@@ -54,19 +66,21 @@ def pack_flat(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]])
         return {}
     flat = params[0].flat
     assert flat is not None
-    result: dict[str, Any] = {}
-    for key, value in state[next(iter(having))].items():
-        parts = {param.place[1]: state[fqn][key] for fqn, param in having.items() if param.place is not None}
-        if isinstance(value, torch.Tensor) and not _is_number(key, parts):
-            result[key] = flat.join(parts)
-        else:
-            result[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    return result
+    leaves = {fqn: dict(leaves_of(dict(state[fqn]))) for fqn in having}
+
+    def join(path: Path, value: Any) -> Any:
+        parts = {param.place[1]: leaves[fqn][path] for fqn, param in having.items() if param.place is not None}
+        if isinstance(value, torch.Tensor) and not _is_number(path, parts):
+            return flat.join(parts)
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    packed: dict[str, Any] = map_leaves(join, dict(state[next(iter(having))]))
+    return packed
 
 
-def _is_number(key: str, parts: Mapping[int, Any]) -> bool:
+def _is_number(path: Path, parts: Mapping[int, Any]) -> bool:
     """Whether there is one number for all elements: 0-dim also where the parameter is not."""
-    return key == "step" or not any(isinstance(part, DTensor) for part in parts.values())
+    return path == ("step",) or not any(isinstance(part, DTensor) for part in parts.values())
 
 
 def _is_scalar(value: Any) -> bool:

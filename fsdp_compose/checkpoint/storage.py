@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from .agreement import agree, has_peers
-from .folders import METADATA, begin_folder, damage, entries, finish_folder, in_words, or_problem, partial_of
+from .agreement import agree, attempt, has_peers, in_words, or_problem
+from .folders import METADATA, begin_folder, damage, entries, finish_folder, partial_of
 from .gathering import empty_on
 from .layouts import Target
 from .planner import LoadPlanner
@@ -40,10 +40,11 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     """
     group, folder = _group(process_group), Path(folder)
     partial = partial_of(folder)
-    state, problem = _plain(state_dict)
+    state, problem = attempt(_plain, state_dict)
     if _is_first(group) and not problem:
         problem = or_problem(begin_folder, folder)
-    agree(group, "save()", [str(folder), *state], problem)
+    agree(group, "save()", [str(folder), *(state or {})], problem)
+    assert state is not None
     writer = _Writer(partial, sync_files=True)
     try:
         dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=group is None)
@@ -51,22 +52,20 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         remedy = f"The checkpoint is not complete, and {folder} does not exist"
         raise RuntimeError(f"save(): {_first_failure(error)}. {remedy}") from error
     rank = 0 if group is None else group.rank()
-    mine: dict[str, list[int]] = {}
-
-    def look() -> str:
-        mine.update(entries(path for path in partial.iterdir() if path.name.startswith(f"__{rank}_")))
-        return ""
-
-    parts: list[Any] = [(mine, or_problem(look))]
+    mine, problem = attempt(_written_by, partial, rank)
+    agree(group, "save()", [str(folder)], problem)
+    parts: list[Any] = [mine]
     if has_peers(group):
         assert group is not None
-        part, parts = parts[0], [None] * group.size()
-        dist.all_gather_object(parts, part, group=group)
-    problem = next((text for _, text in parts if text), "")
-    if rank == 0 and not problem:
-        files = {name: entry for part, _ in parts for name, entry in part.items()}
-        problem = or_problem(_finish, folder, files)
+        parts = [None] * group.size()
+        dist.all_gather_object(parts, mine, group=group)
+    if rank == 0:
+        problem = or_problem(_finish, folder, {name: entry for part in parts for name, entry in part.items()})
     agree(group, "save()", [str(folder)], problem)
+
+
+def _written_by(partial: Path, rank: int) -> dict[str, list[int]]:
+    return entries(path for path in partial.iterdir() if path.name.startswith(f"__{rank}_"))
 
 
 def _finish(folder: Path, files: Mapping[str, list[int]]) -> str:
@@ -110,8 +109,10 @@ def load(
     """
     group, folder = _group(process_group), Path(folder)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    state, problem = _plain(state_dict)
-    agree(group, "load()", [str(folder), *state], problem or or_problem(damage, folder, rank, size))
+    state, problem = attempt(_plain, state_dict)
+    problem = problem or or_problem(damage, folder, rank, size)
+    agree(group, "load()", [str(folder), *(state or {})], problem)
+    assert state is not None
     _give_memory(state)
     try:
         dcp.load(
@@ -125,7 +126,8 @@ def load(
         is_torn = error.args[0] == "read"
         remedy = "What the state dict holds may be loaded in part: load again" if is_torn else "Nothing was changed"
         raise RuntimeError(f"load(): {_first_failure(error)}. {remedy}") from error
-    agree(group, "load()", [str(folder)], _give_back(state_dict, state))
+    _, problem = attempt(_give_back, state_dict, state)
+    agree(group, "load()", [str(folder)], problem)
 
 
 def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -136,29 +138,31 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
     return group is None or group.rank() == 0
 
 
-def _plain(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The state dict with the ``state_dict()`` of objects that have one, and why there is none."""
-    plain: dict[str, Any] = {}
+def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with the ``state_dict()`` of objects that have one."""
+    plain = dict(state_dict)
     for key, value in state_dict.items():
-        try:
-            plain[key] = value.state_dict() if isinstance(value, Stateful) else value
-        except Exception as error:  # whatever objects of the user's raise: the other ranks are told
-            return {}, f"state_dict() of {key} raised {in_words(error)}"
-    return plain, ""
+        if isinstance(value, Stateful):
+            try:
+                plain[key] = value.state_dict()
+            except Exception as error:
+                raise RuntimeError(f"state_dict() of {key} raised {in_words(error)}") from error
+    return plain
 
 
-def _give_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> str:
-    """Put what was loaded into the user's dict and objects; what is wrong with that."""
+def _give_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Put what was loaded into the user's dict and objects."""
     for key, value in loaded.items():
         before = state_dict.get(key)
+        if not isinstance(before, Stateful):
+            state_dict[key] = value
+            continue
         try:
-            if isinstance(before, Stateful):
-                before.load_state_dict(value)
-            else:
-                state_dict[key] = value
-        except Exception as error:  # whatever objects of the user's raise: the other ranks are told
-            return f"everything was read, but load_state_dict() of {key} raised {in_words(error)}"
-    return ""
+            before.load_state_dict(value)
+        except Exception as error:
+            raise RuntimeError(
+                f"everything was read, but load_state_dict() of {key} raised {in_words(error)}"
+            ) from error
 
 
 def _give_memory(state: dict[str, Any]) -> None:
@@ -172,7 +176,7 @@ def _give_memory(state: dict[str, Any]) -> None:
 
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    text = str(cause) if isinstance(cause, _Told) else in_words(cause)
+    text = str(cause) if isinstance(cause, _Told) else f"{type(cause).__name__}: {cause}"
     return f"on rank {rank}: {text.rstrip('.')}"
 
 

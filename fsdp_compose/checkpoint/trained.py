@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,18 @@ from ..rebind import rebind
 from ..segments import FlatSegment, local_of
 from .layouts import Target
 from .names import ModelNames, Place, own_method
+from .nested import map_leaves
+
+Optimizers = Optimizer | Iterable[Optimizer]
 
 _NOT_SAVED = ("params", "param_names")
+_OPTIMIZERS = "optimizers"
+
+
+def is_shared_name(name: str) -> bool:
+    """Whether this may stand for an optimizer, in the place of the FQN of a parameter."""
+    prefix, _, number = name.rpartition(".")
+    return prefix == _OPTIMIZERS and number.isdigit()
 
 
 @dataclass(frozen=True)
@@ -88,12 +98,18 @@ class TrainedBy:
         groups: its parameter groups.
         packed: its own ``state_dict()``, which numbers parameters.
         foreign: what it trains that the model does not have, in words.
+        numel: elements of all its parameters.
+        shared: state that it keeps under other keys than its parameters (``state["global"]``).
+        shared_name: what stands for an FQN in the place of these keys.
     """
 
-    def __init__(self, optimizer: Optimizer, names: ModelNames, keep_foreign: bool) -> None:
+    def __init__(self, optimizer: Optimizer, names: ModelNames, keep_foreign: bool, place: int) -> None:
         rebind(optimizer)  # it may have been built before fully_shard
         self.optimizer = optimizer
+        self.shared_name = f"{_OPTIMIZERS}.{place}"
         self.packed: dict[str, Any] = own_method(optimizer, "state_dict")()
+        self.shared = {key: value for key, value in self.packed["state"].items() if not isinstance(key, int)}
+        self.numel = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
         self.groups: list[TrainedGroup] = []
         self.foreign: list[str] = []
         for number, (group, packed) in enumerate(zip(optimizer.param_groups, self.packed["param_groups"], strict=True)):
@@ -107,10 +123,21 @@ class TrainedBy:
                 params += found
             self.groups.append(TrainedGroup(number, packed["params"], params))
 
+    @property
+    def fqns(self) -> list[str]:
+        return [fqn for group in self.groups for fqn in group.fqns]
+
+    @property
+    def device(self) -> torch.device:
+        """Of its first parameter."""
+        return next((param.target.device for group in self.groups for param in group.params), torch.device("cpu"))
+
     def keep_only(self, prefixes: Sequence[str]) -> None:
-        """Forget the parameters whose names begin with none of ``prefixes``, and groups that then have none."""
+        """Forget the parameters whose names begin with none of ``prefixes``, groups that then have none, and state that
+        is of no parameter."""
         if "" in prefixes:
             return
+        self.shared = {}
         kept = []
         for group in self.groups:
             params = [param for param in group.params if param.fqn.startswith(tuple(prefixes))]
@@ -132,14 +159,14 @@ class TrainedBy:
         state = self.packed["state"].get(param.number) or {}
         if param.flat is None or param.place is None:
             return dict(state)
-        return {
-            key: param.flat.part(value, param.place[1])
-            if param.flat.is_elementwise(value)
-            else value.clone()
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in state.items()
-        }
+        flat, index = param.flat, param.place[1]
+
+        def part(_: Any, value: Any) -> Any:
+            if flat.is_elementwise(value):
+                return flat.part(value, index)
+            return value.clone() if isinstance(value, torch.Tensor) else value
+
+        return {key: map_leaves(part, value) for key, value in state.items()}
 
 
 def _parts(param: torch.Tensor, number: int, names: ModelNames) -> Iterator[Trained]:
@@ -165,7 +192,15 @@ def _in_words(optimizer: str, group: int, index: int, values: dict[str, Any]) ->
     )
 
 
-def problem_of(trained: Sequence[TrainedBy]) -> str:
+def trained_by(optimizers: Optimizers | None, names: ModelNames, keep_foreign: bool) -> list[TrainedBy]:
+    """What each of the optimizers trains."""
+    if optimizers is None:
+        return []
+    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    return [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(several)]
+
+
+def problem_of(trained: Sequence[TrainedBy], names: ModelNames) -> str:
     """Why these optimizers cannot be spoken of by FQN; empty if they can."""
     foreign = [item for by in trained for item in by.foreign]
     if foreign:
@@ -175,6 +210,14 @@ def problem_of(trained: Sequence[TrainedBy]) -> str:
         )
     seen: set[str] = set()
     for by in trained:
+        if by.shared and by.shared_name in names.parameters:
+            return f"the model has a parameter named {by.shared_name}, which stands for other state of optimizers"
+        strange = [key for key in by.shared if not isinstance(key, str)]
+        if strange:
+            return (
+                f"the {type(by.optimizer).__name__} keeps state under {strange[0]!r}, which is neither one of its "
+                "parameters nor a string: name it"
+            )
         for group in by.groups:
             for fqn in group.fqns:
                 if fqn in seen:
