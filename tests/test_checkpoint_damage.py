@@ -194,9 +194,12 @@ def test_a_model_on_the_meta_device_gets_memory():
     with torch.device("meta"):
         meta = shard(build(1))
     its = adamw(meta.parameters())
-    state = state_of(meta, its)
-    load(state, folder)
-    set_state(meta, its, state)
+    with pytest.MonkeyPatch.context() as no_gpu:  # a torch that was built for CUDA, on a machine that has none
+        has_none = lambda check_available=False: None if check_available else torch.device("cuda")  # noqa: E731
+        no_gpu.setattr(torch.accelerator, "current_accelerator", has_none)
+        state = state_of(meta, its)
+        load(state, folder)
+        set_state(meta, its, state)
     assert_equal(snapshot(meta, its), snapshot(model, optimizer))
     meta.scratch = torch.ones(2)  # in no state dict
     for trained, by in ((model, optimizer), (meta, its)):

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from fsdp_compose import fully_shard
-from fsdp_compose.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
+from fsdp_compose.checkpoint import get_model_state_dict, get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from tests.harness import distributed
 from tests.test_checkpoint import FLATTENED, assert_equal, snapshot, train
 from tests.test_checkpoint_storage import set_state, shared_folder, state_of
@@ -177,3 +177,22 @@ def test_an_optimizers_own_dict_with_numbers_is_loaded_or_an_error_and_not_dropp
     load(state, folder)
     set_optimizer_state_dict(other, its, state["optimizer"])
     assert_equal(snapshot(other, its)[1], snapshot(model, optimizer)[1])
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+@distributed(world_size=2)
+def test_state_of_another_kind_of_optimizer_is_an_error(steps):
+    folder = shared_folder() / "checkpoint"
+    model, other = waves(0), waves(1)
+    optimizer, its = sgd(momentum=0.9)(model), adam()(other)
+    train(model, optimizer, 1)
+    train(other, its, steps)
+    save(state_of(model, optimizer), folder)
+    before = snapshot(other, its)
+    optimizer_state = get_optimizer_state_dict(other, its)
+    load({"model": get_model_state_dict(model), "optimizer": optimizer_state}, folder)
+    with pytest.raises(
+        RuntimeError, match="expected step, exp_avg, exp_avg_sq, which Adam keeps; found momentum_buffer"
+    ):
+        set_optimizer_state_dict(other, its, optimizer_state)
+    assert_equal(snapshot(other, its), before)

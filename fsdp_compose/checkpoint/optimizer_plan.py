@@ -83,7 +83,6 @@ def plan_optimizers(
         problems += [f"unexpected: {fqn}, which the model does not have" for fqn in strange]
     without_params = iter(saved.without_params)  # in their order, over all optimizers
     for by in trained:
-        templates = Templates(by.optimizer)
         plan.groups.append([])
         _plan_shared(plan, by, saved)
         for group in by.groups:
@@ -91,6 +90,7 @@ def plan_optimizers(
             hyperparameters, conflicts = _merge(by.hyperparameters(group.number), matching)
             plan.groups[-1].append(_GroupPlan(group, hyperparameters))
             problems += conflicts
+            templates = Templates(by.optimizer, {group.number: hyperparameters})
             for param in group.params:
                 problems += _plan_param(plan, by, param, saved, templates.of(group.number, param.tensor), options)
             problems += conflict_of(group, plan.state, is_strict=options.strict)
@@ -171,6 +171,12 @@ def _plan_param(
         return []
     plan.state[param.fqn] = dict(entries)
     known, problems = StateTargets(by, param, template), []
+    lacking = [key for key in template if key not in entries]
+    if lacking and options.strict:
+        problems.append(
+            f"state of {param.fqn}: expected {', '.join(template)}, which {type(by.optimizer).__name__} keeps; found "
+            f"{', '.join(entries)}"
+        )
     for path, value in leaves_of(plan.state[param.fqn]):
         if not isinstance(value, (torch.Tensor, Described)):
             continue

@@ -55,10 +55,14 @@ Template = Mapping[str, StateKind]
 
 
 class Templates:
-    """The templates of one optimizer; empty where they cannot be known."""
+    """The templates of one optimizer; empty where they cannot be known.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    Args:
+        hyperparameters: by number of the group, what is to replace the optimizer's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, hyperparameters: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        self._optimizer, self._hyperparameters = optimizer, hyperparameters or {}
         self._known: dict[Any, Template] = {}
         self._is_known = _step_is_known(optimizer)
 
@@ -66,7 +70,8 @@ class Templates:
         """What the optimizer will keep for a parameter of its group number ``group``."""
         key = (group, max(param.dim(), 1), param.dtype, param.device)
         if key not in self._known:
-            self._known[key] = _try_step(self._optimizer, *key) if self._is_known else {}
+            values = {**self._optimizer.param_groups[group], **self._hyperparameters.get(group, {})}
+            self._known[key] = _try_step(self._optimizer, values, *key[1:]) if self._is_known else {}
         return self._known[key]
 
 
@@ -77,7 +82,9 @@ def _step_is_known(optimizer: Optimizer) -> bool:
     return f"{definer.__module__}.".startswith("torch.optim.") or definer in elementwise_classes
 
 
-def _try_step(optimizer: Optimizer, group: int, ndim: int, dtype: torch.dtype, device: torch.device) -> Template:
+def _try_step(
+    optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch.dtype, device: torch.device
+) -> Template:
     real = torch.device("cpu") if device.type == "meta" else device
     param = torch.zeros(
         _SIZES[:ndim], dtype=dtype, device=real, requires_grad=dtype.is_floating_point or dtype.is_complex
@@ -100,8 +107,8 @@ def _try_step(optimizer: Optimizer, group: int, ndim: int, dtype: torch.dtype, d
     return {key: kind for key, kind in kinds.items() if kind is not None}
 
 
-def _stand_in(optimizer: Optimizer, group: int, param: torch.Tensor) -> Optimizer:
-    """An optimizer of the same class and hyperparameters over ``param``, without hooks."""
+def _stand_in(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> Optimizer:
+    """An optimizer of the same class with the hyperparameters of ``group`` over ``param``, without hooks."""
     twin: Optimizer = object.__new__(type(optimizer))
     for key, value in optimizer.__dict__.items():
         is_container = isinstance(value, (list, dict, set))
@@ -110,8 +117,8 @@ def _stand_in(optimizer: Optimizer, group: int, param: torch.Tensor) -> Optimize
     twin.state = defaultdict(dict)
     hyper = {
         key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in optimizer.param_groups[group].items()
-        if key != "param_names"
+        for key, value in group.items()
+        if key not in ("params", "param_names")
     }
     twin.param_groups = [{**hyper, "params": [param]}]
     return twin
