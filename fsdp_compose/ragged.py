@@ -23,7 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ._torch import DTensorSpec, TensorMeta, allow_in_foreach, local_tensor, make_dtensor, set_local_tensor
+from ._torch import (
+    DTensorSpec,
+    TensorMeta,
+    all_gather_single,
+    allow_in_foreach,
+    local_tensor,
+    make_dtensor,
+    set_local_tensor,
+)
 from .placement import RaggedShard
 from .ragged_spec import RaggedSpec
 from .wire import wire
@@ -378,7 +386,7 @@ def gather_runs(tensor: RaggedDTensor) -> torch.Tensor:
         padded = local.new_zeros(longest)
         padded[: local.numel()] = local.reshape(-1)
         everything = local.new_empty(longest * len(runs))
-        dist.all_gather_into_tensor(wire(everything), wire(padded), group=group)
+        all_gather_single(wire(everything), wire(padded), group=group)
         for rank, (start, stop) in enumerate(runs):
             flat[start:stop] = everything[rank * longest : rank * longest + stop - start]
     return flat.view(shape)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .accumulation import UnreducedGradient
+from .direct import all_gather, gather
 from .faces import dress, face_local, make_gradient
 from .flat_param import FlatParamHandle, handle_of
 from .iteration import enter_alone
 from .meeting import meet
 from .swap import SlotView
-from .wire import wire
 
 
 @dataclass(frozen=True)
@@ -266,11 +266,10 @@ def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, 
             if flat is not None:
                 flat.copy_(shard)
         elif rank0_only:
-            parts = [wire(part) for part in flat.chunk(mesh.shard_world_size)] if flat is not None else None
-            dist.gather(wire(shard), parts, group=mesh.shard_group, group_dst=0)
+            gather(flat, shard, mesh.shard_group)
         else:
             assert flat is not None
-            dist.all_gather_into_tensor(wire(flat), wire(shard), group=mesh.shard_group)
+            all_gather(flat, shard, mesh.shard_group)
         return flat.cpu() if flat is not None and to_cpu else flat
 
 

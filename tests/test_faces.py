@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_compose
 from fsdp_compose import RaggedDTensor, clip_grad_norm_, distribute_ragged, flat_parameters, fully_shard, no_sync
@@ -731,25 +732,12 @@ def test_model_to_dtype_between_steps():
 @distributed(world_size=2, timeout=60)
 def test_state_dict_holds_dtensors_over_the_live_shards_without_communication():
     model = shard(build())
-    issued = []
-
-    class Spy:
-        def __init__(self, name):
-            self.name, self.original = name, getattr(dist, name)
-
-        def __call__(self, *args, **kwargs):
-            issued.append(self.name)
-            return self.original(*args, **kwargs)
-
-    spies = [Spy(name) for name in ("all_gather_into_tensor", "broadcast", "all_reduce")]
-    for spy in spies:
-        setattr(dist, spy.name, spy)
-    try:
+    with CommDebugMode() as comm:
         state = model.state_dict()
-    finally:
-        for spy in spies:
-            setattr(dist, spy.name, spy.original)
-    assert not issued
+    assert comm.get_total_counts() == 0
+    with CommDebugMode() as comm:
+        model.second.weight.full_tensor()
+    assert comm.get_total_counts() > 0, "it would have been seen"
     for name, param in model.named_parameters():
         assert isinstance(state[name], DTensor) and not state[name].requires_grad
         assert state[name].to_local().data_ptr() == param.to_local().data_ptr()
