@@ -37,6 +37,7 @@ from tests.test_checkpoint import (
     FULL,
     FULL_ON_CPU,
     Matrices,
+    Net,
     adamw,
     assert_equal,
     batch,
@@ -250,6 +251,25 @@ def test_pending_state_on_one_rank_only_is_told_to_all():
         set_optimizer_state_dict(
             model, optimizer, pending if dist.get_rank() else get_optimizer_state_dict(model, optimizer)
         )
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@distributed(world_size=2)
+def test_a_model_may_be_on_the_meta_device_on_some_ranks_only(broadcast):
+    source = build(1)
+    trained = adamw(source.parameters())
+    train(source, trained, 1)
+    states = get_state_dict(source, trained, options=FULL)
+    if dist.get_rank() == 0:
+        model = shard(build(0))
+    else:
+        with torch.device("meta"):
+            model = shard(Net())
+    optimizer = adamw(model.parameters())
+    options = FROM_RANK0 if broadcast else None
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    assert_equal(get_optimizer_state_dict(model, optimizer, options=FULL)["state"], states[1]["state"])
+    assert_equal(get_model_state_dict(model, options=FULL), states[0])
 
 
 # ---- what a full dict shares

@@ -110,6 +110,15 @@ def _agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], pro
         raise RuntimeError(f"{call}: {problem}")
 
 
+def is_true_on_any(group: dist.ProcessGroup | None, call: str, what: str, flag: bool) -> bool:
+    """Whether ``flag`` is true on some rank, where ranks may differ but must go the same way. Every rank meets."""
+    if not has_peers(group):
+        return flag
+    assert group is not None
+    purpose = f"{call}: {what}"
+    return meet(group, purpose, str(flag), lambda flags: str(str(True) in flags)) == str(True)
+
+
 def _explain(call: str, rank: int, ours: list[str], theirs: list[str]) -> str:
     if ours[0]:
         return f"{call}: {ours[0]}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._torch import group_device_types
-from .agreement import agree, attempt, group_of, has_peers, in_words
+from .agreement import agree, attempt, group_of, has_peers, in_words, is_true_on_any
 from .flattened import GROUPS, STATE, is_flattened, is_numbered, name, require_form, unflatten
 from .gathering import in_words as in_words_of
 from .layouts import describe, on_cpu, share
@@ -61,7 +61,8 @@ def load_into(
     agree(group, call, plans.facts if plans else [], problem)
     assert plans is not None
     values, result = fetch_model(plans.model, sender), None
-    is_first_loaded = any(by.on_meta(flat=False) for by in ready.trained)
+    is_on_meta = any(by.on_meta(flat=False) for by in ready.trained)
+    is_first_loaded = optimizers is not None and is_true_on_any(group, call, "on the meta device", is_on_meta)
     if is_first_loaded:  # what has no memory yet gives its state none
         result = _load_model(group, call, plans, values)
         plans, problem = attempt(_plan_again, ModelNames(model), optimizers, plans, options)
