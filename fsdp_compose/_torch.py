@@ -61,6 +61,8 @@ __all__ = [
     "share_versions",
     "skip_frame",
     "storage_use_count",
+    "versions_of",
+    "with_versions",
     "wrapped_child",
 ]
 
@@ -146,6 +148,19 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Names of the buffers of ``module`` itself that its state dict leaves out."""
     return module._non_persistent_buffers_set
+
+
+def versions_of(state_dict: Any) -> dict[str, Any]:
+    """What ``module.state_dict()`` notes beside the values, by the path of each submodule: the version of its format,
+    by which ``_load_from_state_dict()`` of some modules decides how to read. Empty if there is none."""
+    return getattr(state_dict, "_metadata", None) or {}
+
+
+def with_versions(state_dict: dict[str, Any], versions: dict[str, Any]) -> dict[str, Any]:
+    """The state dict in the form that ``load_state_dict()`` takes versions from."""
+    noted = OrderedDict(state_dict)
+    noted._metadata = versions  # type: ignore[attr-defined]
+    return noted
 
 
 def composable_registry(module: nn.Module) -> dict[str, Any]:

@@ -12,9 +12,16 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from fsdp_compose import fully_shard
-from fsdp_compose.checkpoint import get_model_state_dict, get_optimizer_state_dict, load, save, set_optimizer_state_dict
+from fsdp_compose.checkpoint import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    load,
+    save,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from tests.harness import distributed
-from tests.test_checkpoint import FLATTENED, assert_equal, snapshot, train
+from tests.test_checkpoint import FLATTENED, FROM_RANK0, FULL, assert_equal, batch, snapshot, train
 from tests.test_checkpoint_storage import set_state, shared_folder, state_of
 
 
@@ -196,3 +203,65 @@ def test_state_of_another_kind_of_optimizer_is_an_error(steps):
     ):
         set_optimizer_state_dict(other, its, optimizer_state)
     assert_equal(snapshot(other, its), before)
+
+
+class Halved(nn.Module):
+    """In the first version of its format the weight was half of what it is now."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def _load_from_state_dict(self, state, prefix, local_metadata, *rest):
+        if local_metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+@pytest.mark.parametrize("how", ["full", "broadcast", "sharded", "compiled"])
+@distributed(world_size=2)
+def test_modules_are_told_the_version_of_their_format(how):
+    model, other = (fully_shard(nn.Sequential(Halved())) for _ in range(2))
+    expected = snapshot(model)
+    if how == "compiled":
+        other = torch.compile(other)
+    options = {"full": FULL, "broadcast": FROM_RANK0}.get(how)
+    full = None if how in ("sharded", "compiled") else FULL
+    set_model_state_dict(other, get_model_state_dict(model, options=full), options=options)
+    assert_equal(snapshot(other), expected)
+    old = nn.Sequential(Halved()).state_dict()
+    old["0.weight"] = expected[0]["0.weight"] / 2
+    old._metadata["0"]["version"] = 1
+    set_model_state_dict(other, old, options=options)
+    assert_equal(snapshot(other), expected)
+
+
+@distributed(world_size=2)
+def test_lists_and_state_of_no_parameter_load_into_an_optimizer_that_has_none():
+    folder = shared_folder() / "checkpoint"
+    model, other = waves(0), waves(1)
+    lbfgs = lambda m: torch.optim.LBFGS(m.first.parameters(), lr=0.1, max_iter=3, history_size=4)  # noqa: E731
+    optimizers = [lbfgs(model), lbfgs(other)]
+
+    def closure_of(trained: nn.Module) -> Any:
+        def closure() -> torch.Tensor:
+            trained.zero_grad()
+            loss: torch.Tensor = trained(batch(0)).square().mean()
+            loss.backward()
+            return loss
+
+        return closure
+
+    optimizers[0].step(closure_of(model))
+    optimizers[0].state["all"] = {"seen": 3, "sum": torch.ones(2)}
+    save(state_of(model, optimizers[0]), folder)
+    state = state_of(other, optimizers[1])
+    load(state, folder)
+    set_state(other, optimizers[1], state)
+    assert optimizers[1].state["all"]["seen"] == 3
+    assert_equal(snapshot(other, optimizers[1]), snapshot(model, optimizers[0]))
+    for trained, by in zip((model, other), optimizers, strict=True):
+        by.step(closure_of(trained))
+    assert_equal(snapshot(other, optimizers[1]), snapshot(model, optimizers[0]))

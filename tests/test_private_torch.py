@@ -772,6 +772,22 @@ def test_group_timeout_of_a_group_that_has_none():
 # ---- wrappers and state dicts
 
 
+def test_versions_of():
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    assert _torch.versions_of(state) == {"": {"version": 1}, "0": {"version": 2}} and _torch.versions_of({}) == {}
+
+
+def test_with_versions():
+    seen = []
+
+    class Versioned(nn.Module):
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *_):
+            seen.append(local_metadata.get("version"))
+
+    nn.Sequential(Versioned()).load_state_dict(_torch.with_versions({}, {"0": {"version": 7}}))
+    assert seen == [7]
+
+
 def test_CheckpointWrapper():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

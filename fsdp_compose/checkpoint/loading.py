@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from .._torch import group_device_types
+from .._torch import group_device_types, versions_of, with_versions
 from .agreement import agree, attempt, group_of, has_peers, in_words, is_true_on_any
 from .flattened import GROUPS, STATE, is_flattened, is_numbered, name, require_form, unflatten
 from .gathering import in_words as in_words_of
@@ -138,7 +138,8 @@ def _tell(given: _Given) -> bytes:
     try:
         model = optimizers = None
         if given.model is not None:
-            model = {fqn: (on_cpu if is_extra_state(fqn) else describe)(value) for fqn, value in given.model.items()}
+            told = {fqn: (on_cpu if is_extra_state(fqn) else describe)(value) for fqn, value in given.model.items()}
+            model = with_versions(told, versions_of(given.model))
         if given.optimizers is not None:
             given.optimizers = {**given.optimizers, STATE: settle(given.optimizers[STATE], None)}
             state = {fqn: describe(dict(entries)) for fqn, entries in given.optimizers[STATE].items()}

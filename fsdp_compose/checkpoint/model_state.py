@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import IncompatibleKeys
+from .._torch import IncompatibleKeys, versions_of, with_versions
 from ..summon import is_summoned_on_first_rank_only
 from .agreement import group_of, is_first, list_problems
 from .gathering import Key, copy_to_cpu, gather_values, same_elements, storage_of
@@ -34,9 +34,18 @@ def entries_of(names: ModelNames) -> dict[str, tuple[str, Any]]:
         RuntimeError: two keys have one canonical name; or, on every rank, the first one shows full parameters and the
             others sharded ones.
     """
+    return _by_fqn(names, _live_state(names))
+
+
+def _live_state(names: ModelNames) -> Mapping[str, Any]:
     _refuse_summoned_elsewhere(names)
+    state: Mapping[str, Any] = own_method(names.model, "state_dict")()
+    return state
+
+
+def _by_fqn(names: ModelNames, state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
-    for key, value in own_method(names.model, "state_dict")().items():
+    for key, value in state.items():
         fqn = names.canonical(key)
         if fqn in found:
             raise RuntimeError(
@@ -133,12 +142,15 @@ class ModelPlan:
         targets: where the tensors among it go.
         keys: the keys in ``model.state_dict()``.
         missing, unexpected: as ``nn.Module.load_state_dict`` returns them.
+        versions: of the format of each submodule, as ``load_state_dict()`` takes them: those that the given dict notes,
+            else the present ones, since its keys are compared with the present ones.
         problem: why it cannot be done; empty if it can.
         sending: the group whose first rank sends its tensors; ``None``: every rank has its own.
     """
 
     names: ModelNames
     given: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
     targets: dict[str, Target] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -165,7 +177,11 @@ def plan_model(
         RuntimeError: as ``entries_of``.
     """
     plan = ModelPlan(names, sending=sending)
-    entries = entries_of(names)
+    live = _live_state(names)
+    entries, noted = _by_fqn(names, live), versions_of(state)
+    plan.versions = {
+        path: noted.get(names.canonical_module(path), version) for path, version in versions_of(live).items()
+    }
     problems: list[str] = []
     for fqn, (key, value) in entries.items():
         if fqn not in state:
@@ -242,11 +258,13 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
     itself gets all of its keys, also for what has arrived already: it may want them together."""
     names, load = plan.names, own_method(plan.names.model, "load_state_dict")
     is_meta = {fqn: fqn in plan.targets and plan.targets[fqn].like.is_meta for fqn in values}
-    load({plan.keys[fqn]: value for fqn, value in values.items() if not is_meta[fqn]}, strict=False)
+    there = {plan.keys[fqn]: value for fqn, value in values.items() if not is_meta[fqn]}
+    load(with_versions(there, plan.versions), strict=False)
     if any(is_meta.values()):
         fresh = {fqn: _own_memory(value, plan.targets[fqn]) for fqn, value in values.items() if is_meta[fqn]}
         ties = [tied for tied in _ties(names) if any(is_meta.get(fqn) for fqn in tied)]
-        load({plan.keys[fqn]: value for fqn, value in fresh.items()}, strict=False, assign=True)
+        given = {plan.keys[fqn]: value for fqn, value in fresh.items()}
+        load(with_versions(given, plan.versions), strict=False, assign=True)
         _keep_objects(names, [fqn for fqn, meta in is_meta.items() if meta])
         _tie_again(names.model, plan, ties)
     _warn_of_meta(names)

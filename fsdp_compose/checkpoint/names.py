@@ -47,6 +47,10 @@ class ModelNames:
                 return self._prefixes[key[: end + 1]] + key[end + 1 :]
         return key
 
+    def canonical_module(self, path: str) -> str:
+        """The canonical form of the path of a submodule; empty for the model itself."""
+        return self._prefixes.get(f"{path}." if path else "", path).rstrip(".")
+
     def names_of(self, tensor: torch.Tensor) -> list[str]:
         """All names of a parameter; none if the model does not have it."""
         return self._names.get(id(tensor), [])
