@@ -11,7 +11,8 @@ the test modules, and has run nothing; and the ranks of one world size form a po
 test travels as (file, module, qualified name, arguments); each rank looks it up in the module and calls it.
 The pytest process itself never joins a process group: it sends tasks, collects one report per rank, and turns them into
 one failure that names each rank. A pool in which something went wrong is not trusted again: its processes, and only
-they, are ended, and the next test starts others. Tests that need one process only use `fake_process_group`.
+they, are ended, and the next test starts others. Tests that need one process only use `fake_process_group`, and those
+that run a program of their own `start_forked`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -51,10 +53,6 @@ GRACE = 2.0  # seconds the other ranks get after the first failure, to fail in t
 GROUP_TIMEOUT = 600.0  # of gloo; far beyond a test's, so that a hang is reported with stacks and not as a gloo error
 MAX_OUTPUT = 20_000  # characters of one rank's output or stacks that a failure quotes
 BODY_DONE = "body done"  # the report between a test body and the barrier that ends the test
-
-# What the server imports before it forks. The first checkpoint() of a process imports dynamo.
-_preloaded = ["tests.rewriting", "torch._dynamo"]
-_forks = multiprocessing.get_context("forkserver")
 
 Body = Callable[..., None]
 _rank: int | None = None  # set in a worker, None in the pytest process
@@ -78,8 +76,7 @@ def distributed(
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
     def decorate(body: Body) -> Body:
-        if body.__module__ not in _preloaded:
-            _preloaded.append(body.__module__)
+        preload(body.__module__)
         signature = inspect.signature(body)
         wants_size = "world_size" in signature.parameters
 
@@ -135,6 +132,52 @@ def fake_process_group(rank: int = 0, world_size: int = 64) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+# ---- the server that processes are forked from -----------------------------------------------------------------------
+
+_forks = multiprocessing.get_context("forkserver")
+_preloaded = ["tests.rewriting", "torch._dynamo"]  # the first checkpoint() of a process imports dynamo
+
+
+def preload(module: str) -> None:
+    """Lets forked processes find ``module`` imported. Called while tests are collected: the server starts later."""
+    if module not in _preloaded:
+        _preloaded.append(module)
+
+
+def start_forked(output: Path, target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """Calls ``target(*arguments)`` in another process, which prints to the file ``output``. To be ended by ``end``."""
+    environment = {  # of the server, which the first call starts, and which passes it on
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": "1",  # also because a process with threads must not be forked
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    _forks.set_forkserver_preload(_preloaded)
+    process = _forks.Process(target=_forked_main, args=(str(output), target, *arguments))
+    with mock.patch.dict(os.environ, environment):
+        process.start()
+    return process
+
+
+def _forked_main(output: str, target: Callable[..., None], *arguments: Any) -> None:
+    os.setsid()  # Ctrl-C is for the pytest process, and what this one starts is ended together with it
+    with open(output, "wb") as file:
+        for standard in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), standard.fileno())
+    gc.freeze()  # what importing torch has left is not looked at by every collection
+    target(*arguments)
+
+
+def end(process: ForkServerProcess) -> None:
+    """Ends ``process``, and what it has started, if it runs."""
+    if process.exitcode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no session yet, or ends by itself
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
 # ---- the pytest process: pools of workers ----------------------------------------------------------------------------
 
 
@@ -156,10 +199,9 @@ class _Worker:
         self.stacks.touch()
         self.output_seen = 0
         self.connection, theirs = _forks.Pipe()
-        arguments = (theirs, rank, world_size, port, pg_timeout, str(self.output), str(self.stacks))
-        self.process = _forks.Process(target=_worker_main, args=arguments)
-        with theirs, _environment_of_the_server():
-            self.process.start()
+        with theirs:
+            arguments = (theirs, rank, world_size, port, pg_timeout, str(self.stacks))
+            self.process = start_forked(self.output, _worker_main, *arguments)
 
     def receive(self) -> str | None:
         """None when all went well, BODY_DONE on the way there, otherwise what went wrong."""
@@ -177,11 +219,7 @@ class _Worker:
         return text.decode(errors="replace")[-MAX_OUTPUT:]
 
     def kill(self) -> None:
-        if self.process.exitcode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no session yet, or ends by itself
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-            self.process.join()
+        end(self.process)
         self.connection.close()
 
 
@@ -267,19 +305,6 @@ class WorkerPool:
         return {worker.rank: worker.stacks.read_text(errors="replace")[-MAX_OUTPUT:] for worker in workers}
 
 
-def _environment_of_the_server() -> contextlib.AbstractContextManager[Any]:
-    """The environment that the first start of a worker gives the server, and the server every worker."""
-    settings = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "OMP_NUM_THREADS": "1",  # also: a process that is to be forked has no threads
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    }
-    _forks.set_forkserver_preload(_preloaded)
-    return mock.patch.dict(os.environ, settings)
-
-
 _pools: dict[int, WorkerPool] = {}
 
 
@@ -293,15 +318,9 @@ def shutdown_pools() -> None:
 # ---- the workers -----------------------------------------------------------------------------------------------------
 
 
-def _worker_main(
-    connection: Connection, rank: int, world_size: int, port: int, pg_timeout: float, output: str, stacks: str
-) -> None:
+def _worker_main(connection: Connection, rank: int, world_size: int, port: int, pg_timeout: float, stacks: str) -> None:
     global _rank
     _rank = rank
-    os.setsid()  # Ctrl-C is for the pytest process, and what a rank starts is ended together with it
-    with open(output, "wb") as file:
-        for standard in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), standard.fileno())
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)
     tasks = _receive_in_background(connection)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -309,7 +328,6 @@ def _worker_main(
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=pg_timeout))  # only now: ranks may start further apart than a test may wait
     connection.send(None)
-    gc.freeze()  # what importing torch has left is not looked at by every collection
     while (task := tasks.get()) is not None:
         connection.send(_run_task(task, connection))
     dist.barrier()
