@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import gc
 import json
-import os
 import shutil
 import tempfile
 import warnings
@@ -34,10 +33,10 @@ import report
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 import torch.nn as nn
 from memory import MIB, AllocatedBytes
 from models import GPT, parameter_bytes
+from processes import run_on_ranks
 from report import column
 from systems import FSDP2, OURS, wrap
 from torch.distributed.checkpoint import state_dict as torch_state_dict
@@ -125,22 +124,17 @@ class Subject:
         }
 
 
-def _worker(rank: int, world_size: int, port: int, size: Size, rounds: int, folder: str) -> None:
+def _worker(size: Size, rounds: int, folder: Path) -> None:
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world_size=world_size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     base = GPT(size.num_blocks, size.width, num_heads=8)
-    subjects = {system: Subject(base, system, Path(folder)) for system in (FSDP2, OURS)}
+    subjects = {system: Subject(base, system, folder) for system in (FSDP2, OURS)}
     seconds = {(operation, system): _times(subjects, operation, system, rounds) for operation, system in _cases()}
     peaks = {(operation, system): _peak(subjects[system], operation) for operation, system in _cases()}
-    if rank == 0:
+    if dist.get_rank() == 0:
         rows = [_row(operation, system, seconds, peaks) for operation, system in _cases()]
-        Path(folder, "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
-        Path(folder, "bytes.json").write_text(json.dumps(parameter_bytes(base)))
-    dist.barrier()
-    dist.destroy_process_group()
+        (folder / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+        (folder / "bytes.json").write_text(json.dumps(parameter_bytes(base)))
 
 
 def _cases() -> list[tuple[str, str]]:
@@ -199,12 +193,11 @@ def main() -> None:
     options = parser.parse_args()
     size = QUICK if options.quick else USUAL
     rounds = options.rounds or (1 if options.quick else 3)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (options.processes, server.port, size, rounds, folder), nprocs=options.processes)
-        rows = [Row(**row) for row in json.loads(Path(folder, "rows.json").read_text())]
-        model_bytes = json.loads(Path(folder, "bytes.json").read_text())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        run_on_ranks(options.processes, _worker, size, rounds, folder)
+        rows = [Row(**row) for row in json.loads((folder / "rows.json").read_text())]
+        model_bytes = json.loads((folder / "bytes.json").read_text())
     settings = {"processes": options.processes, "rounds": rounds, **asdict(size), "parameter_bytes": model_bytes}
     result = report.Report("checkpoint", settings, rows)
     print(

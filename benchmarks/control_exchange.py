@@ -23,9 +23,9 @@ from time import perf_counter_ns
 import report
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 from models import GPT, TinyBlocks, num_groups
+from processes import run_on_ranks
 from report import column
 from systems import OURS, ours
 
@@ -78,18 +78,13 @@ class ExchangeClock:
         return timed
 
 
-def _worker(rank: int, world_size: int, port: int, names: list[str], num_steps: int, path: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world_size=world_size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def _worker(names: list[str], num_steps: int, path: Path) -> None:
     rows = []
     for name in names:
         torch.manual_seed(0)
         rows.append(_measure(name, num_steps))
-    if rank == 0:
-        Path(path).write_text(json.dumps([asdict(row) for row in rows]))
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps([asdict(row) for row in rows]))
 
 
 def _measure(name: str, num_steps: int) -> Row:
@@ -156,11 +151,9 @@ def main() -> None:
     options = parser.parse_args()
     num_steps = options.steps or (8 if options.quick else 80)
     names = [*(QUICK_MODELS if options.quick else MODELS)]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
-        mp.spawn(_worker, (options.processes, server.port, names, num_steps, str(path)), nprocs=options.processes)
+        run_on_ranks(options.processes, _worker, names, num_steps, path)
         rows = [Row(**row) for row in json.loads(path.read_text())]
     settings = {"processes": options.processes, "steps": num_steps}
     result = report.Report("control_exchange", settings, rows)

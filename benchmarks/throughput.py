@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import tempfile
 import warnings
@@ -31,9 +30,9 @@ from time import perf_counter
 import report
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn as nn
 from models import GPT
+from processes import run_on_ranks
 from report import column
 from systems import DDP, FSDP1, FSDP2, OURS, wrap
 
@@ -78,19 +77,14 @@ class Row:
 # ---- one rank
 
 
-def _worker(rank: int, world_size: int, port: int, cases: Sequence[Case], rounds: int, path: str) -> None:
+def _worker(cases: Sequence[Case], rounds: int, path: Path) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch, about its own use of its own functions
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world_size=world_size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     rows: list[Row] = []
     for case in cases:
         rows += _measure(case, rounds)
-        if rank == 0:
-            Path(path).write_text(json.dumps([asdict(row) for row in rows]))
+        if dist.get_rank() == 0:
+            path.write_text(json.dumps([asdict(row) for row in rows]))
             print(verdicts(rows)[-1], flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 Action = Callable[[], tuple[float, ...]]  # returns the seconds of its parts
@@ -238,12 +232,9 @@ def main() -> None:
     options = parser.parse_args()
     cases = QUICK if options.quick else FULL if options.cases is None else [_case(name) for name in options.cases]
     rounds = options.rounds or (4 if options.quick else 20)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
-        arguments = (options.processes, server.port, cases, rounds, str(path))
-        mp.spawn(_worker, arguments, nprocs=options.processes)
+        run_on_ranks(options.processes, _worker, cases, rounds, path)
         rows = [Row(**row) for row in json.loads(path.read_text())]
     settings = {"processes": options.processes, "rounds": rounds, "num_blocks": cases[0].num_blocks}
     result = report.Report(f"throughput_{options.processes}", settings, rows)

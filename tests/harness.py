@@ -6,11 +6,13 @@
     def test_something():
         ...                                  # every rank runs this; torch.distributed (gloo) is initialised
 
-Importing torch is what a multi-process test costs, so the ranks of one world size form a pool that is started once and
-reused. A test travels as (file, module, qualified name, arguments); each rank imports the module and calls it.
+Importing torch is what a multi-process test costs, so ranks are forked from a server process that has imported it, and
+the test modules, and has run nothing; and the ranks of one world size form a pool that is started once and reused. A
+test travels as (file, module, qualified name, arguments); each rank looks it up in the module and calls it.
 The pytest process itself never joins a process group: it sends tasks, collects one report per rank, and turns them into
 one failure that names each rank. A pool in which something went wrong is not trusted again: its processes, and only
-they, are ended, and the next test starts others. Tests that need one process only use `fake_process_group`.
+they, are ended, and the next test starts others. Tests that need one process only use `fake_process_group`, and those
+that run a program of their own `start_forked`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import functools
 import gc
 import importlib
 import inspect
+import multiprocessing
 import os
 import queue
 import signal
@@ -32,17 +35,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from _pytest.assertion import install_importhook
-from _pytest.config import get_config
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -75,6 +76,7 @@ def distributed(
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
     def decorate(body: Body) -> Body:
+        preload(body.__module__)
         signature = inspect.signature(body)
         wants_size = "world_size" in signature.parameters
 
@@ -130,6 +132,52 @@ def fake_process_group(rank: int = 0, world_size: int = 64) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+# ---- the server that processes are forked from -----------------------------------------------------------------------
+
+_forks = multiprocessing.get_context("forkserver")
+_preloaded = ["tests.rewriting", "torch._dynamo"]  # the first checkpoint() of a process imports dynamo
+
+
+def preload(module: str) -> None:
+    """Lets forked processes find ``module`` imported. Called while tests are collected: the server starts later."""
+    if module not in _preloaded:
+        _preloaded.append(module)
+
+
+def start_forked(output: Path, target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """Calls ``target(*arguments)`` in another process, which prints to the file ``output``. To be ended by ``end``."""
+    environment = {  # of the server, which the first call starts, and which passes it on
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": "1",  # also because a process with threads must not be forked
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    _forks.set_forkserver_preload(_preloaded)
+    process = _forks.Process(target=_forked_main, args=(str(output), target, *arguments))
+    with mock.patch.dict(os.environ, environment):
+        process.start()
+    return process
+
+
+def _forked_main(output: str, target: Callable[..., None], *arguments: Any) -> None:
+    os.setsid()  # Ctrl-C is for the pytest process, and what this one starts is ended together with it
+    with open(output, "wb") as file:
+        for standard in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), standard.fileno())
+    gc.freeze()  # what importing torch has left is not looked at by every collection
+    target(*arguments)
+
+
+def end(process: ForkServerProcess) -> None:
+    """Ends ``process``, and what it has started, if it runs."""
+    if process.exitcode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no session yet, or ends by itself
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
 # ---- the pytest process: pools of workers ----------------------------------------------------------------------------
 
 
@@ -150,28 +198,18 @@ class _Worker:
         self.stacks = Path(directory, f"rank{rank}.stacks")
         self.stacks.touch()
         self.output_seen = 0
-        self.connection, theirs = Pipe()
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        }
-        fds = [theirs.fileno()]
-        arguments = (*fds, rank, world_size, port, pg_timeout, str(self.stacks))
-        code = f"from tests import harness; harness._worker_main{arguments!r}"
-        command = [sys.executable, "-u", "-X", "faulthandler", "-c", code]
-        with theirs, self.output.open("wb") as output:
-            # A session of its own: Ctrl-C is for the pytest process, and what a rank starts is ended together with it.
-            self.process = Popen(
-                command, env=env, pass_fds=fds, stdin=DEVNULL, stdout=output, stderr=STDOUT, start_new_session=True
-            )
+        self.connection, theirs = _forks.Pipe()
+        with theirs:
+            arguments = (theirs, rank, world_size, port, pg_timeout, str(self.stacks))
+            self.process = start_forked(self.output, _worker_main, *arguments)
 
     def receive(self) -> str | None:
         """None when all went well, BODY_DONE on the way there, otherwise what went wrong."""
         try:
             return self.connection.recv()
         except (EOFError, ConnectionError):
-            code = self.process.wait()
+            self.process.join()
+            code = self.process.exitcode
             return f"the process ended by itself, {f'signal {-code}' if code < 0 else f'exit code {code}'}\n"
 
     def new_output(self) -> str:
@@ -181,10 +219,7 @@ class _Worker:
         return text.decode(errors="replace")[-MAX_OUTPUT:]
 
     def kill(self) -> None:
-        if self.process.returncode is None:  # not reaped yet, so that the pid and its session are still ours
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # there is nobody left to kill
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        end(self.process)
         self.connection.close()
 
 
@@ -264,7 +299,8 @@ class WorkerPool:
 
     def _dump_stacks(self, workers: Sequence[_Worker]) -> dict[int, str]:
         for worker in workers:
-            worker.process.send_signal(signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # faulthandler writes in the signal handler: microseconds once the process is scheduled
         return {worker.rank: worker.stacks.read_text(errors="replace")[-MAX_OUTPUT:] for worker in workers}
 
@@ -282,23 +318,20 @@ def shutdown_pools() -> None:
 # ---- the workers -----------------------------------------------------------------------------------------------------
 
 
-def _worker_main(descriptor: int, rank: int, world_size: int, port: int, pg_timeout: float, stacks: str) -> None:
+def _worker_main(connection: Connection, rank: int, world_size: int, port: int, pg_timeout: float, stacks: str) -> None:
     global _rank
     _rank = rank
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)
-    connection = Connection(descriptor)
     tasks = _receive_in_background(connection)
-    install_importhook(get_config())  # asserts show their values as in the pytest process; no public way (pytest 9.2)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     dist.barrier()
     _set_pg_timeout(timedelta(seconds=pg_timeout))  # only now: ranks may start further apart than a test may wait
     connection.send(None)
-    gc.freeze()  # what importing torch has left is not looked at by every collection
     while (task := tasks.get()) is not None:
         connection.send(_run_task(task, connection))
     dist.barrier()
-    os._exit(0)  # nothing is buffered (python -u); taking gloo's threads down at interpreter exit aborts now and then
+    os._exit(0)  # nothing is buffered; taking gloo's threads down at interpreter exit aborts now and then
 
 
 def _receive_in_background(connection: Connection) -> queue.SimpleQueue[_Task | None]:
@@ -341,8 +374,6 @@ def _reset() -> None:
 
 
 def _resolve(task: _Task) -> Body:
-    if task.module not in sys.modules:
-        pytest.register_assert_rewrite(task.module)
     found: Any = importlib.import_module(task.module)
     if Path(found.__file__).resolve() != Path(task.file).resolve():
         raise ImportError(f"{task.module} is {found.__file__} in this worker, but the test lives in {task.file}")

@@ -80,10 +80,10 @@ def local_part(batch: torch.Tensor) -> torch.Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def mean_over_ranks(value: torch.Tensor) -> float:
+def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
     value = value.detach().clone()
     dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
+    return value / dist.get_world_size()
 
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -106,7 +106,7 @@ def train(
     microbatches: int = 1,
     share: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch,
     without_sync: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext(),
-) -> list[torch.Tensor]:
+) -> torch.Tensor:
     """Losses of ``steps`` optimizer steps; ``without_sync`` wraps all microbatches of a step but its last."""
     optimizer = make_optimizer(model.parameters())
     losses = []
@@ -120,7 +120,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses
+    return torch.stack(losses)
 
 
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,37 @@ from typing import Any
 import pytest
 import torch
 
+from tests import harness
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 OURS, FSDP2 = "fsdp_compose", "FSDP2"
+harness.preload("matplotlib.pyplot")
 
 
 def run(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """Run ``script`` as a user does, check what it writes, and return its JSON by benchmark name."""
-    command = [sys.executable, str(BENCHMARKS / script), "--quick", f"--out={folder}", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    output = folder / "output"
+    process = harness.start_forked(output, run_as_main, BENCHMARKS / script, "--quick", f"--out={folder}", *arguments)
+    try:
+        process.join()
+    finally:
+        harness.end(process)
+    printed = output.read_text()
+    assert process.exitcode == 0, printed
     reports = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     assert reports
     for name, report in reports.items():
         assert report.keys() == {"benchmark", "machine", "settings", "rows"} and report["benchmark"] == name
         assert report["rows"] and report["machine"]["torch"] == torch.__version__
         assert (folder / f"{name}.png").stat().st_size > 1000, "a plot"
-    assert done.stdout.count("|--") >= 1 and OURS in done.stdout, "a table"
+    assert "|--" in printed and OURS in printed, "a table"
     return reports
+
+
+def run_as_main(script: Path, *arguments: str) -> None:
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def by_system(report: dict[str, Any], **chosen: Any) -> dict[str, dict[str, Any]]:
