@@ -109,6 +109,25 @@ def test_a_rank_that_cannot_read_is_an_error_on_every_rank():
 
 
 @distributed(world_size=2)
+def test_hooks_that_raise_on_one_rank_are_an_error_on_every_rank():
+    folder = shared_folder()
+    model, other = linear(0), linear(1)
+    save_hf(model, folder / "hf")
+
+    def refuse(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise Trouble
+
+    other.register_load_state_dict_post_hook(refuse)
+    with pytest.raises(RuntimeError, match="Trouble: no more memory"):
+        load_hf(other, folder / "hf")
+    model.register_state_dict_pre_hook(refuse)
+    with pytest.raises(RuntimeError, match="Trouble: no more memory"):
+        save_hf(model, folder / "again")
+    assert not (folder / "again").exists()
+
+
+@distributed(world_size=2)
 def test_what_the_checkpoint_lacks_is_one_short_error():
     folder = shared_folder() / "checkpoint"
     model, other = linear(0), linear(1)

@@ -81,10 +81,12 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     names, folder = ModelNames(model), Path(folder)
     group = group_of(names)
     importlib.import_module("safetensors.torch")  # missing on all ranks, or on none
-    tensors, refused = _tensors(names)
+    tensors, unfit = attempt(_tensors, names)
+    if is_first(group) and not unfit:
+        unfit = or_problem(begin_folder, folder)
+    agree(group, "save_hf()", [str(folder), *(tensors or {})], unfit)
+    assert tensors is not None
     plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
-    begun = or_problem(begin_folder, folder) if is_first(group) and not refused else ""
-    agree(group, "save_hf()", [str(folder), *tensors], refused or begun)
     problem = ""
     wholes = _stream(names, tensors, is_first(group))
     for file, fqns in plan.files.items():
@@ -96,21 +98,21 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     agree(group, "save_hf()", [str(folder)], problem)
 
 
-def _tensors(names: ModelNames) -> tuple[dict[str, torch.Tensor], str]:
-    """What is saved, in the order of the flat parameters, and why it cannot be."""
+def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
+    """What is saved, in the order of the flat parameters. Raises RuntimeError if something cannot be."""
     chosen: dict[Any, dict[str, torch.Tensor]] = {}
     for fqn, (_, value) in entries_of(names).items():
         if not isinstance(value, torch.Tensor):
-            return {}, (
+            raise RuntimeError(
                 f"{fqn} is a {type(value).__name__}, and safetensors files hold tensors only: save it by other means, "
                 "and let the module's state_dict() leave it out"
             )
         if value.dtype not in _DTYPES.values():
-            return {}, f"{fqn} is {value.dtype}, which safetensors files do not hold: save it by other means"
+            raise RuntimeError(f"{fqn} is {value.dtype}, which safetensors files do not hold: save it by other means")
         if names.aliases(fqn)[0] == fqn:
             place = names.place(fqn)
             chosen.setdefault(None if place is None else place[0], {})[fqn] = value
-    return {fqn: value for group in chosen.values() for fqn, value in group.items()}, ""
+    return {fqn: value for group in chosen.values() for fqn, value in group.items()}
 
 
 def _stream(
