@@ -45,8 +45,8 @@ from fsdp_compose import checkpoint
 
 FUNCTIONS: dict[str, ModuleType] = {FSDP2: torch_state_dict, OURS: checkpoint}
 SHARDED, FULL, OFFLOADED = "get, sharded", "get, full", "get, full on one CPU"
-SAVE, LOAD = "DCP save", "DCP load and set"
-GOALS = {SHARDED: 1.0, FULL: 0.5, OFFLOADED: 0.5, SAVE: 1.0, LOAD: 1.0}
+SAVE, LOAD, OWN_SAVE, OWN_LOAD = "DCP save", "DCP load and set", "save", "load and set"
+GOALS = {SHARDED: 1.0, FULL: 0.5, OFFLOADED: 0.5, SAVE: 1.0, LOAD: 1.0, OWN_SAVE: 1.0, OWN_LOAD: 1.0}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Subject:
     """One system's model and optimizer, and what is done with them."""
 
     def __init__(self, base: GPT, system: str, folder: Path) -> None:
-        self.functions = FUNCTIONS[system]
+        self.functions, self.is_ours = FUNCTIONS[system], system == OURS
         self.model, self.optimizer = self._make(base, system)
         for param in self.model.parameters():
             param.grad = torch.full_like(param, 0.01)
@@ -92,15 +92,21 @@ class Subject:
         model_state, optimizer_state = self.functions.get_state_dict(self.model, self.optimizer, options=chosen)
         return {"model": model_state, "optimizer": optimizer_state}
 
-    def save(self) -> None:
-        dcp.save(self.get(), checkpoint_id=str(self.folder))
+    def save(self, with_own: bool) -> None:
+        if with_own and self.is_ours:
+            checkpoint.save(self.get(), self.folder)
+        else:
+            dcp.save(self.get(), checkpoint_id=str(self.folder))
 
-    def load(self) -> None:
+    def load(self, with_own: bool) -> None:
         assert self._target is not None
         model, optimizer = self._target
         model_state, optimizer_state = self.functions.get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=str(self.folder))
+        if with_own and self.is_ours:
+            checkpoint.load(state, self.folder)
+        else:
+            dcp.load(state, checkpoint_id=str(self.folder))
         self.functions.set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
@@ -109,9 +115,9 @@ class Subject:
         """What is not part of the operation."""
         self._target = None
         gc.collect()
-        if operation == LOAD:
+        if operation in (LOAD, OWN_LOAD):
             self._target = self._make_fresh()
-        if operation == SAVE and dist.get_rank() == 0:
+        if operation in (SAVE, OWN_SAVE) and dist.get_rank() == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def operations(self) -> dict[str, Callable[[], Any]]:
@@ -119,8 +125,10 @@ class Subject:
             SHARDED: self.get,
             FULL: partial(self.get, full_state_dict=True),
             OFFLOADED: partial(self.get, full_state_dict=True, cpu_offload=True),
-            SAVE: self.save,
-            LOAD: self.load,
+            SAVE: partial(self.save, with_own=False),
+            LOAD: partial(self.load, with_own=False),
+            OWN_SAVE: partial(self.save, with_own=True),
+            OWN_LOAD: partial(self.load, with_own=True),
         }
 
 

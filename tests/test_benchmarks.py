@@ -136,13 +136,22 @@ def test_growth_measures_every_size(tmp_path):
 def test_state_dicts_take_no_more_memory_than_those_of_fsdp2(tmp_path):
     (report,) = run("checkpoint.py", tmp_path).values()
     size = report["settings"]["parameter_bytes"] / 2**20
-    for operation in ("get, sharded", "get, full", "get, full on one CPU", "DCP save", "DCP load and set"):
+    for operation in (
+        "get, sharded",
+        "get, full",
+        "get, full on one CPU",
+        "DCP save",
+        "DCP load and set",
+        "save",
+        "load and set",
+    ):
         systems = by_system(report, operation=operation)
         assert systems.keys() == {FSDP2, OURS} and all(row["ms"] > 0 for row in systems.values())
         assert systems[FSDP2]["time_ratio"] == 1 and systems[FSDP2]["peak_ratio"] in (1, None), "None: it took nothing"
         if operation.startswith("get, full"):  # parameters and two moments, on the rank that holds most
             assert all(row["peak_mib"] >= 2.9 * size for row in systems.values())
-    assert by_system(report, operation="get, sharded")[OURS]["peak_mib"] < 0.1 * size
+    for operation in ("get, sharded", "save"):
+        assert by_system(report, operation=operation)[OURS]["peak_mib"] < 0.1 * size
 
 
 @pytest.mark.timeout(300)

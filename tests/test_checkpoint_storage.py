@@ -593,6 +593,24 @@ def test_safetensors_are_written_in_bounded_memory():
     assert allocated.peak["load"] < 12 * layer_bytes // 2 + layer_bytes + 2**16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
+@distributed(world_size=2)
+def test_saving_shards_makes_no_copies_of_them(dtype):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from memory import AllocatedBytes
+
+    folder = shared_folder()
+    make = lambda: fully_shard(nn.Sequential(*[nn.Linear(256, 256, dtype=dtype) for _ in range(12)]))  # noqa: E731
+    model, other = make(), make()
+    save({"model": get_model_state_dict(model)}, folder / "first")
+    with AllocatedBytes() as allocated, allocated.section("save"):
+        save({"model": get_model_state_dict(model)}, folder / "second")
+    assert allocated.peak["save"] < 256 * 256 * dtype.itemsize, "of one weight"
+    state = {"model": get_model_state_dict(other)}
+    load(state, folder / "second")
+    assert_equal(snapshot(other), snapshot(model))
+
+
 def test_files_are_filled_in_order():
     plan = plan_files({"a": 3, "b": 3, "c": 9, "d": 1}, max_file_bytes=6)
     assert [*plan.files.values()] == [["a", "b"], ["c"], ["d"]] and plan.total_bytes == 16

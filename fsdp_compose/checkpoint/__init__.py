@@ -6,7 +6,7 @@ The names, arguments and meaning of ``torch.distributed.checkpoint.state_dict``;
 from .hf import load_hf, save_hf
 from .options import StateDictOptions
 from .patching import patch_model_state_dict, patch_optimizer_state_dict
-from .planner import LoadPlanner
+from .planner import LoadPlanner, SavePlanner
 from .state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -19,6 +19,7 @@ from .storage import load, save
 
 __all__ = [
     "LoadPlanner",
+    "SavePlanner",
     "StateDictOptions",
     "get_model_state_dict",
     "get_optimizer_state_dict",

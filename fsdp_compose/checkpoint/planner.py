@@ -1,4 +1,5 @@
-"""``LoadPlanner``: loads optimizer dicts as they were saved, whatever state and groups the optimizer has now."""
+"""``LoadPlanner``: loads optimizer dicts as they were saved, whatever state and groups the optimizer has now.
+``SavePlanner``: saves shards without copies of them."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 
 from .flattened import GROUPS, PARAMS, STATE, is_flattened, longest_prefix
 from .pending import pending_state
@@ -199,3 +201,25 @@ def _put(container: Any, path: Sequence[Any], value: Any) -> None:
     if isinstance(container, list):
         container.extend([None] * (path[-1] + 1 - len(container)))
     container[path[-1]] = value
+
+
+class SavePlanner(DefaultSavePlanner):
+    """For ``torch.distributed.checkpoint.save(state_dict, planner=SavePlanner())``.
+
+    torch's file writer copies whatever is a part of a larger storage, as sharded parameters are of their shard, and
+    keeps the copies until everything is written. This planner gives it the same memory as storages of their own. (Not
+    for ``async_save()``, which is to copy.)
+    """
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        value = super().transform_object(write_item, object)
+        return _with_own_storage(value) if isinstance(value, torch.Tensor) else value
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a part of a storage as a storage, which keeps the other one alive."""
+    is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+    if not is_part or not tensor.nbytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return tensor
+    as_bytes = torch.from_dlpack(tensor.detach().view(-1).view(torch.uint8))  # DLPack does not know every dtype
+    return as_bytes.view(tensor.dtype).view(tensor.shape)

@@ -18,7 +18,7 @@ from .agreement import agree, attempt, has_peers, in_words, or_problem
 from .folders import METADATA, begin_folder, damage, entries, finish_folder, partial_of
 from .gathering import empty_on
 from .layouts import Target
-from .planner import LoadPlanner
+from .planner import LoadPlanner, SavePlanner
 
 
 def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: dist.ProcessGroup | None = None) -> None:
@@ -47,7 +47,13 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     assert state is not None
     writer = _Writer(partial, sync_files=True)
     try:
-        dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=group is None)
+        dcp.save(
+            state,
+            storage_writer=writer,
+            planner=SavePlanner(),
+            process_group=process_group,
+            no_dist=group is None,
+        )
     except CheckpointException as error:
         remedy = f"The checkpoint is not complete, and {folder} does not exist"
         raise RuntimeError(f"save(): {_first_failure(error)}. {remedy}") from error
