@@ -126,7 +126,10 @@ waiting: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
 def refuse_unreduced(what: str, params: Iterable[torch.Tensor]) -> None:
     """Raise if the gradient of a parameter was not reduced: before ``what`` changes anything (optimizers decay weights
-    before they read the gradient)."""
+    before they read the gradient). What was dropped from a flat parameter, or from all faces of one, is dropped."""
+    for accumulation in [*waiting]:
+        accumulation.settle()
+        accumulation.show()
     for param in params:
         if isinstance(param.grad, UnreducedGradient):
             param.grad.refuse(what)

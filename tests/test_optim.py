@@ -547,6 +547,18 @@ def test_flat_parameters_follow_a_model_that_is_moved_or_loaded():
 
 
 @distributed(world_size=2)
+def test_a_step_after_loading_by_assignment_where_a_rank_has_no_elements():
+    models = [fully_shard(nn.Linear(3, 3, bias=False), granularity=lambda *_: "whole") for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, params in zip(models, (models[0].parameters(), flat_parameters(models[1])), strict=True):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert_same(*models)
+
+
+@distributed(world_size=2)
 def test_freezing_a_part_of_a_flat_parameter_is_refused_and_freezing_all_of_it_is_not():
     model = shard(build())
     optimizer = torch.optim.AdamW(flat_parameters(model), lr=0.1)
