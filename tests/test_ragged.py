@@ -337,6 +337,8 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "new_ones": lambda x, y: x.new_ones((10, 4)),
     "new_full": lambda x, y: x.new_full((10, 4), 2.0),
     "new_empty": lambda x, y: x.new_empty((10, 4)).zero_(),
+    "new_empty_strided": lambda x, y: x.new_empty_strided((10, 4), (1, 10)).zero_(),
+    "new_empty_strided of another shape": lambda x, y: x.new_empty_strided((2, 3), (1, 2)).zero_(),
     # types
     "to(bf16)": lambda x, y: x.to(torch.bfloat16),
     "double": lambda x, y: x.double(),
