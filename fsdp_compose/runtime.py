@@ -261,6 +261,9 @@ def _pre_forward_functional(
     refuse_accumulated(state)
     if not is_recomputed:
         root.depth += 1
+        if not state.entries:
+            reshard(root, state)  # what unshard() has gathered ahead is of no use here
+            wait_for_unshard(root, state)  # nor what stays unsharded
     state.entries.append((sys.exc_info()[1], FunctionalUse(root, state)))
     policy = state.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, None)
