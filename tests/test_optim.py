@@ -7,6 +7,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,31 @@ def test_zero_grad_of_either_side_drops_both():
         loss.backward()
         for name, param in model.named_parameters():
             assert torch.equal(param.grad.full_tensor(), expected[name]), (side, name)
+
+
+@pytest.mark.parametrize("how", ["whole model", "another root", "without sync", "alone"])
+@distributed(world_size=2)
+def test_zero_grad_drops_terms_of_the_loss_on_parameters_whose_group_was_not_reduced(how):
+    model, expected = shard(build()), shard(build())
+    flat = flat_parameters(model)
+    optimizer = torch.optim.SGD(flat, lr=0.1)
+    for step in range(2):  # the second adds to what there is
+        term = model.aside.weight.full_tensor().square().sum()
+        with no_sync(model) if how == "without sync" else nullcontext():
+            if how == "another root":
+                term = term + model.second(torch.ones(2, 10)).sum()
+            elif how != "alone":
+                term = term + model(mine(step), with_aside=False).square().mean()
+            term.backward()
+        assert model.aside.weight.grad is not None and flat[2].grad is not None
+    optimizer.zero_grad()
+    if how == "another root":
+        model.second(torch.ones(2, 10)).sum().backward()
+        optimizer.zero_grad()
+    for each in (model, expected):
+        backward(each, mine(9))
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
 
 
 @distributed(world_size=2)
