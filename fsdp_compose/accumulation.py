@@ -41,8 +41,9 @@ class UnreducedGradient(RaggedDTensor):
         else:
             meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
             spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
-        nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        gradient: UnreducedGradient = UnreducedGradient(nothing, cast(RaggedSpec, spec))
+        with torch.inference_mode(False):  # an evaluation may run between two backwards
+            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            gradient: UnreducedGradient = UnreducedGradient(nothing, cast(RaggedSpec, spec))
         gradient.hidden, gradient._name, gradient._zero = parameter.grad, name, zero
         return gradient
 

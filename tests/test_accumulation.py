@@ -35,7 +35,7 @@ def backward_without_sync(twins: Twins, batch: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("drop", DROPS)
-@pytest.mark.parametrize("when", ["between backwards", "between forward and backward"])
+@pytest.mark.parametrize("when", ["between backwards", "between forward and backward", "after an evaluation"])
 @distributed(world_size=3)
 def test_zero_grad_drops_what_was_accumulated_without_sync(drop, when):
     twins = Twins(Net(), make_optimizer=plain_sgd)
@@ -43,10 +43,13 @@ def test_zero_grad_drops_what_was_accumulated_without_sync(drop, when):
         backward_without_sync(twins, first)
 
         def drop_and_backward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            if when == "between backwards":
+            if when == "after an evaluation":
+                with torch.inference_mode():
+                    model(x)
+            if when != "between forward and backward":
                 DROPS[drop](model)
             loss = mean_square(model, x)
-            if when != "between backwards":
+            if when == "between forward and backward":
                 DROPS[drop](model)
             loss.backward()
             return loss
