@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.harness import run_distributed
@@ -152,6 +152,13 @@ _programs = st.builds(
     ),
 ).filter(_is_possible)
 
+# A group whose output cannot be hooked stays unsharded, and is gathered again ahead of a functional forward.
+_STAYS_UNSHARDED = Program(
+    root=Part("opaque", children=(Part("container", children=(Part("scalar"),)),)),
+    actions=(Action("train"), Action("penalise")),
+    input_requires_grad=True,
+)
+
 _generation = itertools.count()
 _present = [next(_generation)]
 
@@ -183,6 +190,7 @@ def test_random_programs_train_as_unsharded(world_size, num_programs, tmp_path):
         derandomize=not NUM_PROGRAMS,
         database=None,
     )
+    @example(_STAYS_UNSHARDED)
     @given(_programs)
     def random_programs(program: Program) -> None:
         went_through.append(check(program, world_size, tmp_path / "report"))

@@ -1799,6 +1799,40 @@ class Appends(nn.Module):
         return self.linear(x)
 
 
+class KeepsALoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(IN, IN).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        self.auxiliary = self.linear(y).square().mean()
+        return y
+
+
+class LateGradients(nn.Module):
+    """A frozen layer that gets an input that requires grad at its fifth forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = KeepsALoss(), nn.Parameter(torch.ones(IN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.layer(x)
+        return self.layer(x * self.scale)
+
+
+@distributed(world_size=2)
+def test_auxiliary_loss_of_a_frozen_block_whose_first_forwards_had_no_gradient():
+    model, reference = pair(LateGradients())
+    fully_shard(model.layer)
+    fully_shard(model)
+    for module, x in ((model, local_part(inputs())), (reference, inputs())):
+        (module(x).square().mean() + module.layer.auxiliary).backward()
+    assert_gradients_match(model, reference, 1e-6)
+
+
 @distributed(world_size=2)
 def test_containers_that_forward_writes_to_are_the_callers():
     model = fully_shard(Appends())
