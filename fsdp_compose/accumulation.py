@@ -41,8 +41,9 @@ class UnreducedGradient(RaggedDTensor):
         else:
             meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
             spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
-        nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        gradient: UnreducedGradient = UnreducedGradient(nothing, cast(RaggedSpec, spec))
+        with torch.inference_mode(False):  # an evaluation may run between two backwards
+            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            gradient: UnreducedGradient = UnreducedGradient(nothing, cast(RaggedSpec, spec))
         gradient.hidden, gradient._name, gradient._zero = parameter.grad, name, zero
         return gradient
 
@@ -126,7 +127,10 @@ waiting: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
 def refuse_unreduced(what: str, params: Iterable[torch.Tensor]) -> None:
     """Raise if the gradient of a parameter was not reduced: before ``what`` changes anything (optimizers decay weights
-    before they read the gradient)."""
+    before they read the gradient). What was dropped from a flat parameter, or from all faces of one, is dropped."""
+    for accumulation in [*waiting]:
+        accumulation.settle()
+        accumulation.show()
     for param in params:
         if isinstance(param.grad, UnreducedGradient):
             param.grad.refuse(what)

@@ -153,7 +153,7 @@ class _Gradients:
         self._followed.add(handle)
         if handle.segments:
             handle.check_segments()
-            handle.gradient.follow_user()
+            handle.follow_user()
 
     def _add_whole(self, handle: FlatParamHandle) -> None:
         gradient = handle.gradient

@@ -328,10 +328,7 @@ class ShardedGradient:
         return True
 
     def show_to_segments(self, faces: Sequence[int]) -> None:
-        """Make flat parameters have what autograd has brought to some faces, and call their hooks."""
-        if not faces:
-            return
-        self.follow_user()
+        """Call the hooks of flat parameters, which have what autograd has brought to some faces."""
         for segment in self._segments:
             if any(i in segment.faces for i in faces):
                 if gradient_hooks(segment.parameter):

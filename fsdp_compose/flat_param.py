@@ -268,6 +268,8 @@ class FlatParamHandle:
 
     def faces_moved(self) -> bool:
         """Whether somebody gave a face other memory (``module.to()``, ``to_empty()``, ``p.data = ...``)."""
+        if not all(map(is_, map(face_local, self.faces), self._face_locals)):
+            return True  # also where this rank has no elements, which have no address
         return face_memory(self.faces) != self._face_memory
 
     def reflatten(self) -> None:
@@ -363,6 +365,13 @@ class FlatParamHandle:
         """Take into account that the user may have dropped gradients that were accumulated without sync."""
         if self.accumulation is not None and not self.accumulation.settle():
             self.accumulation = None
+
+    def follow_user(self) -> None:
+        """Make faces and flat parameters agree after what the user, or autograd, did to the gradients of either."""
+        self.settle_accumulation()
+        self.gradient.follow_user()
+        if self.accumulation is not None:
+            self.accumulation.show()
 
     def _check_segments_agree(self, flags: list[bool]) -> None:
         for segment in self.segments:

@@ -176,7 +176,11 @@ class _RootExchange:
         self._meet(END_OF_BACKWARD)
 
     def abandon(self) -> None:
+        """The backward has raised: autograd may have added some of its gradients already."""
         self._has_begun = False
+        root = self._root()
+        if root is not None:
+            root.has_failed = root.has_added = True
 
     def _meet(self, code: int) -> None:
         """Find out whether all ranks have done the same, and are about to do what ``code`` says."""

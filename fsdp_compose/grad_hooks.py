@@ -200,7 +200,7 @@ class GradientHooks:
             self._arrivals.clear()  # of an autograd.grad(), which accumulates nothing
             owner = self._owner()
             if owner is not None and owner.segments:
-                owner.gradient.follow_user()  # what was dropped from a flat parameter shall not be added to
+                owner.follow_user()  # what was dropped from a flat parameter shall not be added to
         before = behind(self._faces[index].grad)
         if before is not None:
             before = before.clone() if self._on_gradient.get(index) else None
@@ -227,7 +227,8 @@ class GradientHooks:
             self.accumulated(index)
         self.forget_arrivals()
         owner = self._owner()
-        if owner is not None and owner.segments:
+        if accumulated and owner is not None and owner.segments:
+            owner.follow_user()
             owner.gradient.show_to_segments(accumulated)
 
     def forget(self, is_published: bytes) -> None:

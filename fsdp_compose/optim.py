@@ -204,7 +204,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         handle.check_segments()
     if not are_untouched([handle.gradient for handle in handles]):
         for handle in handles:
-            handle.gradient.follow_user()
+            handle.follow_user()
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -183,6 +183,13 @@ class RaggedDTensor(DTensor):
             )
         set_local_tensor(self, value._local_tensor)
 
+    def share_memory_(self) -> RaggedDTensor:
+        """Raises: torch would crash, looking for memory behind the wrapper."""
+        raise NotImplementedError(
+            f"share_memory_() of a sharded tensor of shape {tuple(self.shape)}: give other processes .full_tensor() of "
+            "it, or what this rank holds, .to_local()"
+        )
+
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         owner = hook_owners.get(id(self))
         return super().register_hook(hook) if owner is None else owner.register(self, hook, after_accumulation=False)

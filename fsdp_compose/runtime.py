@@ -261,6 +261,9 @@ def _pre_forward_functional(
     refuse_accumulated(state)
     if not is_recomputed:
         root.depth += 1
+        if not state.entries:
+            reshard(root, state)  # what unshard() has gathered ahead is of no use here
+            wait_for_unshard(root, state)  # nor what stays unsharded
     state.entries.append((sys.exc_info()[1], FunctionalUse(root, state)))
     policy = state.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, None)
@@ -335,10 +338,13 @@ def _enter_recompute(state: _FSDPState, module: nn.Module) -> RootContext:
 
 def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, is_recomputed: bool) -> bool:
     """Hook every output that requires grad; whether backward may reach this use."""
-    kept = state.swap.kept_tensors()
+    # Where no gradient can flow there is nothing to find, which shall not end the search.
+    is_tensor = isinstance(output, _Tensor)
+    may_keep = use.has_alias or state.is_trainable or not is_tensor or output.requires_grad or not state.index
+    kept = state.swap.kept_tensors() if may_keep else []
     if use.containers is not None:
         kept += use.tensors_put_into_inputs()
-    if isinstance(output, _Tensor) and output.requires_grad and not kept and use.hook_output(output):  # the fast path
+    if is_tensor and output.requires_grad and not kept and use.hook_output(output):  # the fast path
         use.register(is_recomputed)
         return True
     has_hooks = is_opaque = False

@@ -21,6 +21,7 @@ from .faces import dress, face_local, make_gradient
 from .flat_param import FlatParamHandle, handle_of
 from .iteration import enter_alone
 from .meeting import meet
+from .state import _FSDPState, _get_fsdp_states
 from .swap import SlotView
 
 
@@ -129,10 +130,12 @@ def summon_full_params(
             "summon_full_params(rank0_only=True) needs writeback=False: the other ranks have no full parameters from "
             "which their shards could be written"
         )
+    for state in _get_fsdp_states(module) if recurse else []:
+        _make_ready(state)  # outer groups first: tied parameters may move to them
     slots = _slots_below(module, recurse)
     handles = list(dict.fromkeys(handle for handle, _ in slots))
     for handle in handles:
-        _make_ready(handle)
+        _make_ready(_state_of(handle))
     options = (recurse, writeback, rank0_only, offload_to_cpu, with_grads)
     for group in {id(handle.mesh.shard_group): handle.mesh for handle in handles}.values():
         if group.has_peers:
@@ -196,18 +199,22 @@ def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle
     return found
 
 
-def _make_ready(handle: FlatParamHandle) -> None:
-    """Take over what the user has changed; raise if the group is at work."""
-    state = handle.group() if handle.group is not None else None
+def _state_of(handle: FlatParamHandle) -> _FSDPState:
+    state: _FSDPState | None = handle.group()
     if state is None:
         raise RuntimeError("summon_full_params(): the sharded module of a parameter is gone")
+    return state
+
+
+def _make_ready(state: _FSDPState) -> None:
+    """Take over what the user has changed; raise if the group is at work."""
     root = state.root
     if state.entries or state.active_uses or (root is not None and (root.depth or root.is_in_backward)):
         raise RuntimeError(
             f"summon_full_params(): a forward or backward of the fully_shard group {state.name} is running (or was "
             "interrupted: run a forward first, which heals it)"
         )
-    if handle.summoned is None:
+    if all(handle.summoned is None for handle in state._handles):
         owner = state.modules[0]()
         assert owner is not None
         enter_alone(state, owner)

@@ -16,12 +16,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -30,13 +31,18 @@ from fsdp_compose import (
     clip_grad_norm_,
     flat_parameters,
     fully_shard,
+    functional_mode,
     no_sync,
+    set_functional_mode,
     set_reshard_after_forward,
+    summon_full_params,
     unshard,
 )
 from fsdp_compose.accumulation import UnreducedGradient
+from fsdp_compose.checkpoint import StateDictOptions, get_state_dict, set_state_dict
 from fsdp_compose.flat_param import handle_of
 from fsdp_compose.state import _get_fsdp_handles, _get_fsdp_states, get_state
+from tests.observed_hooks import ObservedHooks
 
 DIM, ROWS = 3, 2  # ROWS on each rank
 
@@ -82,6 +88,7 @@ class Action(_Short):
     sync: bool = True
     how: str = ""
     at: int = 0
+    term: str = ""  # of the loss, on parameter number ``at`` itself
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,9 +99,11 @@ class Program(_Short):
     shards_root: bool = True
     optimizer: str = "sgd"
     input_requires_grad: bool = False
+    hooks: tuple[tuple[int, str], ...] = ()  # (number of a parameter, kind); the first half before sharding
 
 
 LEAVES = ("linear", "scale", "scalar", "cube", "spare", "nothing", "detach")
+TERMS = ("square", "norm", "square before forward")
 COMPOUNDS = ("chain", "residual", "twice", "sum", "switch", "container", "opaque", "without grad", "auxiliary")
 
 
@@ -274,6 +283,19 @@ def shard(program: Program, model: Module, built: list[Module], mesh: DeviceMesh
 # ---- running a program
 
 
+class Losses(NamedTuple):
+    """Of one forward: the loss of this rank, and those of all ranks of the unsharded model; the parameters on which it
+    has a term of its own."""
+
+    ours: torch.Tensor
+    theirs: list[torch.Tensor]
+    with_terms: set[int]
+
+    def plus(self, other: Losses) -> Losses:
+        theirs = [a + b for a, b in zip(self.theirs, other.theirs, strict=True)]
+        return Losses(self.ours + other.ours, theirs, self.with_terms | other.with_terms)
+
+
 class Runner:
     """Does each action to both models and notes where they differ."""
 
@@ -282,8 +304,13 @@ class Runner:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.model, built = build(program)
         self.reference = copy.deepcopy(self.model)
+        self.twins = list(self.reference.parameters())
+        num_early = len(program.hooks) // 2
+        self.hooks = ObservedHooks(program.hooks, any(part.recompute for part in parts_of(program.root)))
+        self.hooks.register(list(self.model.parameters()), self.twins, slice(0, num_early))
         shard(program, self.model, built, mesh)
         self.faces = list(self.model.parameters())
+        self.hooks.register(self.faces, self.twins, slice(num_early, None))
         self.model.trip.rank = self.rank
         self.optimizers = [self.make_optimizer(model) for model in (self.model, self.reference)]
         self.differences: list[str] = []
@@ -316,8 +343,10 @@ class Runner:
         whole = torch.randn(self.world_size * ROWS, DIM, generator=self.generator, dtype=torch.float64)
         return [part.clone().requires_grad_(self.program.input_requires_grad) for part in whole.chunk(self.world_size)]
 
-    def losses(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A forward of both: the loss of this rank, and those of all ranks of the unsharded model."""
+    def losses(self, inputs: list[torch.Tensor], term: str = "", at: int = 0) -> Losses:
+        """A forward of both models."""
+        term = term if self.faces else ""
+        terms = self.terms_on(at, term) if "before" in term else None
         self.lags = False
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -334,39 +363,53 @@ class Runner:
         self.check_close(ours.detach() / self.world_size, theirs[self.rank].detach(), "loss")
         if ours.requires_grad != theirs[self.rank].requires_grad:
             self.differences.append(f"loss.requires_grad is {ours.requires_grad}")
-        return ours, theirs
+        losses = Losses(ours, theirs, set())
+        return losses.plus(terms or self.terms_on(at, term)) if term else losses
 
-    def backward(self, ours: torch.Tensor, theirs: list[torch.Tensor], retain: bool = False) -> None:
-        if all(loss.requires_grad for loss in theirs):
-            try:
-                for loss in theirs:
-                    loss.backward(retain_graph=retain)
-            except RuntimeError as error:
-                raise ImpossibleError from error
-            ours.backward(retain_graph=retain)
-            self.has_unreduced = not all(state.requires_gradient_sync for state in _get_fsdp_states(self.model))
+    def terms_on(self, at: int, term: str) -> Losses:
+        """Terms of the loss on parameter number ``at`` itself."""
+        index = at % len(self.faces)
+        face, twin = self.faces[index], self.twins[index]
+        if term == "norm":
+            ours, theirs = face.norm().full_tensor(), twin.norm()
+        else:
+            ours, theirs = face.full_tensor().square().sum(), twin.square().sum()
+        with_terms = {index} if face.requires_grad else set()
+        return Losses(ours, [theirs / self.world_size] * self.world_size, with_terms)
+
+    def backward(self, losses: Losses, retain: bool = False) -> None:
+        if not all(loss.requires_grad for loss in losses.theirs):
+            return
+        self.hooks.begin_backward(self.twins)
+        try:
+            sum(losses.theirs).backward(retain_graph=retain)
+        except RuntimeError as error:
+            raise ImpossibleError from error
+        losses.ours.backward(retain_graph=retain)
+        self.has_unreduced = not all(state.requires_gradient_sync for state in _get_fsdp_states(self.model))
+        self.differences += self.hooks.check(self.faces, losses.with_terms)
 
     def do_train(self, action: Action, what: str) -> None:
         """``how``: the order of forwards and backwards."""
         with nullcontext() if action.sync else no_sync(self.model):
-            first = self.losses(self.inputs())
+            first = self.losses(self.inputs(), action.term, action.at)
             if action.how == "":
-                self.backward(*first)
+                self.backward(first)
             elif action.how == "twice":
-                self.backward(*first, retain=True)
-                self.backward(*first)
+                self.backward(first, retain=True)
+                self.backward(first)
             elif action.how != "forward only":
                 second = self.losses(self.inputs())
                 if action.how == "together":
-                    self.backward(first[0] + second[0], [a + b for a, b in zip(first[1], second[1], strict=True)])
+                    self.backward(first.plus(second))
                 elif action.how == "in order":
-                    self.backward(*first)
-                    self.backward(*second)
+                    self.backward(first)
+                    self.backward(second)
                 elif action.how == "reversed":
-                    self.backward(*second)
-                    self.backward(*first)
+                    self.backward(second)
+                    self.backward(first)
                 elif action.how == "only second":
-                    self.backward(*second)
+                    self.backward(second)
 
     def do_evaluate(self, action: Action, what: str) -> None:
         with torch.inference_mode() if action.how == "inference" else torch.no_grad():
@@ -409,6 +452,23 @@ class Runner:
             elif got is not None:
                 self.check_close(got, want, "input gradient")
 
+    def do_penalise(self, action: Action, what: str) -> None:
+        """The gradients of the parameters are in the loss: needs functional mode."""
+        self.drop_unreduced()
+        with functional_mode(self.model):
+            losses = self.losses(self.inputs())
+        if not all(loss.requires_grad for loss in losses.theirs):
+            return
+        penalties = []
+        for loss, params in ((losses.ours, self.faces), (sum(losses.theirs), self.twins)):
+            params = [param for param in params if param.requires_grad]
+            grads = torch.autograd.grad(loss, params, allow_unused=True, create_graph=True) if params else ()
+            whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads if grad is not None]
+            penalties.append(sum((grad.square().sum() for grad in whole), torch.zeros((), dtype=torch.float64)))
+        ours, theirs = penalties
+        self.check_close(ours.detach(), theirs.detach(), "penalty")
+        self.backward(losses.plus(Losses(0.1 * ours, [0.1 * theirs / self.world_size] * self.world_size, set())))
+
     # ---- between iterations
 
     def do_step(self, action: Action, what: str) -> None:
@@ -432,12 +492,21 @@ class Runner:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=action.how != "in place")
 
+    def drop_unreduced(self) -> None:
+        """Of what was accumulated without sync functional mode, and some others, want to know nothing."""
+        if self.has_unreduced:
+            self.model.zero_grad()
+            self.reference.zero_grad()
+            self.has_unreduced = False
+
     def do_edit(self, action: Action, what: str) -> None:
         """``at``: which parameter, where it is one."""
         pairs = list(zip(self.model.parameters(), self.reference.parameters(), strict=True))
         if not pairs:
             return
         index = action.at % len(pairs)
+        if action.how == "scale a gradient":
+            self.drop_unreduced()
         for model, chosen in ((self.model, pairs[index][0]), (self.reference, pairs[index][1])):
             EDITS[action.how](model, chosen)
         if self.has_unreduced:
@@ -447,9 +516,64 @@ class Runner:
         state = [module for module in self.model.modules() if get_state(module) is not None]
         set_reshard_after_forward(state[action.at % len(state)], action.sync, recurse=False)
 
+    def do_set_functional(self, action: Action, what: str) -> None:
+        self.drop_unreduced()
+        modules = [module for module in self.model.modules() if get_state(module) is not None]
+        if action.how == "all":
+            set_functional_mode(self.model, action.sync)
+        else:
+            set_functional_mode(modules[action.at % len(modules)], action.sync, recurse=False)
+
+    def do_summon(self, action: Action, what: str) -> None:
+        """Full parameters between iterations; ``how``: what is done to one of them."""
+        if not self.faces:
+            return
+        with_grads = action.how == "scale its gradient" and not self.lags
+        if with_grads:
+            self.drop_unreduced()
+        index = action.at % len(self.faces)
+        name, twin = list(self.reference.named_parameters())[index]
+        with summon_full_params(
+            self.model, writeback=action.how != "look", offload_to_cpu=action.sync, with_grads=with_grads
+        ):
+            full = self.model.get_parameter(name)
+            self.check_close(full.detach(), twin.detach(), f"{what}: full {name}")
+            with torch.no_grad():
+                full.mul_(0.5)
+            if with_grads and full.grad is not None:
+                full.grad.mul_(3)
+        if action.how != "look":
+            with torch.no_grad():
+                twin.mul_(0.5)
+        if with_grads and twin.grad is not None:
+            twin.grad.mul_(3)
+
+    def do_checkpoint(self, action: Action, what: str) -> None:
+        """State dicts (``how``) are made, everything is changed, and they are loaded into another optimizer."""
+        if not self.faces:
+            return
+        is_full = action.how != "sharded"
+        options = StateDictOptions(
+            full_state_dict=is_full,
+            broadcast_from_rank0=action.how == "first rank",
+            cpu_offload=action.how == "first rank",
+            flatten_optimizer_state_dict=action.sync,
+            keep_foreign_params=True,
+        )
+        saved = copy.deepcopy(get_state_dict(self.model, self.optimizers[0], options=options))
+        with torch.no_grad():
+            for face in self.faces:
+                face.mul_(-3)
+        self.optimizers[0] = self.make_optimizer(self.model)
+        set_state_dict(
+            self.model, self.optimizers[0], model_state_dict=saved[0], optim_state_dict=saved[1], options=options
+        )
+
     def do_unshard(self, action: Action, what: str) -> None:
-        state = [module for module in self.model.modules() if get_state(module) is not None]
-        unshard(state[action.at % len(state)])
+        modules = [module for module in self.model.modules() if get_state(module) is not None]
+        module = modules[action.at % len(modules)]
+        if not (self.program.ties and get_state(module).root is None):  # a group is not run first without its ties
+            unshard(module)
 
     # ---- comparing
 
@@ -485,7 +609,7 @@ class Runner:
             return
         handle, index = place
         run = handle.layout.run(index, self.rank)
-        assert isinstance(tensor, RaggedDTensor), what
+        assert isinstance(tensor, RaggedDTensor), f"{what}: {type(tensor)}"
         got = tensor.to_local().detach().reshape(-1)
         self.check_close(got, whole.reshape(-1)[run.param_start : run.param_start + run.numel], what)
 
@@ -544,7 +668,7 @@ def _drop_gradient(model: Module, chosen: nn.Parameter) -> None:
 
 
 def _scale_gradient(model: Module, chosen: nn.Parameter) -> None:
-    if chosen.grad is not None and type(chosen.grad) is not UnreducedGradient:
+    if chosen.grad is not None:
         chosen.grad.mul_(2)
 
 
@@ -555,6 +679,7 @@ EDITS: dict[str, Callable[[Module, nn.Parameter], None]] = {
     "load by assignment": _load_by_assignment,
     "toggle requires_grad": _toggle,
     "drop a gradient": _drop_gradient,
+    "scale a gradient": _scale_gradient,
 }
 
 

@@ -35,7 +35,7 @@ def backward_without_sync(twins: Twins, batch: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("drop", DROPS)
-@pytest.mark.parametrize("when", ["between backwards", "between forward and backward"])
+@pytest.mark.parametrize("when", ["between backwards", "between forward and backward", "after an evaluation"])
 @distributed(world_size=3)
 def test_zero_grad_drops_what_was_accumulated_without_sync(drop, when):
     twins = Twins(Net(), make_optimizer=plain_sgd)
@@ -43,10 +43,13 @@ def test_zero_grad_drops_what_was_accumulated_without_sync(drop, when):
         backward_without_sync(twins, first)
 
         def drop_and_backward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            if when == "between backwards":
+            if when == "after an evaluation":
+                with torch.inference_mode():
+                    model(x)
+            if when != "between forward and backward":
                 DROPS[drop](model)
             loss = mean_square(model, x)
-            if when != "between backwards":
+            if when == "between forward and backward":
                 DROPS[drop](model)
             loss.backward()
             return loss
@@ -181,11 +184,14 @@ TERMS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("hook", [False, True])
 @pytest.mark.parametrize("name", TERMS)
 @distributed(world_size=2)
-def test_terms_of_the_loss_on_a_parameter_join_what_is_not_reduced_yet(name, hook):
+def test_terms_of_the_loss_on_a_parameter_join_what_is_not_reduced_yet(name, hook, flat):
     twins = Twins(Net(), make_optimizer=plain_sgd)
+    if flat:
+        twins.optimizers[1] = plain_sgd(flat_parameters(twins.sharded))
     for model in twins.both if hook else ():
         model.layers[1].linear.weight.register_hook(lambda grad: grad * 0.5)
     for reduced_first in (False, True):
@@ -235,6 +241,26 @@ def test_flat_parameters_show_and_drop_what_is_not_reduced_too(local, set_to_non
         backward_without_sync(twins, first)
         twins.backward(mean_square, second)
         twins.step()
+
+
+@pytest.mark.parametrize("how", ["all", "all but one"])
+@distributed(world_size=2)
+def test_flat_optimizers_step_after_all_of_what_is_not_reduced_was_dropped_from_the_model(how):
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = plain_sgd(flat_parameters(model))
+    before = copy.deepcopy(model.state_dict())
+    with no_sync(model):
+        model(torch.ones(2, 4)).sum().backward()
+    if how == "all":
+        model.zero_grad()
+    else:
+        model.bias.grad = None
+        with pytest.raises(RuntimeError, match="has not been reduced"):
+            optimizer.step()
+        optimizer.zero_grad()
+    optimizer.step()  # of nothing
+    assert torch.equal(model.weight.full_tensor(), before["weight"].full_tensor())
+    assert clip_grad_norm_(model.parameters(), 1.0) == 0
 
 
 @distributed(world_size=2)

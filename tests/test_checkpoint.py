@@ -24,6 +24,7 @@ from fsdp_compose import (
     distribute_ragged,
     flat_parameters,
     fully_shard,
+    summon,
     summon_full_params,
 )
 from fsdp_compose.checkpoint import (
@@ -196,14 +197,20 @@ def test_full_state_dicts_take_one_collective_for_each_flat_parameter():
     model = shard(build())
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
-    num_flat = len(_get_fsdp_handles(model))
-    for options in (FULL, FULL_ON_CPU):
-        with CommDebugMode() as comm:
-            get_model_state_dict(model, options=options)
-        assert comm.get_total_counts() == num_flat, comm.get_comm_counts()
-        with CommDebugMode() as comm:
-            get_optimizer_state_dict(model, optimizer, options=options)
-        assert comm.get_total_counts() == 3 * num_flat, "one for each of exp_avg, exp_avg_sq, max_exp_avg_sq"
+    num_flat, gathered = len(_get_fsdp_handles(model)), []
+    with pytest.MonkeyPatch.context() as watched:
+        for name in ("all_gather", "gather"):
+            original = getattr(summon, name)
+            watched.setattr(summon, name, lambda *args, original=original: [gathered.append(args), original(*args)])
+        for options in (FULL, FULL_ON_CPU):
+            with CommDebugMode() as comm:
+                gathered.clear()
+                get_model_state_dict(model, options=options)
+                assert len(gathered) == num_flat
+                gathered.clear()
+                get_optimizer_state_dict(model, optimizer, options=options)
+                assert len(gathered) == 3 * num_flat, "one for each of exp_avg, exp_avg_sq, max_exp_avg_sq"
+            assert comm.get_total_counts() == 0, "nothing beside"
 
 
 @distributed(world_size=2)

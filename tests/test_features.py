@@ -1675,6 +1675,31 @@ def test_forwards_of_children_after_the_roots_first_forward():
     twins.train(steps=1)
 
 
+@pytest.mark.parametrize("between", ["backward", "step", "unfinished backward"])
+@distributed(world_size=(2, 3))
+def test_parent_sharded_after_its_child_has_run(between):
+    def shard_layer(model: nn.Module) -> None:
+        fully_shard(model.layers[0])
+
+    twins = Twins(Net(), shard_layer, lambda params: plain_sgd([*params]))
+    (batch,) = inputs()
+    losses = [
+        model.layers[0](x).square().mean() for model, x in zip(twins.both, (batch, local_part(batch)), strict=True)
+    ]
+    for loss in losses if between != "unfinished backward" else ():
+        loss.backward()
+    if between == "step":
+        for model in twins.both:
+            torch.optim.SGD(model.layers[0].parameters(), lr=0.1).step()
+            model.zero_grad()
+    fully_shard(twins.sharded.layers[1])
+    fully_shard(twins.sharded)
+    twins.optimizers = [plain_sgd(model.parameters()) for model in twins.both]
+    for loss in losses if between == "unfinished backward" else ():
+        loss.backward()
+    twins.train()
+
+
 @distributed(world_size=2)
 def test_backward_of_a_child_that_ran_before_the_root_was_known():
     twins = Twins(Net())

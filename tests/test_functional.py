@@ -25,7 +25,9 @@ from fsdp_compose import (
     functional_mode,
     no_sync,
     set_functional_mode,
+    unshard,
 )
+from fsdp_compose.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_features import Net, Twins, adamw, inputs, mean_square, plain_sgd, shard_layers
@@ -192,6 +194,15 @@ def test_gradient_hooks_and_optimizers_in_backward_work():
 
 
 @distributed(world_size=2)
+def test_gradients_are_cut_like_their_parameters_also_where_hooks_look_at_them():
+    model = functional_layers(smooth_net())
+    weight, seen = model.layers[0].linear.weight, []
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(type(param.grad)))
+    mean_square(model, batches(1)[0]).backward()
+    assert seen == [RaggedDTensor] and weight.grad.placements == weight.placements
+
+
+@distributed(world_size=2)
 def test_a_parameter_used_on_one_rank_has_a_gradient_on_all_and_one_used_nowhere_on_none():
     class Choice(nn.Module):
         def __init__(self) -> None:
@@ -293,6 +304,23 @@ def test_training_goes_on_after_an_exception():
     with pytest.warns(UserWarning, match="was interrupted"):
         both.backward(slope_penalty, batches(1)[0])
     both.step()
+
+
+@distributed(world_size=2)
+def test_gradients_of_a_backward_that_raised_are_thrown_away():
+    both = twins()
+    first, second = batches(2)
+    for reduced_first in (False, True):
+        if reduced_first:
+            both.backward(mean_square, first)
+        fails = both.sharded.layers[0].register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            mean_square(both.sharded, local_part(first)).backward()
+        fails.remove()
+        both.reference.zero_grad()
+        with pytest.warns(UserWarning, match="was interrupted.*all gradients are None"):
+            both.backward(mean_square, second)
+        both.step()
 
 
 @distributed(world_size=2)
@@ -428,6 +456,19 @@ def test_a_recomputed_part_of_a_group_is_an_error_that_says_so():
         output = net(torch.ones(2, 5, requires_grad=True))
     with pytest.raises(RuntimeError, match="activation checkpointing must recompute whole groups"):
         output.sum().backward()
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@distributed(world_size=2)
+def test_parameters_unsharded_ahead_of_a_functional_forward_are_freed(reshard_after_forward):
+    model = shard_layers(smooth_net(), reshard_after_forward=reshard_after_forward)
+    (batch,) = batches(1)
+    mean_square(model, batch)
+    for handle in _get_fsdp_handles(model):
+        unshard(handle.group().live_modules()[0], async_op=True)
+    with functional_mode(model):
+        model(batch)
+    assert not any(handle.is_unsharded or handle.all_gather_work for handle in _get_fsdp_handles(model))
 
 
 @distributed(world_size=2)

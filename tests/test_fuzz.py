@@ -11,11 +11,12 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.harness import run_distributed
-from tests.programs import COMPOUNDS, EDITS, LEAVES, Action, Group, Part, Program, parts_of, run_on_every_rank
+from tests.observed_hooks import AFTER_ACCUMULATION, ON_GRADIENT
+from tests.programs import COMPOUNDS, EDITS, LEAVES, TERMS, Action, Group, Part, Program, parts_of, run_on_every_rank
 
 NUM_PROGRAMS = int(os.environ.get("FSDP_COMPOSE_FUZZ", "0"))
 
@@ -61,6 +62,8 @@ _train = st.builds(
     kind=st.just("train"),
     sync=st.sampled_from([True, True, False]),
     how=st.sampled_from(["", "", "together", "in order", "reversed", "only second", "twice", "forward only"]),
+    at=st.integers(0, 9),
+    term=st.sampled_from(["", "", *TERMS]),
 )
 _actions = st.one_of(
     _train,
@@ -83,6 +86,27 @@ _actions = st.one_of(
     st.just(Action("input_gradient")),
     st.builds(Action, kind=st.just("unshard"), at=st.integers(0, 5)),
     st.builds(Action, kind=st.just("set_reshard"), sync=st.booleans(), at=st.integers(0, 5)),
+    st.builds(
+        Action,
+        kind=st.just("set_functional"),
+        sync=st.sampled_from([True, True, False]),
+        how=st.sampled_from(["", "all"]),
+        at=st.integers(0, 5),
+    ),
+    st.just(Action("penalise")),
+    st.builds(
+        Action,
+        kind=st.just("summon"),
+        sync=st.booleans(),
+        how=st.sampled_from(["look", "write", "scale its gradient"]),
+        at=st.integers(0, 9),
+    ),
+    st.builds(
+        Action,
+        kind=st.just("checkpoint"),
+        sync=st.booleans(),
+        how=st.sampled_from(["sharded", "full", "first rank"]),
+    ),
 )
 
 
@@ -98,14 +122,19 @@ def _is_possible(program: Program) -> bool:
             ):
                 return False  # ranks run the same groups, and backward reaches the same
     kinds = {action.kind for action in program.actions}
+    if kinds & {"set_functional", "penalise"}:  # whole groups are recomputed
+        if any(part.recompute is not None and part.group is None for part in parts_of(program.root)):
+            return False
     if not program.shards_root:  # each child is a root; an interruption of one is not the others' affair
         if program.ties or program.root.together or program.root.kind == "auxiliary" or "fail" in kinds:
             return False
     if program.optimizer == "flat":  # what is tied moves, and what is in one flat parameter is frozen together
         if program.ties or any(action.how == "toggle requires_grad" for action in program.actions):
             return False
-    if "input_gradient" in kinds and any(part.recompute for part in parts_of(program.root)):
+    if kinds & {"input_gradient", "penalise"} and any(part.recompute for part in parts_of(program.root)):
         return False  # torch refuses autograd.grad() with reentrant checkpointing
+    if "penalise" in kinds and any(kind == ON_GRADIENT for _, kind in program.hooks):
+        return False  # autograd.grad() does not call the hooks of sharded parameters
     has_switch = any(part.kind == "switch" for part in parts_of(program.root))
     return not (has_switch and "fail" in kinds)
 
@@ -118,7 +147,17 @@ _programs = st.builds(
     shards_root=st.sampled_from([True, True, True, False]),
     optimizer=st.sampled_from(["sgd", "adamw", "flat"]),
     input_requires_grad=st.booleans(),
+    hooks=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([ON_GRADIENT, AFTER_ACCUMULATION])), max_size=3).map(
+        tuple
+    ),
 ).filter(_is_possible)
+
+# A group whose output cannot be hooked stays unsharded, and is gathered again ahead of a functional forward.
+_STAYS_UNSHARDED = Program(
+    root=Part("opaque", children=(Part("container", children=(Part("scalar"),)),)),
+    actions=(Action("train"), Action("penalise")),
+    input_requires_grad=True,
+)
 
 _generation = itertools.count()
 _present = [next(_generation)]
@@ -151,6 +190,7 @@ def test_random_programs_train_as_unsharded(world_size, num_programs, tmp_path):
         derandomize=not NUM_PROGRAMS,
         database=None,
     )
+    @example(_STAYS_UNSHARDED)
     @given(_programs)
     def random_programs(program: Program) -> None:
         went_through.append(check(program, world_size, tmp_path / "report"))

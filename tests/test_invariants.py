@@ -21,7 +21,18 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, RaggedShard, fully_shard, meeting, no_sync, unshard
+from fsdp_compose import (
+    MixedPrecisionPolicy,
+    RaggedDTensor,
+    RaggedShard,
+    distribute_ragged,
+    flat_parameters,
+    fully_shard,
+    meeting,
+    no_sync,
+    set_functional_mode,
+    unshard,
+)
 from fsdp_compose.accumulation import UnreducedGradient
 from fsdp_compose.exchange import EXCHANGE_ENV, FIRST_BACKWARDS, control_group
 from fsdp_compose.meeting import TIMEOUT_ENV
@@ -700,6 +711,47 @@ def test_other_memory_between_a_forward_and_its_backward_raises(reshard_after_fo
     assert_gradients_match(model, reference, 1e-6)
 
 
+MOVES: dict[str, Callable[[nn.Module], Any]] = {
+    "p.data = ...": edit_replace_data,
+    "double()": nn.Module.double,
+    "there and back": lambda model: model.double().float(),
+    "to_empty()": lambda model: model.to_empty(device="cpu"),
+    "_apply()": lambda model: model._apply(lambda tensor: tensor * 2),
+    "load by assignment": lambda model: model.load_state_dict(
+        {name: value * 2 for name, value in model.state_dict().items()}, assign=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["default", "not resharded", "functional", "flat parameters"])
+@pytest.mark.parametrize("move", MOVES)
+@distributed(world_size=3)
+def test_gradients_are_those_of_the_forward_or_backward_raises_when_parameters_move_in_between(move, kind):
+    model, reference = stacks(reshard_after_forward=False if kind == "not resharded" else None)
+    if kind == "flat parameters":
+        flat_parameters(model)
+    set_functional_mode(model, kind == "functional")
+    loss_of(reference, inputs(0)).backward()
+    loss = loss_of(model, local_part(inputs(0)))
+    MOVES[move](model)
+    try:
+        loss.backward()
+    except RuntimeError:
+        pass
+    else:
+        assert_gradients_match(model, reference, 1e-6)
+    model.zero_grad()
+    with torch.no_grad():
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            param.copy_(distribute_ragged(expected.to(param.dtype), param.device_mesh, param.placements))
+    dtype = model.embed.weight.dtype
+    with our_warnings():
+        model(local_part(inputs(1)).to(dtype)).square().mean().backward()
+    reference.zero_grad()
+    reference.to(dtype)(inputs(1).to(dtype)).square().mean().backward()
+    assert_gradients_match(model, reference, 1e-6)
+
+
 @pytest.mark.parametrize("place", ["block", "root"])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(world_size=2)
@@ -789,6 +841,7 @@ def test_frozen_parameter_added_after_training_is_left_alone():
 
 DTYPE_CHANGES = {
     "to": lambda model: model.to(torch.float64),
+    "cpu()": lambda model: model.cpu(),
     "there and back": lambda model: model.double().float(),
     "half and double": lambda model: model.half().double(),
 }
@@ -813,6 +866,19 @@ def test_change_of_dtype_after_sharding(before, change):
         optimizer.step()
         optimizer.zero_grad()
     assert_parameters_match(model, reference, 1e-6)
+
+
+@distributed(world_size=2)
+def test_model_moved_to_a_device_that_is_not_its_meshs_raises_at_the_next_forward_and_comes_back():
+    model, reference = stacks()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to("meta")
+    with pytest.raises(ValueError, match=r"parameters of the fully_shard group .* are still on the meta device"):
+        model(inputs())
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    with our_warnings():
+        assert_trains_on(model, reference)
 
 
 @pytest.mark.parametrize("optimizer_is_built", ["before to_empty", "after to_empty"])
@@ -1731,6 +1797,40 @@ class Appends(nn.Module):
         history.append(len(history))
         cache["last"] = x
         return self.linear(x)
+
+
+class KeepsALoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(IN, IN).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        self.auxiliary = self.linear(y).square().mean()
+        return y
+
+
+class LateGradients(nn.Module):
+    """A frozen layer that gets an input that requires grad at its fifth forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = KeepsALoss(), nn.Parameter(torch.ones(IN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.layer(x)
+        return self.layer(x * self.scale)
+
+
+@distributed(world_size=2)
+def test_auxiliary_loss_of_a_frozen_block_whose_first_forwards_had_no_gradient():
+    model, reference = pair(LateGradients())
+    fully_shard(model.layer)
+    fully_shard(model)
+    for module, x in ((model, local_part(inputs())), (reference, inputs())):
+        (module(x).square().mean() + module.layer.auxiliary).backward()
+    assert_gradients_match(model, reference, 1e-6)
 
 
 @distributed(world_size=2)

@@ -7,6 +7,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,31 @@ def test_zero_grad_of_either_side_drops_both():
             assert torch.equal(param.grad.full_tensor(), expected[name]), (side, name)
 
 
+@pytest.mark.parametrize("how", ["whole model", "another root", "without sync", "alone"])
+@distributed(world_size=2)
+def test_zero_grad_drops_terms_of_the_loss_on_parameters_whose_group_was_not_reduced(how):
+    model, expected = shard(build()), shard(build())
+    flat = flat_parameters(model)
+    optimizer = torch.optim.SGD(flat, lr=0.1)
+    for step in range(2):  # the second adds to what there is
+        term = model.aside.weight.full_tensor().square().sum()
+        with no_sync(model) if how == "without sync" else nullcontext():
+            if how == "another root":
+                term = term + model.second(torch.ones(2, 10)).sum()
+            elif how != "alone":
+                term = term + model(mine(step), with_aside=False).square().mean()
+            term.backward()
+        assert model.aside.weight.grad is not None and flat[2].grad is not None
+    optimizer.zero_grad()
+    if how == "another root":
+        model.second(torch.ones(2, 10)).sum().backward()
+        optimizer.zero_grad()
+    for each in (model, expected):
+        backward(each, mine(9))
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
+
+
 @distributed(world_size=2)
 def test_one_dropped_parameter_contributes_nothing():
     models = [shard(build()) for _ in range(2)]
@@ -544,6 +570,18 @@ def test_flat_parameters_follow_a_model_that_is_moved_or_loaded():
                     assert all(a is b for a, b in zip(flat, flat_parameters(model, local=local), strict=True))
                     assert dtype is None or flat[0].dtype == dtype
             assert_same(*models)
+
+
+@distributed(world_size=2)
+def test_a_step_after_loading_by_assignment_where_a_rank_has_no_elements():
+    models = [fully_shard(nn.Linear(3, 3, bias=False), granularity=lambda *_: "whole") for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, params in zip(models, (models[0].parameters(), flat_parameters(models[1])), strict=True):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    assert_same(*models)
 
 
 @distributed(world_size=2)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged
+from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, fully_shard
 from fsdp_compose.placement import run_to_boxes
 from fsdp_compose.ragged_ops.gathered_view import GatheredView
 from tests.harness import distributed, fake_process_group
@@ -337,6 +337,8 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "new_ones": lambda x, y: x.new_ones((10, 4)),
     "new_full": lambda x, y: x.new_full((10, 4), 2.0),
     "new_empty": lambda x, y: x.new_empty((10, 4)).zero_(),
+    "new_empty_strided": lambda x, y: x.new_empty_strided((10, 4), (1, 10)).zero_(),
+    "new_empty_strided of another shape": lambda x, y: x.new_empty_strided((2, 3), (1, 2)).zero_(),
     # types
     "to(bf16)": lambda x, y: x.to(torch.bfloat16),
     "double": lambda x, y: x.double(),
@@ -912,6 +914,15 @@ def test_views_work_in_inference_mode():
         assert torch.equal((x * 2)[1].mul_(2).full_tensor(), full[1] * 4)
         assert torch.equal((x * 2).t().full_tensor(), full.t() * 2)
         assert torch.equal(x[:, 1].full_tensor(), full[:, 1])
+
+
+@distributed(world_size=2)
+def test_sharing_memory_with_other_processes_raises():
+    x = distribute_ragged(torch.ones(3), init_device_mesh("cpu", (2,)), [RaggedShard((2, 1))])
+    with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
+        x.share_memory_()
+    with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
+        fully_shard(nn.Linear(2, 2)).share_memory()
 
 
 @distributed(world_size=3, timeout=60)

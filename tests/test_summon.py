@@ -196,6 +196,19 @@ def test_nested_contexts_and_submodules():
 
 
 @distributed(world_size=2)
+def test_summoning_before_the_first_forward_finds_tied_parameters_in_the_group_around_them():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    expected = copy.deepcopy(model.state_dict())
+    for module in (*model, model):
+        fully_shard(module)
+    with summon_full_params(model):
+        assert model[0].weight is model[1].weight
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, expected[name])
+
+
+@distributed(world_size=2)
 def test_misuse_of_summon_full_params_raises_and_leaves_the_model_as_it_was():
     twins = Twins(Net())
     (batch,) = inputs()

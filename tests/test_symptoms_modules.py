@@ -157,23 +157,31 @@ def test_attention_whose_output_projection_is_sharded_by_itself_names_the_parame
     torch.testing.assert_close(together(x, x, x)[0], expected(x, x, x)[0])
 
 
+COMPUTE = {
+    "matrix product": lambda x, child: F.linear(x, child.weight),
+    "element-wise": lambda x, child: x * child.bias,
+}
+
+
 class UsesAChildsWeight(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
+        self.how = how
         self.first, self.child = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.first(x), self.child.weight)
+        return COMPUTE[self.how](self.first(x), self.child)
 
 
+@pytest.mark.parametrize("how", COMPUTE)
 @distributed(world_size=2)
-def test_parent_that_computes_with_a_sharded_childs_weight_is_told_which_and_what_to_do():
-    model = UsesAChildsWeight()
+def test_parent_that_computes_with_a_sharded_childs_weight_is_told_which_and_what_to_do(how):
+    model = UsesAChildsWeight(how)
     fully_shard(model.child)
     fully_shard(model)
-    with pytest.raises(RuntimeError, match=r"parameter child\.weight of the fully_shard group child.*do not shard by"):
+    with pytest.raises(RuntimeError, match=r"parameter child\.\w+ of the fully_shard group child.*do not shard by"):
         model(torch.randn(2, DIM))
-    Twins(UsesAChildsWeight(), fully_shard).backward(mean_square, next(inputs()))
+    Twins(UsesAChildsWeight(how), fully_shard).backward(mean_square, next(inputs()))
 
 
 # ---- classes of parameters

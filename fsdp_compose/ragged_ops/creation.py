@@ -25,9 +25,23 @@ def new(func: Any, args: Args, kwargs: Kwargs) -> Any:
     spec = tensor._spec
     if tuple(size) == tuple(spec.shape):
         return wrap_run(func(tensor._local_tensor, spec.local_shape, *rest, **kwargs), spec)
-    local = func(tensor._local_tensor, size, *rest, **kwargs)
+    return _replicated(func(tensor._local_tensor, size, *rest, **kwargs), spec)
+
+
+def new_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``new_empty_strided(size, stride)``: a run has no memory format. Autograd makes a leaf's gradient so, when
+    somebody holds the one that has arrived."""
+    tensor, size, stride = args
+    spec = tensor._spec
+    if tuple(size) == tuple(spec.shape):
+        return wrap_run(tensor._local_tensor.new_empty(spec.local_shape, **kwargs), spec)
+    return _replicated(func(tensor._local_tensor, size, stride, **kwargs), spec)
+
+
+def _replicated(local: torch.Tensor, spec: RaggedSpec) -> DTensor:
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    return make_dtensor(DTensor, local, DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta))
+    tensor: DTensor = make_dtensor(DTensor, local, DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta))
+    return tensor
 
 
 def random(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -35,10 +35,12 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
                 f"{func}: the result does not have the shape of the sharded tensor that it is written to, "
                 f"{tuple(model.shape)}"
             )
+    read = None if targets else model
     try:
-        local_args = [operand(func, item, spec) if isinstance(item, torch.Tensor) else item for item in args]
+        local_args = [operand(func, item, spec, read) if isinstance(item, torch.Tensor) else item for item in args]
         local_kwargs = {
-            key: operand(func, item, spec) if isinstance(item, torch.Tensor) else item for key, item in kwargs.items()
+            key: operand(func, item, spec, read) if isinstance(item, torch.Tensor) else item
+            for key, item in kwargs.items()
         }
     except Larger:
         if targets:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor
-from ..ragged import RaggedDTensor, distribute_ragged, gathered
+from ..ragged import RaggedDTensor, describe_owner, distribute_ragged, gathered
 from ..ragged_spec import RaggedSpec
 from .gathered_view import GatheredView
 
@@ -17,8 +17,9 @@ class Larger(Exception):
     """An operand is not broadcast to the layout of the result: the result is larger than any ragged operand."""
 
 
-def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """The local elements of an operand of an operation whose result is cut as ``spec`` says."""
+def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, beside: RaggedDTensor | None = None) -> torch.Tensor:
+    """The local elements of an operand of an operation whose result is cut as ``spec`` says. ``beside``: a sharded
+    one that is only read, for errors."""
     if type(tensor) is RaggedDTensor and tensor._spec.cuts_like(spec):
         return tensor._local_tensor
     if tensor.dim() == 0:
@@ -26,9 +27,8 @@ def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     tensor = tensor.plain() if isinstance(tensor, GatheredView) else tensor
     if not isinstance(tensor, DTensor):
         raise RuntimeError(
-            f"{func}: got a torch.Tensor of shape {tuple(tensor.shape)} and a sharded parameter or tensor of shape "
-            f"{tuple(spec.shape)}: make both DTensors (fsdp_compose.distribute_ragged()), or use .to_local() or "
-            ".full_tensor() of the sharded one"
+            f"{func}: got mixed a torch.Tensor of shape {tuple(tensor.shape)} and, of shape {tuple(spec.shape)}, "
+            f"{describe_owner(beside)}"
         )
     if tensor.shape != spec.shape:
         if torch.broadcast_shapes(tensor.shape, spec.shape) != spec.shape:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..ragged import Handler
-from .creation import make_out, new, random
+from .creation import make_out, new, new_strided, random
 from .elementwise import divide, pointwise
 from .gathering import gather_all, item, write_through
 from .lists import per_element, unscale
@@ -83,6 +83,7 @@ _BY_OPERATOR: dict[Any, Handler] = {
     **dict.fromkeys(
         (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default), new
     ),
+    aten.new_empty_strided.default: new_strided,
     aten.rand_like.default: random,
     aten.randn_like.default: random,
     aten._foreach_norm.Scalar: foreach_norms,
