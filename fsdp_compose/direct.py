@@ -1,10 +1,12 @@
-"""All-gather, and gathering on one rank, by direct messages: for gloo.
+"""Messages between ranks in the place of collectives: for gloo.
 
 gloo's own collectives pass everything through a buffer of theirs. Messages arrive where they belong, in less than half
 the time (``benchmarks/checkpoint.py``), and take no memory. Other backends gather in place already.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,31 @@ from ._torch import all_gather_single, backend_name
 from .wire import wire
 
 _TAG = 7_501  # of our messages, apart from the user's own
+
+Message = tuple[int, torch.Tensor]
+"""The other rank of the group, and the contiguous memory that is sent or received."""
+
+
+def is_better(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on ``device`` should go as messages. The same on every rank of ``group``."""
+    return backend_name(group) == "gloo" and device.type == "cpu"
+
+
+def exchange(sent: Iterable[Message], received: Iterable[Message], group: dist.ProcessGroup) -> None:
+    """Send and receive messages. Those from one rank to another arrive in their order.
+
+    Ranks: those concerned.
+    """
+    works = [dist.irecv(wire(tensor), group=group, group_src=rank, tag=_TAG) for rank, tensor in received]
+    works += [dist.isend(wire(tensor), group=group, group_dst=rank, tag=_TAG) for rank, tensor in sent]
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        work.wait()
+
+
+def others(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks of the group."""
+    return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
 def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -23,39 +50,21 @@ def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
     Args:
         flat, shard: contiguous, one-dimensional; equal shards.
     """
-    if backend_name(group) != "gloo":
+    if not is_better(group, shard.device):
         all_gather_single(wire(flat), wire(shard), group=group)
         return
-    works = [*_receive(flat, group), *_send(shard, group, range(group.size()))]
-    flat.chunk(group.size())[group.rank()].copy_(shard)
-    _wait(works)
+    parts, peers = flat.chunk(group.size()), others(group)
+    parts[group.rank()].copy_(shard)
+    exchange([(rank, shard) for rank in peers], [(rank, parts[rank]) for rank in peers], group)
 
 
 def gather(flat: torch.Tensor | None, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
     """As ``all_gather``, on the first rank; ``flat`` is ``None`` on the others."""
-    if backend_name(group) != "gloo":
-        parts = None if flat is None else [wire(part) for part in flat.chunk(group.size())]
-        dist.gather(wire(shard), parts, group=group, group_dst=0)
-    elif flat is None:
-        _wait(_send(shard, group, [0]))
+    parts = None if flat is None else flat.chunk(group.size())
+    if not is_better(group, shard.device):
+        dist.gather(wire(shard), None if parts is None else [*map(wire, parts)], group=group, group_dst=0)
+    elif parts is None:
+        exchange([(0, shard)], [], group)
     else:
-        works = _receive(flat, group)
-        flat.chunk(group.size())[0].copy_(shard)
-        _wait(works)
-
-
-def _receive(flat: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work | None]:
-    parts = flat.chunk(group.size())
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    return [dist.irecv(wire(parts[rank]), group=group, group_src=rank, tag=_TAG) for rank in others]
-
-
-def _send(shard: torch.Tensor, group: dist.ProcessGroup, ranks: range | list[int]) -> list[dist.Work | None]:
-    others = [rank for rank in ranks if rank != group.rank()]
-    return [dist.isend(wire(shard), group=group, group_dst=rank, tag=_TAG) for rank in others]
-
-
-def _wait(works: list[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None, "this rank is in the group"
-        work.wait()
+        parts[0].copy_(shard)
+        exchange([], [(rank, parts[rank]) for rank in others(group)], group)

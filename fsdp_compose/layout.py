@@ -117,6 +117,10 @@ class FlatLayout:
         stop = min(max(shard_offset + self.shard_numel - param.offset, 0), param.numel)
         return Run(start, stop - start, param.offset + start - shard_offset if stop > start else 0)
 
+    def runs_of(self, index: int) -> list[Run]:
+        """The part of parameter `index` that each rank holds."""
+        return [self.run(index, rank) for rank in range(self.world_size)]
+
     def counts(self, index: int) -> tuple[int, ...]:
         """How many elements of parameter `index` each rank holds."""
         param, shard = self.params[index], self.shard_numel

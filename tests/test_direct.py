@@ -6,13 +6,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_compose import direct
 from fsdp_compose.direct import all_gather, gather
 from tests.harness import distributed
 
 
+@pytest.mark.parametrize("by_messages", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int16])
 @distributed(world_size=(1, 2, 4))
-def test_shards_arrive_in_the_order_of_ranks(dtype):
+def test_shards_arrive_in_the_order_of_ranks(dtype, by_messages):
+    assert direct.is_better(dist.group.WORLD, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as chosen:
+        chosen.setattr(direct, "is_better", lambda *_: by_messages)
+        check_gathering(dtype)
+
+
+def check_gathering(dtype: torch.dtype) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     expected = torch.randn(5 * size, generator=torch.Generator().manual_seed(0)).mul(9).to(dtype)
     shard = expected.chunk(size)[rank].clone()

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor_spec, local_tensor, make_dtensor
+from ..direct import exchange, is_better, others
 from ..flat_param import FlatParamHandle
 from ..ragged import RaggedDTensor
 from ..segments import local_of
@@ -156,6 +157,9 @@ def is_cut_like(value: Any, place: Place) -> bool:
 
 def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key, torch.Tensor]:
     handle = bundle.handle
+    if is_better(handle.mesh.shard_group, handle.mesh.device):
+        wholes = _gather_pieces(bundle, rank0_only)
+        return {key: wholes[index] for key, index in bundle.keys.items() if wholes}
     flat = gather_flat(handle, _as_shard(handle, bundle.locals), rank0_only, to_cpu)
     if flat is None:
         return {}
@@ -163,6 +167,24 @@ def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key,
     # Copies: a view would keep, and torch.save() write, the whole flat parameter for each of its tensors.
     wholes = {index: views[index].clone() for index in bundle.locals}
     return {key: wholes[index] for key, index in bundle.keys.items()}
+
+
+def _gather_pieces(bundle: _Bundle, rank0_only: bool) -> dict[int, torch.Tensor]:
+    """Whole tensors by index, where they are wanted, from what each rank holds of each: no memory beside them."""
+    layout, mesh = bundle.handle.layout, bundle.handle.mesh
+    group, mine = mesh.shard_group, mesh.shard_rank
+    is_wanted = mine == 0 or not rank0_only
+    receivers = [rank for rank in others(group) if rank == 0 or not rank0_only]
+    sent = [(rank, local) for local in bundle.locals.values() for rank in receivers if local.numel()]
+    wholes: dict[int, torch.Tensor] = {}
+    received = []
+    for index, local in bundle.locals.items() if is_wanted else ():
+        whole = wholes[index] = local.new_empty(layout.params[index].shape)
+        pieces = [whole.view(-1)[run.param_start :][: run.numel] for run in layout.runs_of(index)]
+        pieces[mine].copy_(local.reshape(-1))
+        received += [(rank, pieces[rank]) for rank in others(group) if pieces[rank].numel()]
+    exchange(sent, received, group)
+    return wholes
 
 
 def _as_shard(handle: FlatParamHandle, locals_: Mapping[int, torch.Tensor]) -> torch.Tensor:
