@@ -53,6 +53,8 @@ __all__ = [
     "gradient_hooks",
     "group_timeout",
     "hook_gradient",
+    "loads_as_torch",
+    "loads_as_torch_module",
     "make_gloo_group",
     "non_persistent_buffers",
     "post_accumulate_hooks",
@@ -148,6 +150,21 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Names of the buffers of ``module`` itself that its state dict leaves out."""
     return module._non_persistent_buffers_set
+
+
+def loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.load_state_dict()`` is torch's own, which casts state to the dtype of its parameter."""
+    cls, base = type(optimizer), torch.optim.Optimizer
+    names = ("load_state_dict", "_process_value_according_to_param_policy")
+    return all(getattr(cls, name) is getattr(base, name) for name in names)
+
+
+def loads_as_torch_module(module: nn.Module, known_hook: Callable[..., Any]) -> bool:
+    """Whether ``module`` itself takes from a state dict what is named like its parameters, buffers and extra state, and
+    nothing else: it has no hook before loading but the known one, and no ``_load_from_state_dict()`` of its own."""
+    hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+    is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return not is_own and all(hook is known_hook for hook in hooks)
 
 
 def versions_of(state_dict: Any) -> dict[str, Any]:

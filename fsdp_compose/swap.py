@@ -299,14 +299,14 @@ def guard_state_dict(module: nn.Module, fqn: str) -> None:
     if _FACES not in module.__dict__:
         module.register_state_dict_pre_hook(_show_faces)
         module.register_state_dict_post_hook(_show_what_was)
-        module.register_load_state_dict_pre_hook(_before_load)
+        module.register_load_state_dict_pre_hook(before_load)
         module.register_load_state_dict_post_hook(_show_what_was)
     module.__dict__[_FACES] = module._parameters
     faces = {name: param for name, param in module._parameters.items() if isinstance(param, RaggedDTensor)}
     module.__dict__[_OWN] = (fqn, faces)
 
 
-def _before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """With ``assign=True`` the faces take over what would be put in their place, and are put there themselves: so that
     optimizers keep training what the modules use."""
     fqn, faces = module.__dict__[_OWN]

@@ -772,6 +772,34 @@ def test_group_timeout_of_a_group_that_has_none():
 # ---- wrappers and state dicts
 
 
+def test_loads_as_torch():
+    class Own(torch.optim.SGD):
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+
+    param = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    assert _torch.loads_as_torch(optimizer) and not _torch.loads_as_torch(Own([param], lr=0.1))
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"wide": torch.zeros(1)}}})
+    assert optimizer.state[param]["wide"].dtype == torch.bfloat16, "what the package undoes"
+
+
+def test_loads_as_torch_module():
+    def known(*_):
+        return None
+
+    class Own(nn.Module):
+        def _load_from_state_dict(self, *arguments):
+            super()._load_from_state_dict(*arguments)
+
+    module = nn.Linear(1, 1)
+    assert _torch.loads_as_torch_module(module, known) and not _torch.loads_as_torch_module(Own(), known)
+    module.register_load_state_dict_pre_hook(known)
+    assert _torch.loads_as_torch_module(module, known)
+    module.register_load_state_dict_pre_hook(lambda *_: None)
+    assert not _torch.loads_as_torch_module(module, known)
+
+
 def test_versions_of():
     state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
     assert _torch.versions_of(state) == {"": {"version": 1}, "0": {"version": 2}} and _torch.versions_of({}) == {}

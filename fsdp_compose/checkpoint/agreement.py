@@ -13,8 +13,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .._torch import backend_name
 from ..meeting import first_difference, meet
 from .names import ModelNames
+from .nested import leaves_of
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _T = TypeVar("_T")
@@ -40,6 +42,16 @@ def group_of(names: ModelNames) -> dist.ProcessGroup | None:
     if len(names_of_groups) > 1:
         return dist.group.WORLD
     return groups[0] if groups else None
+
+
+def group_of_values(values: Any) -> dist.ProcessGroup | None:
+    """The ranks that must meet to move given values into a model that is this process's own: those of their meshes, if
+    these are one, else all; ``None`` if none is sharded."""
+    leaves = [leaf for _, leaf in leaves_of(values) if isinstance(leaf, DTensor)]
+    if not leaves or any(backend_name(group) == "fake" for group in leaves[0].device_mesh.get_all_groups()):
+        return None
+    groups = {leaf.device_mesh.get_group().group_name if leaf.device_mesh.ndim == 1 else "" for leaf in leaves}
+    return leaves[0].device_mesh.get_group() if len(groups) == 1 and groups != {""} else dist.group.WORLD
 
 
 def has_peers(group: dist.ProcessGroup | None) -> bool:

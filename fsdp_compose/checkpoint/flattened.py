@@ -66,7 +66,7 @@ def longest_prefix(text: str, known: set[str]) -> str | None:
 
 
 def is_flattened(state: Mapping[str, Any]) -> bool:
-    return GROUPS not in state and any(key.startswith((f"{STATE}.", f"{GROUPS}.")) for key in state)
+    return GROUPS not in state and any(str(key).startswith((f"{STATE}.", f"{GROUPS}.")) for key in state)
 
 
 def is_numbered(state: Mapping[str, Any]) -> bool:

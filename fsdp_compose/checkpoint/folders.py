@@ -16,6 +16,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -25,6 +26,16 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 _BLOCK = 16 * 2**20
 _UNFINISHED = ".unfinished"
+
+
+def local_folder(folder: str | Path) -> Path:
+    """Raises ValueError for what is an address on a network."""
+    if "://" in str(folder):
+        raise ValueError(
+            f"{folder} is no folder of a file system: give torch.distributed.checkpoint.save() and load() a storage "
+            "writer and reader for it (FsspecWriter), with planner=SavePlanner() and planner=LoadPlanner()"
+        )
+    return Path(folder)
 
 
 def partial_of(folder: Path) -> Path:
@@ -48,20 +59,26 @@ def begin_folder(folder: Path) -> str:
     return ""
 
 
-def finish_folder(folder: Path, files: Mapping[str, list[int]] | None = None) -> None:
+def finish_folder(folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
     """Give a folder its name, when what is in it is on disk.
 
     Args:
-        files: size and checksum by name, noted in ``manifest.json``; ``None``: no manifest.
+        manifest: ``files``: size and checksum by name; and whatever else is to be known.
     """
     partial = partial_of(folder)
-    if files is not None:
-        (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=1))
+    if manifest is not None:
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         sync(partial / MANIFEST)
     (partial / _UNFINISHED).unlink()
     sync(partial)
     partial.rename(folder)
     sync(folder.parent)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Empty for a checkpoint that torch has written."""
+    path = folder / MANIFEST
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def sync(path: Path) -> None:
@@ -111,7 +128,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
 def _listed(folder: Path) -> dict[str, tuple[int, int | None]]:
     """Size and checksum of every file; of checkpoints that torch wrote, the least size."""
     if (folder / MANIFEST).is_file():
-        listed = json.loads((folder / MANIFEST).read_text())["files"]
+        listed = read_manifest(folder)["files"]
         return {name: (int(size), int(total)) for name, (size, total) in listed.items()}
     ends: dict[str, int] = {}
     for info in FileSystemReader(folder).read_metadata().storage_data.values():

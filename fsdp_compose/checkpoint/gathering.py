@@ -110,7 +110,7 @@ class Copies:
             return copy.deepcopy(value)
         value = value.detach()
         local = local_of(value)
-        if type(local) is not torch.Tensor or local.is_meta or not local.numel():
+        if type(local) is not torch.Tensor or local.layout != torch.strided or local.is_meta or not local.numel():
             return self._copy(value)
         key = (type(value), local.data_ptr(), local.shape, local.stride(), local.dtype, local.device)
         if key not in self._made:
@@ -220,6 +220,8 @@ def storage_of(tensor: torch.Tensor) -> int:
     """The address of the storage of what this rank holds of a tensor; 0 if it has none, as tensor subclasses that wrap
     other tensors."""
     local = local_of(tensor)
+    if local.layout != torch.strided:
+        return 0
     return local.untyped_storage().data_ptr() if local.data_ptr() else 0
 
 

@@ -20,10 +20,10 @@ import torch.nn as nn
 from ..ragged import RaggedDTensor
 from ..segments import local_of
 from .agreement import agree, attempt, group_of, in_words, is_first, or_problem
-from .folders import begin_folder, finish_folder, partial_of, sync
+from .folders import begin_folder, finish_folder, local_folder, partial_of, sync
 from .gathering import gather_values
 from .layouts import Described, Target, cut_whole
-from .model_state import ModelPlan, commit_model, entries_of, plan_model
+from .model_state import commit_model, entries_of, plan_model
 from .names import ModelNames
 from .options import StateDictOptions
 
@@ -78,7 +78,7 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
             or a rank did not come.
         ModuleNotFoundError: the package ``safetensors`` is not installed.
     """
-    names, folder = ModelNames(model), Path(folder)
+    names, folder = ModelNames(model), local_folder(folder)
     group = group_of(names)
     importlib.import_module("safetensors.torch")  # missing on all ranks, or on none
     tensors, unfit = attempt(_tensors, names)
@@ -87,14 +87,14 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     agree(group, "save_hf()", [str(folder), *(tensors or {})], unfit)
     assert tensors is not None
     plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
-    problem = ""
+    problem: str | Exception = ""
     wholes = _stream(names, tensors, is_first(group))
     for file, fqns in plan.files.items():
         content = {fqn: whole for fqn, whole in (next(wholes) for _ in fqns) if whole is not None}
         if is_first(group) and not problem:  # the others gather on, and hear of it at the end
-            problem = _write(partial_of(folder) / file, content)
+            problem = or_problem(_write, partial_of(folder) / file, content)
     if is_first(group) and not problem:
-        problem = _finish(folder, plan)
+        problem = or_problem(_finish, folder, plan)
     agree(group, "save_hf()", [str(folder)], problem)
 
 
@@ -107,6 +107,8 @@ def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
                 f"{fqn} is a {type(value).__name__}, and safetensors files hold tensors only: save it by other means, "
                 "and let the module's state_dict() leave it out"
             )
+        if value.layout != torch.strided:
+            raise RuntimeError(f"{fqn} is {value.layout}, which safetensors files do not hold: save it by other means")
         if value.dtype not in _DTYPES.values():
             raise RuntimeError(f"{fqn} is {value.dtype}, which safetensors files do not hold: save it by other means")
         if names.aliases(fqn)[0] == fqn:
@@ -186,14 +188,14 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
             do not fit; or a rank did not come.
         ModuleNotFoundError: the package ``safetensors`` is not installed.
     """
-    names, folder = ModelNames(model), Path(folder)
+    names, folder = ModelNames(model), local_folder(folder)
     group = group_of(names)
-    found, problem = _look_into(folder)
-    plan = ModelPlan(names)
-    if not problem:
-        described = {fqn: item.described for fqn, item in found.items()}
-        plan = plan_model(names, described, StateDictOptions(strict=strict))
-    agree(group, "load_hf()", [str(folder), *plan.facts], problem or plan.problem)
+    found, damage = _look_into(folder)
+    described = {fqn: item.described for fqn, item in found.items()}
+    plan, failure = attempt(plan_model, names, described, StateDictOptions(strict=strict))
+    facts = [] if plan is None else plan.facts
+    agree(group, "load_hf()", [str(folder), *facts], damage or failure or (plan.problem if plan else ""))
+    assert plan is not None
     values, failure = attempt(lambda: {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()})
     agree(group, "load_hf()", [str(folder)], failure)
     assert values is not None

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.optim.optimizer import Optimizer
 
 from .._torch import group_device_types, versions_of, with_versions
-from .agreement import agree, attempt, group_of, has_peers, in_words, is_true_on_any
+from .agreement import agree, attempt, group_of, group_of_values, has_peers, in_words, is_true_on_any
 from .flattened import GROUPS, STATE, is_flattened, is_numbered, name, require_form, unflatten
 from .gathering import in_words as in_words_of
 from .layouts import describe, on_cpu, share
@@ -21,7 +22,7 @@ from .names import ModelNames
 from .optimizer_plan import OptimizerPlan, commit_optimizers, fetch_optimizers, plan_optimizers
 from .options import StateDictOptions
 from .pending import pending_keys, settle
-from .trained import Optimizers, TrainedBy, problem_of, trained_by
+from .trained import Optimizers, TrainedBy, listed, problem_of, trained_by
 
 
 @dataclass
@@ -42,8 +43,21 @@ def load_into(
 ) -> Any:
     """Load a model (unless ``model_state`` is ``None``) and optimizers (likewise): all that fits, on every rank, or
     nothing."""
+    with torch.inference_mode(False):  # what is loaded will be written to
+        several = None if optimizers is None else listed(optimizers)
+        return _load_into(call, model, several, model_state, optimizer_state, options)
+
+
+def _load_into(
+    call: str,
+    model: nn.Module,
+    optimizers: list[Optimizer] | None,
+    model_state: Mapping[str, Any] | None,
+    optimizer_state: Mapping[str, Any] | None,
+    options: StateDictOptions,
+) -> Any:
     names = ModelNames(model)
-    group = group_of(names)
+    group = group_of(names) or group_of_values([model_state, optimizer_state])
     if group is None and options.broadcast_from_rank0 and dist.is_initialized():
         group = dist.group.WORLD
     sending = group if options.broadcast_from_rank0 and has_peers(group) else None

@@ -198,10 +198,12 @@ def plan_model(
         and not (options.ignore_frozen_params and _is_frozen(names, fqn))
     ]
     plan.unexpected = [fqn for fqn in state if fqn not in entries]
+    refused = [fqn for fqn in plan.given if not names.is_loadable(plan.keys[fqn])]
     if options.strict:
         problems = [
             *(f"missing: {fqn}{_expected(entries[fqn][1])}" for fqn in plan.missing),
             *(f"unexpected: {fqn}, which the model does not have" for fqn in plan.unexpected),
+            *(f"{fqn}: a hook has put it into state_dict(), and load_state_dict() does not take it" for fqn in refused),
             *problems,
         ]
     plan.problem = list_problems(

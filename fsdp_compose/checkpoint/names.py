@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .._torch import wrapped_child
+from .._torch import loads_as_torch_module, wrapped_child
 from ..flat_param import FlatParamHandle, handle_of
-from ..swap import sharded_parameters
+from ..swap import before_load, sharded_parameters
 
 Place = tuple[FlatParamHandle, int]
 """A flat parameter, and which of its parameters."""
@@ -46,6 +46,21 @@ class ModelNames:
             if key[: end + 1] in self._prefixes:
                 return self._prefixes[key[: end + 1]] + key[end + 1 :]
         return key
+
+    def is_loadable(self, key: str) -> bool:
+        """Whether ``load_state_dict()`` takes a key of ``state_dict()``, as far as can be known: hooks that run before
+        it, and modules that load by themselves, may take any."""
+        modules, end = [self.model], -1
+        while (end := key.find(".", end + 1)) >= 0:
+            child = modules[-1]._modules.get(key[:end].rpartition(".")[2])
+            if child is None:
+                break
+            modules.append(child)
+        if not all(loads_as_torch_module(module, before_load) for module in modules):
+            return True
+        name = key.rpartition(".")[2]
+        owner = modules[-1]
+        return name in owner._parameters or name in owner._buffers or name == "_extra_state"
 
     def canonical_module(self, path: str) -> str:
         """The canonical form of the path of a submodule; empty for the model itself."""

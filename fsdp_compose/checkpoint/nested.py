@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Path = tuple[Any, ...]
@@ -12,7 +12,7 @@ Path = tuple[Any, ...]
 
 def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Everything in ``value`` that is no list, tuple or dict, and where."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves_of(item, (*path, key))
     elif type(value) in (list, tuple):

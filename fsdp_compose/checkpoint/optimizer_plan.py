@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
 
+from .._torch import loads_as_torch
 from .agreement import list_problems
 from .flattened import GROUPS, PARAMS, STATE
 from .gathering import Key, same_elements
@@ -18,7 +20,7 @@ from .layouts import Described, Target, fact_of, from_first_rank, in_layout
 from .names import ModelNames, own_method
 from .nested import leaves_of, map_leaves
 from .options import StateDictOptions
-from .pending import is_pending
+from .pending import is_pending, take
 from .segments_state import conflict_of, pack_flat
 from .state_targets import StateTargets, shared_target
 from .templates import Template, Templates
@@ -38,7 +40,7 @@ class OptimizerPlan:
     Attributes:
         state: what each parameter gets, by its FQN; parameters without an entry have no state afterwards. State that is
             of no parameter has its optimizer's ``shared_name``.
-        targets: where the tensors among it go.
+        targets: where the tensors among it go, and ``dtypes``: what they become there.
         problem: why it cannot be done; empty if it can.
         sending: the group whose first rank sends its tensors; ``None``: every rank has its own.
     """
@@ -47,6 +49,7 @@ class OptimizerPlan:
     groups: list[list[_GroupPlan]] = field(default_factory=list)
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     targets: dict[Key, Target] = field(default_factory=dict)
+    dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
     problem: str = ""
     sending: dist.ProcessGroup | None = None
 
@@ -186,7 +189,7 @@ def _plan_param(
                 f"{path[0]} of {param.fqn}: expected shape {expected}; found shape {tuple(value.shape)}, {value.dtype}"
             )
         key = (param.fqn, *path)
-        plan.targets[key] = known.of(path, value)
+        plan.targets[key], plan.dtypes[key] = known.of(path, value), known.dtype(path, value)
     return problems
 
 
@@ -215,6 +218,7 @@ def fetch_optimizers(
             moved = from_first_rank(tensors, *sender)
         else:
             moved = {key: in_layout(value, target) for key, (value, target) in tensors.items()}
+        moved = {key: tensor.to(plan.dtypes.get(key, tensor.dtype)) for key, tensor in moved.items()}
         state = map_leaves(lambda path, leaf: _own(leaf, moved.get(path, leaf)), plan.state)
         return [_pack(by, groups, state) for by, groups in zip(plan.trained, plan.groups, strict=True)]
 
@@ -244,8 +248,8 @@ class _Ours:
 
 
 def _own(given: Any, moved: Any) -> Any:
-    """Mark what was made to be loaded into: it need not be copied."""
-    return _Ours(moved) if is_pending(given) else moved
+    """Mark what was made to be loaded into: it need not be copied, if this is the first optimizer that gets it."""
+    return _Ours(moved) if is_pending(given) and take(given) else moved
 
 
 def _unwrap(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,3 +280,17 @@ def commit_optimizers(plan: OptimizerPlan, packed: Sequence[dict[str, Any]]) -> 
     """Load state dicts that fit."""
     for by, state in zip(plan.trained, packed, strict=True):
         own_method(by.optimizer, "load_state_dict")(state)
+        if loads_as_torch(by.optimizer):
+            _keep_dtypes(by.optimizer, state)
+
+
+def _keep_dtypes(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """torch has cast state to the dtype of its parameter (master weights, quantized moments): undo that."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in packed[GROUPS] for number in group[PARAMS]]
+    for param, number in zip(params, numbers, strict=True):
+        for key, value in packed[STATE].get(number, {}).items():
+            planned, loaded = dict(leaves_of(value)), dict(leaves_of(optimizer.state[param][key]))
+            tensors = [(loaded[path], leaf) for path, leaf in planned.items() if isinstance(leaf, torch.Tensor)]
+            if key != "step" and any(ours.dtype != leaf.dtype for ours, leaf in tensors):
+                optimizer.state[param][key] = value

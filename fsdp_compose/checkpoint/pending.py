@@ -27,9 +27,10 @@ _MARK = "_fsdp_compose_pending"
 
 
 class _Loaded:
-    """Whether something was loaded into a pending tensor on this rank."""
+    """Whether something was loaded into a pending tensor on this rank, and whether an optimizer has its memory now."""
 
     is_loaded = False
+    is_taken = False
 
 
 def pending_state(param: torch.Tensor, template: Template) -> dict[str, torch.Tensor]:
@@ -38,7 +39,7 @@ def pending_state(param: torch.Tensor, template: Template) -> dict[str, torch.Te
 
 
 def _pending(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # an optimizer will write to it
         tensor, twin = (_allocate(param, kind, memory) for memory in [_memory(param, kind)] * 2)
     loaded = _Loaded()
     # torch's protocol for tensors that know how they are saved, and pickle's, on this one tensor. The twin shares its
@@ -101,6 +102,13 @@ def is_pending(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and _MARK in value.__dict__
 
 
+def take(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a pending tensor may become an optimizer's: once, after which it is the optimizer's."""
+    loaded: _Loaded = tensor.__dict__[_MARK]
+    is_free, loaded.is_taken = not loaded.is_taken, True
+    return is_free
+
+
 def pending_keys(state: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
     """(FQN, name) of what is pending."""
     return [(fqn, key) for fqn, entries in state.items() for key, value in entries.items() if is_pending(value)]
@@ -120,7 +128,9 @@ def settle(state: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | No
     for fqn, entries in state.items():
         kept = {key: value for key, value in entries.items() if not is_pending(value) or id(value) in arrived}
         if any(value is not None for value in kept.values()):
-            result[fqn] = kept
+            # Nothing is ever loaded into what has no elements.
+            empty = {key: value for key, value in entries.items() if is_pending(value) and not value.numel()}
+            result[fqn] = {key: value for key, value in entries.items() if key in kept or key in empty}
     return result
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
 from .flattened import GROUPS, PARAMS, STATE, is_flattened, longest_prefix
 from .pending import pending_state
@@ -30,14 +31,20 @@ class LoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         assert metadata is not None
-        tensors = dict(_tensors(state_dict))
-        for path, optimizer in _optimizer_dicts(state_dict, ()):
-            _follow(optimizer, _Saved(metadata, path, tensors))
+        tensors = [*_tensors(state_dict, ())]
+        with torch.inference_mode(False):  # optimizers will write to what is loaded
+            for path, optimizer in _optimizer_dicts(state_dict, ()):
+                _follow(optimizer, _Saved(metadata, path, tensors))
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
 
 def _is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
-    return {STATE, GROUPS} <= state.keys() or is_flattened(state)
+    """Not by ``state.`` alone: that may be the name of a submodule."""
+    return {STATE, GROUPS} <= state.keys() or (is_flattened(state) and _has_groups(state))
+
+
+def _has_groups(state: Mapping[Any, Any]) -> bool:
+    return any(str(key).startswith(f"{GROUPS}.") for key in state)
 
 
 def _optimizer_dicts(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -50,13 +57,25 @@ def _optimizer_dicts(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[
         yield from _optimizer_dicts(value, (*path, str(key)))
 
 
-def _tensors(state: Mapping[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that are in no optimizer dict, by the last part of their path: a model's by FQN."""
+def _tensors(state: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors that are in no optimizer dict, and where."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            yield str(key), value
+            yield (*path, str(key)), value
         elif isinstance(value, Mapping) and not _is_optimizer_dict(value):
-            yield from _tensors(value)
+            yield from _tensors(value, (*path, str(key)))
+
+
+def _by_name(tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], path: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Tensors by the last part of their path: a model's by FQN. Of several models the one counts that is nearest to
+    ``path``, then one that is sharded."""
+    best: dict[str, tuple[tuple[int, bool], torch.Tensor]] = {}
+    for at, tensor in tensors:
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(at, path)))
+        rank = (shared, isinstance(tensor, DTensor))
+        if at[-1] not in best or rank > best[at[-1]][0]:
+            best[at[-1]] = (rank, tensor)
+    return {name: tensor for name, (_, tensor) in best.items()}
 
 
 class _Saved:
@@ -64,12 +83,14 @@ class _Saved:
 
     Attributes:
         groups, state: where values are in the optimizer's dict, by key in the checkpoint.
-        tensors: what is loaded beside optimizers, by the last part of its path: a model's, by FQN.
+        tensors: of the model, by FQN.
         name: of the dict, for messages.
     """
 
-    def __init__(self, metadata: Metadata, path: tuple[str, ...], tensors: Mapping[str, torch.Tensor]) -> None:
-        self._metadata, self.tensors, self.name = metadata, tensors, ".".join(path)
+    def __init__(
+        self, metadata: Metadata, path: tuple[str, ...], tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]]
+    ) -> None:
+        self._metadata, self.tensors, self.name = metadata, _by_name(tensors, path), ".".join(path)
         prefix = "".join(f"{part}." for part in path)
         paths = {
             key: tuple((metadata.planner_data or {})[key][len(path) :])

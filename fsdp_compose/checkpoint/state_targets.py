@@ -34,6 +34,13 @@ class StateTargets:
         known = self._present.get(path)
         return tuple(known.shape) if isinstance(known, torch.Tensor) and len(path) == 1 else None
 
+    def dtype(self, path: Path, value: torch.Tensor | Described) -> torch.dtype:
+        """The dtype that the optimizer keeps ``value`` in; its own, if that is not known."""
+        if path[0] in self._template and len(path) == 1:
+            return self._template[path[0]].dtype
+        known = self._present.get(path)
+        return known.dtype if isinstance(known, torch.Tensor) else value.dtype
+
     def of(self, path: Path, value: torch.Tensor | Described) -> Target:
         """Where ``value``, which has the expected shape, goes."""
         param, known = self._param, self._present.get(path)

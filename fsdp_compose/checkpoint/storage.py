@@ -3,7 +3,7 @@ every rank hears of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from .agreement import agree, attempt, has_peers, in_words, or_problem
-from .folders import METADATA, begin_folder, damage, entries, finish_folder, partial_of
+from .folders import METADATA, begin_folder, damage, entries, finish_folder, local_folder, partial_of, read_manifest
 from .gathering import empty_on
 from .layouts import Target
 from .planner import LoadPlanner, SavePlanner
+from .string_keys import give_back, paths_of_numbers, with_string_keys
+
+_NUMBERS = "integer_keys"  # in the manifest: where dicts are whose keys are integers
 
 
 def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: dist.ProcessGroup | None = None) -> None:
@@ -38,9 +41,12 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         RuntimeError: on every rank: the folder exists, a value cannot be saved, or a rank did not come or could not
             write.
     """
-    group, folder = _group(process_group), Path(folder)
+    group, folder = _group(process_group), local_folder(folder)
     partial = partial_of(folder)
     state, problem = attempt(_plain, state_dict)
+    numbers = [] if state is None else [*paths_of_numbers(state)]
+    if state is not None:
+        state, problem = attempt(with_string_keys, state)
     if _is_first(group) and not problem:
         problem = or_problem(begin_folder, folder)
     agree(group, "save()", [str(folder), *(state or {})], problem)
@@ -60,13 +66,15 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     rank = 0 if group is None else group.rank()
     mine, problem = attempt(_written_by, partial, rank)
     agree(group, "save()", [str(folder)], problem)
-    parts: list[Any] = [mine]
+    parts: list[Any] = [(mine, numbers)]
     if has_peers(group):
         assert group is not None
         parts = [None] * group.size()
-        dist.all_gather_object(parts, mine, group=group)
+        dist.all_gather_object(parts, (mine, numbers), group=group)
     if rank == 0:
-        problem = or_problem(_finish, folder, {name: entry for part in parts for name, entry in part.items()})
+        files = {name: entry for part, _ in parts for name, entry in part.items()}
+        everywhere = list(dict.fromkeys(path for _, paths in parts for path in paths))
+        problem = or_problem(_finish, folder, files, everywhere)
     agree(group, "save()", [str(folder)], problem)
 
 
@@ -74,7 +82,7 @@ def _written_by(partial: Path, rank: int) -> dict[str, list[int]]:
     return entries(path for path in partial.iterdir() if path.name.startswith(f"__{rank}_"))
 
 
-def _finish(folder: Path, files: Mapping[str, list[int]]) -> str:
+def _finish(folder: Path, files: Mapping[str, list[int]], numbers: Sequence[Path]) -> str:
     partial = partial_of(folder)
     for name, (size, _) in files.items():
         if not (partial / name).is_file() or (partial / name).stat().st_size != size:
@@ -82,7 +90,7 @@ def _finish(folder: Path, files: Mapping[str, list[int]]) -> str:
                 f"{partial / name} is not what its rank has written: all ranks must see the same file system. The "
                 f"checkpoint is not complete, and {folder} does not exist"
             )
-    finish_folder(folder, dict(files) | entries([partial / METADATA]))
+    finish_folder(folder, {"files": dict(files) | entries([partial / METADATA]), _NUMBERS: numbers})
     return ""
 
 
@@ -113,13 +121,13 @@ def load(
         RuntimeError: on every rank: the checkpoint is incomplete or damaged, naming the file; it does not have what
             ``state_dict`` asks for; or a rank did not come. Nothing was changed, unless the error says so.
     """
-    group, folder = _group(process_group), Path(folder)
+    group, folder = _group(process_group), local_folder(folder)
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    state, problem = attempt(_plain, state_dict)
-    problem = problem or or_problem(damage, folder, rank, size)
+    plain, problem = attempt(_plain, state_dict)
+    state, failure = attempt(_places, plain)
+    problem = problem or failure or or_problem(damage, folder, rank, size)
     agree(group, "load()", [str(folder), *(state or {})], problem)
-    assert state is not None
-    _give_memory(state)
+    assert plain is not None and state is not None
     try:
         dcp.load(
             state,
@@ -132,8 +140,19 @@ def load(
         is_torn = error.args[0] == "read"
         remedy = "What the state dict holds may be loaded in part: load again" if is_torn else "Nothing was changed"
         raise RuntimeError(f"load(): {_first_failure(error)}. {remedy}") from error
-    _, problem = attempt(_give_back, state_dict, state)
+    numbers = {tuple(path) for path in read_manifest(folder).get(_NUMBERS, ())}
+    loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
+    _, problem = attempt(_give_back, state_dict, loaded)
     agree(group, "load()", [str(folder)], problem)
+
+
+def _places(plain: dict[str, Any] | None) -> dict[str, Any]:
+    """What torch.distributed.checkpoint may load into and change: the user's containers are not touched before
+    everything has been read."""
+    state: dict[str, Any] = with_string_keys(plain or {})
+    with torch.inference_mode(False):
+        _give_memory(state)
+    return state
 
 
 def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

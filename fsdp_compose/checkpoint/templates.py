@@ -75,6 +75,13 @@ class Templates:
         return self._known[key]
 
 
+def _same_random_numbers(device: torch.device) -> Any:
+    """A context after which random numbers go on as if it had not been."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
 def _step_is_known(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
         return False  # the one needs a closure, the other sparse gradients
@@ -94,7 +101,7 @@ def _try_step(
     param.grad = torch.zeros_like(param)
     twin = _stand_in(optimizer, group, param)
     try:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), _same_random_numbers(real):
             unwrap(type(optimizer).step)(twin)
     except Exception as error:
         warnings.warn(
@@ -108,20 +115,28 @@ def _try_step(
 
 
 def _stand_in(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> Optimizer:
-    """An optimizer of the same class with the hyperparameters of ``group`` over ``param``, without hooks."""
+    """An optimizer of the same class with the hyperparameters of ``group`` over ``param``, without hooks. It shares
+    nothing that a step could write to, but objects of classes of the user's."""
     twin: Optimizer = object.__new__(type(optimizer))
     for key, value in optimizer.__dict__.items():
-        is_container = isinstance(value, (list, dict, set))
-        twin.__dict__[key] = type(value)() if key.endswith("_hooks") else value.copy() if is_container else value
-    twin.__dict__.pop("step", None)  # schedulers put a wrapper there
+        if key not in ("state", "param_groups", "step"):  # schedulers put a wrapper there
+            twin.__dict__[key] = type(value)() if key.endswith("_hooks") else _copy(value)
     twin.state = defaultdict(dict)
-    hyper = {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+    hyper = {key: _copy(value) for key, value in group.items() if key not in ("params", "param_names")}
     twin.param_groups = [{**hyper, "params": [param]}]
     return twin
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        copied = value.copy()
+        copied.update({key: _copy(item) for key, item in value.items()})
+        return copied
+    if type(value) in (list, tuple, set):
+        return type(value)([_copy(item) for item in value])
+    return value
 
 
 def _kind(value: torch.Tensor, param: torch.Tensor) -> StateKind | None:

@@ -196,8 +196,11 @@ def trained_by(optimizers: Optimizers | None, names: ModelNames, keep_foreign: b
     """What each of the optimizers trains."""
     if optimizers is None:
         return []
-    several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    return [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(several)]
+    return [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(listed(optimizers))]
+
+
+def listed(optimizers: Optimizers) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
 def problem_of(trained: Sequence[TrainedBy], names: ModelNames) -> str:
