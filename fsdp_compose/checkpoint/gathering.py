@@ -1,4 +1,5 @@
-"""Whole tensors from sharded ones: one collective for each flat parameter, whose memory is the only extra."""
+"""Whole tensors from sharded ones: one collective for each flat parameter, whose memory is the only extra; or messages
+that arrive in the result."""
 
 from __future__ import annotations
 
