@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,19 @@ def test_padding_is_below_one_percent(tmp_path):
         systems = by_system(report, group=group)
         padding = [systems[OURS][key] for key in systems[OURS] if key.startswith("ranks_")]
         assert len(padding) == 5 and max(padding[:4]) < 1
+
+
+def test_a_benchmark_starts_in_an_interpreter_of_its_own(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "padding.py"), "--quick", f"--out={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and "|--" in done.stdout, done.stderr
+    scripts = {*BENCHMARKS.glob("*.py")} - {BENCHMARKS / "compared.py"}  # which runs tests of this repository
+    imports = {line.split()[1].partition(".")[0] for path in scripts for line in import_lines(path)}
+    assert "fsdp_compose" in imports and "tests" not in imports, "the others were forked where tests can be imported"
+
+
+def import_lines(script: Path) -> list[str]:
+    return [line.strip() for line in script.read_text().splitlines() if line.strip().startswith(("from ", "import "))]
 
 
 def test_tests_that_need_a_gpu_can_be_imported_without_one():
