@@ -7,6 +7,7 @@ One rank alone in a first forward: ``test_bad_input``; in healing: ``test_invari
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -82,4 +83,6 @@ def test_rank_that_dies_in_backward_makes_the_others_raise_and_names_itself_at_t
         first, second = outputs[rank][0].splitlines() or [outputs[rank][1], ""]
         assert f"rank {rank}: the" in first and "another rank died" in first, first
         assert "healing after an interrupted iteration: rank(s)" in second and "did not come" in second, second
-        assert "rank(s) 1 did" in second or rank != 0, second
+        # The first rank tells who is absent. The other one may be, too: in the collective, waiting for the first rank's
+        # part, which never comes, until that one's connection is gone as well.
+        assert rank != 0 or re.search(r"rank\(s\) 1(, 2)? did", second), second
