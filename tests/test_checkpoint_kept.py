@@ -25,7 +25,7 @@ from fsdp_compose.checkpoint import (
 )
 from tests.harness import distributed
 from tests.test_checkpoint import FULL, adamw, assert_equal, build, shard, snapshot, train
-from tests.test_checkpoint_storage import set_state, shared_folder, state_of
+from tests.test_checkpoint_storage import set_state, shared_folder, state_of, through_a_folder
 from tests.test_invariants import same_on_every_rank
 
 
@@ -85,7 +85,6 @@ class Master(torch.optim.Optimizer):
 @pytest.mark.parametrize("name", ["Master", "NAdam", "ASGD", "AdamW"])
 @distributed(world_size=2)
 def test_state_keeps_its_dtype(name, how):
-    folder = shared_folder() / "checkpoint"
     make = Master if name == "Master" else getattr(torch.optim, name)
     model, other = stack(0, dtype=torch.bfloat16), stack(1, dtype=torch.bfloat16)
     optimizer, its = make(model.parameters()), make(other.parameters())
@@ -93,10 +92,7 @@ def test_state_keeps_its_dtype(name, how):
     if how == "full":
         set_state(other, its, state_of(model, optimizer, FULL))
     else:
-        save(state_of(model, optimizer), folder)
-        state = state_of(other, its)
-        load(state, folder)
-        set_state(other, its, state)
+        through_a_folder(model, optimizer, other, its)
     assert_equal(snapshot(other, its), snapshot(model, optimizer))
     for trained, by in ((model, optimizer), (other, its)):
         steps(trained, by, 2)
@@ -263,7 +259,6 @@ def test_sparse_buffers_are_kept_or_refused_by_name():
 @pytest.mark.parametrize("flat", [False, True])
 @distributed(world_size=2)
 def test_parameters_without_elements_have_state_as_any_other(flat):
-    folder = shared_folder() / "checkpoint"
 
     def make(seed: int) -> tuple[nn.Module, Any]:
         model = stack(seed, is_sharded=False)
@@ -278,10 +273,7 @@ def test_parameters_without_elements_have_state_as_any_other(flat):
 
     first, second = make(0), make(1)
     run(*first)
-    save(state_of(*first), folder)
-    state = state_of(*second)
-    load(state, folder)
-    set_state(*second, state)
+    through_a_folder(*first, *second)
     assert_equal(snapshot(*second), snapshot(*first))
     for pair in (first, second):
         run(*pair)
@@ -299,14 +291,10 @@ class Named(nn.Module):
 
 @distributed(world_size=2)
 def test_a_submodule_may_be_named_state():
-    folder = shared_folder() / "checkpoint"
     model, other = fully_shard(Named()), fully_shard(Named())
     optimizer, its = Unforeseen(model.parameters()), Unforeseen(other.parameters())
     steps(model, optimizer, 1)
-    save(state_of(model, optimizer), folder)
-    state = state_of(other, its)
-    load(state, folder)
-    set_state(other, its, state)
+    through_a_folder(model, optimizer, other, its)
     assert_equal(snapshot(other, its), snapshot(model, optimizer))
 
 

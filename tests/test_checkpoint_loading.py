@@ -22,7 +22,7 @@ from fsdp_compose.checkpoint import (
 )
 from tests.harness import distributed
 from tests.test_checkpoint import FLATTENED, FROM_RANK0, FULL, assert_equal, batch, snapshot, train
-from tests.test_checkpoint_storage import set_state, shared_folder, state_of
+from tests.test_checkpoint_storage import set_state, shared_folder, state_of, through_a_folder
 
 
 class Waves(nn.Module):
@@ -82,15 +82,11 @@ CASES: dict[str, tuple[Callable[[nn.Module], Optimizer], Callable[[nn.Module], O
 @pytest.mark.parametrize("case", CASES)
 @distributed(world_size=2)
 def test_state_that_the_optimizer_would_not_keep_by_itself_is_loaded(case, steps, options):
-    folder = shared_folder() / "checkpoint"
     model, other = waves(0), waves(1)
     optimizer, its = (build(m) for build, m in zip(CASES[case], (model, other), strict=True))
     train(model, optimizer, 2)
     train(other, its, steps)
-    save(state_of(model, optimizer, options), folder)
-    state = state_of(other, its, options)
-    load(state, folder)
-    set_state(other, its, state)
+    through_a_folder(model, optimizer, other, its, options)
     assert_equal(snapshot(other, its), snapshot(model, optimizer))
     for trained, by in ((model, optimizer), (other, its)):
         train(trained, by, 2, begin=2)

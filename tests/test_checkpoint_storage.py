@@ -66,6 +66,17 @@ def set_state(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+def through_a_folder(
+    model: nn.Module, optimizer: Any, other: nn.Module, its: Any, options: StateDictOptions | None = None
+) -> None:
+    """Save a model and its optimizer, and load them into others."""
+    folder = shared_folder() / "checkpoint"
+    save(state_of(model, optimizer, options), folder)
+    state = state_of(other, its, options)
+    load(state, folder)
+    set_state(other, its, state)
+
+
 # ---- torch.distributed.checkpoint
 
 

@@ -74,6 +74,7 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
         max_file_bytes: of the tensors in one file.
 
     Raises:
+        ValueError: ``folder`` is an address on a network.
         RuntimeError: on every rank: the folder exists, the model has state that is no tensor, it could not be written,
             or a rank did not come.
         ModuleNotFoundError: the package ``safetensors`` is not installed.
@@ -184,6 +185,7 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
         ``(missing_keys, unexpected_keys)``, the same on every rank.
 
     Raises:
+        ValueError: ``folder`` is an address on a network.
         RuntimeError: on every rank: a file is missing, damaged, or does not hold what the index says; names or shapes
             do not fit; or a rank did not come.
         ModuleNotFoundError: the package ``safetensors`` is not installed.

@@ -3,7 +3,8 @@ every rank hears of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         process_group: the ranks; default: all.
 
     Raises:
+        ValueError: ``folder`` is an address on a network.
         RuntimeError: on every rank: the folder exists, a value cannot be saved, or a rank did not come or could not
             write.
     """
@@ -118,6 +120,7 @@ def load(
         planner: default: ``LoadPlanner()``.
 
     Raises:
+        ValueError: ``folder`` is an address on a network.
         RuntimeError: on every rank: the checkpoint is incomplete or damaged, naming the file; it does not have what
             ``state_dict`` asks for; or a rank did not come. Nothing was changed, unless the error says so.
     """
@@ -209,21 +212,22 @@ class _Told(RuntimeError):
     """An error in words, which can be sent to the other ranks, whatever object of the user's has raised it."""
 
 
-class _Writer(FileSystemWriter):
-    """Tells the other ranks of every error."""
+@contextmanager
+def _telling() -> Iterator[None]:
+    """Around what one rank does alone: the other ranks can be told of every error."""
+    try:
+        yield
+    except Exception as error:
+        raise _Told(in_words(error)) from None
 
+
+class _Writer(FileSystemWriter):
     def write_data(self, *arguments: Any, **options: Any) -> Any:
-        try:
+        with _telling():
             return super().write_data(*arguments, **options)
-        except Exception as error:
-            raise _Told(in_words(error)) from None
 
 
 class _Reader(FileSystemReader):
-    """Tells the other ranks of every error."""
-
     def read_data(self, *arguments: Any, **options: Any) -> Any:
-        try:
+        with _telling():
             return super().read_data(*arguments, **options)
-        except Exception as error:
-            raise _Told(in_words(error)) from None
