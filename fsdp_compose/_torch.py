@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch.distributed import distributed_c10d as _distributed_c10d
-from torch.distributed._composable.contract import STATE_KEY, _get_registry, contract
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.tensor import DTensor
@@ -181,8 +181,9 @@ def with_versions(state_dict: dict[str, Any], versions: dict[str, Any]) -> dict[
 
 
 def composable_registry(module: nn.Module) -> dict[str, Any]:
-    """Names of the composable APIs applied to ``module`` (empty when there are none)."""
-    return cast("dict[str, Any]", _get_registry(module) or {})
+    """Names of the composable APIs applied to ``module`` (empty when there are none): to it, and not to a module that
+    it wraps and passes look-ups on to."""
+    return module.__dict__.get(REGISTRY_KEY) or {}
 
 
 def composable_states(module: nn.Module) -> dict[Any, Any]:

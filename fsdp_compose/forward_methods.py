@@ -35,7 +35,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"register_forward_method(): a {type(module).__name__} has no method {method_name!r}")
-    if get_state(module) is None or isinstance(method, _ForwardMethod):
+    if get_state(module) is None or isinstance(module.__dict__.get(method_name), _ForwardMethod):
         return
     if isinstance(method, MethodType) and method.__self__ is module:
         module.__dict__[method_name] = _ForwardMethod(module, method.__func__, is_bound=True)

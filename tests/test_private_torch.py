@@ -630,6 +630,12 @@ def test_composable_registry():
     assert list(_torch.composable_registry(module)) == ["does_nothing"]
 
 
+def test_REGISTRY_KEY():
+    module = nn.Linear(1, 1)
+    _torch.contract()(does_nothing)(module)
+    assert list(vars(module)[_torch.REGISTRY_KEY]) == ["does_nothing"]
+
+
 def test_composable_states():
     module = nn.Linear(1, 1)
     assert _torch.composable_states(module) == {}
