@@ -8,16 +8,17 @@ flat parameters are refused and gradients brought together; after, the step is n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn as nn
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from .flat_grad import are_untouched
 from .flat_param import FlatParamHandle, face_owners, segment_owners
 from .state import _get_fsdp_states
+from .step_hooks import after_every_step, before_every_step
 
 _Class = TypeVar("_Class", bound=type[Optimizer])
 
@@ -183,8 +184,8 @@ def _add_hooks() -> None:
     global _has_hooks
     if not _has_hooks:
         _has_hooks = True
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+        before_every_step(_before_step)
+        after_every_step(_after_step)
 
 
 def _handles_of(optimizer: Optimizer) -> set[FlatParamHandle]:
@@ -195,7 +196,7 @@ def _handles_of(optimizer: Optimizer) -> set[FlatParamHandle]:
     return {handle for owner in owners if owner is not None and (handle := owner()) is not None}
 
 
-def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer) -> None:
     handles = _handles_of(optimizer)
     if not handles:
         return
@@ -207,7 +208,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             handle.follow_user()
 
 
-def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _after_step(optimizer: Optimizer) -> None:
     """Fused and foreach kernels count no versions of DTensors, and nobody those of the other side."""
     increment_version([tensor for handle in _handles_of(optimizer) for tensor in (handle.shard, *handle.faces)])
 

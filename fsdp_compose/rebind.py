@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from . import accumulation
 from .faces import FACE_ATTRIBUTE
 from .ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged
+from .step_hooks import before_every_step
 
 _SEEN = "_fsdp_compose_generation"
 
@@ -31,13 +32,13 @@ def remember_face(original: nn.Parameter, face: nn.Parameter) -> None:
     """From now on optimizers that hold ``original`` get ``face`` at their next step."""
     global _generation
     if _generation == 0:
-        register_optimizer_step_pre_hook(_before_step)
+        before_every_step(_before_step)
     _generation += 1
     original.__dict__[FACE_ATTRIBUTE] = face
     _replaced.append(weakref.ref(original))
 
 
-def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer) -> None:
     if accumulation.waiting:
         for group in optimizer.param_groups:
             accumulation.refuse_unreduced(f"{type(optimizer).__name__}.step()", group["params"])

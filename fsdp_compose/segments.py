@@ -23,6 +23,7 @@ from .layout import FlatLayout
 from .placement import RaggedShard
 from .ragged import RaggedDTensor
 from .ragged_spec import RaggedSpec
+from .step_hooks import FLAT_ATTRIBUTE
 
 
 class FlatSegment:
@@ -65,6 +66,7 @@ class FlatSegment:
         self._placement = RaggedShard(tuple([stop - start for start, stop in bounds]), flat=True)
         self.gradient: torch.Tensor | None = None
         self.parameter = self._make_parameter(shard)
+        setattr(self.parameter, FLAT_ATTRIBUTE, True)
 
     def rebind(self, shard: torch.Tensor) -> None:
         """Make the parameter a view of another shard; its gradient is dropped."""
