@@ -615,6 +615,19 @@ def one_rank(system: System) -> None:
         dist.barrier()
 
 
+@case("the loss computes with the head's weight: F.linear(h, model.head.weight.full_tensor())")
+def loss_on_a_weight(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+
+    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (net(x) @ full(net.layers[-1].weight)).square().mean()
+
+    loss(model, mine(batch())).backward()
+    loss(reference, batch()).backward()
+    expect_gradients(model, reference)
+
+
 # ---- running and judging
 
 

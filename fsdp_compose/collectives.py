@@ -337,6 +337,10 @@ def _take_gradients(handle: FlatParamHandle) -> tuple[list[torch.Tensor], list[i
     grads = [*map(_grad, params)]
     for param in params:
         param.grad = None
+    if handle.outside_grads:
+        for i, outside in handle.outside_grads.items():
+            grads[i] = outside if grads[i] is None else outside + grads[i]
+        handle.outside_grads = {}
     missing = [i for i, grad in enumerate(grads) if grad is None]
     if missing:
         for i, grad in enumerate(grads):

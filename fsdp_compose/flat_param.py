@@ -81,6 +81,7 @@ class FlatParamHandle:
         is_resident: there is nothing to gather, the unsharded parameters always exist.
         is_pinned: must not be resharded: resident, or its module's outputs cannot be hooked.
         accumulation: the gradients of backwards without gradient sync, until they are reduced.
+        outside_grads: whole gradients, by parameter, of uses outside the group's forward, until they are reduced.
         is_used: for each parameter, 1 if it has contributed to the gradient that is reduced next; a part of the
             control exchange's memory, which all ranks combine.
     """
@@ -89,9 +90,10 @@ class FlatParamHandle:
         "__weakref__", "_face_locals", "_face_memory", "_index_of", "_mp_policy", "_no_grads", "_requires_grad",
         "accumulation", "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces", "fqns",
         "gather_wires", "gradient", "group", "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added",
-        "is_resident", "is_trainable", "is_unsharded", "is_used", "layout", "mesh", "none_used", "param_dtype",
-        "prefix", "reduce_dtype", "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "segments",
-        "shard", "storage", "storage_nbytes", "summoned", "unsharded_base", "unsharded_params", "unsharded_version",
+        "is_resident", "is_trainable", "is_unsharded", "is_used", "layout", "mesh", "none_used", "outside_grads",
+        "param_dtype", "prefix", "reduce_dtype", "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs",
+        "segments", "shard", "storage", "storage_nbytes", "summoned", "unsharded_base", "unsharded_params",
+        "unsharded_version",
     )  # fmt: skip
 
     def __init__(
@@ -172,6 +174,7 @@ class FlatParamHandle:
         self.summoned: Any = None  # while full parameters stand in the place of the faces
         self.all_gather_work: dist.Work | None = None
         self.accumulation: Accumulation | None = None  # of backwards without gradient sync
+        self.outside_grads: dict[int, torch.Tensor] = {}  # by parameter; see outside_use
         num_params = len(self.fqns)
         self.is_used: bytearray | memoryview = bytearray(num_params)
         self.all_used, self.none_used = b"\x01" * num_params, bytes(num_params)
@@ -433,6 +436,7 @@ class FlatParamHandle:
         """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too."""
         for param in self.unsharded_params:
             param.grad = None
+        self.outside_grads = {}
         self.awaits_publication = False
         self.hooks.forget_arrivals()
         if is_tainted:
@@ -451,6 +455,11 @@ class FlatParamHandle:
 
     def forgive_unsharded_edit(self) -> None:
         self.unsharded_version = self.unsharded_base._version
+
+    def add_outside(self, index: int, grad: torch.Tensor) -> None:
+        """Keep the gradient of a use outside the group's forward until the group is reduced."""
+        present = self.outside_grads.get(index)
+        self.outside_grads[index] = grad if present is None else present + grad
 
     def has_unsharded_grad(self) -> bool:
         """Whether autograd has left a gradient on an unsharded parameter, not taken yet."""

@@ -36,7 +36,7 @@ class FunctionalUse:
     __slots__ = ("_shown", "_versions")
 
     def __init__(self, root: RootContext, state: _FSDPState) -> None:
-        gather = _Gather(root, state)
+        gather = Gather(root, state)
         params = [param for handle in state._handles for param in handle.unsharded_params]
         whole: Sequence[torch.Tensor] = _AllGather.apply(gather, *gather.faces) if params else ()
         self._versions = [(item, item._version) for item in whole]
@@ -64,13 +64,14 @@ def refuse_accumulated(state: _FSDPState) -> None:
         )
 
 
-class _Gather:
-    """One all-gather of one group, as its derivatives know it. Tensors are in the order of the handles' parameters."""
+class Gather:
+    """One all-gather of one group, or of some of its handles, as its derivatives know it. Tensors are in the order of
+    the handles' parameters."""
 
-    def __init__(self, root: RootContext, state: _FSDPState) -> None:
+    def __init__(self, root: RootContext, state: _FSDPState, handles: Sequence[FlatParamHandle] | None = None) -> None:
         self._root, self._state = root, state
         self._versions = state.shard_versions()
-        self._handles = list(state._handles)
+        self._handles = list(state._handles if handles is None else handles)
         self._bounds = [0, *accumulate(len(handle.faces) for handle in self._handles)]
         self.faces = [face for handle in self._handles for face in handle.faces]
 
@@ -218,7 +219,7 @@ class _AllGather(torch.autograd.Function):
     """Sharded parameters (or gradients like them) -> whole ones."""
 
     @staticmethod
-    def forward(ctx: Any, gather: _Gather, *parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, gather: Gather, *parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         ctx.gather = gather
         ctx.set_materialize_grads(False)
         whole = gather.all_gather(parts)
@@ -234,7 +235,7 @@ class _ReduceScatter(torch.autograd.Function):
     """Gradients of the whole parameters -> their average, sharded."""
 
     @staticmethod
-    def forward(ctx: Any, gather: _Gather, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def forward(ctx: Any, gather: Gather, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.gather = gather
         ctx.set_materialize_grads(False)
         return tuple(gather.reduce_scatter(grads))

@@ -405,7 +405,7 @@ def finish_backward(root: RootContext) -> None:
             state.active_uses = state.last_use = 0
         state.phase = _IDLE
         state.is_reduced = False
-    root.is_in_backward = root.has_added = False
+    root.is_in_backward = root.has_added = root.has_outside_grads = False
     root.recomputed.clear()
     if root.after_publication:
         calls, root.after_publication = root.after_publication, []
@@ -417,11 +417,13 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
     """Agree with all ranks on the order of collectives and on who has a gradient; reduce again what came late."""
     exchange = root.exchange
     while True:
-        may_be_late = root.watch is None or root.watch.has_unsharded_grads()
+        may_be_late = root.has_outside_grads or root.watch is None or root.watch.has_unsharded_grads()
         exchange.late[:] = bytes(len(exchange.late))
         if may_be_late:
             for state in states:
-                exchange.late[state.index] = any(handle.has_unsharded_grad() for handle in state._handles)
+                exchange.late[state.index] = any(
+                    handle.has_unsharded_grad() or handle.outside_grads for handle in state._handles
+                )
         exchange.start(order_hash(root.trace, len(root.trace)))
         root.communicator.finish()
         if not exchange.wait():

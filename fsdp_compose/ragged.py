@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ._torch import (
@@ -93,16 +93,38 @@ class RaggedDTensor(DTensor):
     # ---- movement
 
     def all_gather(self) -> DTensor:
-        """All-gather the runs: a plain DTensor, replicated over the ragged mesh dimension. Differentiable.
+        """All-gather the runs: a plain DTensor, replicated over the ragged mesh dimension. Differentiable: see
+        ``full_tensor``.
 
         Ranks: all ranks of the ragged mesh dimension.
         """
-        result: DTensor = _Gather.apply(self)
+        whole = self._gather_as_parameter()
+        if whole is not None:
+            placements = self._spec.gathered_placements
+            return DTensor.from_local(whole, self.device_mesh, placements, run_check=False)
+        result: DTensor = _Gather.apply(self, True)
         return result
 
+    def _gather_as_parameter(self) -> torch.Tensor | None:
+        """The whole tensor, if this is a parameter of a group and autograd records."""
+        if not (gather_parameter and self.requires_grad and self.is_leaf and torch.is_grad_enabled()):
+            return None
+        return gather_parameter[0](self)
+
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor, on every rank. Differentiable. Ranks: all ranks of the mesh."""
-        return self.all_gather().full_tensor(grad_placements=grad_placements)
+        """The whole tensor, on every rank. Ranks: all ranks of the mesh.
+
+        Differentiable: each rank computes with the whole tensor on its own data, and the gradient of the sharded one is
+        the average over the ranks, as everywhere in data-parallel training (that of a term which is the same on every
+        rank is its own average). Of a parameter of a ``fully_shard`` group it is reduced together with the group's
+        other gradients. ``grad_placements`` says otherwise, as for any DTensor: ``[Replicate()]`` takes the gradient to
+        be the same on every rank, ``[Partial()]`` adds the ranks' gradients up.
+        """
+        if grad_placements is not None:
+            explicit: DTensor = _Gather.apply(self, False)
+            return explicit.full_tensor(grad_placements=grad_placements)
+        whole = self._gather_as_parameter()
+        return self.all_gather().full_tensor() if whole is None else whole
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
@@ -304,6 +326,10 @@ def describe_owner(tensor: Any) -> str:
     )
 
 
+# How parameters of groups are gathered where autograd records, or ``None`` for a tensor that is none; set by
+# ``outside_use``.
+gather_parameter: list[Callable[[Any], torch.Tensor | None]] = []
+
 # Who keeps the gradient hooks of parameters whose gradients arrive without autograd (``GradientHooks``), by the id of
 # the parameter, which outlives everything else in it when ``module.to()`` exchanges its content.
 hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -408,14 +434,49 @@ def gathered(tensor: RaggedDTensor) -> DTensor:
 
 
 class _Gather(torch.autograd.Function):
+    """A ragged tensor -> the whole one. ``averages``: each rank's gradient is its own, else the same on every rank."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: RaggedDTensor) -> DTensor:
-        ctx.placements = tensor._spec.placements
+    def forward(ctx: Any, tensor: RaggedDTensor, averages: bool) -> DTensor:
+        ctx.placements, ctx.averages = tensor._spec.placements, averages
         return gathered(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> RaggedDTensor:
-        return distribute_ragged(grad, placements=ctx.placements)
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, None]:
+        return _Scatter.apply(grad, ctx.placements, ctx.averages), None
+
+
+class _Scatter(torch.autograd.Function):
+    """The gradient of a gathered tensor -> that of the ragged one. Its own derivative is the gathering without another
+    division: terms computed from an average are the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: DTensor, placements: Sequence[Placement], averages: bool) -> RaggedDTensor:
+        return distribute_ragged(averaged(grad) if averages else grad, placements=placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: RaggedDTensor) -> tuple[Any, None, None]:
+        return _Gather.apply(grad, True), None, None
+
+
+def averaged(grad: DTensor) -> Any:
+    """The average over the ranks of a gradient that each of them has computed by itself; in fp32 where it has less."""
+    placements = [Partial("avg") if item.is_replicate() else item for item in grad.placements]
+    local = local_tensor(grad)
+    if local.dtype.itemsize == 2:
+        local = local.float()
+    each = DTensor.from_local(
+        local, grad.device_mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride()
+    )
+    return each.redistribute(placements=grad.placements).to(grad.dtype)
+
+
+def scatter_average(grad: torch.Tensor, like: RaggedDTensor) -> RaggedDTensor:
+    """The average over the ranks of whole gradients, cut like a ragged tensor. Ranks: all ranks of the mesh."""
+    spec = like._spec
+    whole = DTensor.from_local(grad, spec.mesh, spec.gathered_placements, run_check=False)
+    result: RaggedDTensor = _Scatter.apply(whole, spec.placements, True)
+    return result
 
 
 class _ToLocal(torch.autograd.Function):

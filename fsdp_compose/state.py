@@ -251,14 +251,15 @@ class RootContext:
         is_in_backward: a backward has begun and its final callback has not come.
         has_failed: a forward ended in an exception that no enclosing forward handled.
         has_added: this backward has added to a gradient that was there before, or has begun to show its own.
+        has_outside_grads: this backward has brought gradients of uses outside a group's forward (``outside_use``).
         after_publication: what to call when the gradients of this backward have been published.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
     """
 
     __slots__ = (
         "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
-        "generation", "has_added", "has_failed", "is_in_backward", "num_collectives", "num_forwards", "previous",
-        "recomputed", "record", "states", "trace",
+        "generation", "has_added", "has_failed", "has_outside_grads", "is_in_backward", "num_collectives",
+        "num_forwards", "previous", "recomputed", "record", "states", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -288,6 +289,7 @@ class RootContext:
         self.is_in_backward = False
         self.has_failed = False
         self.has_added = False
+        self.has_outside_grads = False
         self.after_publication: list[Callable[[], None]] = []
         self.recomputed: list[_FSDPState] = []
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor_spec, local_tensor, make_dtensor
-from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, cut_whole, describe_owner, inference_mode_of
+from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, averaged, cut_whole, describe_owner, inference_mode_of
 from .schema import map_tensors, writes_through, written
 
 
@@ -45,16 +45,30 @@ class GatheredView(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """A copy: writes to it do not reach the sharded tensor."""
         self.check()
+        if grad_placements is None and self._is_recorded():
+            return self._averaging().full_tensor()
         return super().full_tensor(grad_placements=grad_placements).clone()
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """A copy: writes to it do not reach the sharded tensor."""
         self.check()
+        if grad_placements is None and self._is_recorded():
+            return self._averaging().to_local()
         return super().to_local(grad_placements=grad_placements).clone()
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         self.check()
+        if self._is_recorded():
+            return self._averaging().redistribute(*args, **kwargs)
         return super().redistribute(*args, **kwargs)
+
+    def _is_recorded(self) -> bool:
+        return self.requires_grad and torch.is_grad_enabled()
+
+    def _averaging(self) -> DTensor:
+        """A copy, a plain DTensor, for each rank to use by itself: see ``RaggedDTensor.full_tensor``."""
+        copy: DTensor = _AverageGradient.apply(self)
+        return copy
 
     def check(self) -> None:
         """Raise if the sharded tensor has been written to since the copy was gathered."""
@@ -112,6 +126,28 @@ class GatheredView(DTensor):
         """Further views of the same copy."""
         with inference_mode_of(self._source):
             return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
+
+
+class _AverageGradient(torch.autograd.Function):
+    """A gathered tensor that each rank is about to use by itself: the gradient is the ranks' average."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: GatheredView) -> torch.Tensor:
+        return tensor.plain().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        return _AverageOnce.apply(grad)
+
+
+class _AverageOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: DTensor) -> DTensor:
+        return averaged(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        return grad
 
 
 def _refuse_plain_tensors(func: Any, values: Sequence[Any]) -> None:
