@@ -1,6 +1,6 @@
 # make demo    train a small GPT with two processes      make test    run the tests
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
-# make clean   remove what the others made
+# make faults  kill, stop, starve and damage real jobs   make clean   remove what the others made
 #
 # They work in .venv, which they make with the first Python >= 3.10 they find, or with PYTHON=...
 
@@ -9,11 +9,12 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 PROCESSES ?= 2
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+FAULTS_ARGS ?=
 
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -22,6 +23,9 @@ demo: .venv/installed-examples
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+faults: .venv/installed-test
+	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)
 
 lint: .venv/installed-lint
 	$(BIN)/ruff check .

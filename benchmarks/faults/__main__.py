@@ -1,0 +1,3 @@
+from .battery import main
+
+main()
