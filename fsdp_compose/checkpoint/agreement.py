@@ -131,6 +131,14 @@ def is_true_on_any(group: dist.ProcessGroup | None, call: str, what: str, flag: 
     return meet(group, purpose, str(flag), lambda flags: str(str(True) in flags)) == str(True)
 
 
+def text_of_first_rank(group: dist.ProcessGroup | None, call: str, what: str, text: str) -> str:
+    """The first rank's ``text``, on every rank. Every rank meets."""
+    if not has_peers(group):
+        return text
+    assert group is not None
+    return meet(group, f"{call}: {what}", text, lambda texts: texts[0])
+
+
 def _explain(call: str, rank: int, ours: list[str], theirs: list[str]) -> str:
     if ours[0]:
         return f"{call}: {ours[0]}"

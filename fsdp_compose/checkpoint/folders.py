@@ -1,18 +1,28 @@
 """Folders of checkpoints: written aside, moved into place whole, verified before they are read.
 
-A folder has its name only when everything in it has been written; until then it is ``<name>.partial``::
+A folder has its name only when everything in it has been written; until then its files are in a folder of their own,
+which no other save writes to::
 
-    step-100/                 complete, and never written to again
+    step-100/                       complete, and never written to again
         .metadata  __0_0.distcp  __1_0.distcp  manifest.json
-    step-200.partial/         a save that was interrupted; the next one begins anew
-        .unfinished  __0_0.distcp
+    step-200.partial/               a save that is under way, or was interrupted; the next one begins anew
+        save-3f2a.../
+            __0_0.distcp
+
+The name of the inner folder is the owner's token. There is one decisive step, the renaming of it to ``step-200``: a
+job that dies before it has left nothing but what the next save throws away, one that dies after it has left a
+checkpoint. Of two jobs that save to one path the later one takes the place of the earlier one, as it would of a dead
+one's, and the earlier one finds its folder gone, or the name taken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
+import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,7 +35,8 @@ from .agreement import in_words
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 _BLOCK = 16 * 2**20
-_UNFINISHED = ".unfinished"
+_UNFINISHED = ".unfinished"  # in the partial folders of earlier versions, which held the files themselves
+_TOKEN = re.compile(r"(save|dead)-[0-9a-f]{32}")
 
 
 def local_folder(folder: str | Path) -> Path:
@@ -39,40 +50,101 @@ def local_folder(folder: str | Path) -> Path:
 
 
 def partial_of(folder: Path) -> Path:
-    """Where a folder is while it is written."""
+    """Where the files of a folder are, in a folder of their own, while they are written."""
     return folder.with_name(folder.name + ".partial")
 
 
-def begin_folder(folder: Path) -> str:
-    """Make an empty folder to write to; why that cannot be, or nothing."""
+def new_token() -> str:
+    """A name that no other save has."""
+    return f"save-{uuid.uuid4().hex}"
+
+
+def begin_folder(folder: Path, token: str) -> str:
+    """Make an empty folder, ``partial_of(folder) / token``, to write to; why that cannot be, or nothing."""
     if os.path.lexists(folder):
         return f"{folder} exists: save each checkpoint to a folder of its own, so that an interrupted save harms none"
     partial = partial_of(folder)
     if partial.exists():
-        if any(partial.iterdir()) and not (partial / _UNFINISHED).exists():
+        if not (partial / _UNFINISHED).exists() and not all(map(_is_ours, partial.iterdir())):
             return (
                 f"{partial}, where {folder.name} would be written first, is no save that was interrupted: move it away"
             )
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    (partial / _UNFINISHED).touch()
+        _throw_away(partial)
+    (partial / token).mkdir(parents=True)
     return ""
 
 
-def finish_folder(folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
-    """Give a folder its name, when what is in it is on disk.
+def _is_ours(path: Path) -> bool:
+    return _TOKEN.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
+
+
+def _throw_away(partial: Path) -> None:
+    """Empty the folder of an interrupted save. A marker of an earlier version goes last: until then the folder can be
+    told from a user's."""
+    found = sorted(partial.iterdir(), key=lambda path: path.name == _UNFINISHED)
+    for path in found:
+        if _is_ours(path):
+            # Out of the way first: another job may be writing to it, and would go on in what is being deleted.
+            dead = partial / f"dead-{uuid.uuid4().hex}"
+            with contextlib.suppress(FileNotFoundError):  # finished, or thrown away by a third one
+                path.rename(dead)
+                shutil.rmtree(dead)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None = None) -> str:
+    """Give a folder its name, when what is in it is on disk; why that cannot be, or nothing.
 
     Args:
         manifest: ``files``: size and checksum by name; and whatever else is to be known.
     """
     partial = partial_of(folder)
+    mine = partial / token
+    if not mine.is_dir():
+        return _lost(folder, f"its files in {mine} are gone")
     if manifest is not None:
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        sync(partial / MANIFEST)
-    (partial / _UNFINISHED).unlink()
-    sync(partial)
-    partial.rename(folder)
+        (mine / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        sync(mine / MANIFEST)
+    sync(mine)
+    try:
+        _rename_to_new(mine, folder)
+    except FileExistsError:
+        return _lost(folder, f"{folder} exists by now, and is left as it is")
+    except FileNotFoundError:
+        return _lost(folder, f"its files in {mine} are gone")
     sync(folder.parent)
+    with contextlib.suppress(OSError):  # another save may have begun there
+        partial.rmdir()
+    return ""
+
+
+def _rename_to_new(source: Path, folder: Path) -> None:
+    """Raises FileExistsError if there is something of that name, which is left as it is."""
+    if os.path.lexists(folder):  # renaming would replace an empty folder
+        raise FileExistsError(str(folder))
+    try:
+        source.rename(folder)
+    except OSError:
+        if os.path.lexists(folder):  # since: what the system calls it differs (not empty, not a directory)
+            raise FileExistsError(str(folder)) from None
+        raise
+
+
+def _lost(folder: Path, found: str) -> str:
+    return (
+        f"another job saves to {folder} too: {found}. This save is given up; what the other one has written or writes "
+        "is not touched. Let each job save to folders of its own"
+    )
+
+
+def abandon_folder(folder: Path, token: str) -> None:
+    """Remove what a save that has failed has written so far: a disk that is full does not stay so."""
+    shutil.rmtree(partial_of(folder) / token, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        partial_of(folder).rmdir()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

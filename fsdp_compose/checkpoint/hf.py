@@ -20,7 +20,7 @@ import torch.nn as nn
 from ..ragged import RaggedDTensor
 from ..segments import local_of
 from .agreement import agree, attempt, group_of, in_words, is_first, or_problem
-from .folders import begin_folder, finish_folder, local_folder, partial_of, sync
+from .folders import abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
 from .gathering import gather_values
 from .layouts import Described, Target, cut_whole
 from .model_state import commit_model, entries_of, plan_model
@@ -83,8 +83,9 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     group = group_of(names)
     importlib.import_module("safetensors.torch")  # missing on all ranks, or on none
     tensors, unfit = attempt(_tensors, names)
+    token = new_token()  # the first rank's; no other writes
     if is_first(group) and not unfit:
-        unfit = or_problem(begin_folder, folder)
+        unfit = or_problem(begin_folder, folder, token)
     agree(group, "save_hf()", [str(folder), *(tensors or {})], unfit)
     assert tensors is not None
     plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
@@ -93,9 +94,11 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     for file, fqns in plan.files.items():
         content = {fqn: whole for fqn, whole in (next(wholes) for _ in fqns) if whole is not None}
         if is_first(group) and not problem:  # the others gather on, and hear of it at the end
-            problem = or_problem(_write, partial_of(folder) / file, content)
+            problem = or_problem(_write, partial_of(folder) / token / file, content)
     if is_first(group) and not problem:
-        problem = or_problem(_finish, folder, plan)
+        problem = or_problem(_finish, folder, token, plan)
+    if is_first(group) and problem:
+        abandon_folder(folder, token)
     agree(group, "save_hf()", [str(folder)], problem)
 
 
@@ -153,18 +156,17 @@ def _write(path: Path, content: Mapping[str, torch.Tensor]) -> str:
     return ""
 
 
-def _finish(folder: Path, plan: _Plan) -> str:
-    partial = partial_of(folder)
+def _finish(folder: Path, token: str, plan: _Plan) -> str:
+    mine = partial_of(folder) / token
     try:
         if len(plan.files) > 1:
             weight_map = {fqn: file for file, fqns in plan.files.items() for fqn in fqns}
             index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": weight_map}
-            (partial / INDEX).write_text(json.dumps(index, indent=1))
-            sync(partial / INDEX)
-        finish_folder(folder)
+            (mine / INDEX).write_text(json.dumps(index, indent=1))
+            sync(mine / INDEX)
+        return finish_folder(folder, token)
     except OSError as error:
         return f"{folder} could not be written: {error}"
-    return ""
 
 
 # ---- loading

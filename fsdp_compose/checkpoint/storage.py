@@ -13,10 +13,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
 
-from .agreement import agree, attempt, has_peers, in_words, or_problem
-from .folders import METADATA, begin_folder, damage, entries, finish_folder, local_folder, partial_of, read_manifest
+from .agreement import agree, attempt, has_peers, in_words, or_problem, text_of_first_rank
+from .folders import (
+    METADATA,
+    abandon_folder,
+    begin_folder,
+    damage,
+    entries,
+    finish_folder,
+    local_folder,
+    new_token,
+    partial_of,
+    read_manifest,
+)
 from .gathering import empty_on
 from .layouts import Target
 from .planner import LoadPlanner, SavePlanner
@@ -44,30 +57,50 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
             write.
     """
     group, folder = _group(process_group), local_folder(folder)
-    partial = partial_of(folder)
     state, problem = attempt(_plain, state_dict)
     numbers = [] if state is None else [*paths_of_numbers(state)]
     if state is not None:
         state, problem = attempt(with_string_keys, state)
+    token = new_token()
     if _is_first(group) and not problem:
-        problem = or_problem(begin_folder, folder)
+        problem = or_problem(begin_folder, folder, token)
     agree(group, "save()", [str(folder), *(state or {})], problem)
     assert state is not None
-    writer = _Writer(partial, sync_files=True)
+    token = text_of_first_rank(group, "save()", "the owner of the folder", token)
+    writer = _Writer(partial_of(folder) / token, sync_files=True)
+    try:
+        _write(writer, state, process_group)
+        _complete(writer, folder, token, numbers, group)
+    except _Failed as error:
+        if _is_first(group):
+            abandon_folder(folder, token)
+        raise RuntimeError(str(error)) from error.__cause__
+
+
+class _Failed(RuntimeError):
+    """A save has failed, on every rank."""
+
+
+def _write(writer: _Writer, state: dict[str, Any], process_group: dist.ProcessGroup | None) -> None:
     try:
         dcp.save(
             state,
             storage_writer=writer,
             planner=SavePlanner(),
             process_group=process_group,
-            no_dist=group is None,
+            no_dist=_group(process_group) is None,
         )
     except CheckpointException as error:
-        remedy = f"The checkpoint is not complete, and {folder} does not exist"
-        raise RuntimeError(f"save(): {_first_failure(error)}. {remedy}") from error
+        raise _Failed(f"save(): {_first_failure(error)}. The checkpoint was not completed") from error
+
+
+def _complete(
+    writer: _Writer, folder: Path, token: str, numbers: Sequence[Any], group: dist.ProcessGroup | None
+) -> None:
+    """Compare notes about what was written, and give the folder its name."""
     rank = 0 if group is None else group.rank()
-    mine, problem = attempt(_written_by, partial, rank)
-    agree(group, "save()", [str(folder)], problem)
+    mine, problem = attempt(_written_by, writer.folder, rank)
+    _agree_to_save(group, folder, problem)
     parts: list[Any] = [(mine, numbers)]
     if has_peers(group):
         assert group is not None
@@ -76,24 +109,31 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     if rank == 0:
         files = {name: entry for part, _ in parts for name, entry in part.items()}
         everywhere = list(dict.fromkeys(path for _, paths in parts for path in paths))
-        problem = or_problem(_finish, folder, files, everywhere)
-    agree(group, "save()", [str(folder)], problem)
+        problem = or_problem(_finish, writer, folder, token, files, everywhere)
+    _agree_to_save(group, folder, problem)
+
+
+def _agree_to_save(group: dist.ProcessGroup | None, folder: Path, problem: str | Exception) -> None:
+    try:
+        agree(group, "save()", [str(folder)], problem)
+    except RuntimeError as error:
+        raise _Failed(str(error)) from error.__cause__
 
 
 def _written_by(partial: Path, rank: int) -> dict[str, list[int]]:
     return entries(path for path in partial.iterdir() if path.name.startswith(f"__{rank}_"))
 
 
-def _finish(folder: Path, files: Mapping[str, list[int]], numbers: Sequence[Path]) -> str:
-    partial = partial_of(folder)
-    for name, (size, _) in files.items():
-        if not (partial / name).is_file() or (partial / name).stat().st_size != size:
+def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[int]], numbers: Sequence[Any]) -> str:
+    for name in {*files, *writer.names}:
+        path = writer.folder / name
+        if name not in files or not path.is_file() or path.stat().st_size != files[name][0]:
             return (
-                f"{partial / name} is not what its rank has written: all ranks must see the same file system. The "
-                f"checkpoint is not complete, and {folder} does not exist"
+                f"{path} is not what its rank has written: all ranks must see the same file system, and no other job "
+                "may write there. The checkpoint was not completed"
             )
-    finish_folder(folder, {"files": dict(files) | entries([partial / METADATA]), _NUMBERS: numbers})
-    return ""
+    everything = dict(files) | entries([writer.folder / METADATA])
+    return finish_folder(folder, token, {"files": everything, _NUMBERS: numbers})
 
 
 def load(
@@ -222,6 +262,18 @@ def _telling() -> Iterator[None]:
 
 
 class _Writer(FileSystemWriter):
+    """Attributes: ``names``: of the files that all ranks say to have written; on the first rank, at the end."""
+
+    names: frozenset[str] = frozenset()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.names = frozenset(info.relative_path for info in metadata.storage_data.values())
+
     def write_data(self, *arguments: Any, **options: Any) -> Any:
         with _telling():
             return super().write_data(*arguments, **options)
