@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as _distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -35,6 +36,7 @@ __all__ = [
     "DTensorSpec",
     "IncompatibleKeys",
     "PlainAttributes",
+    "StorageInfo",
     "TensorMeta",
     "all_gather_single",
     "allow_in_foreach",

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import re
 import shutil
 import uuid
@@ -28,12 +29,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
-
 from .agreement import in_words
+from .contents import MANIFEST, METADATA, Contents, contents_of
 
-MANIFEST = "manifest.json"
-METADATA = ".metadata"
 _BLOCK = 16 * 2**20
 _UNFINISHED = ".unfinished"  # in the partial folders of earlier versions, which held the files themselves
 _TOKEN = re.compile(r"(save|dead)-[0-9a-f]{32}")
@@ -147,12 +145,6 @@ def abandon_folder(folder: Path, token: str) -> None:
         partial_of(folder).rmdir()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Empty for a checkpoint that torch has written."""
-    path = folder / MANIFEST
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
-
-
 def sync(path: Path) -> None:
     """Return when a file, or the list of what is in a folder, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -181,31 +173,30 @@ def checksum(path: Path) -> int:
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
     """What is wrong with the checkpoint in ``folder``; empty if nothing is. Of the files, every ``num_parts``-th is
     read, beginning with number ``part``."""
+    return inspect(folder, part, num_parts)[1]
+
+
+def inspect(folder: Path, part: int = 0, num_parts: int = 1, allow_pickle: bool = False) -> tuple[Contents | None, str]:
+    """What is in the checkpoint in ``folder``, and what is wrong with it, as ``damage``."""
     if not folder.is_dir():
         partial = partial_of(folder)
         interrupted = f"; {partial} is a save that was interrupted, and cannot be loaded" if partial.exists() else ""
-        return f"there is no checkpoint at {folder}{interrupted}"
+        return None, f"there is no checkpoint at {folder}{interrupted}"
     if not (folder / METADATA).is_file():
-        return f"{folder} is no complete checkpoint: it has no {METADATA}, which is written last. Load an earlier one"
+        return (
+            None,
+            f"{folder} is no complete checkpoint: it has no {METADATA}, which is written last. Load an earlier one",
+        )
     try:
-        files = _listed(folder)
+        contents = contents_of(folder, allow_pickle)
     except OSError:
         raise
     except Exception as error:  # whatever damaged JSON and pickles raise
-        return f"{folder} is damaged: its list of files cannot be read ({in_words(error)}). Load an earlier checkpoint"
-    found = [_damage_of(folder / name, *files[name]) for name in sorted(files)[part::num_parts]]
-    return next((text for text in found if text), "")
-
-
-def _listed(folder: Path) -> dict[str, tuple[int, int | None]]:
-    """Size and checksum of every file; of checkpoints that torch wrote, the least size."""
-    if (folder / MANIFEST).is_file():
-        listed = read_manifest(folder)["files"]
-        return {name: (int(size), int(total)) for name, (size, total) in listed.items()}
-    ends: dict[str, int] = {}
-    for info in FileSystemReader(folder).read_metadata().storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    return {name: (size, None) for name, size in ends.items()}
+        reason = str(error) if type(error) in (ValueError, pickle.UnpicklingError) else in_words(error)
+        return None, f"{folder} is damaged: its list of files cannot be read ({reason}). Load an earlier checkpoint"
+    names = sorted(contents.files)[part::num_parts]
+    found = [_damage_of(folder / name, *contents.files[name]) for name in names]
+    return contents, next((text for text in found if text), "")
 
 
 def _damage_of(path: Path, size: int, total: int | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ import torch.nn as nn
 
 from ..ragged import RaggedDTensor
 from ..segments import local_of
-from .agreement import agree, attempt, group_of, in_words, is_first, or_problem
+from .agreement import agree, attempt, group_of, in_words, is_first, list_problems, or_problem
 from .folders import abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
 from .gathering import gather_values
 from .layouts import Described, Target, cut_whole
-from .model_state import commit_model, entries_of, plan_model
+from .model_state import ModelPlan, commit_model, entries_of, plan_model
 from .names import ModelNames
 from .options import StateDictOptions
 
@@ -34,6 +34,7 @@ _DTYPES = {
     "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 
+_MAX_HEADER_BYTES = 100_000_000  # what the library takes
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -194,12 +195,12 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
     """
     names, folder = ModelNames(model), local_folder(folder)
     group = group_of(names)
-    found, damage = _look_into(folder)
-    described = {fqn: item.described for fqn, item in found.items()}
+    found, damage = attempt(_look_into, folder)
+    described = {fqn: item.described for fqn, item in (found or {}).items()}
     plan, failure = attempt(plan_model, names, described, StateDictOptions(strict=strict))
     facts = [] if plan is None else plan.facts
-    agree(group, "load_hf()", [str(folder), *facts], damage or failure or (plan.problem if plan else ""))
-    assert plan is not None
+    agree(group, "load_hf()", [str(folder), *facts], damage or failure or (_problem(plan) if plan else ""))
+    assert plan is not None and found is not None
     values, failure = attempt(lambda: {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()})
     agree(group, "load_hf()", [str(folder)], failure)
     assert values is not None
@@ -214,35 +215,92 @@ class _Stored:
     described: Described
 
 
-def _look_into(folder: Path) -> tuple[dict[str, _Stored], str]:
-    """What the files of a folder hold, by their headers, and what is wrong with them."""
-    from safetensors import SafetensorError, safe_open
+def _problem(plan: ModelPlan) -> str:
+    """Why what was found cannot be loaded; empty if it can."""
+    return plan.problem or list_problems(
+        "the files hold other kinds of numbers than the model",
+        [
+            f"{fqn}: the files hold {plan.given[fqn].dtype}, which {target.like.dtype} cannot hold as it is"
+            for fqn, target in plan.targets.items()
+            if not _is_faithful(plan.given[fqn].dtype, target.like.dtype)
+        ],
+        "Convert one of them first: quantized or packed weights need what they were packed by",
+    )
 
-    weight_map: dict[str, str] = {}
-    files: Sequence[str] = [SINGLE]
-    if (folder / INDEX).is_file():
-        try:
-            weight_map = dict(json.loads((folder / INDEX).read_text())["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return {}, f"{folder / INDEX} is damaged: {in_words(error)}"
-        files = sorted(set(weight_map.values()))
+
+def _is_faithful(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether numbers keep their meaning: floats may be rounded, nothing else may change."""
+    if found == wanted:
+        return True
+    if found.is_floating_point:
+        return wanted.is_floating_point or wanted.is_complex
+    if found.is_complex or wanted.is_complex or wanted.is_floating_point or torch.bool in (found, wanted):
+        return found.is_complex and wanted.is_complex
+    a, b = torch.iinfo(found), torch.iinfo(wanted)
+    return b.min <= a.min and a.max <= b.max
+
+
+def _look_into(folder: Path) -> dict[str, _Stored]:
+    """What the files of a folder hold, by their headers.
+
+    Raises:
+        RuntimeError: something is wrong with them.
+    """
+    weight_map = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     found: dict[str, _Stored] = {}
-    for name in files:
+    for name in sorted(set(weight_map.values())) or [SINGLE]:
         path = folder / name
         if not path.is_file():
-            return {}, f"there is no {path}"
-        try:
-            with safe_open(path, framework="pt") as file:
-                for fqn in file.keys():
-                    found[fqn] = _Stored(path, _describe(file, fqn))
-        except KeyError as error:
-            return {}, f"{path} holds a tensor of the type {error}, which is not supported"
-        except (OSError, SafetensorError) as error:
-            return {}, f"{path} is damaged, or was not written to its end: {error}"
+            raise RuntimeError(f"there is no {path}")
+        for fqn, described in _read_header(path).items():
+            if fqn in found:
+                raise RuntimeError(f"{fqn} is in {found[fqn].path} and in {path}: which one counts is not known")
+            found[fqn] = _Stored(path, described)
     for fqn, name in weight_map.items():
         if fqn not in found or found[fqn].path.name != name:
-            return {}, f"{folder / INDEX} says that {fqn} is in {name}, and it is not there"
-    return found, ""
+            raise RuntimeError(f"{folder / INDEX} says that {fqn} is in {name}, and it is not there")
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Which file each tensor is in."""
+    try:
+        weight_map = json.loads(path.read_text(), object_pairs_hook=_without_twins)["weight_map"]
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"expected a dict as weight_map, found a {type(weight_map).__name__}")
+        for fqn, name in weight_map.items():
+            # Links are followed: the cache of the hub consists of them.
+            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+                raise ValueError(f"{fqn} is said to be in {name!r}, which is no name of a file in this folder")
+    except Exception as error:  # whatever strange JSON raises
+        raise RuntimeError(f"{path} is damaged: {in_words(error)}") from error
+    return weight_map
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
+    return made
+
+
+def _read_header(path: Path) -> dict[str, Described]:
+    from safetensors import SafetensorError, safe_open
+
+    with path.open("rb") as file:
+        header = file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
+    try:
+        json.loads(header, object_pairs_hook=_without_twins)  # the library takes the last of two
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(f"{path} is damaged: {in_words(error)}") from error
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return {fqn: _describe(opened, fqn) for fqn in opened.keys()}
+    except KeyError as error:
+        raise RuntimeError(f"{path} holds a tensor of the type {error}, which is not supported") from error
+    except (OSError, SafetensorError) as error:
+        raise RuntimeError(f"{path} is damaged, or was not written to its end: {error}") from error
 
 
 def _describe(file: Any, fqn: str) -> Described:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from .flattened import GROUPS, PARAMS, STATE, is_flattened, longest_prefix
@@ -25,7 +26,25 @@ class LoadPlanner(DefaultLoadPlanner):
 
     What torch's own planner loads is decided by the dict it is given, key by key. This one takes from the checkpoint
     which parameter groups there are, what is in them, and what state each parameter has; everything else is the same.
+
+    Args:
+        allow_pickle: unpickle values that are more than tensors and plain containers, as torch's own planner does. That
+            can run any code (as what ``torch.distributed.checkpoint.load`` does before it asks a planner).
     """
+
+    def __init__(self, *arguments: Any, allow_pickle: bool = True, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.allow_pickle = allow_pickle
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if self.allow_pickle:
+            super().load_bytes(read_item, value)
+            return
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            _put(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        else:
+            self.state_dict[read_item.dest_index.fqn] = loaded
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

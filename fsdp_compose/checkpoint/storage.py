@@ -3,39 +3,37 @@ every rank hears of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .agreement import agree, attempt, has_peers, in_words, or_problem, text_of_first_rank
+from .contents import MANIFEST, METADATA, NUMBERS, mark
 from .folders import (
-    METADATA,
     abandon_folder,
     begin_folder,
-    damage,
     entries,
     finish_folder,
+    inspect,
     local_folder,
     new_token,
     partial_of,
-    read_manifest,
 )
 from .gathering import empty_on
 from .layouts import Target
 from .planner import LoadPlanner, SavePlanner
+from .reading import Reader, Refused, Told, telling
 from .string_keys import give_back, paths_of_numbers, with_string_keys
-
-_NUMBERS = "integer_keys"  # in the manifest: where dicts are whose keys are integers
 
 
 def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: dist.ProcessGroup | None = None) -> None:
@@ -133,7 +131,7 @@ def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[
                 "may write there. The checkpoint was not completed"
             )
     everything = dict(files) | entries([writer.folder / METADATA])
-    return finish_folder(folder, token, {"files": everything, _NUMBERS: numbers})
+    return finish_folder(folder, token, {"files": everything, NUMBERS: numbers})
 
 
 def load(
@@ -142,11 +140,14 @@ def load(
     *,
     process_group: dist.ProcessGroup | None = None,
     planner: dcp.LoadPlanner | None = None,
+    allow_pickle: bool = False,
 ) -> None:
     """Load a checkpoint that ``save``, or ``torch.distributed.checkpoint.save``, has written, at any number of ranks.
 
     Everything is verified before a tensor is written to: that the save was completed, sizes, and (if ``save`` wrote it)
-    checksums. Values arrive in ``state_dict``, in whose sharded tensors they are loaded: give them to
+    checksums. No code in the checkpoint is run, and no file outside of the folder is read.
+
+    Values arrive in ``state_dict``, in whose sharded tensors they are loaded: give them to
     ``set_state_dict`` then, for what is in no tensor (parameter groups, step counts).
 
     Ranks: all ranks of ``process_group``, which see the same file system.
@@ -158,6 +159,8 @@ def load(
         folder: of the checkpoint.
         process_group: the ranks; default: all.
         planner: default: ``LoadPlanner()``.
+        allow_pickle: unpickle values that are more than tensors, numbers, texts and plain containers of such. That can
+            run any code: only for checkpoints of which nobody else could have changed a byte.
 
     Raises:
         ValueError: ``folder`` is an address on a network.
@@ -168,22 +171,27 @@ def load(
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     plain, problem = attempt(_plain, state_dict)
     state, failure = attempt(_places, plain)
-    problem = problem or failure or or_problem(damage, folder, rank, size)
-    agree(group, "load()", [str(folder), *(state or {})], problem)
-    assert plain is not None and state is not None
+    found, damaged = attempt(inspect, folder, rank, size, allow_pickle)
+    contents, lack = found or (None, "")
+    agree(group, "load()", [str(folder), *(state or {})], problem or failure or damaged or lack)
+    assert plain is not None and state is not None and contents is not None
+    if rank == 0 and not contents.is_verifiable:
+        warnings.warn(f"{folder} has no {MANIFEST}: nothing that its files hold was verified, only how long they are")
     try:
         dcp.load(
             state,
-            storage_reader=_Reader(folder),
-            planner=planner or LoadPlanner(),
+            storage_reader=Reader(contents, allow_pickle),
+            planner=planner or LoadPlanner(allow_pickle=allow_pickle),
             process_group=process_group,
             no_dist=group is None,
         )
     except CheckpointException as error:
-        is_torn = error.args[0] == "read"
+        is_torn = error.args[0] == "read" and not all(
+            isinstance(cause, Refused) for cause, _ in error.failures.values()
+        )
         remedy = "What the state dict holds may be loaded in part: load again" if is_torn else "Nothing was changed"
         raise RuntimeError(f"load(): {_first_failure(error)}. {remedy}") from error
-    numbers = {tuple(path) for path in read_manifest(folder).get(_NUMBERS, ())}
+    numbers = contents.numbers
     loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
     _, problem = attempt(_give_back, state_dict, loaded)
     agree(group, "load()", [str(folder)], problem)
@@ -244,21 +252,8 @@ def _give_memory(state: dict[str, Any]) -> None:
 
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    text = str(cause) if isinstance(cause, _Told) else f"{type(cause).__name__}: {cause}"
+    text = str(cause) if isinstance(cause, Told) else f"{type(cause).__name__}: {cause}"
     return f"on rank {rank}: {text.rstrip('.')}"
-
-
-class _Told(RuntimeError):
-    """An error in words, which can be sent to the other ranks, whatever object of the user's has raised it."""
-
-
-@contextmanager
-def _telling() -> Iterator[None]:
-    """Around what one rank does alone: the other ranks can be told of every error."""
-    try:
-        yield
-    except Exception as error:
-        raise _Told(in_words(error)) from None
 
 
 class _Writer(FileSystemWriter):
@@ -270,16 +265,16 @@ class _Writer(FileSystemWriter):
     def folder(self) -> Path:
         return Path(self.path)
 
+    def write_data(self, *arguments: Any, **options: Any) -> Any:
+        with telling():
+            return super().write_data(*arguments, **options)
+
+    def storage_meta(self) -> StorageMeta | None:
+        meta = super().storage_meta()
+        assert meta is not None
+        meta.save_id = mark(meta.save_id)
+        return meta
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         self.names = frozenset(info.relative_path for info in metadata.storage_data.values())
-
-    def write_data(self, *arguments: Any, **options: Any) -> Any:
-        with _telling():
-            return super().write_data(*arguments, **options)
-
-
-class _Reader(FileSystemReader):
-    def read_data(self, *arguments: Any, **options: Any) -> Any:
-        with _telling():
-            return super().read_data(*arguments, **options)
