@@ -628,6 +628,69 @@ def loss_on_a_weight(system: System) -> None:
     expect_gradients(model, reference)
 
 
+class Cached(Net):
+    """Keeps the weight of its head in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached = (self.head.weight, self.head.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return nn.functional.linear(x, *self.cached)
+
+
+@case("a module keeps its weights in a tuple")
+def cached_weights(system: System) -> None:
+    torch.manual_seed(0)
+    model = Cached()
+    torch.manual_seed(0)
+    reference = Cached()
+    shard_layers(system, model)
+    train_both(model, reference)
+    expect_gradients_of_loss(model, reference)
+
+
+@case("a list of parameters taken before sharding is clipped")
+def old_list(system: System) -> None:
+    model, reference = twins(Net())
+    old = [*model.parameters()]
+    shard_layers(system, model)
+    loss_of(model, mine(batch())).backward()
+    loss_of(reference, batch()).backward()
+    norms = [nn.utils.clip_grad_norm_(params, 0.01) for params in (old, reference.parameters())]
+    expect(torch.allclose(full(norms[0]), norms[1]), "another norm")
+    expect_gradients(model, reference)
+
+
+@case("loss.backward(inputs=list(model.parameters()))")
+def backward_inputs(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    loss_of(model, mine(batch())).backward(inputs=[*model.parameters()])
+    loss_of(reference, batch()).backward()
+    expect_gradients(model, reference)
+
+
+@case("two parameters in the same memory: nn.Parameter(other.data)")
+def same_memory(system: System) -> None:
+    model = Net()
+    model.head.weight = nn.Parameter(model.layers[0].weight.data)
+    reference = Net()
+    reference.load_state_dict(model.state_dict())
+    reference.head.weight = nn.Parameter(reference.layers[0].weight.data)
+    shard_layers(system, model)
+    train_both(model, reference)
+    expect_gradients_of_loss(model, reference)
+
+
+def expect_gradients_of_loss(model: nn.Module, reference: nn.Module) -> None:
+    loss_of(model, mine(batch())).backward()
+    loss_of(reference, batch()).backward()
+    expect_gradients(model, reference)
+
+
 # ---- running and judging
 
 

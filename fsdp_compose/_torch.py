@@ -30,6 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "ComposableState",
@@ -55,6 +56,9 @@ __all__ = [
     "gradient_hooks",
     "group_timeout",
     "hook_gradient",
+    "intercept_backward_inputs",
+    "is_part_of_multi_grad_hook",
+    "is_wrapper",
     "loads_as_torch",
     "loads_as_torch_module",
     "make_gloo_group",
@@ -128,6 +132,45 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
 def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
     """The hooks that ``register_post_accumulate_grad_hook`` has put on a leaf."""
     return [*(tensor._post_accumulate_grad_hooks or {}).values()]
+
+
+def intercept_backward_inputs(run: Callable[[Callable[..., Any], tuple[Any, ...], bool, bool], Any]) -> None:
+    """From now on ``backward(inputs=...)`` and ``autograd.grad()`` call ``run(original, inputs, allow_unused,
+    accumulates)``, where ``original(inputs, allow_unused)`` does what torch does. A backward without inputs costs one
+    more call in Python."""
+    original = torch.autograd._engine_run_backward
+
+    def run_backward(
+        outputs: Any,
+        gradients: Any,
+        retain: Any,
+        create: Any,
+        inputs: Any,
+        allow_unreachable: bool,
+        *,
+        accumulate_grad: bool,
+    ) -> Any:
+        def with_inputs(inputs: Any, allow_unreachable: bool) -> Any:
+            return original(
+                outputs, gradients, retain, create, inputs, allow_unreachable, accumulate_grad=accumulate_grad
+            )
+
+        if not inputs:
+            return with_inputs(inputs, allow_unreachable)
+        return run(with_inputs, inputs, allow_unreachable, accumulate_grad)
+
+    torch.autograd._engine_run_backward = cast(Any, run_backward)
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether a tensor has no memory of its own, but tensors inside that have."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def is_part_of_multi_grad_hook(hook: Callable[[Any], Any]) -> bool:
+    """Whether a hook is one of those that ``register_multi_grad_hook(mode="all")`` puts on each tensor."""
+    name = getattr(hook, "__qualname__", "")
+    return getattr(hook, "__module__", "") == "torch.autograd.graph" and name.startswith("register_multi_grad_hook.")
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> None:

@@ -15,16 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from . import runtime
+from . import backward_inputs, runtime
 from ._torch import composable_registry
 from .dynamo import _annotate_modules_for_dynamo
 from .flat_param import FlatParamHandle, Granularity, ManagedParameter, mark_owner
-from .groups import by_kind, group_modules, managed_parameters, ties_with_other_groups
+from .groups import by_kind, group_modules, managed_parameters, ties_with_other_groups, unsharded_tensors
 from .iteration import tree_has_changed
 from .mesh import DataParallelMesh, data_parallel_mesh
 from .meta_buffers import watch_meta_buffers
 from .policy import MixedPrecisionPolicy
-from .rebind import remember_face
+from .replaced import stand_in
+from .shared_memory import Region, refuse_shared_memory, regions_of
 from .state import _FSDPState, get_state, register_state, state_of_hooked
 from .swap import ParameterSwap, guard_state_dict
 
@@ -99,6 +100,7 @@ def fully_shard(
     managed = managed_parameters(fqns, ignored, label)
     ties = ties_with_other_groups(fqns, ignored)
     _check_parameters(managed, data_mesh)
+    regions = _check_memory(managed, fqns)
     handles = [FlatParamHandle(part, data_mesh, mp_policy, granularity) for part in by_kind(managed)]
 
     def install(state: _FSDPState) -> None:
@@ -108,6 +110,7 @@ def fully_shard(
         state.adopt(handles)
         state.granularity = granularity
         state.ignored = weakref.WeakSet(ignored)
+        state.regions = regions
         _put_faces(managed, handles, label)
         watch_meta_buffers(fqns)
         state.swap = ParameterSwap(modules, managed, handles, fqns)
@@ -117,6 +120,7 @@ def fully_shard(
             _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
 
     register_state(modules, install)
+    backward_inputs.install()
     if ties:  # only now: torch's registry refuses a call that changes FQNs, and a tied parameter has one name less
         for item, name, face in ties:
             item._parameters[name] = face
@@ -215,6 +219,14 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMes
         )
 
 
+def _check_memory(managed: Sequence[ManagedParameter], fqns: dict[nn.Module, str]) -> list[Region]:
+    """Refuse parameters of the group that share memory; where they are."""
+    regions = regions_of(((item.fqn, item.parameter) for item in managed), are_sharded=True)
+    params = {item.parameter for item in managed}
+    refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, params), are_sharded=False)])
+    return regions
+
+
 def _put_faces(managed: Sequence[ManagedParameter], handles: Sequence[FlatParamHandle], label: str) -> None:
     """Replace each parameter by its sharded face, wherever it stands in the group."""
     faces = {fqn: face for handle in handles for fqn, face in zip(handle.fqns, handle.faces, strict=True)}
@@ -222,12 +234,12 @@ def _put_faces(managed: Sequence[ManagedParameter], handles: Sequence[FlatParamH
         face = faces[item.fqn]
         mark_owner(item.parameter, label, item.fqn)  # to recognise a tie that points here from outside the group
         mark_owner(face, label, item.fqn)
-        remember_face(item.parameter, face)
         for module, name in item.slots:
             for key, value in module.__dict__.items():
                 if isinstance(value, list):
                     module.__dict__[key] = _replaced(value, item.parameter, face)
             module._parameters[name] = face
+        stand_in(item.parameter, face)
 
 
 def _replaced(items: list[Any], old: Any, new: Any) -> list[Any]:

@@ -20,10 +20,17 @@ import torch
 import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
-from ._torch import queue_end_of_backward, set_leaf_hooks
+from ._torch import gradient_hooks, is_part_of_multi_grad_hook, queue_end_of_backward, set_leaf_hooks
 from .accumulation import behind, put_behind
 from .faces import like_face
 from .ragged import hook_owners
+
+_REFUSED = (
+    "the sharded parameter {}: {} asks for the node of autograd that accumulates its gradient, and that node does not "
+    "run: the gradient arrives by a reduction, so hooks on the node would never be called. Register them after "
+    "fully_shard(), with the parameter's register_post_accumulate_grad_hook() or register_hook(), or in functional "
+    "mode (set_functional_mode(model) first)"
+)
 
 _Hooks = OrderedDict[int, Callable[[Any], Any]]
 
@@ -74,6 +81,8 @@ class GradientHooks:
 
     def move_over(self, index: int, original: nn.Parameter) -> None:
         """Take over the hooks of the parameter that face ``index`` replaces. Handles to remove them stay valid."""
+        if any(map(is_part_of_multi_grad_hook, gradient_hooks(original))):
+            raise ValueError(_REFUSED.format(self._name_of(index), "fully_shard() after register_multi_grad_hook()"))
         if original._backward_hooks:
             self._on_gradient[index] = cast(_Hooks, original._backward_hooks)
         after = getattr(original, "_post_accumulate_grad_hooks", None)
@@ -91,6 +100,18 @@ class GradientHooks:
         hooks[handle.id] = hook
         self._listen(index)
         return handle
+
+    def refuse_accumulator(self, face: nn.Parameter) -> None:
+        """Raise RuntimeError if autograd, in the group's mode, does not run the node that accumulates the gradient."""
+        owner = self._owner()
+        state = owner.group() if owner is not None and owner.group is not None else None
+        if face.requires_grad and face.grad_fn is None and state is not None and not state.is_functional:
+            what = "view_as() or expand_as() of it with itself (as register_multi_grad_hook() calls it)"
+            raise RuntimeError(_REFUSED.format(self._name_of(self._index(face)), what))
+
+    def _name_of(self, index: int) -> str:
+        owner = self._owner()
+        return "?" if owner is None else f"{owner.prefix}{owner.fqns[index]}"
 
     def _index(self, face: nn.Parameter) -> int:
         return next(i for i, item in enumerate(self._faces) if item is face)

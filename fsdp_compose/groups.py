@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -50,6 +50,17 @@ def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], l
                 continue
             found.setdefault(param, ManagedParameter(fqn, param)).slots.append((module, local_name))
     return list(found.values())
+
+
+def unsharded_tensors(
+    fqns: Mapping[nn.Module, str], managed: Collection[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers of some modules, and those of their parameters that are neither in ``managed`` nor sharded already."""
+    for module, prefix in fqns.items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            is_sharded = tensor is None or FACE_ATTRIBUTE in tensor.__dict__ or handle_of(tensor) is not None
+            if tensor is not None and not is_sharded and tensor not in managed:
+                yield (f"{prefix}.{name}" if prefix else name), tensor
 
 
 def ties_with_other_groups(

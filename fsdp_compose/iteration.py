@@ -8,6 +8,8 @@ import hashlib
 import json
 import sys
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from types import FrameType
 
@@ -19,11 +21,12 @@ from .collectives import Communicator
 from .dynamo import never_traced
 from .exchange import ControlExchange, control_group, order_hash
 from .flat_param import FlatParamHandle, handle_of
-from .groups import prepare_swap
+from .groups import prepare_swap, unsharded_tensors
 from .meeting import first_difference, meet
 from .meta_buffers import refuse_unwritten_buffers
 from .rebind import rebind_live_optimizers
 from .records import RecordingCommunicator, is_on, last_of_every_rank
+from .shared_memory import refuse_shared_memory, regions_of
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
 from .ties import Move, carry_out, find_moves
 from .watch import Watch
@@ -108,6 +111,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     rebind_live_optimizers()
     _check_everything_is_managed(module, states)
     refuse_unwritten_buffers(modules_to_run(module))
+    _refuse_shared_memory(module, found)
     mesh = state.mesh
     for item, name in found:
         if item.mesh.shard_group is not mesh.shard_group:
@@ -158,6 +162,20 @@ def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) ->
             f"reduce their gradients: {', '.join(stray[:5])}{' ...' if len(stray) > 5 else ''}. They were added or "
             "replaced after fully_shard(): build the module first, or pass them as ignored_params"
         )
+
+
+def _refuse_shared_memory(module: nn.Module, found: Sequence[tuple[_FSDPState, str]]) -> None:
+    """Compare where the parameters of all groups were, and where all other tensors are."""
+    regions = [
+        replace(region, name=f"{name}.{region.name}" if name else region.name)
+        for state, name in found
+        for region in state.regions
+    ]
+    if regions:
+        fqns = {submodule: name for name, submodule in modules_to_run(module)}
+        refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, ()), are_sharded=False)])
+    for state, _ in found:
+        state.regions = []
 
 
 def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:

@@ -13,7 +13,8 @@ mode, where gradients reach sharded parameters through autograd, it is a reduce-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +55,19 @@ def _gather(face: RaggedDTensor) -> torch.Tensor | None:
 
 gather_parameter.append(_gather)
 
+_is_through_autograd = False
+
+
+@contextlib.contextmanager
+def gradients_through_autograd() -> Iterator[None]:
+    """Within this context, that of an ``autograd.grad()``, gradients are averaged at once and returned to autograd."""
+    global _is_through_autograd
+    before, _is_through_autograd = _is_through_autograd, True
+    try:
+        yield
+    finally:
+        _is_through_autograd = before
+
 
 class _Whole(torch.autograd.Function):
     """The whole of a sharded parameter, in the default mode."""
@@ -66,7 +80,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
         place = _place_of(ctx.face)
-        if place is None:  # the model is gone
+        if place is None or _is_through_autograd:  # the model is gone, or this is autograd.grad()
             return scatter_average(grad, ctx.face), None
         handle, index, state, root = place
         if not root.is_in_backward:

@@ -186,11 +186,14 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor outside autograd, sharing memory. An equally cut ``RaggedDTensor`` can be assigned."""
+        """The tensor outside autograd, sharing memory. An equally cut ``RaggedDTensor`` can be assigned, or the whole
+        values, the same on every rank, as a plain tensor, of which this rank's run is copied."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if type(value) is torch.Tensor and value.shape == self.shape and value.layout == torch.strided:
+            value = RaggedDTensor(cut_whole(value, self._spec), self._spec.with_dtype(value.dtype))
         if not isinstance(value, RaggedDTensor) or not self._spec.cuts_like(value._spec):
             layout = value.placements if isinstance(value, DTensor) else type(value).__name__
             raise TypeError(
@@ -221,6 +224,21 @@ class RaggedDTensor(DTensor):
         if owner is None:
             return super().register_post_accumulate_grad_hook(hook)
         return owner.register(self, hook, after_accumulation=True)
+
+    # What finds the node that accumulates the gradient of a leaf: p.view_as(p).grad_fn.next_functions[0][0].
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        self._refuse_accumulator(other)
+        return super().view_as(other)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        self._refuse_accumulator(other)
+        return super().expand_as(other)
+
+    def _refuse_accumulator(self, other: torch.Tensor) -> None:
+        owner = hook_owners.get(id(self)) if other is self and torch.is_grad_enabled() else None
+        if owner is not None:
+            owner.refuse_accumulator(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -321,8 +339,9 @@ def describe_owner(tensor: Any) -> str:
     return (
         f"the sharded parameter {fqn} of the fully_shard group {group}, which is whole only while that group's own "
         "forward runs. Call that forward (or another method, registered with register_forward_method()); do not shard "
-        "by itself a module whose parameters another module computes with; or use .full_tensor(). In functional mode "
-        "activation checkpointing must recompute whole groups"
+        "by itself a module whose parameters another module computes with; or use .full_tensor(). Outside forward "
+        "(.grad, optimizer state) make the other one sharded too: fsdp_compose.distribute_ragged(tensor, "
+        "p.device_mesh, p.placements). In functional mode activation checkpointing must recompute whole groups"
     )
 
 

@@ -29,6 +29,7 @@ from .exchange import ControlExchange
 from .flat_param import FlatParamHandle, Granularity, mark_owner, segment_owners
 from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
+from .shared_memory import Region
 from .swap import ParameterSwap
 
 
@@ -53,6 +54,7 @@ class _FSDPState(ComposableState):
         requires_gradient_sync: whether backward reduces (``no_sync`` says no).
         is_functional: whether forwards gather in a way that autograd can differentiate twice; ``was_functional``:
             whether the last one did.
+        regions: where the parameters' memory was, until the first forward.
         root: what the groups below one root share; ``None`` before the first forward.
         index: position of the state in the root's order.
         phase: where the group stands in backward.
@@ -65,7 +67,7 @@ class _FSDPState(ComposableState):
     __slots__ = (
         "_handles", "active_uses", "entries", "fqn", "granularity", "has_unsynced", "ignored", "index",
         "is_functional", "is_reduced", "is_unhooked", "last_use", "mesh", "modules", "mp_policy", "outstanding",
-        "pending_modules", "phase", "ran_backward", "requires_gradient_sync", "reshard_after_forward",
+        "pending_modules", "phase", "ran_backward", "regions", "requires_gradient_sync", "reshard_after_forward",
         "reshard_option", "root", "swap", "unhooked_versions", "was_functional", "watch",
     )  # fmt: skip
 
@@ -79,6 +81,7 @@ class _FSDPState(ComposableState):
         self.requires_gradient_sync = True
         self.is_functional = self.was_functional = False
         self.granularity: Granularity | None = None
+        self.regions: list[Region] = []
         self._handles: list[FlatParamHandle] = []
         self.swap: ParameterSwap = cast(ParameterSwap, None)
         self.ignored: weakref.WeakSet[Any] | set[int] = set()

@@ -45,12 +45,13 @@ class ParameterSwap:
 
     Attributes:
         num_shows: forwards and backwards during which the modules show the unsharded parameters.
+        shown_instead: what ``show_instead`` shows at present, by the id of the unsharded parameter.
     """
 
     __slots__ = (
         "_all_namespaces", "_children", "_fqns", "_known_children", "_namespaces", "_num_searches", "_owned",
         "_prepared_names", "_root_writes", "_roots", "_sharded", "_sharded_values", "_side_outputs", "_unsharded",
-        "_unsharded_values", "_writes", "num_shows", "prefix",
+        "_unsharded_values", "_writes", "num_shows", "prefix", "shown_instead",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,7 @@ class ParameterSwap:
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
         self.num_shows = 0
+        self.shown_instead: Mapping[int, torch.Tensor] = {}
         self.prefix = ""  # what precedes the names of these modules in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
         self._all_namespaces = [_namespace_of(module, is_root=module in roots) for module in fqns]
@@ -167,6 +169,7 @@ class ParameterSwap:
         shown: list[tuple[Any, tuple[Any, ...]]] = []
         if self.num_shows > 1:
             return shown
+        self.shown_instead = others
 
         def replaced(value: Any) -> Any:
             if isinstance(value, dict):
@@ -207,6 +210,7 @@ class ParameterSwap:
             self.rebuild()
 
     def _write_sharded(self) -> None:
+        self.shown_instead = {}
         for namespace, key, sharded, _ in self._writes:
             namespace[key] = sharded
         for ref, key, sharded, _ in self._root_writes:

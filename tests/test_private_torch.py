@@ -845,3 +845,43 @@ def test_IncompatibleKeys():
     result = nn.Linear(1, 1).load_state_dict({"zzz": torch.ones(1)}, strict=False)
     assert type(result) is _torch.IncompatibleKeys
     assert result == _torch.IncompatibleKeys(["weight", "bias"], ["zzz"])
+
+
+def test_backward_and_grad_go_through_one_function_with_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, bool]] = []
+
+    def run(original: Any, inputs: tuple[Any, ...], allow_unused: bool, accumulates: bool) -> Any:
+        calls.append((len(inputs), accumulates))
+        return original(inputs, allow_unused)
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
+    _torch.intercept_backward_inputs(run)
+    leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    leaf.sum().backward()
+    leaf.sum().backward(inputs=[leaf])
+    assert torch.autograd.grad(leaf.sum(), [leaf, other], allow_unused=True)[1] is None
+    assert calls == [(1, True), (2, False)]
+    torch.testing.assert_close(leaf.grad, torch.full((2,), 2.0))
+
+
+def test_hooks_of_register_multi_grad_hook_are_recognised() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda grad: grad)
+    torch.autograd.graph.register_multi_grad_hook([leaf], lambda _: None, mode="any")
+    assert not any(map(_torch.is_part_of_multi_grad_hook, _torch.gradient_hooks(leaf)))
+    torch.autograd.graph.register_multi_grad_hook([leaf], lambda _: None)
+    assert _torch.is_part_of_multi_grad_hook(_torch.gradient_hooks(leaf)[-1])
+
+
+def test_the_class_of_a_parameter_can_be_changed() -> None:
+    """Replaced parameters become stand-ins."""
+
+    class Other(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return "intercepted"
+
+    param: Any = nn.Parameter(torch.ones(2))
+    param.__class__ = Other
+    assert param.grad == param.shape == param.add(1) == torch.add(param, 1) == "intercepted"
+    assert not _torch.is_wrapper(param)

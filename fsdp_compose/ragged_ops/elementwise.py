@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
-from ..ragged import RaggedDTensor
+from ..ragged import RaggedDTensor, cut_whole
 from .gathering import gather_all, write_elsewhere
 from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, wrap_run
 from .schema import Args, Kwargs, written
@@ -56,6 +57,22 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(result, torch.Tensor):
         return wrap_run(result, spec)
     return type(result)([wrap_run(item, spec) for item in result])
+
+
+def copy_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As ``pointwise``, also from a plain tensor: the whole values, the same on every rank, of which each takes its
+    run. (One that autograd must follow would be mixed with a sharded one.)"""
+    target, source = args[:2]
+    is_recorded = source.requires_grad and torch.is_grad_enabled()
+    if isinstance(target, RaggedDTensor) and not isinstance(source, DTensor) and source.dim() and not is_recorded:
+        if torch.broadcast_shapes(source.shape, target.shape) != target.shape:
+            raise RuntimeError(
+                f"{func}: a tensor of shape {tuple(source.shape)} cannot be copied into a sharded one of shape "
+                f"{tuple(target.shape)}: give the whole values, the same on every rank"
+            )
+        local = cut_whole(source.expand(target.shape), target._spec)
+        args = (target, wrap_run(local, target._spec), *args[2:])
+    return pointwise(func, args, kwargs)
 
 
 def divide(func: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..ragged import Handler
 from .creation import make_out, new, new_strided, random
-from .elementwise import divide, pointwise
+from .elementwise import copy_into, divide, pointwise
 from .gathering import gather_all, item, write_through
 from .lists import per_element, unscale
 from .reductions import (
@@ -59,7 +59,7 @@ _VIEWS: Sequence[Any] = (
 
 # Element-wise in what they do, though not tagged so.
 _LIKE_POINTWISE: Sequence[Any] = (
-    aten.clone.default, aten._to_copy.default, aten.copy_.default,
+    aten.clone.default, aten._to_copy.default,
     aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zeros_like.default, aten.ones_like.default,
     aten.empty_like.default, aten.full_like.default, aten.lerp.Scalar, aten.lerp.Tensor, aten.lerp_.Scalar,
     aten.lerp_.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar,
@@ -80,6 +80,7 @@ _BY_OPERATOR: dict[Any, Handler] = {
     aten.view_as_real.default: as_real,
     aten.view_as_complex.default: as_real,
     **dict.fromkeys(_LIKE_POINTWISE, pointwise),
+    aten.copy_.default: copy_into,
     **dict.fromkeys(
         (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default), new
     ),
