@@ -7,10 +7,12 @@ No other file of the package may import a name with a leading underscore from to
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from typing import Any, cast
 
@@ -48,6 +50,7 @@ __all__ = [
     "current_graph_task_id",
     "default_store",
     "drop_composable_state",
+    "exchange_memory",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -65,6 +68,8 @@ __all__ = [
     "non_persistent_buffers",
     "post_accumulate_hooks",
     "queue_end_of_backward",
+    "refuse_access",
+    "same_storage",
     "set_leaf_hooks",
     "share_versions",
     "skip_frame",
@@ -190,6 +195,87 @@ def skip_frame(function: Callable[..., Any]) -> None:
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python storage objects refer to the memory behind ``storage``, this object included."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
+    """Whether both are the same storage; unlike their addresses this can be asked of one that refuses access."""
+    return a._cdata == b._cdata
+
+
+def exchange_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+    """Exchange the memory of two storages, of which one is empty, and who of them refuses access. What tensors over
+    them see changes; no tensor, view or graph has to be made anew."""
+    a._swap_data_ptr_(b)  # type: ignore[attr-defined]
+
+
+def refuse_access(storage: torch.UntypedStorage, error: str) -> bool:
+    """Let every kernel, and everything else that asks for the address of ``storage``, get a RuntimeError, until another
+    one takes that over by ``exchange_memory``. Where torch has a function for it (builds with CUDA) the error says
+    ``error``.
+
+    Returns:
+        Whether this torch can.
+    """
+    offsets = _access_flags()
+    if offsets is None or not hasattr(storage, "_swap_data_ptr_"):
+        return False
+    set_message = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if set_message is not None:
+        set_message(storage._cdata, error)
+    _set_flags(storage, offsets, 1)
+    return True
+
+
+def _set_flags(storage: torch.UntypedStorage, offsets: tuple[int, int], value: int) -> None:
+    for offset in offsets:
+        ctypes.c_ubyte.from_address(storage._cdata + offset).value = value
+
+
+@cache
+def _access_flags() -> tuple[int, int] | None:
+    """Where a storage keeps "some check is on" and "no access at all", as offsets in bytes.
+
+    torch can set the second from Python in builds with CUDA only; its neighbours on either side it can set everywhere.
+    So their places are found by setting them, the one between them is tried out on memory that is there, and only if
+    every kind of access is refused then, and granted again afterwards, it is used.
+    """
+
+    def changed_by(setter: Callable[[torch.Tensor], None]) -> list[int]:
+        tensor = torch.zeros(1)
+        storage = tensor.untyped_storage()
+        before = ctypes.string_at(storage._cdata, _STORAGE_BYTES)
+        setter(tensor)
+        after = ctypes.string_at(storage._cdata, _STORAGE_BYTES)
+        return [i for i in range(_STORAGE_BYTES) if before[i] != after[i]]
+
+    try:
+        mutable = changed_by(torch._C._set_throw_on_mutable_data_ptr)
+        warned = changed_by(torch._C._set_warn_deprecated_on_mutable_data_ptr)
+    except AttributeError:
+        return None
+    if len(mutable) != 2 or len(warned) != 2 or warned != [mutable[0], mutable[1] + 2]:
+        return None
+    offsets = (mutable[0], mutable[1] + 1)
+    tensor, other = torch.ones(4), torch.ones(4)
+    storage = tensor.untyped_storage()
+    _set_flags(storage, offsets, 1)
+    accesses: list[Callable[[], Any]] = [
+        lambda: tensor + 1, lambda: tensor @ other, lambda: tensor.add_(1), tensor.data_ptr, tensor.tolist,
+    ]  # fmt: skip
+    is_refused = all([_raises(access) for access in accesses])
+    _set_flags(storage, offsets, 0)
+    return offsets if is_refused and (tensor + 1).tolist() == [2.0] * 4 else None
+
+
+_STORAGE_BYTES = 72  # of a c10::StorageImpl, that are looked through; it has more
+
+
+def _raises(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except RuntimeError:
+        return True
+    return False
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:

@@ -122,8 +122,8 @@ class Communicator:
     # ---- parameters
 
     def unshard(self, handle: FlatParamHandle) -> None:
-        """Allocate the unsharded storage of a handle that has none, and start the all-gather into it."""
-        handle.storage.resize_(handle.storage_nbytes)
+        """Allocate the unsharded memory of a handle that has none, and start the all-gather into it."""
+        handle.memory.allocate()
         handle.is_unsharded = True
         self._start_all_gather(handle)
 
@@ -132,6 +132,7 @@ class Communicator:
         if handle.is_resident:
             return
         self.wait(handle)
+        handle.memory.hide()
         self._start_all_gather(handle)
 
     def _start_all_gather(self, handle: FlatParamHandle) -> None:
@@ -141,6 +142,8 @@ class Communicator:
             mesh = handle.mesh
             if mesh.shard_world_size > 1:
                 handle.all_gather_work = mesh.shard_group._allgather_base(*handle.gather_wires, _ALL_GATHER_OPTIONS)
+            else:
+                handle.memory.show()
             return
         self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._all_gather_stream):
@@ -160,14 +163,15 @@ class Communicator:
                 raise self._failure("all-gather", handle, error) from error
             if handle.mesh.is_simulated:
                 self._wait_for_stream(self._all_gather_stream)
+            handle.memory.show()
 
     def reshard(self, handle: FlatParamHandle) -> None:
-        """Free the unsharded storage."""
+        """Free the unsharded memory."""
         if handle.is_pinned or not handle.is_unsharded:
             return
         if handle.all_gather_work is not None:
             self.wait(handle)
-        handle.storage.resize_(0)
+        handle.memory.free()
         handle.is_unsharded = handle.is_kept = False
 
     # ---- gradients

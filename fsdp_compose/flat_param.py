@@ -9,10 +9,10 @@ view of them once, and knows nothing about modules, hooks or when things happen:
     unsharded   |a a a a|b b|-|c c c|-|  compute dtype; storage exists between unshard and reshard only
                                          unsharded parameters: leaf nn.Parameters, what ``forward`` computes with
 
-Note [Version counters]. The unsharded parameters are views of ``flat.data``: they have a version counter of their own,
-so refilling the storage never looks to autograd like an edit of a saved tensor, and an edit that ``forward`` makes on
-one of them is seen as a change of ``unsharded_version``. The faces share the version counter of ``shard``: an optimizer
-step between forward and backward is seen as a change of ``shard._version``.
+Note [Version counters]. The unsharded parameters have a version counter of their own, not that of what an all-gather
+writes to: so refilling the memory never looks to autograd like an edit of a saved tensor, and an edit that ``forward``
+makes on one of them is seen as a change of ``unsharded_version``. The faces share the version counter of ``shard``: an
+optimizer step between forward and backward is seen as a change of ``shard._version``.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
 from .ragged import OWNER_ATTRIBUTE, hook_owners
 from .segments import FlatSegment
+from .unsharded_memory import UnshardedMemory
 from .wire import wire
 
 SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
@@ -77,7 +78,9 @@ class FlatParamHandle:
         unsharded_params: the unsharded faces, by parameter; usable while ``is_unsharded``.
         gradient: the flat gradient.
         segments: the parameters that ``flat_parameters()`` has made over the shard.
-        is_unsharded: the unsharded storage exists (its all-gather may still be in flight).
+        memory: of the unsharded flat parameter.
+        storage: what the unsharded parameters are views of.
+        is_unsharded: the unsharded memory exists (its all-gather may still be in flight).
         is_resident: there is nothing to gather, the unsharded parameters always exist.
         is_pinned: must not be resharded: resident, or its module's outputs cannot be hooked.
         accumulation: the gradients of backwards without gradient sync, until they are reduced.
@@ -90,9 +93,9 @@ class FlatParamHandle:
         "__weakref__", "_face_locals", "_face_memory", "_index_of", "_mp_policy", "_no_grads", "_requires_grad",
         "accumulation", "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces", "fqns",
         "gather_wires", "gradient", "group", "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added",
-        "is_resident", "is_trainable", "is_unsharded", "is_used", "layout", "mesh", "none_used", "outside_grads",
-        "param_dtype", "prefix", "reduce_dtype", "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs",
-        "segments", "shard", "storage", "storage_nbytes", "summoned", "unsharded_base", "unsharded_params",
+        "is_resident", "is_trainable", "is_unsharded", "is_used", "layout", "memory", "mesh", "none_used",
+        "outside_grads", "param_dtype", "prefix", "reduce_dtype", "reduce_input", "reduce_output", "reduce_plan",
+        "reduce_work", "runs", "segments", "shard", "storage", "summoned", "unsharded_base", "unsharded_params",
         "unsharded_version",
     )  # fmt: skip
 
@@ -219,9 +222,10 @@ class FlatParamHandle:
             is_cast = self.param_dtype != shard.dtype or self.mesh.shard_world_size == 1
             self.cast_shard = own_slice if is_cast else None
             self.gather_wires = (wire(flat), wire(own_slice if is_cast else shard))
-            self.storage = flat.untyped_storage()
-            self.storage_nbytes = self.storage.nbytes()
-            self.unsharded_base = flat.data  # Note [Version counters]
+            may_free = not (self.is_resident or self.is_meta)
+            self.memory = UnshardedMemory(flat, self._error_of_late_access() if may_free else None)
+            self.memory.show()
+            self.unsharded_base, self.storage = self.memory.shown, self.memory.storage  # Note [Version counters]
             self.unsharded_params = [nn.Parameter(view, requires_grad=False) for view in self._full_views()]
         for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
             dress(face, unsharded)
@@ -234,8 +238,23 @@ class FlatParamHandle:
         self.reduce_plan = None
         self.is_unsharded = self.is_pinned = self.is_resident
         self.is_kept = False
-        if not self.is_resident and not self.is_meta:
-            self.storage.resize_(0)
+        if may_free:
+            self.memory.free()
+
+    def set_prefix(self, prefix: str) -> None:
+        """``prefix`` precedes the parameters' names in the root."""
+        if prefix != self.prefix:
+            self.prefix = prefix
+            self.memory.rename(self._error_of_late_access())
+
+    def _error_of_late_access(self) -> str:
+        others = f" and {len(self.fqns) - 1} more" if len(self.fqns) > 1 else ""
+        return (
+            f"rank {self.mesh.shard_rank}: the unsharded {self.prefix}{self.fqns[0]}{others} of a fully_shard group "
+            "were used while they are sharded. A parameter that was kept in forward (as an attribute, in a list, by a "
+            "hook) must be cloned there; and every tensor that a loss is computed from must be returned by forward, or "
+            "kept as an attribute of its module"
+        )
 
     def _know_faces(self) -> None:
         self.face_ids = [*map(id, self.faces)]
@@ -312,7 +331,7 @@ class FlatParamHandle:
         was_unsharded = self.is_unsharded
         self._adopt(shard)
         if was_unsharded and not self.is_resident and not self.is_meta:
-            self.storage.resize_(self.storage_nbytes)  # to be gathered again when the other ranks do
+            self.memory.allocate()  # to be gathered again when the other ranks do
             self.is_unsharded = True
 
     def _flatten_faces(self) -> torch.Tensor:
@@ -448,6 +467,10 @@ class FlatParamHandle:
             self.is_used[:] = self.none_used
 
     # ---- facts
+
+    def unsharded_nbytes(self) -> int:
+        """What the unsharded flat parameter takes now."""
+        return self.memory.nbytes()
 
     def was_edited_unsharded(self) -> bool:
         """Whether somebody wrote to an unsharded parameter since it was unsharded; such an edit would be lost."""

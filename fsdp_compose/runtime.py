@@ -30,13 +30,14 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from ._torch import current_graph_task_id, hook_gradient
+from ._torch import current_graph_task_id, hook_gradient, same_storage
 from .dynamo import never_traced
 from .functional import FunctionalUse, refuse_accumulated
 from .inputs import ATOMS, cast, map_tensors, prepare_inputs
 from .iteration import begin_backward, check_after_forward, enter, reduce, reshard, unshard, wait_for_unshard
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
 from .swap import tensors_requiring_grad
+from .unsharded_memory import explain_refused_access
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
@@ -271,6 +272,7 @@ def _pre_forward_functional(
 
 def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
     """A forward ended in an exception; in a recomputation this may be activation checkpointing, which stops early."""
+    explain_refused_access(sys.exc_info()[1])
     if is_recomputed:
         root.recomputed.append(state)
     else:
@@ -383,8 +385,8 @@ def _is_parameter_memory(state: _FSDPState, tensor: torch.Tensor) -> bool:
     """Whether an output is (a view of) an unsharded parameter, which resharding would free under the user's hands."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False
-    address = tensor.untyped_storage().data_ptr()
-    return any(address == handle.storage.data_ptr() for handle in state._handles if handle.is_unsharded)
+    storage = tensor.untyped_storage()
+    return any(same_storage(storage, handle.storage) for handle in state._handles if handle.is_unsharded)
 
 
 def _keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:

@@ -157,7 +157,7 @@ class _FSDPState(ComposableState):
         """What precedes the names of the group's parameters in the root, for messages."""
         self.swap.prefix = prefix
         for handle in self._handles:
-            handle.prefix = prefix
+            handle.set_prefix(prefix)
             for face, fqn in zip(handle.faces, handle.fqns, strict=True):
                 mark_owner(face, self.name, prefix + fqn)
 

@@ -194,7 +194,7 @@ def unsharded_bytes(module: nn.Module) -> int:
     """Bytes of unsharded storage that ``module``'s own group holds now."""
     state = get_state(module)
     assert state is not None
-    return sum(handle.storage.nbytes() for handle in state._handles)
+    return sum(handle.unsharded_nbytes() for handle in state._handles)
 
 
 def states_of(model: nn.Module) -> list[_FSDPState]:
@@ -1864,7 +1864,7 @@ class Events(TorchDispatchMode):
         self.model: nn.Module
 
     def note(self, text: str) -> None:
-        unsharded = [state.name for state in states_of(self.model) if any(h.storage.nbytes() for h in state._handles)]
+        unsharded = [state.name for state in states_of(self.model) if any(h.unsharded_nbytes() for h in state._handles)]
         self.lines.append(f"{text:32}{' '.join(name.removeprefix('layers.') for name in unsharded)}".rstrip())
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

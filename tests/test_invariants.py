@@ -154,7 +154,7 @@ def assert_no_gradients(model: nn.Module) -> None:
 
 def assert_nothing_is_unsharded(model: nn.Module) -> None:
     for handle in _get_fsdp_handles(model):
-        assert not handle.is_unsharded and handle.storage.nbytes() == 0, f"unsharded: {handle.fqns}"
+        assert not handle.is_unsharded and handle.unsharded_nbytes() == 0, f"unsharded: {handle.fqns}"
         assert handle.all_gather_work is None and handle.reduce_work is None
         assert all(param.grad is None for param in handle.unsharded_params)
 

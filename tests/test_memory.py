@@ -31,7 +31,7 @@ def handles_of(model: nn.Module) -> list[FlatParamHandle]:
 
 
 def unsharded_bytes(module: nn.Module) -> int:
-    return sum(handle.storage.nbytes() for handle in handles_of(module))
+    return sum(handle.unsharded_nbytes() for handle in handles_of(module))
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -131,7 +131,7 @@ class MostUnshardedAtOnce:
             module.register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
-        there = [any(handle.storage.nbytes() for handle in state._handles) for state in self._states]
+        there = [any(handle.unsharded_nbytes() for handle in state._handles) for state in self._states]
         self.most = max(self.most, sum(there))
 
 

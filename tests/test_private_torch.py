@@ -119,7 +119,7 @@ def test_every_name_in_the_private_file_has_a_test():
         elif isinstance(node, ast.ImportFrom):
             names += [alias.asname or alias.name for alias in node.names]
     public = {name for name in names if not name.startswith("_")}
-    outside = {"annotations", "OrderedDict", "Callable", "timedelta", "count", "Any", "cast"}
+    outside = {"annotations", "OrderedDict", "Callable", "timedelta", "cache", "count", "Any", "cast"}
     missing = {name for name in public - outside if f"test_{name}" not in globals()}
     assert not missing, f"tests are missing for {missing}"
 
@@ -371,6 +371,59 @@ def test_storage_use_count():
     assert _torch.storage_use_count(storage) == alone + 1
     kept.clear()
     assert _torch.storage_use_count(storage) == alone
+
+
+def test_same_storage():
+    flat = torch.zeros(4)
+    assert _torch.same_storage(flat.untyped_storage(), flat[1:].detach().untyped_storage())
+    assert not _torch.same_storage(flat.untyped_storage(), flat.clone().untyped_storage())
+
+
+def test_exchange_memory():
+    full, empty = torch.arange(4.0), torch.empty(0)
+    view = full[1:]
+    _torch.exchange_memory(full.untyped_storage(), empty.untyped_storage())
+    assert full.untyped_storage().nbytes() == 0 and empty.untyped_storage().nbytes() == 16
+    empty.set_(empty.untyped_storage(), 0, (4,), (1,))
+    assert empty.tolist() == [0, 1, 2, 3]
+    _torch.exchange_memory(full.untyped_storage(), empty.untyped_storage())
+    assert view.tolist() == [1, 2, 3] and empty.untyped_storage().nbytes() == 0
+
+
+def test_refuse_access():
+    """Where this fails, parameters that are kept beyond forward crash the process, and nothing else is worse."""
+    reader, flat = torch.empty(0), torch.arange(6.0, requires_grad=True)
+    storage = reader.untyped_storage()
+    assert _torch.refuse_access(storage, "refused: the weight of a test")
+    plain = flat.detach()
+    _torch.exchange_memory(storage, plain.untyped_storage())  # memory and flag: `reader` can be read, `plain` cannot
+    reader.set_(storage, 0, (2, 3), (3, 1))
+    graph = (torch.ones(2, 3, requires_grad=True) * reader).sum()
+    view, half = reader.t(), reader.bfloat16()
+    assert reader.sum() == 15 and half.shape == (2, 3)
+    _torch.exchange_memory(storage, plain.untyped_storage())
+    assert plain.sum() == 15
+    error = "refused: the weight of a test|Cannot access data pointer|out of bounds for storage of size 0"
+    linear = torch.nn.functional.linear
+    for access in (
+        lambda: reader + 1,
+        lambda: view * 2,
+        lambda: reader.add_(1),
+        lambda: reader @ torch.ones(3),
+        lambda: linear(torch.ones(1, 3), reader),
+        lambda: linear(torch.ones(1, 3), torch.ones(2, 3), view[0]),
+        lambda: torch.layer_norm(torch.ones(2, 3), (3,), reader[0]),
+        lambda: torch.conv1d(torch.ones(1, 1, 5), reader.view(2, 1, 3)),
+        lambda: torch.nn.functional.embedding(torch.tensor([0]), reader),
+        lambda: torch._foreach_copy_([torch.ones(2, 3)], [reader]),
+        reader.clone,
+        reader.data_ptr,
+        reader.tolist,
+        reader.numpy,
+        graph.backward,
+    ):
+        with pytest.raises(RuntimeError, match=error):
+            access()
 
 
 # ---- DTensor ---------------------------------------------------------------------------------------------------------
