@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
 import torch.nn as nn
 from torch._C._dynamo import eval_frame as _eval_frame
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed import distributed_c10d as _distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed._composable_state import _State as ComposableState
@@ -31,6 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
+from torch.utils import checkpoint as _checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -60,6 +63,7 @@ __all__ = [
     "group_timeout",
     "hook_gradient",
     "intercept_backward_inputs",
+    "is_checkpoint_recomputing",
     "is_part_of_multi_grad_hook",
     "is_wrapper",
     "loads_as_torch",
@@ -181,6 +185,30 @@ def is_part_of_multi_grad_hook(hook: Callable[[Any], Any]) -> bool:
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the autograd graph task that is running now ends without an error."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+_CHECKPOINT_FRAMES = {
+    (_checkpoint.__file__, "backward"),  # of CheckpointFunction: use_reentrant=True
+    (_checkpoint.__file__, "recompute_fn"),  # of use_reentrant=False
+}
+_ENGINE_CODE = _engine_run_backward.__code__
+
+
+def is_checkpoint_recomputing() -> bool:
+    """Whether the innermost backward that runs has called ``torch.utils.checkpoint`` to recompute, and that the caller.
+
+    Read off the stack: what that backward has called lies above the frame that started the engine, or above none where
+    the engine has a thread of its own.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is _ENGINE_CODE:
+            return False
+        if (code.co_filename, code.co_name) in _CHECKPOINT_FRAMES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def skip_frame(function: Callable[..., Any]) -> None:

@@ -176,22 +176,25 @@ class Communicator:
 
     # ---- gradients
 
-    def accumulate(self, handle: FlatParamHandle) -> None:
-        """Take the gradients into the handle's unsharded accumulation buffer (reduce dtype), without communication."""
+    def accumulate(self, handle: FlatParamHandle, is_running: bool = False) -> None:
+        """Take the gradients into the handle's unsharded accumulation buffer (reduce dtype), without communication.
+        ``is_running``: a forward of the group is, which goes on to use its parameters."""
         handle.settle_accumulation()
         grads, _ = _take_gradients(handle)
-        self.reshard(handle)
+        if not is_running:
+            self.reshard(handle)
         handle.accumulate(grads)
 
-    def reduce(self, handle: FlatParamHandle) -> None:
+    def reduce(self, handle: FlatParamHandle, is_running: bool = False) -> None:
         """Take the gradients and start their reduce-scatter; every rank calls this for the same handles in one order.
 
-        Parameters without a gradient on this rank contribute zeros.
+        Parameters without a gradient on this rank contribute zeros. ``is_running``: as for ``accumulate``.
         """
         if handle.accumulation is not None:
             handle.settle_accumulation()
         grads, missing = _take_gradients(handle)
-        self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
+        if not is_running:
+            self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
         plan = handle.reduce_plan
         if plan is None or plan.buffer.pool_id != self._pool_id:
             plan = handle.reduce_plan = ReducePlan(handle, self._buffer_for(handle))

@@ -26,7 +26,7 @@ from .collectives import copy_gradients
 from .exchange import ControlExchange, control_group, order_hash
 from .faces import face_local, like_face, make_gradient, whole_like_original
 from .flat_param import FlatParamHandle
-from .iteration import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, raise_different_order
+from .iteration import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, raise_different_order, recover_backward
 from .state import RootContext, _FSDPState
 
 
@@ -152,6 +152,9 @@ class _RootExchange:
     def begin(self) -> None:
         """A group is about to be reduced in the backward that is running."""
         if not self._has_begun:
+            root = self._root()
+            if root is not None and root.has_failed_backward:
+                recover_backward(root)
             self._has_begun = True
             queue_end_of_backward(_EndOfBackward(self))
 
@@ -181,7 +184,7 @@ class _RootExchange:
         self._has_begun = False
         root = self._root()
         if root is not None:
-            root.has_failed = root.has_added = True
+            root.has_failed_backward = root.has_added = True
 
     def _meet(self, code: int) -> None:
         """Find out whether all ranks have done the same, and are about to do what ``code`` says."""

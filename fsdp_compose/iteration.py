@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -16,7 +17,7 @@ from types import FrameType
 import torch
 import torch.nn as nn
 
-from ._torch import queue_end_of_backward
+from ._torch import current_graph_task_id, queue_end_of_backward
 from .collectives import Communicator
 from .dynamo import never_traced
 from .exchange import ControlExchange, control_group, order_hash
@@ -67,27 +68,31 @@ def wait_for_unshard(root: RootContext, state: _FSDPState) -> None:
 
 
 def reshard(root: RootContext, state: _FSDPState) -> None:
+    """Free the unsharded parameters of a group, unless a forward of it is running."""
     for handle in state._handles:
-        if handle.is_unsharded:
+        if handle.is_unsharded and not state.entries:
             root.communicator.reshard(handle)
 
 
 def reduce(root: RootContext, state: _FSDPState) -> None:
-    """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them."""
+    """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them. A group of
+    which a forward is running (the backward runs inside it) stays unsharded."""
+    is_running = bool(state.entries)
     state.phase = Phase.POST_BACKWARD
     state.is_reduced = True
     state.has_unsynced = not state.requires_gradient_sync
     for handle in state._handles:
         if not (handle.is_trainable or (handle.accumulation is not None and state.requires_gradient_sync)):
-            root.communicator.reshard(handle)
+            if not is_running:
+                root.communicator.reshard(handle)
         elif state.requires_gradient_sync:
             root.trace.append(state.index << 1 | REDUCE_SCATTER)
             root.has_added |= handle.accumulation is not None
-            root.communicator.reduce(handle)
+            root.communicator.reduce(handle, is_running)
             root.has_added |= handle.is_reduce_added
         else:
             root.has_added = True
-            root.communicator.accumulate(handle)
+            root.communicator.accumulate(handle, is_running)
 
 
 # ---- first forward
@@ -296,6 +301,7 @@ def _begin_forward(root: RootContext) -> None:
                 root.communicator.refresh(handle)
                 handle.is_kept = False
     root.caller = _caller()
+    root.forward_task = current_graph_task_id()
     root.num_forwards += 1
     if root.record.begun:
         root.previous = root.record
@@ -305,7 +311,10 @@ def _begin_forward(root: RootContext) -> None:
 
 
 def check_after_forward(root: RootContext) -> None:
-    """Called at the end of an outermost forward: raise if it has changed an unsharded parameter."""
+    """Called at the end of an outermost forward: raise if it has changed an unsharded parameter, and publish what
+    backwards inside it have left."""
+    if root.has_failed_backward:
+        recover_backward(root)
     watch = root.watch
     if watch is None or not watch.was_forward_quiet():
         states = root.live_states()
@@ -315,6 +324,8 @@ def check_after_forward(root: RootContext) -> None:
         finally:
             if watch is not None:
                 states[0].watch = Watch(states)
+    if watch is not None and watch.has_unsharded_grads():
+        publish_from_inside(root)
 
 
 def _refuse_meta(states: list[_FSDPState]) -> None:
@@ -342,7 +353,7 @@ def _reflatten(root: RootContext, state: _FSDPState) -> None:
             root.communicator.wait(handle)
             handle.reflatten()
     state.swap.rebuild()
-    state.is_unhooked = False  # the new unsharded parameters have no hooks yet
+    state.is_unhooked = state.has_leaf_hooks = False  # the new unsharded parameters have no hooks yet
 
 
 def _fold_trace(root: RootContext) -> None:
@@ -356,6 +367,15 @@ def _fold_trace(root: RootContext) -> None:
 
 def begin_backward(root: RootContext) -> None:
     """Called from the first hook of a root that a backward reaches."""
+    refuse_double_backward()
+    if root.has_failed_backward:
+        recover_backward(root)
+    root.is_in_backward = True
+    root.backward_number = next(_backward_numbers)
+    queue_end_of_backward(_EndOfBackward(root))
+
+
+def refuse_double_backward() -> None:
     if torch.is_grad_enabled():  # autograd says so while it runs
         raise RuntimeError(
             "backward(create_graph=True), or autograd.grad() with it, reached a fully_shard'ed model. Double backward "
@@ -363,14 +383,31 @@ def begin_backward(root: RootContext) -> None:
             "their gradients of the second order would be wrong, or missing. None was published. Run the forward in "
             "functional mode: with functional_mode(model): ..."
         )
-    root.is_in_backward = True
-    root.backward_number = next(_backward_numbers)
-    queue_end_of_backward(_EndOfBackward(root))
+
+
+def notice_backwards(state: _FSDPState) -> None:
+    """From now on let hooks on the unsharded parameters of a group tell that a backward runs: one that passes none of
+    the group's outputs, so that its end is reached all the same."""
+    if state.has_leaf_hooks:
+        return
+    state.has_leaf_hooks = True
+    reference = weakref.ref(state)
+
+    @never_traced
+    def note(_param: torch.Tensor) -> None:
+        present = reference()
+        if present is not None and present.root is not None and not present.root.is_in_backward:
+            begin_backward(present.root)
+
+    for handle in state._handles:
+        for param in handle.unsharded_params:
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(note)
 
 
 class _EndOfBackward:
     """The callback at the end of a backward. Autograd drops it uncalled when the backward raises: then the modules
-    show their sharded parameters again, before the exception reaches anybody."""
+    show their sharded parameters again (but in forwards that are running), before the exception reaches anybody."""
 
     def __init__(self, root: RootContext) -> None:
         self._root: RootContext | None = root
@@ -378,36 +415,49 @@ class _EndOfBackward:
     def __call__(self) -> None:
         root, self._root = self._root, None
         assert root is not None
-        finish_backward(root)
+        try:
+            finish_backward(root)
+        except BaseException:  # not left to __del__: the traceback holds this object
+            _give_up_backward(root)
+            raise
 
     def __del__(self) -> None:
         if self._root is not None:
-            for state in self._root.live_states():
-                state.swap.restore()
+            _give_up_backward(self._root)
+
+
+def _give_up_backward(root: RootContext) -> None:
+    root.is_in_backward, root.has_failed_backward = False, True
+    for state in root.live_states():
+        state.swap.restore(len(state.entries))
 
 
 @never_traced
-def finish_backward(root: RootContext) -> None:
-    """Reduce what has not been reduced, agree with the other ranks, and only then show the gradients."""
+def finish_backward(root: RootContext, is_inside: bool = False) -> None:
+    """Reduce what has not been reduced, agree with the other ranks, and only then show the gradients. ``is_inside``:
+    the backward has run inside a forward of the root, though that may have just ended."""
     states = root.live_states()
+    is_inside = is_inside or root.depth > 0 or any([state.entries for state in states])  # or inside a recomputation
     for state in reversed(states):
         if state.is_reduced and not state.active_uses:
             continue
         if not state.ran_backward:
-            state.refuse_unseen_backward()
+            refuse_unseen_backward(root, state)
         if state.active_uses:
             state.swap.show_sharded()
         is_due = state.ran_backward or state.is_unhooked or (state.has_unsynced and state.requires_gradient_sync)
         if is_due and not state.is_reduced:
             if state.unhooked_versions is not None and not state.ran_backward:
-                state.check_versions(state.unhooked_versions)
+                # Of a forward that has not ended they are not known yet.
+                if not is_inside or (root.depth and state.index in root.record.begun and not state.entries):
+                    state.check_versions(state.unhooked_versions)
             reduce(root, state)
     _exchange(root, states)
     root.has_added = True  # a hook of the user's that raises leaves some gradients shown, on each rank others
     has_others = root.watch is None or root.watch.has_grads()
     for state in states:
         for handle in state._handles:
-            if handle.is_unsharded:
+            if handle.is_unsharded and not (is_inside and _stays_unsharded(root, state)):
                 root.communicator.reshard(handle)
             if handle.awaits_publication:
                 handle.awaits_publication = False
@@ -416,10 +466,12 @@ def finish_backward(root: RootContext) -> None:
             elif handle.accumulation is not None:
                 handle.accumulation.show()
         if state.ran_backward:
-            # A use that this backward passed by will not hold up a later reduction.
+            # A use that this backward passed by will not hold up a later reduction; but the backward of the forward
+            # that is running is yet to come.
             if state.outstanding:
-                state.outstanding = [number for number in state.outstanding if number > state.last_use]
-            state.ran_backward = False
+                last = min(state.last_use, root.num_forwards - 1) if is_inside else state.last_use
+                state.outstanding = [number for number in state.outstanding if number > last]
+            state.ran_backward = state.is_iterated = False
             state.active_uses = state.last_use = 0
         state.phase = _IDLE
         state.is_reduced = False
@@ -429,6 +481,33 @@ def finish_backward(root: RootContext) -> None:
         calls, root.after_publication = root.after_publication, []
         for call in calls:
             call()
+
+
+def refuse_unseen_backward(root: RootContext, state: _FSDPState) -> None:
+    """As the state's own method, but a backward inside the root's forward may reach the parameters of a group while
+    its forward is running."""
+    if not state.entries and not (root.depth and state.index in root.record.begun):
+        state.refuse_unseen_backward()
+
+
+def _stays_unsharded(root: RootContext, state: _FSDPState) -> bool:
+    """Whether the forward that is running, inside which a backward ends, needs the group as it is."""
+    begun, previous = root.record.begun, root.previous.begun
+    is_next = len(previous) > len(begun) and previous[len(begun)] == state.index  # forward prefetch
+    return bool(is_next or state.entries or state.pending_modules or not state.reshard_after_forward)
+
+
+def publish_from_inside(root: RootContext) -> None:
+    """At the end of an outermost forward: reduce and publish gradients that a backward inside it has left on parameters
+    of groups whose own forwards were running, so that no hook told of it. The next time there will be hooks."""
+    states = root.live_states()
+    begun = {*root.record.begun}
+    for state in states:
+        if any(handle.has_unsharded_grad() for handle in state._handles):
+            if state.index not in begun:
+                state.refuse_unseen_backward()
+            notice_backwards(state)
+    finish_backward(root, is_inside=True)
 
 
 def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
@@ -497,6 +576,43 @@ def heal(root: RootContext) -> None:
     states = root.live_states()
     for state in states:
         state.swap.restore()
+    is_tainted = _agree_to_heal(root, states)
+    for state in states:
+        for handle in state._handles:
+            root.communicator.wait(handle)
+            handle.drop_iteration(is_tainted)
+            handle.forgive_unsharded_edit()
+            root.communicator.reshard(handle)
+        state.reset()
+    # The watch stays the old one: what the user has changed since the interruption is yet to be noticed.
+    root.reset()
+    _tell_of_healing(
+        "the last iteration of a fully_shard'ed model was interrupted (an exception in forward or backward): its",
+        is_tainted,
+    )
+
+
+def recover_backward(root: RootContext) -> None:
+    """Throw away what a backward that raised has left, together with all ranks, while a forward goes on, or before
+    another backward.
+
+    Raises:
+        RuntimeError: as ``heal``.
+    """
+    states = root.live_states()
+    is_tainted = _agree_to_heal(root, states)
+    for state in states:
+        for handle in state._handles:
+            handle.drop_iteration(is_tainted)
+            if not _stays_unsharded(root, state):
+                root.communicator.reshard(handle)
+        state.reset_backward()
+    root.reset_backward()
+    _tell_of_healing("a backward of a fully_shard'ed model raised, and the exception was caught: its", is_tainted)
+
+
+def _agree_to_heal(root: RootContext, states: list[_FSDPState]) -> bool:
+    """Meet all ranks, and end what is in flight; whether older gradients are lost too."""
     mesh, count = states[0].mesh, root.num_collectives + len(root.trace)
     is_tainted = root.has_added
     if mesh.has_peers:
@@ -506,23 +622,14 @@ def heal(root: RootContext) -> None:
         is_tainted = verdict == "1"
     root.exchange.abandon()
     root.communicator.finish()
-    for state in states:
-        for handle in state._handles:
-            root.communicator.wait(handle)
-            handle.drop_iteration(is_tainted)
-            handle.forgive_unsharded_edit()
-            root.communicator.reshard(handle)
-        state.reset()
-    # The watch stays the old one: what the user has changed since the interruption is yet to be noticed.
     root.num_collectives = count
     root.trace.clear()
-    root.reset()
-    warnings.warn(
-        "the last iteration of a fully_shard'ed model was interrupted (an exception in forward or backward): its "
-        "gradients were thrown away"
-        + (", and so was what had been accumulated before it: all gradients are None" if is_tainted else ""),
-        stacklevel=2,
-    )
+    return is_tainted
+
+
+def _tell_of_healing(what: str, is_tainted: bool) -> None:
+    lost = ", and so was what had been accumulated before it: all gradients are None" if is_tainted else ""
+    warnings.warn(f"{what} gradients were thrown away{lost}", stacklevel=3)
 
 
 def _judge(payloads: list[str]) -> str:

@@ -23,18 +23,28 @@ from __future__ import annotations
 
 import sys
 import warnings
-import weakref
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from ._torch import current_graph_task_id, hook_gradient, same_storage
+from ._torch import current_graph_task_id, hook_gradient, is_checkpoint_recomputing, same_storage
 from .dynamo import never_traced
 from .functional import FunctionalUse, refuse_accumulated
 from .inputs import ATOMS, cast, map_tensors, prepare_inputs
-from .iteration import begin_backward, check_after_forward, enter, reduce, reshard, unshard, wait_for_unshard
+from .iteration import (
+    begin_backward,
+    check_after_forward,
+    enter,
+    notice_backwards,
+    reduce,
+    refuse_double_backward,
+    refuse_unseen_backward,
+    reshard,
+    unshard,
+    wait_for_unshard,
+)
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
 from .swap import tensors_requiring_grad
 from .unsharded_memory import explain_refused_access
@@ -50,6 +60,7 @@ class _Use:
     __slots__ = (
         "_active_backward",
         "_backward",
+        "_is_outstanding",
         "_position",
         "_record",
         "_state",
@@ -64,6 +75,7 @@ class _Use:
         self.containers: list[tuple[Any, set[int]]] | None = None
         self.has_alias = False  # some input requires grad
         self._position = 0
+        self._is_outstanding = False  # the state's list of outstanding uses has, or had, this one
         # The numbers of the backward that reached this use last, and of the one that it has not finished.
         self._backward = self._active_backward = _NEVER
         self.versions = state.shard_versions()
@@ -119,6 +131,7 @@ class _Use:
         self._position = len(self._record.hooked)
         self._record.hooked.append(self._state.index)
         self._state.outstanding.append(self._record.number)
+        self._is_outstanding = True
 
     # ---- backward
 
@@ -129,12 +142,17 @@ class _Use:
         assert root is not None
         if not root.is_in_backward:
             begin_backward(root)
-        if self._backward == root.backward_number:
+        elif _is_grad_enabled():
+            refuse_double_backward()  # of a backward inside the one that is running
+        number = root.backward_number
+        if self._active_backward == number:
             return
-        self._backward = self._active_backward = root.backward_number
+        if self._backward == number:
+            state.is_iterated = True  # by autograd.grad() in a hook, say: this use had been left already
+        self._backward = self._active_backward = number
         state.check_versions(self.versions)
         if not state.ran_backward:
-            state.refuse_unseen_backward()
+            refuse_unseen_backward(root, state)
         state.phase = Phase.PRE_BACKWARD
         state.ran_backward = True
         state.active_uses += 1
@@ -156,12 +174,17 @@ class _Use:
         if self._active_backward != root.backward_number:
             return  # another alias of this use came before, or no hook of its outputs did
         self._active_backward = _NEVER
-        if number in state.outstanding:
-            state.outstanding.remove(number)
+        if self._is_outstanding:
+            self._is_outstanding = False
+            if number in state.outstanding:
+                state.outstanding.remove(number)
         state.active_uses -= 1
         if state.active_uses > 0:
             return
         state.swap.show_sharded()
+        if state.is_iterated:
+            state.phase = Phase.POST_BACKWARD
+            return  # stays gathered, to be reduced once, at the end of this backward
         for earlier in state.outstanding:
             if earlier <= number:
                 state.phase = Phase.POST_BACKWARD
@@ -177,7 +200,8 @@ class _Use:
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Unshard the group and let ``module`` see it; see the module's opening paragraph."""
     state = state_of_hooked(module)
-    is_recomputed = current_graph_task_id() != -1
+    task = current_graph_task_id()
+    is_recomputed = task != -1 and _is_recomputation(state, task)
     if not is_recomputed:
         state.was_functional = state.is_functional
     if state.was_functional and _is_grad_enabled():
@@ -196,12 +220,12 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         unshard(root, state)
     wait_for_unshard(root, state)
     use = _Use(state, root.record) if _is_grad_enabled() else None
-    state.entries.append((sys.exc_info()[1], use))
+    state.entries.append((sys.exc_info()[1], use, is_recomputed))
     state.swap.show_unsharded()
     policy = state.mp_policy
     dtype = policy.param_dtype if policy.cast_forward_inputs else None
     # A recomputation for a backward that already waits for this group: the original graph has the hooks.
-    if state.phase is Phase.PRE_BACKWARD and state.active_uses:
+    if is_recomputed and state.phase is Phase.PRE_BACKWARD and state.active_uses and is_checkpoint_recomputing():
         use = None
     return prepare_inputs(args, kwargs, dtype, use)
 
@@ -212,12 +236,11 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     state = state_of_hooked(module)
     if not state.entries:
         return None  # pre-forward itself failed
-    entered_with, use = state.entries.pop()
+    entered_with, use, is_recomputed = state.entries.pop()
     root = state.root
     assert root is not None
     error = sys.exc_info()[1]
     has_failed = error is not None and error is not entered_with
-    is_recomputed = current_graph_task_id() != -1
     state.swap.show_sharded()
     if not is_recomputed:
         root.depth -= 1
@@ -240,10 +263,12 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
         is_hooked = True  # as far as groups in the default mode are concerned
     else:
         is_hooked = _hook_outputs(state, module, use, output, is_recomputed)
-    if is_recomputed:
+    if not is_recomputed:
+        _leave(root, state, module, is_hooked)
+    elif _is_grad_enabled() or state.phase is Phase.PRE_BACKWARD:
         root.recomputed.append(state)
     else:
-        _leave(root, state, module, is_hooked)
+        reshard(root, state)  # no backward follows
     dtype = state.mp_policy.output_dtype
     return None if dtype is None else map_tensors(lambda tensor: cast(tensor, dtype), output)
 
@@ -265,7 +290,7 @@ def _pre_forward_functional(
         if not state.entries:
             reshard(root, state)  # what unshard() has gathered ahead is of no use here
             wait_for_unshard(root, state)  # nor what stays unsharded
-    state.entries.append((sys.exc_info()[1], FunctionalUse(root, state)))
+    state.entries.append((sys.exc_info()[1], FunctionalUse(root, state), is_recomputed))
     policy = state.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, None)
 
@@ -318,6 +343,25 @@ def _prefetch_forward(root: RootContext, state: _FSDPState) -> None:
             unshard(root, following)
 
 
+def _is_recomputation(state: _FSDPState, task: int) -> bool:
+    """Whether a forward that begins inside a backward (of number ``task``) repeats an earlier one for it, as activation
+    checkpointing does. Else it is a forward like those outside: of a teacher in a gradient hook, say.
+
+    While a backward of its own root runs, a forward is always treated like a repetition: it computes with parameters
+    that cannot have changed since that backward came to them."""
+    root = state.root
+    if root is None:
+        return is_checkpoint_recomputing()  # of a forward before fully_shard()
+    if root.depth and root.forward_task == task:
+        return False  # a part of a forward that has begun inside that backward
+    if root.is_in_backward:
+        return True
+    if not is_checkpoint_recomputing():
+        return False
+    # The model is wholly inside a checkpoint. Where its forward has left nothing to repeat for, this is another one.
+    return state.was_functional or any(other.outstanding for other in root.live_states())
+
+
 def _enter_recompute(state: _FSDPState, module: nn.Module) -> RootContext:
     """A forward inside backward (activation checkpointing). The groups recomputed before this one are resharded
     unless their backward has begun; the last one stays, since its backward comes next."""
@@ -329,7 +373,7 @@ def _enter_recompute(state: _FSDPState, module: nn.Module) -> RootContext:
         )
     if root.recomputed:
         for other in root.recomputed:
-            if other is not state and other.phase is not Phase.PRE_BACKWARD and not other.entries:
+            if other is not state and other.phase is not Phase.PRE_BACKWARD:
                 reshard(root, other)
         root.recomputed.clear()
     return root
@@ -395,18 +439,9 @@ def _keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
     if state.is_unhooked or not state._handles:
         return
     state.is_unhooked = True
-    reference = weakref.ref(state)
-
-    def note_backward(_param: torch.Tensor) -> None:
-        present = reference()
-        if present is not None and present.root is not None and not present.root.is_in_backward:
-            begin_backward(present.root)
-
     for handle in state._handles:
         handle.is_pinned = True
-        for param in handle.unsharded_params:
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(note_backward)
+    notice_backwards(state)
     warnings.warn(
         f"forward of the fully_shard'ed {type(module).__name__} ({state.name}) returned {type(output).__name__}, "
         "in which no output that requires grad can be found or hooked: its parameters stay unsharded between forwards. "

@@ -59,16 +59,16 @@ class _FSDPState(ComposableState):
         index: position of the state in the root's order.
         phase: where the group stands in backward.
         entries: for each forward of the group's modules that was entered and not left, the exception that was being
-            handled when it was entered, and its use.
+            handled when it was entered, its use, and whether it is a recomputation.
         outstanding: number of the forward of each use whose backward has not come yet, in order.
         pending_modules: of several modules, how many have yet to run before the group is resharded.
     """
 
     __slots__ = (
-        "_handles", "active_uses", "entries", "fqn", "granularity", "has_unsynced", "ignored", "index",
-        "is_functional", "is_reduced", "is_unhooked", "last_use", "mesh", "modules", "mp_policy", "outstanding",
-        "pending_modules", "phase", "ran_backward", "regions", "requires_gradient_sync", "reshard_after_forward",
-        "reshard_option", "root", "swap", "unhooked_versions", "was_functional", "watch",
+        "_handles", "active_uses", "entries", "fqn", "granularity", "has_leaf_hooks", "has_unsynced", "ignored",
+        "index", "is_functional", "is_iterated", "is_reduced", "is_unhooked", "last_use", "mesh", "modules",
+        "mp_policy", "outstanding", "pending_modules", "phase", "ran_backward", "regions", "requires_gradient_sync",
+        "reshard_after_forward", "reshard_option", "root", "swap", "unhooked_versions", "was_functional", "watch",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -91,16 +91,22 @@ class _FSDPState(ComposableState):
         # A forward returned something that cannot be hooked: stays unsharded, is reduced at the end of any backward.
         self.is_unhooked = False
         self.unhooked_versions: list[int] | None = None  # of the shards, at that forward
+        self.has_leaf_hooks = False  # of the unsharded parameters, which tell that a backward runs
         self.has_unsynced = False  # a backward without gradient sync has run since the last reduction
         self.reset()
 
     def reset(self) -> None:
         """Forget the iteration that was going on."""
-        self.phase = Phase.IDLE
-        self.entries: list[tuple[BaseException | None, Any]] = []
+        self.entries: list[tuple[BaseException | None, Any, bool]] = []
         self.outstanding: list[int] = []
         self.pending_modules: set[int] = set()
+        self.reset_backward()
+
+    def reset_backward(self) -> None:
+        """Forget the backward that was going on."""
+        self.phase = Phase.IDLE
         self.active_uses = 0  # uses between their pre-backward and their post-backward
+        self.is_iterated = False  # this backward has come to a use a second time: it may come any number of times
         self.last_use = 0  # number of the latest forward that this backward has reached
         self.ran_backward = False  # pre-backward came in this backward
         self.is_reduced = False  # ... and so did the reduction
@@ -189,7 +195,9 @@ class _FSDPState(ComposableState):
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
         """The state of a copy of the group's modules, which are being copied: a group of its own, that has run nothing.
         ``swap`` is prepared when the copies are complete: at their first forward."""
-        if self.entries or self.active_uses or (self.root is not None and self.root.is_in_backward):
+        root = self.root
+        is_in_backward = root is not None and (root.is_in_backward or root.has_failed_backward)
+        if self.entries or self.active_uses or is_in_backward:
             raise RuntimeError(
                 f"copy.deepcopy(): a forward or backward of the fully_shard group {self.name} is running (or was "
                 "interrupted): copy the model between iterations"
@@ -251,7 +259,10 @@ class RootContext:
         backward_number: of the present (or last) backward; 0 before the first.
         caller: the frame that has called the outermost module, while its forward runs.
         trace: codes of the collectives issued since the last exchange; ``num_collectives`` those before.
+        forward_task: number of the backward inside which the present (or last) top-level forward began, as autograd
+            counts them; -1 outside of backward.
         is_in_backward: a backward has begun and its final callback has not come.
+        has_failed_backward: a backward ended in an exception, and what it left has not been thrown away yet.
         has_failed: a forward ended in an exception that no enclosing forward handled.
         has_added: this backward has added to a gradient that was there before, or has begun to show its own.
         has_outside_grads: this backward has brought gradients of uses outside a group's forward (``outside_use``).
@@ -261,8 +272,8 @@ class RootContext:
 
     __slots__ = (
         "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
-        "generation", "has_added", "has_failed", "has_outside_grads", "is_in_backward", "num_collectives",
-        "num_forwards", "previous", "recomputed", "record", "states", "trace",
+        "forward_task", "generation", "has_added", "has_failed", "has_failed_backward", "has_outside_grads",
+        "is_in_backward", "num_collectives", "num_forwards", "previous", "recomputed", "record", "states", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -288,9 +299,15 @@ class RootContext:
         """Forget the iteration that was going on."""
         self.depth = 0
         self.caller = None
+        self.forward_task = -1
         self.record = ForwardRecord(self.num_forwards, self.states)
-        self.is_in_backward = False
         self.has_failed = False
+        self.reset_backward()
+
+    def reset_backward(self) -> None:
+        """Forget the backward that was going on."""
+        self.is_in_backward = False
+        self.has_failed_backward = False
         self.has_added = False
         self.has_outside_grads = False
         self.after_publication: list[Callable[[], None]] = []
@@ -306,7 +323,7 @@ class RootContext:
     @property
     def is_dead(self) -> bool:
         """Whether an iteration was interrupted, at a moment when no forward and no backward is running."""
-        return self.depth > 0 or self.has_failed or self.is_in_backward
+        return self.depth > 0 or self.has_failed or self.is_in_backward or self.has_failed_backward
 
     def live_states(self) -> list[_FSDPState]:
         return [state for ref in self.states if (state := ref()) is not None]

@@ -209,7 +209,8 @@ def _state_of(handle: FlatParamHandle) -> _FSDPState:
 def _make_ready(state: _FSDPState) -> None:
     """Take over what the user has changed; raise if the group is at work."""
     root = state.root
-    if state.entries or state.active_uses or (root is not None and (root.depth or root.is_in_backward)):
+    is_busy = root is not None and (root.depth or root.is_in_backward or root.has_failed_backward)
+    if state.entries or state.active_uses or is_busy:
         raise RuntimeError(
             f"summon_full_params(): a forward or backward of the fully_shard group {state.name} is running (or was "
             "interrupted: run a forward first, which heals it)"

@@ -200,9 +200,12 @@ class ParameterSwap:
         if not self.num_shows:
             self._write_sharded()
 
-    def restore(self) -> None:
+    def restore(self, num_running: int = 0) -> None:
         """Put the sharded faces back after an interruption, whatever it left, and throw away what the interrupted
-        forward changed in the modules."""
+        forward changed in the modules; but not while forwards of the group are running (``num_running``)."""
+        if num_running:
+            self.num_shows = num_running
+            return
         if self.num_shows:
             self.num_shows = 0
             self._write_sharded()

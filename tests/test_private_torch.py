@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose
 from fsdp_compose import _torch
@@ -180,6 +181,33 @@ def test_current_graph_task_id():
     assert min(outer + inner) >= 0
     assert outer[0] == outer[1] != outer[2] == outer[3]
     assert len({outer[0], outer[2], *inner}) == 4
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_is_checkpoint_recomputing(use_reentrant):
+    """Only where a checkpoint of the innermost backward repeats a forward."""
+    seen, x = [], torch.ones(2, requires_grad=True)
+
+    def note(where: str) -> None:
+        seen.append((where, _torch.is_checkpoint_recomputing()))
+
+    def hook(_grad: torch.Tensor) -> None:
+        note("hook")
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        note("part")
+        y = x.sin()
+        if y.requires_grad:
+            y.register_hook(hook)
+        return y
+
+    note("outside")
+    y = checkpoint(part, x, use_reentrant=use_reentrant)
+    Backward.apply(y, lambda: note("backward")).sum().backward()
+    expected = [("outside", False), ("part", False), ("backward", False)]
+    # With the other kind the hook is of the first graph, and runs before the forward is repeated.
+    rest = [("part", True), ("hook", False)]
+    assert seen == [*expected, *(rest if use_reentrant else reversed(rest))]
 
 
 def test_queue_end_of_backward():
