@@ -7,6 +7,9 @@ batch from (seed, step) and every rank takes its slice: the run is the same on a
 holds log.json and loss.png, and the model has written some Python of its own.
 
 With --save-every 100 it saves checkpoints; --resume goes on from the latest, also with another number of processes.
+One command that survives crashes, as often as it is restarted:
+
+    torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/train_gpt.py --save-every 100 --resume auto
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import re
 import resource
 import sys
 import sysconfig
@@ -215,13 +219,19 @@ class Run:
 
 
 def saved_steps(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    complete = [path for path in folder.glob("step-*") if path.suffix != ".partial"]
-    return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
+    """Complete checkpoints of this program, oldest first; what else is in the folder is none of its business."""
+    own = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-[1-9][0-9]*", path.name)}
+    is_complete = lambda path: (path / "manifest.json").is_file() and (path / ".metadata").is_file()  # noqa: E731
+    return [own[step] for step in sorted(own) if is_complete(own[step])]
 
 
 def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
-    found = saved_steps(args.out)
+    """The first rank looks: all must go on from the same one."""
+    box = [saved_steps(args.out) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    found = box[0]
+    if args.resume == "auto":
+        return found[-1] if found else None
     if args.resume == "latest":
         if not found:
             raise SystemExit(f"--resume: there is no checkpoint in {args.out}; train with --save-every first")
@@ -301,7 +311,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--val-batches", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="save a checkpoint into --out")
     parser.add_argument(
-        "--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from this one, or the latest in --out"
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="CHECKPOINT",
+        help="go on from this one, or the latest in --out; auto: from the latest if there is one, else begin",
     )
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--sample-bytes", type=int, default=300)

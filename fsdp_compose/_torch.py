@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -23,12 +24,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch.autograd.graph import _engine_run_backward
+from torch.distributed import _state_dict_utils
 from torch.distributed import distributed_c10d as _distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
@@ -44,6 +47,7 @@ __all__ = [
     "PlainAttributes",
     "StorageInfo",
     "TensorMeta",
+    "admit_placements",
     "all_gather_single",
     "allow_in_foreach",
     "backend_name",
@@ -456,3 +460,77 @@ def allow_in_foreach(cls: Any) -> None:
     for types in (_types_of_optimizers, _types_of_clipping):
         if cls not in types:
             types.append(cls)
+
+
+def admit_placements(
+    is_ours: Callable[[Any], bool],
+    from_local: Callable[[torch.Tensor, Any, Any, Any], torch.Tensor],
+    as_placed: Callable[[Any, Any], Any],
+    distribute: Callable[..., Any],
+    fill: Callable[[Any, torch.Tensor], Any],
+) -> None:
+    """Let what torch builds DTensors with know of placements that stock DTensor refuses, or takes for others. To be
+    called once.
+
+    Args:
+        is_ours: whether there is such a placement among these.
+        from_local: for ``DTensor.from_local``: the local tensor, mesh, placements, shape of the whole (or ``None``).
+        as_placed: a gradient of such a tensor, in given placements.
+        distribute: for ``distribute_tensor``.
+        fill: for ``torch.distributed.checkpoint.state_dict``: given a sharded tensor and the whole one that it is to
+            become, the result: the sharded one, written to, or a new one if it is on the meta device.
+    """
+    _admit_in_from_local(is_ours, from_local, as_placed)
+    original = torch.distributed.tensor.distribute_tensor
+
+    @functools.wraps(original)
+    def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+        if placements is not None and is_ours(placements):
+            return distribute(tensor, device_mesh, placements, **options)
+        return original(tensor, device_mesh, placements, **options)
+
+    for module in list(sys.modules.values()):  # also where it was imported by name
+        names = getattr(module, "__dict__", None)
+        if isinstance(names, dict) and names.get("distribute_tensor") is original:
+            names["distribute_tensor"] = distribute_tensor
+    distribute_all = _state_dict_utils._distribute_tensors
+
+    @functools.wraps(distribute_all)
+    def distribute_tensors(local_state_dict: dict[str, Any], keys: list[str], *arguments: Any, **options: Any) -> None:
+        for key in keys:
+            pair = local_state_dict.get(key)
+            if isinstance(pair, tuple) and isinstance(pair[0], DTensor) and is_ours(pair[0].placements):
+                local_state_dict[key] = fill(*pair)
+        distribute_all(local_state_dict, keys, *arguments, **options)
+
+    _state_dict_utils._distribute_tensors = distribute_tensors
+
+
+def _admit_in_from_local(
+    is_ours: Callable[[Any], bool],
+    from_local: Callable[[torch.Tensor, Any, Any, Any], torch.Tensor],
+    as_placed: Callable[[Any, Any], Any],
+) -> None:
+    stock_forward, stock_backward = _FromTorchTensor.forward, _FromTorchTensor.backward
+
+    @functools.wraps(stock_forward)
+    def forward(
+        ctx: Any, input: torch.Tensor, device_mesh: Any, placements: Any, run_check: Any, shape: Any = None, *rest: Any
+    ) -> Any:
+        ctx.fsdp_compose = None
+        if not is_ours(placements):
+            return stock_forward(ctx, input, device_mesh, placements, run_check, shape, *rest)
+        ctx.fsdp_compose = (placements, 4 + len(rest))
+        ctx.set_materialize_grads(False)
+        return from_local(input, device_mesh, placements, shape)
+
+    @functools.wraps(stock_backward)
+    def backward(ctx: Any, grad_output: Any) -> Any:
+        if ctx.fsdp_compose is None:
+            return stock_backward(ctx, grad_output)
+        placements, num_others = ctx.fsdp_compose
+        local = None if grad_output is None else as_placed(grad_output, placements).to_local()
+        return (local, *[None] * num_others)
+
+    _FromTorchTensor.forward = staticmethod(forward)  # type: ignore[method-assign, assignment]
+    _FromTorchTensor.backward = staticmethod(backward)  # type: ignore[method-assign]

@@ -104,7 +104,10 @@ _NOT_COPIED = {"_is_param", FACE_ATTRIBUTE}
 
 def check_content(face: nn.Parameter, source: Any, name: str) -> None:
     """Raise ValueError if ``take_content`` cannot take ``source``."""
-    if not isinstance(source, DTensor) or source.shape != face.shape:
+    is_number = (
+        isinstance(source, torch.Tensor) and not source.dim()
+    )  # which every rank has: torch's setters shard none
+    if not (isinstance(source, DTensor) or is_number) or source.shape != face.shape:
         kind = "DTensor" if isinstance(source, DTensor) else "plain tensor"
         raise ValueError(
             f"load_state_dict(assign=True): the sharded parameter {name} of shape {tuple(face.shape)} was given a "
@@ -113,7 +116,7 @@ def check_content(face: nn.Parameter, source: Any, name: str) -> None:
         )
 
 
-def take_content(face: nn.Parameter, source: DTensor) -> None:
+def take_content(face: nn.Parameter, source: torch.Tensor) -> None:
     """Give ``face`` the elements, dtype and memory of a tensor that would take its place; it keeps its identity and its
     attributes. Its gradient is dropped, as it would be with the parameter.
 
@@ -122,7 +125,7 @@ def take_content(face: nn.Parameter, source: DTensor) -> None:
     assert isinstance(face, RaggedDTensor)
     with torch.no_grad():
         if not isinstance(source, RaggedDTensor) or not source._spec.cuts_like(face._spec):
-            source = distribute_ragged(source, face.device_mesh, face.placements)
+            source = distribute_ragged(source, face.device_mesh, face.placements, src_data_rank=None)
         fresh = nn.Parameter(source.detach(), requires_grad=face.requires_grad)
         set_local_tensor(fresh, source._local_tensor)  # type: ignore[arg-type]
         face.grad = None

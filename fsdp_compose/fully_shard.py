@@ -21,6 +21,7 @@ from .dynamo import _annotate_modules_for_dynamo
 from .flat_param import FlatParamHandle, Granularity, ManagedParameter, mark_owner
 from .groups import by_kind, group_modules, managed_parameters, ties_with_other_groups, unsharded_tensors
 from .iteration import tree_has_changed
+from .lookalike import as_ours
 from .mesh import DataParallelMesh, data_parallel_mesh
 from .meta_buffers import watch_meta_buffers
 from .policy import MixedPrecisionPolicy
@@ -63,7 +64,7 @@ def fully_shard(
         granularity: a function from (FQN relative to ``module``, parameter) to the smallest piece of the parameter
             that no shard boundary may cut: ``"elements"``, ``"rows"``, ``"whole"``, a number of elements, a block
             shape, or ``None`` for the default (rows where that costs next to nothing, else elements).
-        mp_policy: dtypes to compute, reduce and return in.
+        mp_policy: dtypes to compute, reduce and return in (``torch.distributed.fsdp.MixedPrecisionPolicy`` too).
         ignored_params: parameters below ``module`` that stay as they are; nobody reduces their gradients.
 
     Returns:
@@ -87,8 +88,7 @@ def fully_shard(
         raise TypeError(f"fully_shard(reshard_after_forward={reshard_after_forward!r}): expected True, False or None")
     if mp_policy is None:
         mp_policy = MixedPrecisionPolicy()
-    elif not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise TypeError(f"fully_shard(mp_policy=...): expected fsdp_compose.MixedPrecisionPolicy, got {mp_policy!r}")
+    mp_policy = as_ours(MixedPrecisionPolicy, mp_policy, "fully_shard(mp_policy=...)")
     if granularity is not None and not callable(granularity):
         raise TypeError(
             f"fully_shard(granularity={granularity!r}): expected a function from (FQN, parameter) to a granule"

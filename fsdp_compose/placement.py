@@ -36,6 +36,9 @@ class RaggedShard(Shard):
     flat: bool
     starts: tuple[int, ...]
     """Where each rank's run starts, in units, and at last the number of units."""
+    of_shape: tuple[int, ...] | None = None
+    """The shape of the tensor that has this very object among its placements, for those who want another tensor placed
+    like it. No part of what a placement means: equal ones may differ in it."""
 
     def __init__(self, counts: tuple[int, ...], flat: bool = False) -> None:
         super().__init__(0)
@@ -69,6 +72,14 @@ class RaggedShard(Shard):
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         return f"RaggedShard({self.counts!r}, {self.flat!r})", {"RaggedShard": RaggedShard}
 
+    def with_shape(self, shape: tuple[int, ...]) -> RaggedShard:
+        """The same placement, which remembers the shape of a tensor."""
+        if self.of_shape == tuple(shape):
+            return self
+        twin = RaggedShard(self.counts, self.flat)
+        twin.of_shape = tuple(shape)
+        return twin
+
     def num_units(self, shape: tuple[int, ...]) -> int:
         """How many units a tensor of ``shape`` has: what the counts must add up to."""
         return prod(shape) if self.flat else (shape[0] if shape else 1)
@@ -98,8 +109,16 @@ class RaggedShard(Shard):
     def _local_shard_size_and_offset(  # type: ignore[override]
         self, curr_local_size: int, num_chunks: int, rank: int
     ) -> tuple[int, int]:
-        if self.flat or self.starts[-1] != curr_local_size or len(self.counts) != num_chunks:
-            raise NotImplementedError(f"{self!r} does not cut a dimension of {curr_local_size} into {num_chunks}")
+        if self.starts[-1] != curr_local_size or len(self.counts) != num_chunks:
+            what = (
+                "it shards between elements and not between rows, so that what a rank holds is no box of the tensor: "
+                "use distribute_tensor() or DTensor.from_local(), or shard by rows (granularity= of fully_shard())"
+                if self.flat
+                else "it is a placement of another tensor"
+            )
+            raise NotImplementedError(
+                f"{self!r} does not shard a dimension of {curr_local_size} over {num_chunks} ranks: {what}"
+            )
         return self.counts[rank], self.starts[rank]
 
     def local_shard_size_and_offset(  # type: ignore[override]

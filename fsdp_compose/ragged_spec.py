@@ -31,7 +31,8 @@ class RaggedSpec(DTensorSpec):
     def make(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> RaggedSpec:
         """Raises ValueError unless exactly one placement is a ``RaggedShard``, and it covers the tensor."""
         size = torch.Size(shape)
-        spec = RaggedSpec(mesh, tuple(placements), TensorMeta(size, torch.empty(size, device="meta").stride(), dtype))
+        known = [item.with_shape(size) if isinstance(item, RaggedShard) else item for item in placements]
+        spec = RaggedSpec(mesh, tuple(known), TensorMeta(size, torch.empty(size, device="meta").stride(), dtype))
         num_ragged = sum(isinstance(item, RaggedShard) for item in spec.placements)
         if num_ragged != 1 or len(spec.placements) != mesh.ndim:
             raise ValueError(

@@ -4,6 +4,7 @@ test for each; and no other file uses one, except for a short list."""
 from __future__ import annotations
 
 import ast
+import pickle
 import re
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +34,7 @@ PACKAGE = Path(fsdp_compose.__file__).parent
 # Underscore names of torch that files other than _torch.py use. Attributes that every tensor, module and process group
 # of torch 2.12 and 2.13 has, and that the hot path or a plain reading of the code wants by their own names.
 ALLOWED = {
+    "_MEM_FORMAT_ENCODING": "a class that pickles of torch's checkpoint metadata name; a format",
     "_allgather_base": "all-gather on the process group object, without the cost of torch.distributed's checks",
     "_amp_foreach_non_finite_check_and_unscale_": "an operator: what GradScaler calls",
     "_backward_hooks": "gradient hooks of a parameter that would be lost",
@@ -40,6 +44,7 @@ ALLOWED = {
     "_foreach_norm": "an operator: what clip_grad_norm_ calls",
     "_foreach_zero_": "an operator: what zero_grad calls",
     "_fsdp_use_orig_params": "what Dynamo reads on a managed module",
+    "_get_layout": "a function that pickles of torch's checkpoint metadata name; a format",
     "_is_fsdp_managed_module": "what Dynamo reads on a managed module",
     "_is_param": "what makes a tensor subclass an nn.Parameter",
     "_like": "no name: how names of operators end",
@@ -966,3 +971,36 @@ def test_the_class_of_a_parameter_can_be_changed() -> None:
     param.__class__ = Other
     assert param.grad == param.shape == param.add(1) == torch.add(param, 1) == "intercepted"
     assert not _torch.is_wrapper(param)
+
+
+# ---- checkpoints and placements
+
+
+def test_StorageInfo(tmp_path):
+    dcp.save({"a": torch.ones(3), "b": 1}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    metadata = pickle.loads((tmp_path / "checkpoint" / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        assert type(info) is _torch.StorageInfo
+        assert info.relative_path == "__0_0.distcp" and info.offset >= 0 and info.length > 0
+
+
+@distributed(world_size=2)
+def test_admit_placements():
+    """What torch's from_local, distribute_tensor and state-dict setters call is what _torch.py has replaced."""
+    mesh = init_device_mesh("cpu", (2,))
+    placement, rank = fsdp_compose.RaggedShard((5, 1), flat=True), dist.get_rank()
+    full = torch.arange(6.0).view(2, 3)
+    local = full.view(-1)[:5] if rank == 0 else full.view(-1)[5:]
+    made = DTensor.from_local(local.clone().requires_grad_(), mesh, [placement], shape=full.shape, stride=full.stride())
+    assert type(made) is fsdp_compose.RaggedDTensor and made.requires_grad
+    made.sum().backward()
+    assert type(torch.distributed.tensor.distribute_tensor(full, mesh, [placement])) is fsdp_compose.RaggedDTensor
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = fsdp_compose.fully_shard(nn.Linear(5, 7), granularity=lambda fqn, param: "elements")
+        assert model.weight.placements[0].flat
+        weight = torch.arange(35.0).view(7, 5)
+        state = {"weight": weight, "bias": weight[:, 0].clone()} if rank == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
+        assert torch.equal(model.weight.full_tensor(), weight)

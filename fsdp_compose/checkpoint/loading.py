@@ -132,6 +132,8 @@ def _read(
     state: Mapping[str, Any], names: ModelNames, trained: list[TrainedBy], options: StateDictOptions
 ) -> Mapping[str, Any]:
     """An optimizer dict, in whatever form, by FQN."""
+    if not trained and not state:
+        return {STATE: {}, GROUPS: []}
     fqns = [fqn for by in trained for fqn in by.fqns]
     try:
         if is_flattened(state):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import IncompatibleKeys, versions_of, with_versions
+from .._torch import IncompatibleKeys, loads_as_torch_module, versions_of, with_versions
 from ..summon import is_summoned_on_first_rank_only
+from ..swap import before_load
 from .agreement import group_of, is_first, list_problems
 from .gathering import Key, copy_to_cpu, gather_values, same_elements, storage_of
 from .layouts import Described, Target, fact_of, from_first_rank, in_layout
@@ -257,20 +258,56 @@ def fetch_model(plan: ModelPlan, sender: tuple[dist.ProcessGroup, torch.device] 
 
 def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
     """Load values that fit. Parameters on the meta device get memory; their identity stays. A module that loads by
-    itself gets all of its keys, also for what has arrived already: it may want them together."""
+    itself gets all of its keys in one call, also for what has arrived already: it may want them together."""
     names, load = plan.names, own_method(plan.names.model, "load_state_dict")
-    is_meta = {fqn: fqn in plan.targets and plan.targets[fqn].like.is_meta for fqn in values}
-    there = {plan.keys[fqn]: value for fqn, value in values.items() if not is_meta[fqn]}
+    assigned = _assigned(plan, values)
+    there = {plan.keys[fqn]: value for fqn, value in values.items() if fqn not in assigned}
     load(with_versions(there, plan.versions), strict=False)
-    if any(is_meta.values()):
-        fresh = {fqn: _own_memory(value, plan.targets[fqn]) for fqn, value in values.items() if is_meta[fqn]}
-        ties = [tied for tied in _ties(names) if any(is_meta.get(fqn) for fqn in tied)]
+    if assigned:
+        fresh = {fqn: _own_memory(value, plan.targets.get(fqn)) for fqn, value in values.items() if fqn in assigned}
+        ties = [tied for tied in _ties(names) if not assigned.isdisjoint(tied)]
+        buffers = _buffer_slots(names, assigned)
         given = {plan.keys[fqn]: value for fqn, value in fresh.items()}
         load(with_versions(given, plan.versions), strict=False, assign=True)
-        _keep_objects(names, [fqn for fqn, meta in is_meta.items() if meta])
+        _keep_objects(names, [*fresh])
+        _keep_buffers(buffers)
         _tie_again(names.model, plan, ties)
     _warn_of_meta(names)
     return IncompatibleKeys(plan.missing, plan.unexpected)
+
+
+def _assigned(plan: ModelPlan, values: Mapping[str, Any]) -> set[str]:
+    """What is put in the place of what the model has: what is on the meta device, and all that is loaded together with
+    that, by a module that loads by itself or by a hook."""
+    on_meta = {fqn for fqn in values if fqn in plan.targets and plan.targets[fqn].like.is_meta}
+    assigned = set(on_meta)
+    if on_meta:
+        for path, module in plan.names.model.named_modules():
+            if not loads_as_torch_module(module, before_load):
+                prefix = f"{path}." if path else ""
+                together = {fqn for fqn in values if plan.keys[fqn].startswith(prefix)}
+                assigned |= together if together & on_meta else set()
+    return assigned
+
+
+def _buffer_slots(names: ModelNames, fqns: Collection[str]) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Where those of the buffers stand that have memory: (module, attribute, buffer)."""
+    return [
+        (module, name, buffer)
+        for prefix, module in names.model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and names.canonical(f"{prefix}.{name}" if prefix else name) in fqns
+    ]
+
+
+def _keep_buffers(slots: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    """Assignment has put new buffers into the slots: let those that stood there have their values."""
+    with torch.no_grad():
+        for module, name, before in slots:
+            loaded = module._buffers[name]
+            if loaded is not None and loaded is not before and loaded.shape == before.shape:
+                before.copy_(loaded)
+                module._buffers[name] = before
 
 
 def _is_there(value: torch.Tensor, target: Target) -> bool:
@@ -278,8 +315,8 @@ def _is_there(value: torch.Tensor, target: Target) -> bool:
     return type(value) is type(target.like) and same_elements(value, target.like)
 
 
-def _own_memory(value: torch.Tensor, target: Target) -> torch.Tensor:
-    return value.detach().to(target.like.dtype, copy=True)
+def _own_memory(value: Any, target: Target | None) -> Any:
+    return value if target is None else value.detach().to(target.like.dtype, copy=True)
 
 
 def _ties(names: ModelNames) -> list[list[str]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from ..lookalike import as_ours
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,8 @@ class StateDictOptions:
     def is_rank0_only(self) -> bool:
         """Whether only the first rank gets a result."""
         return self.full_state_dict and self.cpu_offload
+
+
+def as_options(given: Any) -> StateDictOptions:
+    """What a user has given as ``options``: ours, torch's own, or none."""
+    return StateDictOptions() if given is None else as_ours(StateDictOptions, given, "options")

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from .getting import get
 from .loading import load_into
-from .options import StateDictOptions
+from .options import StateDictOptions, as_options
 from .trained import Optimizers
 
 
@@ -27,12 +27,12 @@ def get_model_state_dict(
     Args:
         model: plain, sharded, tensor-parallel, wrapped, or a mix.
         submodules: only what is in these.
-        options: see ``StateDictOptions``.
+        options: see ``StateDictOptions``; that of ``torch.distributed.checkpoint.state_dict`` is taken too.
 
     Raises:
         RuntimeError: a rank did not come, or asks for something else; two entries have one canonical name.
     """
-    return get("get_model_state_dict()", model, None, options or StateDictOptions(), submodules)[0]
+    return get("get_model_state_dict()", model, None, as_options(options), submodules)[0]
 
 
 def get_optimizer_state_dict(
@@ -61,7 +61,7 @@ def get_optimizer_state_dict(
         RuntimeError: an optimizer trains what the model does not have (unless ``keep_foreign_params``), or one
             parameter is in two; or as ``get_model_state_dict``.
     """
-    call, options = "get_optimizer_state_dict()", options or StateDictOptions()
+    call, options = "get_optimizer_state_dict()", as_options(options)
     return get(call, model, optimizers, options, submodules, with_model=False)[1]
 
 
@@ -73,7 +73,7 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """``get_model_state_dict`` and ``get_optimizer_state_dict``."""
-    return get("get_state_dict()", model, optimizers, options or StateDictOptions(), submodules)
+    return get("get_state_dict()", model, optimizers, as_options(options), submodules)
 
 
 # ---- loading
@@ -100,7 +100,7 @@ def set_model_state_dict(
         RuntimeError: on every rank: keys are missing or unexpected (unless ``strict=False``); a shape does not fit;
             the ranks were given different dicts; or a rank did not come.
     """
-    return load_into("set_model_state_dict()", model, None, model_state_dict, None, options or StateDictOptions())
+    return load_into("set_model_state_dict()", model, None, model_state_dict, None, as_options(options))
 
 
 def set_optimizer_state_dict(
@@ -126,7 +126,7 @@ def set_optimizer_state_dict(
             (unless ``strict=False``); a shape does not fit; parameters of one group were saved with different
             hyperparameters; a flat parameter would have to hold different states; or as ``set_model_state_dict``.
     """
-    load_into("set_optimizer_state_dict()", model, optimizers, None, optim_state_dict, options or StateDictOptions())
+    load_into("set_optimizer_state_dict()", model, optimizers, None, optim_state_dict, as_options(options))
 
 
 def set_state_dict(
@@ -138,5 +138,5 @@ def set_state_dict(
     options: StateDictOptions | None = None,
 ) -> Any:
     """``set_model_state_dict`` and ``set_optimizer_state_dict``: both, or nothing is changed."""
-    options = options or StateDictOptions()
+    options = as_options(options)
     return load_into("set_state_dict()", model, optimizers, model_state_dict, optim_state_dict, options)
