@@ -45,8 +45,8 @@ from .iteration import (
     unshard,
     wait_for_unshard,
 )
+from .kept_tensors import tensors_requiring_grad
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
-from .swap import tensors_requiring_grad
 from .unsharded_memory import explain_refused_access
 
 _Tensor = torch.Tensor

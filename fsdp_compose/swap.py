@@ -23,12 +23,10 @@ import torch.nn as nn
 
 from .faces import check_content, take_content
 from .flat_param import FlatParamHandle, ManagedParameter, note_write
+from .kept_tensors import KeptTensors, Namespace
 from .ragged import RaggedDTensor
 
 _Parameters = dict[str, "nn.Parameter | None"]
-_Namespace = dict[str, Any]
-
-_NUM_SEARCHES = 3  # forwards in which the modules' attributes are searched for tensors that forward kept
 
 
 class ParameterSwap:
@@ -49,9 +47,9 @@ class ParameterSwap:
     """
 
     __slots__ = (
-        "_all_namespaces", "_children", "_fqns", "_known_children", "_namespaces", "_num_searches", "_owned",
-        "_prepared_names", "_root_writes", "_roots", "_sharded", "_sharded_values", "_side_outputs", "_unsharded",
-        "_unsharded_values", "_writes", "num_shows", "prefix", "shown_instead",
+        "_children", "_fqns", "_kept", "_known_children", "_namespaces", "_owned", "_prepared_names", "_root_writes",
+        "_roots", "_sharded", "_sharded_values", "_unsharded", "_unsharded_values", "_writes", "num_shows", "prefix",
+        "shown_instead",
     )  # fmt: skip
 
     def __init__(
@@ -72,9 +70,9 @@ class ParameterSwap:
         self.shown_instead: Mapping[int, torch.Tensor] = {}
         self.prefix = ""  # what precedes the names of these modules in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
-        self._all_namespaces = [_namespace_of(module, is_root=module in roots) for module in fqns]
-        self._side_outputs: list[tuple[Callable[[], _Namespace], str]] = []
-        self._num_searches = 0
+        self._kept = KeptTensors(
+            [(_namespace_of(module, module in roots), getattr(module, "__constants__", ())) for module in fqns]
+        )
         self._children = [module._modules for module in fqns]
         self._known_children: tuple[Any, ...] = ()
         self.note_children()
@@ -87,7 +85,7 @@ class ParameterSwap:
 
     def rebuild(self) -> None:
         """Prepare the unsharded dicts from the handles' present unsharded parameters."""
-        self._writes: list[tuple[_Namespace, str, Any, Any]] = []  # (where, key, sharded value, unsharded value)
+        self._writes: list[tuple[Namespace, str, Any, Any]] = []  # (where, key, sharded value, unsharded value)
         self._root_writes: list[tuple[weakref.ref[nn.Module], str, Any, Any]] = []
         for namespace, root, owned, sharded, unsharded in zip(
             self._namespaces, self._roots, self._owned, self._sharded, self._unsharded, strict=True
@@ -110,20 +108,8 @@ class ParameterSwap:
         self._unsharded_values = tuple(_values(self._unsharded))
 
     def kept_tensors(self) -> list[torch.Tensor]:
-        """Tensors that require grad and that ``forward`` has kept on the group's modules as attributes (an auxiliary
-        loss, say): backward may enter the group through them. Attributes are looked for in the first forwards, then
-        only the ones found are read."""
-        if self._num_searches < _NUM_SEARCHES:
-            self._num_searches += 1
-            for namespace in self._all_namespaces:
-                for key, value in namespace().items():
-                    if tensors_requiring_grad(value) and (namespace, key) not in self._side_outputs:
-                        self._side_outputs.append((namespace, key))
-        if not self._side_outputs:
-            return []
-        return [
-            tensor for namespace, key in self._side_outputs for tensor in tensors_requiring_grad(namespace().get(key))
-        ]
+        """Tensors that require grad and that ``forward`` has just kept on the group's modules."""
+        return self._kept.new_ones()
 
     def watched_dicts(self) -> list[dict[str, Any]]:
         """The dicts of which an entry that changes between iterations matters: sharded parameters, and submodules."""
@@ -271,28 +257,13 @@ class ParameterSwap:
         }
 
 
-def _namespace_of(module: nn.Module, is_root: bool) -> Callable[[], _Namespace]:
+def _namespace_of(module: nn.Module, is_root: bool) -> Callable[[], Namespace]:
     """A function that returns the module's attributes; weak for the modules that hold the state."""
     if not is_root:
         attributes = module.__dict__
         return lambda: attributes
     ref = weakref.ref(module)
     return lambda: getattr(ref(), "__dict__", {})
-
-
-def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """The tensors that are part of a graph in ``value``: a tensor, lists, tuples and dicts of them, or an object's
-    attributes."""
-    if isinstance(value, torch.Tensor):
-        return [value] if value.grad_fn is not None else []
-    if type(value) in (list, tuple):
-        return [tensor for item in value for tensor in tensors_requiring_grad(item)]
-    if type(value) is dict:
-        return [tensor for item in value.values() for tensor in tensors_requiring_grad(item)]
-    attributes = getattr(value, "__dict__", None)
-    if attributes and not isinstance(value, (nn.Module, type)) and not callable(value):
-        return [item for item in attributes.values() if isinstance(item, torch.Tensor) and item.grad_fn is not None]
-    return []
 
 
 # ---- state dicts

@@ -1,0 +1,133 @@
+"""Tensors that require grad and that ``forward`` keeps on modules, as attributes or inside them: an auxiliary loss.
+
+Backward may enter a group through them, past the outputs. They are looked for after every forward under grad mode, by a
+pass over plain lists that compares identities, and searched for only where something has changed. What is kept where
+this does not look (a global, a closure, deep inside an object) is not lost: a backward that then needs parameters which
+no hook has gathered raises, see ``unsharded_memory``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+Namespace = dict[str, Any]
+
+_MAX_ENTRIES = 256  # of a list that are looked at, from its end; of a list or dict that are compared one by one
+_MAX_DEPTH = 3  # lists in dicts in attributes
+
+# What every module has; of it, only buffers are written to by forward.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"}
+
+
+class KeptTensors:
+    """The tensors that the modules of one group keep.
+
+    Args:
+        namespaces: for each module a function that returns its attributes, and the names of those that never change.
+    """
+
+    __slots__ = (
+        "_contents", "_entries", "_known", "_known_long", "_lengths", "_long", "_namespaces",
+        "_places", "_seen", "_slots",
+    )  # fmt: skip
+
+    def __init__(self, namespaces: Sequence[tuple[Callable[[], Namespace], Iterable[str]]]) -> None:
+        self._namespaces = [(space, _OF_EVERY_MODULE.union(constants)) for space, constants in namespaces]
+        self._places: list[tuple[Callable[[], Namespace], str]] = []  # where some were found: always read
+        self._seen: list[weakref.ref[torch.Tensor]] = []
+        self._lengths: list[int] = []  # of each namespace; as long as it is empty, nothing was prepared
+
+    def new_ones(self) -> list[torch.Tensor]:
+        """Those that were not there at the last call."""
+        if self._has_changed():
+            self._search()
+        if not self._places:
+            return []
+        found = [item for space, key in self._places for item in tensors_requiring_grad(space().get(key))]
+        known = [ref() for ref in self._seen]
+        new = [item for item in found if not any(item is other for other in known)]
+        self._seen = [weakref.ref(item) for item in found]
+        return new
+
+    def _has_changed(self) -> bool:
+        if [len(space()) for space, _ in self._namespaces] != self._lengths:
+            return True
+        try:
+            values = [getter(space()) for space, getter in self._slots]
+        except KeyError:
+            return True
+        return not (
+            all(map(is_, chain.from_iterable(values), self._known))
+            and sum(map(len, self._contents)) == len(self._entries)
+            and all(map(is_, chain.from_iterable(self._contents), self._entries))
+            and [*map(len, self._long)] == self._known_long
+        )
+
+    def _search(self) -> None:
+        """Look at everything, and remember what was looked at."""
+        self._slots: list[tuple[Callable[[], Namespace], itemgetter[Any]]] = []
+        self._known: list[Any] = []
+        collections: list[Collection[Any]] = []
+        for space, constants in self._namespaces:
+            names = []
+            for name, value in space().items():
+                if name in constants or (space, name) in self._places:
+                    continue
+                if tensors_requiring_grad(value):
+                    self._places.append((space, name))
+                else:
+                    names.append(name)
+                    collections += _contents_of(value, _MAX_DEPTH)
+            if names:
+                getter = itemgetter(*names, names[0])  # of one name, it would make no tuple
+                self._slots.append((space, getter))
+                self._known += getter(space())
+        self._contents = [item for item in collections if len(item) <= _MAX_ENTRIES]
+        self._entries = [*chain.from_iterable(self._contents)]
+        self._long = [item for item in collections if len(item) > _MAX_ENTRIES]
+        self._known_long = [*map(len, self._long)]
+        self._lengths = [len(space()) for space, _ in self._namespaces]
+
+
+def _contents_of(value: Any, depth: int) -> Iterable[Collection[Any]]:
+    """What is inside ``value`` and may change while ``value`` stays the same object, as live views."""
+    live: Collection[Any] | None = None
+    if isinstance(value, (list, deque)):
+        live = value
+    elif isinstance(value, dict):
+        live = value.values()
+    elif _is_plain_object(value):
+        live = vars(value).values()
+    if live is not None:
+        yield live
+        if depth > 1 and len(live) <= _MAX_ENTRIES:
+            for item in live:
+                yield from _contents_of(item, depth - 1)
+
+
+def _is_plain_object(value: Any) -> bool:
+    is_special = isinstance(value, (nn.Module, type, torch.Tensor)) or callable(value)
+    return not is_special and bool(getattr(value, "__dict__", None))
+
+
+def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
+    """The tensors that are part of a graph in ``value``: a tensor, collections of them, or an object's attributes."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.grad_fn is not None else []
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value[-_MAX_ENTRIES:] for tensor in tensors_requiring_grad(item)]
+    if isinstance(value, deque):
+        return [tensor for item in value for tensor in tensors_requiring_grad(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_requiring_grad(item)]
+    if _is_plain_object(value):
+        return [item for item in vars(value).values() if isinstance(item, torch.Tensor) and item.grad_fn is not None]
+    return []
