@@ -601,6 +601,32 @@ def used_on_one_rank(system: System) -> None:
     expect_gradients(model, reference)
 
 
+class Momentum(nn.Module):
+    """Momentum contrast: the frozen key encoder follows the other one inside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.key.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.query(x)
+        with torch.no_grad():
+            for key, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                key.lerp_(other, 0.3)
+            keys = self.key(x.flip(1))
+        return query * keys
+
+
+@case("forward moves the parameters of the group that comes next")
+def momentum(system: System) -> None:
+    model, reference = twins(Momentum())
+    for encoder in (model.query, model.key):
+        system.shard(encoder)
+    system.shard(model)
+    train_both(model, reference, steps=4)
+
+
 @case("rank 0 alone calls the model")
 def one_rank(system: System) -> None:
     os.environ["FSDP_COMPOSE_TIMEOUT"] = "3"  # seconds that fsdp_compose waits for absent ranks

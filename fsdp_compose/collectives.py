@@ -136,6 +136,7 @@ class Communicator:
         self._start_all_gather(handle)
 
     def _start_all_gather(self, handle: FlatParamHandle) -> None:
+        handle.note_gather()
         if self._all_gather_stream is None:
             if handle.cast_shard is not None:
                 handle.cast_shard.copy_(handle.shard)

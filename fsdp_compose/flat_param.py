@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.autograd.graph import increment_version
 
 from .accumulation import Accumulation
+from .edits import note_write_of_all_ranks, writes
 from .faces import (
     copy_attributes,
     dress,
@@ -92,11 +92,11 @@ class FlatParamHandle:
     __slots__ = (
         "__weakref__", "_face_locals", "_face_memory", "_index_of", "_mp_policy", "_no_grads", "_requires_grad",
         "accumulation", "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces", "fqns",
-        "gather_wires", "gradient", "group", "hooks", "is_kept", "is_meta", "is_pinned", "is_reduce_added",
-        "is_resident", "is_trainable", "is_unsharded", "is_used", "layout", "memory", "mesh", "none_used",
-        "outside_grads", "param_dtype", "prefix", "reduce_dtype", "reduce_input", "reduce_output", "reduce_plan",
-        "reduce_work", "runs", "segments", "shard", "storage", "summoned", "unsharded_base", "unsharded_params",
-        "unsharded_version",
+        "gather_wires", "gathered_segments", "gathered_version", "gathered_writes", "gradient", "group", "hooks",
+        "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable", "is_unsharded", "is_used",
+        "layout", "memory", "mesh", "none_used", "outside_grads", "param_dtype", "prefix", "reduce_dtype",
+        "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "segments", "shard", "storage",
+        "summoned", "unsharded_base", "unsharded_params", "unsharded_version",
     )  # fmt: skip
 
     def __init__(
@@ -176,6 +176,8 @@ class FlatParamHandle:
         self.segments: list[FlatSegment] = []
         self.summoned: Any = None  # while full parameters stand in the place of the faces
         self.all_gather_work: dist.Work | None = None
+        # When the last all-gather was issued: the versions of what it read, and the writes of all ranks.
+        self.gathered_version = self.gathered_segments = self.gathered_writes = 0
         self.accumulation: Accumulation | None = None  # of backwards without gradient sync
         self.outside_grads: dict[int, torch.Tensor] = {}  # by parameter; see outside_use
         num_params = len(self.fqns)
@@ -322,7 +324,8 @@ class FlatParamHandle:
             )
         self.gradient.detach_segments()
         shard = self._flatten_faces()
-        increment_version((shard,) * max(self.shard._version + 1 - shard._version, 0))  # one that no shard had before
+        # One that no shard had before.
+        note_write_of_all_ranks((shard,) * max(self.shard._version + 1 - shard._version, 1))
         for segment in self.segments:
             segment.rebind(shard)
         for face, unsharded in zip(self.faces, self.unsharded_params, strict=True):
@@ -466,6 +469,44 @@ class FlatParamHandle:
         if self.accumulation is None:
             self.is_used[:] = self.none_used
 
+    # ---- gathered copies and edits; see ``edits``
+
+    def note_gather(self) -> None:
+        """An all-gather of the shard as it is now is about to be issued."""
+        self.gathered_version = self.shard._version
+        self.gathered_writes = writes.count
+        if self.segments:
+            self.gathered_segments = self._segment_version()
+
+    def is_stale(self) -> bool:
+        """Whether the ranks have written to the sharded parameters since these were gathered. The same on all ranks.
+
+        Raises:
+            RuntimeError: this rank has, by itself.
+        """
+        if self.shard._version == self.gathered_version and not self.segments:
+            return False
+        if self.is_resident:
+            return False
+        if self.segments and self._segment_version() != self.gathered_segments:
+            return True
+        if self.shard._version == self.gathered_version:
+            return False
+        if self.gathered_writes != writes.count:
+            return True
+        names = ", ".join(self.prefix + fqn for fqn in self.fqns)
+        raise RuntimeError(
+            f"rank {self.mesh.shard_rank}: a sharded parameter was written to through its local memory (to_local(), or "
+            "a flat parameter made with local=True) after it had been gathered, which other ranks cannot know, so that "
+            f"what was gathered would be used with old values. It is one of {names}. Write to the sharded parameter "
+            "itself (under torch.no_grad()), outside forward, or before what computes with it is gathered: the group "
+            "that comes next is gathered ahead"
+        )
+
+    def _segment_version(self) -> int:
+        """Changes when a flat parameter that is a DTensor is written to, which does not count at the shard."""
+        return sum([segment.parameter._version for segment in self.segments if not segment.is_local])
+
     # ---- facts
 
     def unsharded_nbytes(self) -> int:
@@ -561,7 +602,7 @@ def note_write(face: nn.Parameter) -> None:
     """Let a backward whose forward came before know that ``face`` has got other elements, in memory of their own."""
     place = handle_of(face)
     if place is not None:
-        increment_version(place[0].shard)
+        note_write_of_all_ranks(place[0].shard)
 
 
 def mark_owner(parameter: nn.Parameter, group: str, fqn: str) -> None:

@@ -61,6 +61,18 @@ def unshard(root: RootContext, state: _FSDPState) -> None:
             root.communicator.unshard(handle)
 
 
+def unshard_for_use(root: RootContext, state: _FSDPState) -> None:
+    """As ``unshard``, for a forward that is about to compute: what was gathered ahead, or kept, before the ranks wrote
+    to the sharded parameters is gathered again."""
+    for handle in state._handles:
+        if not handle.is_unsharded:
+            root.trace.append(state.index << 1 | ALL_GATHER)
+            root.communicator.unshard(handle)
+        elif handle.is_stale():
+            root.trace.append(state.index << 1 | ALL_GATHER)
+            root.communicator.refresh(handle)
+
+
 def wait_for_unshard(root: RootContext, state: _FSDPState) -> None:
     for handle in state._handles:
         if handle.all_gather_work is not None:

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import torch
 import torch.nn as nn
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
 
+from .edits import note_write_of_all_ranks
 from .flat_grad import are_untouched
 from .flat_param import FlatParamHandle, face_owners, segment_owners
 from .state import _get_fsdp_states
@@ -210,7 +210,9 @@ def _before_step(optimizer: Optimizer) -> None:
 
 def _after_step(optimizer: Optimizer) -> None:
     """Fused and foreach kernels count no versions of DTensors, and nobody those of the other side."""
-    increment_version([tensor for handle in _handles_of(optimizer) for tensor in (handle.shard, *handle.faces)])
+    handles = _handles_of(optimizer)
+    if handles:
+        note_write_of_all_ranks([tensor for handle in handles for tensor in (handle.shard, *handle.faces)])
 
 
 def _refuse_unless_elementwise(optimizer: Optimizer) -> None:

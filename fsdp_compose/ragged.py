@@ -32,6 +32,7 @@ from ._torch import (
     make_dtensor,
     set_local_tensor,
 )
+from .edits import note_write_of_all_ranks
 from .placement import RaggedShard
 from .ragged_spec import RaggedSpec
 from .wire import wire
@@ -297,6 +298,9 @@ class RaggedDTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Asked for on every rank, also where there is nothing to load, when torch.distributed.checkpoint is about to
+        # write to the local memory.
+        note_write_of_all_ranks(self._local_tensor)
         return [chunk for chunk, _ in self._chunks()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

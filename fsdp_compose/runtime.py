@@ -43,6 +43,7 @@ from .iteration import (
     refuse_unseen_backward,
     reshard,
     unshard,
+    unshard_for_use,
     wait_for_unshard,
 )
 from .kept_tensors import tensors_requiring_grad
@@ -211,13 +212,16 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if root is None or not root.depth or not state.index:
             root = enter(state, module)
         root.depth += 1
-        unshard(root, state)
+        unshard_for_use(root, state)
         _prefetch_forward(root, state)
         if len(state.modules) > 1 and not state.pending_modules:
             state.pending_modules = {id(ref()) for ref in state.modules}
     else:
         root = _enter_recompute(state, module)
-        unshard(root, state)
+        if state.active_uses:
+            unshard(root, state)  # its backward computes with what was gathered
+        else:
+            unshard_for_use(root, state)
     wait_for_unshard(root, state)
     use = _Use(state, root.record) if _is_grad_enabled() else None
     state.entries.append((sys.exc_info()[1], use, is_recomputed))

@@ -17,6 +17,7 @@ import torch.nn as nn
 
 from .accumulation import UnreducedGradient
 from .direct import all_gather, gather
+from .edits import note_write_of_all_ranks
 from .faces import dress, face_local, make_gradient
 from .flat_param import FlatParamHandle, handle_of
 from .iteration import enter_alone
@@ -176,6 +177,7 @@ def summon_full_params(
         for item, values in present:
             _refuse_changed_shard(item)
             item.write_back(values, with_grads)
+            note_write_of_all_ranks(item.handle.shard)
             item.version = item.handle.shard._version
 
 

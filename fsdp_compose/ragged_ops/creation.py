@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import DTensorSpec, TensorMeta, make_dtensor
+from ..edits import note_write_of_all_ranks
 from ..ragged import RaggedDTensor, cut_whole
 from ..ragged_spec import RaggedSpec
 from .gathering import first_ragged, gather_all
@@ -64,7 +64,7 @@ def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     run = cut_whole(drawn, spec)
     if is_in_place:
         local.copy_(run)
-        increment_version(local)
+        note_write_of_all_ranks(local)
         return tensor
     return wrap_run(run, spec)
 
@@ -96,5 +96,5 @@ def make_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
     whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
     func(*args, **{**kwargs, "out": whole})
     target._local_tensor.copy_(cut_whole(whole, target._spec))
-    increment_version(target._local_tensor)
+    note_write_of_all_ranks(target._local_tensor)
     return target

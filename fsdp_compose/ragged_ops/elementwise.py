@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from ..edits import note_write_of_all_ranks
 from ..ragged import RaggedDTensor, cut_whole
 from .gathering import gather_all, write_elsewhere
 from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, wrap_run
@@ -52,7 +52,7 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return gather_all(func, args, kwargs)
     result = func(*local_args, **local_kwargs)
     if targets:
-        increment_version(model._local_tensor)  # inside a dispatch nobody else does
+        note_write_of_all_ranks(model._local_tensor)  # inside a dispatch nobody else does
         return model
     if isinstance(result, torch.Tensor):
         return wrap_run(result, spec)
@@ -114,7 +114,7 @@ def _pointwise_scalar(func: Any, args: Args, kwargs: Kwargs, model: RaggedDTenso
             raise RuntimeError(f"{func}: the result is not 0-dim, as the sharded tensor it is written to is") from None
         return gather_all(func, args, kwargs)
     if is_written:
-        increment_version(model._local_tensor)
+        note_write_of_all_ranks(model._local_tensor)
         return model
     if isinstance(result, torch.Tensor):
         return from_scalar(result, model._spec)

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor_spec, local_tensor, make_dtensor
+from ..edits import note_write_of_all_ranks
 from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, averaged, cut_whole, describe_owner, inference_mode_of
 from .schema import map_tensors, writes_through, written
 
@@ -111,7 +111,7 @@ class GatheredView(DTensor):
             func(*map_tensors(DTensor, _whole_of, args), **map_tensors(DTensor, _whole_of, kwargs))
             for target in targets:
                 target._source._local_tensor.copy_(cut_whole(target._whole, target._source._spec))
-                increment_version(target._source._local_tensor)
+                note_write_of_all_ranks(target._source._local_tensor)
                 target.note_version()
             return targets[0]
         _refuse_plain_tensors(func, (*args, *kwargs.values()))

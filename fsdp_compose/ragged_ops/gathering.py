@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import current_graph_task_id
+from ..edits import note_write_of_all_ranks
 from ..ragged import RaggedDTensor, cut_whole, describe_owner, gathered
 from .operands import replicated
 from .schema import Args, Kwargs, map_tensors, writes_by_index, written
@@ -69,7 +69,7 @@ def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
     for item in targets:
         assert isinstance(item, RaggedDTensor)
         item._local_tensor.copy_(cut_whole(wholes[id(item)], item._spec))
-        increment_version(item._local_tensor)
+        note_write_of_all_ranks(item._local_tensor)
     back = {id(wholes[id(item)]): item for item in targets}
     spec = first_ragged(targets)._spec
     return map_tensors(

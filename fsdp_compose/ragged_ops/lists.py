@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from .._torch import local_tensor
+from ..edits import note_write_of_all_ranks
 from ..ragged import RaggedDTensor
 from ..ragged_spec import RaggedSpec
 from .gathering import gathered_with_warning
@@ -109,7 +110,7 @@ def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDT
     }
     result = func(*local_args, **local_kwargs)
     if written_locals:
-        increment_version(written_locals)
+        note_write_of_all_ranks(written_locals)
         increment_version(leaders)  # autograd looks at these; and nobody saves the state of an optimizer for backward
     if result is None or func._schema.name.endswith("_"):
         return None
