@@ -9,6 +9,7 @@ from .clip import clip_grad_norm_
 from .controls import (
     UnshardHandle,
     functional_mode,
+    keep_unsharded,
     no_sync,
     reshard,
     set_functional_mode,
@@ -39,6 +40,7 @@ __all__ = [
     "flat_parameters",
     "fully_shard",
     "functional_mode",
+    "keep_unsharded",
     "no_sync",
     "register_forward_method",
     "reshard",

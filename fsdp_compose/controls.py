@@ -68,6 +68,45 @@ def reshard(module: nn.Module) -> None:
         _reshard(state.root, state)
 
 
+@contextmanager
+def keep_unsharded(module: nn.Module) -> Iterator[None]:
+    """Within this context forwards without grad mode leave the parameters of all groups below ``module`` gathered, for
+    the next forward: generation, where one forward a token would gather the whole model each time::
+
+        with torch.no_grad(), keep_unsharded(model):
+            for _ in range(num_tokens):
+                ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
+
+    Every rank then holds the whole model in its compute dtype, from the first forward to the end of the context, or to
+    ``reshard(module)``, or to the end of a backward. At the end of the context it is freed. Forwards under grad mode
+    keep what ``reshard_after_forward`` says.
+
+    Edits inside the context are followed: what the ranks write to the sharded parameters (operations on them, on views
+    and ``.data`` of them, on flat parameters, steps of ``torch.optim`` optimizers, ``load_state_dict``, loading by
+    ``torch.distributed.checkpoint``, ``summon_full_params``, ``module.to()``) shows in the next forward. A write to a
+    rank's local memory (``to_local()``) raises at the next forward of that rank. A write that torch does not count
+    (``.data`` of what ``to_local()`` returned, NumPy, a kernel that is given an address) cannot be noticed: call
+    ``reshard()`` after it, on the groups in question, on all ranks.
+
+    Ranks: all ranks of the mesh must enter and leave it at the same place of their programs. Local: no communication.
+
+    Args:
+        module: root of the tree to keep.
+    """
+    states = [
+        state for state in _states(module, recurse=True) if not state.keeps_unsharded
+    ]  # else: of an outer context
+    for state in states:
+        state.keeps_unsharded = True
+    try:
+        yield
+    finally:
+        for state in states:
+            state.keeps_unsharded = False
+            if state.root is not None and not state.entries and not state.active_uses:
+                _reshard(state.root, state)
+
+
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Whether the backwards to come reduce gradients, or accumulate them unsharded, without communication.
 
@@ -130,7 +169,11 @@ def functional_mode(module: nn.Module) -> Iterator[None]:
 
 
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, *, recurse: bool = True) -> None:
-    """Set ``reshard_after_forward`` (see ``fully_shard``) from the next forward on, the same on all ranks."""
+    """Set ``reshard_after_forward`` (see ``fully_shard``) from the next forward on, the same on all ranks.
+
+    It is about the time between a forward and its backward. After a forward without grad mode parameters are freed all
+    the same, for an edit before the next one may leave no trace: see ``keep_unsharded``.
+    """
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"set_reshard_after_forward(): expected True or False, got {reshard_after_forward!r}")
     for state in _states(module, recurse):

@@ -499,8 +499,8 @@ class FlatParamHandle:
             f"rank {self.mesh.shard_rank}: a sharded parameter was written to through its local memory (to_local(), or "
             "a flat parameter made with local=True) after it had been gathered, which other ranks cannot know, so that "
             f"what was gathered would be used with old values. It is one of {names}. Write to the sharded parameter "
-            "itself (under torch.no_grad()), outside forward, or before what computes with it is gathered: the group "
-            "that comes next is gathered ahead"
+            "itself, under torch.no_grad(); or outside forward, where no keep_unsharded() keeps what was gathered (the "
+            "group that comes next in a forward is gathered ahead)"
         )
 
     def _segment_version(self) -> int:

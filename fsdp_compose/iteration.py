@@ -27,8 +27,9 @@ from .meeting import first_difference, meet
 from .meta_buffers import refuse_unwritten_buffers
 from .rebind import rebind_live_optimizers
 from .records import RecordingCommunicator, is_on, last_of_every_rank
+from .roots import contexts_of, roots_together
 from .shared_memory import refuse_shared_memory, regions_of
-from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
+from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run
 from .ties import Move, carry_out, find_moves
 from .watch import Watch
 
@@ -111,7 +112,8 @@ def reduce(root: RootContext, state: _FSDPState) -> None:
 
 
 def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
-    """Make ``state``, whose module begins a forward outside every other, the root of the groups below it.
+    """Make ``state``, whose module begins a forward outside every other, the root of the groups below it; together with
+    the roots that share groups with it, if there are some.
 
     All ranks of the mesh call this together; they compare what they have.
 
@@ -119,16 +121,27 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
         ValueError: a trainable parameter below the root belongs to nobody, or parameters are on the meta device.
         RuntimeError: on every rank, the ranks have different models; or a rank did not come.
     """
-    found = states_to_run(module)
-    states = [item for item, _ in found]
+    roots = roots_together(module)
+    names: dict[_FSDPState, str] = {}
+    for part in roots:
+        for item, name in part.groups:
+            names.setdefault(item, name)
+    found, states, owners = list(names.items()), list(names), [part.state for part in roots]
+    earlier = contexts_of(states)
+    for context in earlier:
+        _make_joinable(context, module)
     for item in states:
         if not item.is_complete:
             prepare_swap(item)
-    moves = find_moves(module, states)
+    moves: list[Move] = []
+    for part in roots:
+        known = {face for move in moves for face in move.faces}
+        moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.faces)]
     rebind_live_optimizers()
-    _check_everything_is_managed(module, states)
-    refuse_unwritten_buffers(modules_to_run(module))
-    _refuse_shared_memory(module, found)
+    for part in roots:
+        _check_everything_is_managed(part.module, part.states)
+        refuse_unwritten_buffers(modules_to_run(part.module))
+        _refuse_shared_memory(part.module, part.groups)
     mesh = state.mesh
     for item, name in found:
         if item.mesh.shard_group is not mesh.shard_group:
@@ -139,7 +152,8 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     for index, (item, name) in enumerate(found):
         item.fqn, item.index = name, index
         item.set_prefix(f"{name}." if name else "")
-        item.reshard_after_forward = item is not state if item.reshard_option is None else item.reshard_option
+        item.is_outermost = item in owners
+        item.reshard_after_forward = not item.is_outermost if item.reshard_option is None else item.reshard_option
     if mesh.has_peers:
         _meet_first_forward(state, states, moves)
     carry_out(moves)
@@ -155,13 +169,33 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     for handle in handles:
         handle.write_used_to(exchange.used[start : (start := start + len(handle.fqns))])
     communicator = RecordingCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
-    root = RootContext(states, communicator, exchange, _generation)
+    root = RootContext(states, communicator, exchange, _generation, [part.states for part in roots])
+    root.num_forwards = max((context.num_forwards for context in earlier), default=0)
     _take_over(root, states)  # what was changed since fully_shard()
     for item in states:
         item.root = root
         item.swap.note_children()
+        outstanding = item.outstanding
         item.reset()
+        if len(roots) > 1:
+            item.outstanding = outstanding  # of another root's forward, whose backward is to come
+    if len(roots) > 1:
+        root.trace += [order_hash(context.trace, 0) for context in earlier if context.trace]
     return root
+
+
+def _make_joinable(context: RootContext, module: nn.Module) -> None:
+    """The groups of a root are about to be those of another one, or of several together: between iterations only."""
+    is_in_backward = context.is_in_backward and current_graph_task_id() != -1
+    if is_in_backward or (context.depth and _is_running(context.caller)):
+        where = "backward" if is_in_backward else "forward"
+        raise RuntimeError(
+            f"the first forward of the fully_shard'ed {type(module).__name__} runs inside the {where} of another "
+            "fully_shard'ed module, which is not around it and shares groups with it: run one forward of it before, "
+            "outside"
+        )
+    if context.is_dead:
+        heal(context)
 
 
 def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) -> None:
@@ -232,15 +266,15 @@ def enter(state: _FSDPState, module: nn.Module) -> RootContext:
     root = state.root
     if root is None:
         root = initialise(state, module)
-        _begin_forward(root)
-    elif root.depth == 0 or (state.index == 0 and not _is_running(root.caller)):
+        _begin_forward(root, state)
+    elif root.depth == 0 or (state.is_outermost and not _is_running(root.caller)):
         if root.is_dead:
             heal(root)
         if root.watch is None or root.generation != _generation:
             root = initialise(state, module)  # the module that was the root is gone, or a group was added somewhere
         elif not root.watch.is_quiet():
             root = _follow_user(root, state, module)
-        _begin_forward(root)
+        _begin_forward(root, state)
     return root
 
 
@@ -289,10 +323,18 @@ def _take_over(root: RootContext, states: list[_FSDPState]) -> None:
         if any(handle.faces_moved() for handle in item._handles):
             _reflatten(root, item)
     _refuse_meta(states)
-    states[0].watch = Watch(states)
+    watch_again(root)
 
 
-def _begin_forward(root: RootContext) -> None:
+def watch_again(root: RootContext) -> None:
+    """Take a new picture of what the user may change."""
+    for part in root.parts:
+        owner = part[0]()
+        if owner is not None:
+            owner.watch = Watch([state for ref in part if (state := ref()) is not None])
+
+
+def _begin_forward(root: RootContext, outermost: _FSDPState) -> None:
     """Free gradients that were dropped, gather again what stayed unsharded, and start a new record."""
     may_release = not root.watch.has_grads()  # one look for all
     for state in root.live_states():
@@ -308,6 +350,8 @@ def _begin_forward(root: RootContext) -> None:
             if handle.accumulation is not None:
                 handle.accumulation.show()
             if handle.is_unsharded and not handle.is_resident:
+                if state.keeps_unsharded and handle.is_kept and not handle.is_stale():
+                    continue
                 # Its shard may have been edited, in ways that leave no trace or on some ranks only.
                 root.trace.append(state.index << 1 | ALL_GATHER)
                 root.communicator.refresh(handle)
@@ -316,8 +360,10 @@ def _begin_forward(root: RootContext) -> None:
     root.forward_task = current_graph_task_id()
     root.num_forwards += 1
     if root.record.begun:
-        root.previous = root.record
-    root.record = ForwardRecord(root.num_forwards, root.states)
+        root.previous = root.records[root.record.outermost] = root.record
+    if root.previous.outermost != outermost.index:
+        root.previous = root.records.get(outermost.index, root.previous)
+    root.record = ForwardRecord(root.num_forwards, root.states, outermost.index)
     if len(root.trace) > _MAX_TRACE:
         _fold_trace(root)
 
@@ -335,7 +381,7 @@ def check_after_forward(root: RootContext) -> None:
                 state.check_after_forward()
         finally:
             if watch is not None:
-                states[0].watch = Watch(states)
+                watch_again(root)
     if watch is not None and watch.has_unsharded_grads():
         publish_from_inside(root)
 

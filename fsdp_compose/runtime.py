@@ -209,7 +209,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return _pre_forward_functional(state, module, args, kwargs, is_recomputed)
     if not is_recomputed:
         root = state.root
-        if root is None or not root.depth or not state.index:
+        if root is None or not root.depth or state.is_outermost:
             root = enter(state, module)
         root.depth += 1
         unshard_for_use(root, state)
@@ -285,7 +285,7 @@ def _pre_forward_functional(
     root = state.root
     if is_recomputed:
         root = _enter_recompute(state, module)
-    elif root is None or not root.depth or not state.index:
+    elif root is None or not root.depth or state.is_outermost:
         root = enter(state, module)
     assert root is not None
     refuse_accumulated(state)
@@ -313,7 +313,8 @@ def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
 def _leave(root: RootContext, state: _FSDPState, module: nn.Module, is_hooked: bool) -> None:
     state.pending_modules.discard(id(module))
     if not state.entries:
-        if state.pending_modules or not state.reshard_after_forward:
+        is_kept = state.keeps_unsharded and not _is_grad_enabled()
+        if is_kept or state.pending_modules or not state.reshard_after_forward:
             for handle in state._handles:
                 handle.is_kept = handle.is_unsharded and not handle.is_resident
         else:
@@ -323,14 +324,14 @@ def _leave(root: RootContext, state: _FSDPState, module: nn.Module, is_hooked: b
 
 
 def _end_forward(root: RootContext, is_hooked: bool) -> None:
-    """The outermost forward ends: free prefetches that nobody used, and, when no backward will come, everything."""
+    """The outermost forward ends: free prefetches that nobody used, and, when no backward will come, everything but
+    what ``keep_unsharded`` keeps."""
     root.has_failed = False
     root.caller = None
     for state in root.live_states():
         for handle in state._handles:
-            if handle.is_unsharded and not (
-                handle.is_kept and is_hooked and not (state.pending_modules and state.reshard_after_forward)
-            ):
+            is_needed = is_hooked and not (state.pending_modules and state.reshard_after_forward)
+            if handle.is_unsharded and not (handle.is_kept and (is_needed or state.keeps_unsharded)):
                 root.communicator.reshard(handle)
         if state.pending_modules:
             state.pending_modules.clear()
@@ -390,7 +391,7 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
     """Hook every output that requires grad; whether backward may reach this use."""
     # Where no gradient can flow there is nothing to find, which shall not end the search.
     is_tensor = isinstance(output, _Tensor)
-    may_keep = use.has_alias or state.is_trainable or not is_tensor or output.requires_grad or not state.index
+    may_keep = use.has_alias or state.is_trainable or not is_tensor or output.requires_grad or state.is_outermost
     kept = state.swap.kept_tensors() if may_keep else []
     if use.containers is not None:
         kept += use.tensors_put_into_inputs()

@@ -54,9 +54,11 @@ class _FSDPState(ComposableState):
         requires_gradient_sync: whether backward reduces (``no_sync`` says no).
         is_functional: whether forwards gather in a way that autograd can differentiate twice; ``was_functional``:
             whether the last one did.
+        keeps_unsharded: whether forwards without grad mode leave the group gathered (``keep_unsharded``).
         regions: where the parameters' memory was, until the first forward.
         root: what the groups below one root share; ``None`` before the first forward.
         index: position of the state in the root's order.
+        is_outermost: the state's module begins iterations: a root.
         phase: where the group stands in backward.
         entries: for each forward of the group's modules that was entered and not left, the exception that was being
             handled when it was entered, its use, and whether it is a recomputation.
@@ -66,9 +68,10 @@ class _FSDPState(ComposableState):
 
     __slots__ = (
         "_handles", "active_uses", "entries", "fqn", "granularity", "has_leaf_hooks", "has_unsynced", "ignored",
-        "index", "is_functional", "is_iterated", "is_reduced", "is_unhooked", "last_use", "mesh", "modules",
-        "mp_policy", "outstanding", "pending_modules", "phase", "ran_backward", "regions", "requires_gradient_sync",
-        "reshard_after_forward", "reshard_option", "root", "swap", "unhooked_versions", "was_functional", "watch",
+        "index", "is_functional", "is_iterated", "is_outermost", "is_reduced", "is_unhooked", "keeps_unsharded",
+        "last_use", "mesh", "modules", "mp_policy", "outstanding", "pending_modules", "phase", "ran_backward",
+        "regions", "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root", "swap",
+        "unhooked_versions", "was_functional", "watch",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -80,6 +83,7 @@ class _FSDPState(ComposableState):
         self.reshard_after_forward = True
         self.requires_gradient_sync = True
         self.is_functional = self.was_functional = False
+        self.keeps_unsharded = False
         self.granularity: Granularity | None = None
         self.regions: list[Region] = []
         self._handles: list[FlatParamHandle] = []
@@ -88,6 +92,7 @@ class _FSDPState(ComposableState):
         self.root: RootContext | None = None
         self.watch: Any = None  # of the whole root, on the root's own state
         self.index = -1
+        self.is_outermost = False
         # A forward returned something that cannot be hooked: stays unsharded, is reduced at the end of any backward.
         self.is_unhooked = False
         self.unhooked_versions: list[int] | None = None  # of the shards, at that forward
@@ -119,7 +124,7 @@ class _FSDPState(ComposableState):
     @property
     def is_root(self) -> bool:
         """Whether this state's module is the one whose forward begins the iteration."""
-        return self.root is not None and self.index == 0
+        return self.root is not None and self.is_outermost
 
     @property
     def is_trainable(self) -> bool:
@@ -231,15 +236,36 @@ class ForwardRecord:
         states: the root's, by the index that the other attributes hold. A root may be another one in backward.
         begun: in the order in which their forwards began: drives forward prefetch in the next forward.
         hooked: in the order in which their forwards ended, those that backward will reach: drives backward prefetch.
+        outermost: the group of the module that was called.
     """
 
-    __slots__ = ("begun", "hooked", "number", "states")
+    __slots__ = ("begun", "hooked", "number", "outermost", "states")
 
-    def __init__(self, number: int, states: list[weakref.ref[_FSDPState]]) -> None:
+    def __init__(self, number: int, states: list[weakref.ref[_FSDPState]], outermost: int = 0) -> None:
         self.number = number
+        self.outermost = outermost
         self.states = states
         self.begun: list[int] = []
         self.hooked: list[int] = []
+
+
+class _Watches:
+    """Those of several roots, as one."""
+
+    def __init__(self, watches: list[Any]) -> None:
+        self._watches = watches
+
+    def is_quiet(self) -> bool:
+        return all([watch.is_quiet() for watch in self._watches])
+
+    def has_unsharded_grads(self) -> bool:
+        return any([watch.has_unsharded_grads() for watch in self._watches])
+
+    def has_grads(self) -> bool:
+        return any([watch.has_grads() for watch in self._watches])
+
+    def was_forward_quiet(self) -> bool:
+        return all([watch.was_forward_quiet() for watch in self._watches])
 
 
 class RootContext:
@@ -249,12 +275,13 @@ class RootContext:
 
     Attributes:
         states: every group of the root, by index; the root's own is first.
+        parts: the same, by root: several roots that share groups have one context (see ``roots``).
         communicator: streams and reduce buffers.
         exchange: the control exchange.
         generation: of the module tree, when ``states`` was collected.
         depth: forwards entered and not left.
-        record: what the present (or last) top-level forward has run; ``previous`` the one before, which drives
-            prefetch.
+        record: what the present (or last) top-level forward has run; ``previous`` the last one of the same module,
+            which drives prefetch; ``records`` those of all modules, by the index of their group.
         num_forwards: top-level forwards so far.
         backward_number: of the present (or last) backward; 0 before the first.
         caller: the frame that has called the outermost module, while its forward runs.
@@ -273,7 +300,8 @@ class RootContext:
     __slots__ = (
         "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
         "forward_task", "generation", "has_added", "has_failed", "has_failed_backward", "has_outside_grads",
-        "is_in_backward", "num_collectives", "num_forwards", "previous", "recomputed", "record", "states", "trace",
+        "is_in_backward", "num_collectives", "num_forwards", "parts", "previous", "recomputed", "record", "records",
+        "states", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -282,14 +310,17 @@ class RootContext:
         communicator: Communicator,
         exchange: ControlExchange,
         generation: int,
+        parts: list[list[_FSDPState]],
     ) -> None:
         self.states = [weakref.ref(state) for state in states]
+        self.parts = [[weakref.ref(state) for state in part] for part in parts]
         self.communicator = communicator
         self.exchange = exchange
         self.generation = generation
         self.num_forwards = 0
         self.backward_number = 0
         self.previous = ForwardRecord(0, self.states)
+        self.records: dict[int, ForwardRecord] = {}
         self.caller: FrameType | None = None
         self.trace: list[int] = []
         self.num_collectives = 0
@@ -317,8 +348,11 @@ class RootContext:
     def watch(self) -> Any:
         """What the user may change between iterations, a ``Watch``; ``None`` when the root module is gone. The root's
         own state keeps it: it refers to modules, which refer to their states, which refer to this context."""
-        owner = self.states[0]()
-        return None if owner is None else owner.watch
+        if len(self.parts) == 1:
+            owner = self.states[0]()
+            return None if owner is None else owner.watch
+        watches = [owner.watch for part in self.parts if (owner := part[0]()) is not None]
+        return _Watches(watches) if watches else None
 
     @property
     def is_dead(self) -> bool:

@@ -66,6 +66,15 @@ def test_throughput_trains_the_same_numbers_on_every_system(tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_generation_gives_the_same_logits_on_every_system(tmp_path):
+    (report,) = run("generation.py", tmp_path).values()
+    assert {(row["system"], row["setting"]) for row in report["rows"]} == {
+        ("plain", "default"), (FSDP2, "default"), (FSDP2, "kept"), (OURS, "default"), (OURS, "kept")
+    }  # fmt: skip
+    assert all(row["is_equal"] and row["forward_ms"] > 0 for row in report["rows"])
+
+
+@pytest.mark.timeout(300)
 def test_memory_peaks_are_below_those_of_fsdp2(tmp_path):
     (report,) = run("memory.py", tmp_path).values()
     for precision in ("fp32", "bf16/fp32"):
