@@ -627,6 +627,37 @@ def momentum(system: System) -> None:
     train_both(model, reference, steps=4)
 
 
+class Shares(nn.Module):
+    """Two models around one encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = nn.Linear(DIM, DIM)
+        self.actor, self.critic = nn.Sequential(encoder, nn.Linear(DIM, 3)), nn.Sequential(encoder, nn.Linear(DIM, 1))
+
+
+@case("two sharded models share an encoder, one backward through both")
+def shared_encoder(system: System) -> None:
+    model, reference = twins(Shares())
+    for module in (model.actor[0], model.actor, model.critic):
+        system.shard(module)
+    train_both(model, reference, loss=lambda m, x: loss_of(m.actor, x) + loss_of(m.critic, x))
+
+
+@case("parameters are edited between two forwards of an evaluation that keeps them gathered")
+def edited_while_kept(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    if system.name == "FSDP2":
+        model.set_reshard_after_forward(False)
+    with torch.no_grad(), contextlib.nullcontext() if system.name == "FSDP2" else fsdp_compose.keep_unsharded(model):
+        for _ in range(2):
+            expect(torch.allclose(model(batch()), reference(batch()), atol=1e-5), "old values")
+            for both in (model, reference):
+                for param in both.parameters():
+                    param.mul_(0.5)
+
+
 @case("rank 0 alone calls the model")
 def one_rank(system: System) -> None:
     os.environ["FSDP_COMPOSE_TIMEOUT"] = "3"  # seconds that fsdp_compose waits for absent ranks
