@@ -38,7 +38,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass
 
 __all__ = [
     "ComposableState",
@@ -177,7 +177,7 @@ def intercept_backward_inputs(run: Callable[[Callable[..., Any], tuple[Any, ...]
 
 def is_wrapper(tensor: object) -> bool:
     """Whether a tensor has no memory of its own, but tensors inside that have."""
-    return is_traceable_wrapper_subclass(tensor)
+    return _is_traceable_wrapper_subclass(tensor)
 
 
 def is_part_of_multi_grad_hook(hook: Callable[[Any], Any]) -> bool:

@@ -920,8 +920,8 @@ def cut_otherwise(weight: RaggedDTensor) -> RaggedDTensor:
 
 REFUSED_DATA: dict[str, tuple[Callable[[RaggedDTensor], torch.Tensor], str]] = {
     "another shape": (lambda weight: torch.zeros(3), r"\(7, 5\).*\(3,\) tensor"),
-    "the local shape": (lambda weight: torch.zeros_like(weight.to_local()), r"\(7, 5\).*\(\d, 5\) tensor"),
-    "the full shape": (lambda weight: torch.zeros(7, DIM), r"\(7, 5\).*\(7, 5\) tensor"),
+    "some rows": (lambda weight: torch.zeros(4, DIM), r"\(7, 5\).*\(4, 5\) tensor"),
+    "the full shape in another dtype": (lambda weight: torch.zeros(7, DIM).double(), "float32.*float64.*module.to"),
     "another cut": (cut_otherwise, r"\(7, 5\).*\(7, 5\) tensor.*35, 0"),
     "another dtype": (lambda weight: weight.detach().double(), "float32.*float64.*module.to"),
     "another device": (lambda weight: weight.detach().to("meta"), "cpu.*meta.*module.to"),

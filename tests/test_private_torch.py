@@ -23,6 +23,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose
@@ -933,7 +934,7 @@ def test_IncompatibleKeys():
     assert result == _torch.IncompatibleKeys(["weight", "bias"], ["zzz"])
 
 
-def test_backward_and_grad_go_through_one_function_with_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intercept_backward_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, bool]] = []
 
     def run(original: Any, inputs: tuple[Any, ...], allow_unused: bool, accumulates: bool) -> Any:
@@ -950,13 +951,18 @@ def test_backward_and_grad_go_through_one_function_with_inputs(monkeypatch: pyte
     torch.testing.assert_close(leaf.grad, torch.full((2,), 2.0))
 
 
-def test_hooks_of_register_multi_grad_hook_are_recognised() -> None:
+def test_is_part_of_multi_grad_hook() -> None:
     leaf = torch.ones(2, requires_grad=True)
     leaf.register_hook(lambda grad: grad)
     torch.autograd.graph.register_multi_grad_hook([leaf], lambda _: None, mode="any")
     assert not any(map(_torch.is_part_of_multi_grad_hook, _torch.gradient_hooks(leaf)))
     torch.autograd.graph.register_multi_grad_hook([leaf], lambda _: None)
     assert _torch.is_part_of_multi_grad_hook(_torch.gradient_hooks(leaf)[-1])
+
+
+def test_is_wrapper() -> None:
+    assert _torch.is_wrapper(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert not _torch.is_wrapper(nn.Parameter(torch.ones(2)))
 
 
 def test_the_class_of_a_parameter_can_be_changed() -> None:
@@ -970,7 +976,6 @@ def test_the_class_of_a_parameter_can_be_changed() -> None:
     param: Any = nn.Parameter(torch.ones(2))
     param.__class__ = Other
     assert param.grad == param.shape == param.add(1) == torch.add(param, 1) == "intercepted"
-    assert not _torch.is_wrapper(param)
 
 
 # ---- checkpoints and placements

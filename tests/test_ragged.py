@@ -646,12 +646,27 @@ def test_mixing_with_plain_tensors_raises_and_says_what_to_do():
     x = distribute_ragged(torch.rand(SHAPE), mesh, [RaggedShard((7, 3, 0))])
     with pytest.raises(RuntimeError, match="distribute_ragged"):
         x.add_(torch.rand(SHAPE))
-    with pytest.raises(RuntimeError, match="distribute_ragged"):
-        x.copy_(torch.rand(SHAPE))
     with pytest.raises(RuntimeError, match="full_tensor"):
         torch.zeros(SHAPE).copy_(x)
+    before = x.full_tensor()
+    with pytest.raises(RuntimeError, match="whole values"):
+        x.copy_(torch.rand(2, *SHAPE))
     with pytest.raises(TypeError, match=r"\.data"):
-        x.data = torch.rand(SHAPE)
+        x.data = torch.rand(2, *SHAPE)
+    assert torch.equal(x.full_tensor(), before)
+
+
+@distributed(world_size=3)
+def test_plain_tensors_of_the_whole_values_can_be_copied_and_assigned():
+    mesh = build_mesh("rows")
+    x = distribute_ragged(torch.rand(SHAPE), mesh, [RaggedShard((7, 3, 0))])
+    torch.manual_seed(0)
+    for whole in (torch.rand(SHAPE), torch.rand(SHAPE[-1])):
+        x.copy_(whole)
+        assert torch.equal(x.full_tensor(), whole.expand(SHAPE))
+    whole = torch.rand(SHAPE)
+    x.data = whole
+    assert torch.equal(x.full_tensor(), whole)
 
 
 @distributed(world_size=3, timeout=60)
