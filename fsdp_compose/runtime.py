@@ -94,7 +94,8 @@ class _Use:
         come before its gradient is accumulated.
         """
         self.has_alias = True
-        alias = tensor[...]  # cheaper than view_as(), forward and backward
+        # tensor[...] is cheaper than a view, forward and backward; jagged tensors have views alone.
+        alias = tensor.view(tensor.shape) if tensor.is_nested else tensor[...]
         hook_gradient(alias, self.post_backward)
         return alias
 
