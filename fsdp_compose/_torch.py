@@ -398,13 +398,12 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return _distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
 
 
-def make_gloo_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """A gloo group over the ranks of ``group``, which alone make it, under a name that is new and theirs.
+def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.ProcessGroup:
+    """A gloo group over the ranks of ``group``, which alone make it, and meet in ``store``: one that is new and theirs.
 
     ``dist.new_group(use_local_synchronization=True)`` makes the name from the number of groups that a rank is in
     (torch 2.13): ranks in different numbers of groups wait for each other for ever.
     """
-    store = dist.PrefixStore(f"fsdp_compose/{group.group_name}/{name}", default_store())
     backend = _c10d.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
     made = dist.ProcessGroup(store, group.rank(), group.size())
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

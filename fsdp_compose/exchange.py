@@ -16,27 +16,26 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import Counter
 
 import torch
 import torch.distributed as dist
 
 from ._torch import AllreduceOptions, make_gloo_group
+from .meeting import own_store
 
 EXCHANGE_ENV = "FSDP_COMPOSE_EXCHANGE"
 FIRST_BACKWARDS = 10
 _HASH_BYTES = 8
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-_num_made: Counter[str] = Counter()  # for groups of one name, which may be destroyed and made again
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The gloo group over the ranks of ``group`` that carries the exchanges; made once, by all ranks of ``group``."""
     control = _control_groups.get(group)
     if control is None:
-        _num_made[group.group_name] += 1
-        control = make_gloo_group(group, f"control/{_num_made[group.group_name]}")
+        store = dist.PrefixStore("control", own_store(group, "making the control group"))
+        control = make_gloo_group(group, store)
         _control_groups[group] = control
     return control
 

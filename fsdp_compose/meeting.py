@@ -9,20 +9,24 @@ Cost: every rank writes two keys and reads two; the first rank reads one small k
 from __future__ import annotations
 
 import os
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from ._torch import default_store, group_timeout
+from ._torch import group_timeout
+from .namespace import agree_on_namespace, wait_for
 from .records import last_of_every_rank
 
 TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
 _GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
 
-# The number of the next round for each process group and purpose, as far as this rank knows: part of the keys.
-_next_round: dict[tuple[str, str], int] = {}
+# The number of the next round for each purpose, as far as this rank knows: part of the keys.
+_next_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def meet(
@@ -51,15 +55,16 @@ def meet(
         RuntimeError: on every rank that came: some rank did not within the time (``FSDP_COMPOSE_TIMEOUT`` seconds, by
             default the timeout of the process group), naming the call and the absent ranks; or what ``explain`` said.
     """
-    rank, name = group.rank(), str(group.group_name)
-    number = _next_round.get((name, purpose), 0)
-    store = dist.PrefixStore(f"fsdp_compose/{name}/{purpose}", default_store())
-    timeout = _timeout(group)
+    rank, timeout = group.rank(), _timeout(group)
+    first_is_absent = partial(_absence, [0], group, purpose + where, timeout)
+    store = dist.PrefixStore(f"meetings/{purpose}", own_store(group, purpose + where, timeout))
+    rounds = _next_rounds.setdefault(group, Counter())
+    number = rounds[purpose]
     if rank != 0:
         while store.check([f"verdict/{number}"]):
             number += 1
-        _wait(store, [f"open/{number}"], timeout, lambda: _absence([0], group, purpose + where, timeout))
-    _next_round[name, purpose] = number + 1
+        _wait(store, [f"open/{number}"], timeout, first_is_absent)
+    rounds[purpose] = number + 1
     if explain is not None:
         store.set(f"details/{number}/{rank}", details)
     store.set(f"payload/{number}/{rank}", payload)
@@ -68,12 +73,7 @@ def meet(
         verdict = _preside(store, number, group, timeout, purpose + where, judge, explain)
         store.set(f"verdict/{number}", verdict)
     else:
-        _wait(
-            store,
-            [f"verdict/{number}"],
-            timeout + _GRACE,
-            lambda: _absence([0], group, purpose + where, timeout),
-        )
+        _wait(store, [f"verdict/{number}"], timeout + _GRACE, first_is_absent)
         verdict = store.get(f"verdict/{number}").decode()
     if explain is not None:
         store.delete_key(f"details/{number}/{rank}")
@@ -81,6 +81,16 @@ def meet(
     if kind == "error":
         raise RuntimeError(text)
     return text
+
+
+def own_store(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None) -> dist.Store:
+    """The store in which only this initialisation of ``group`` writes. At the first call every rank must come."""
+    timeout = timeout or _timeout(group)
+
+    def error(absent: Sequence[int]) -> RuntimeError:
+        return RuntimeError(_absence(absent, group, purpose, timeout))
+
+    return agree_on_namespace(group, timeout, _GRACE, error)
 
 
 def _preside(
@@ -112,10 +122,8 @@ def _preside(
 
 
 def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta, absence: Callable[[], str]) -> None:
-    try:
-        store.wait(list(keys), timeout)
-    except (dist.DistStoreError, RuntimeError) as error:
-        raise RuntimeError(absence()) from error
+    if not wait_for(store, keys, timeout):
+        raise RuntimeError(absence())
 
 
 def _absence(absent: Sequence[int], group: dist.ProcessGroup, purpose: str, timeout: timedelta) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._torch import default_store
 from .collectives import Communicator
 from .flat_param import FlatParamHandle
+from .namespace import known_namespace
 
 DEBUG_ENV = "FSDP_COMPOSE_DEBUG"
 _MAX_RANKS = 64  # that an error lists
@@ -65,7 +65,9 @@ def _note(handle: FlatParamHandle, what: str) -> None:
     text = f"{what} of {state.name} ({handle.prefix}{handle.fqns[0]}{others}) in {phase}"
     if root is not None:
         text += f", collective {root.num_collectives + len(root.trace)}"
-    _store(mesh.shard_group).set(str(mesh.shard_rank), text)
+    store = _store(mesh.shard_group)
+    if store is not None:
+        store.set(str(mesh.shard_rank), text)
 
 
 def last_of_every_rank(group: dist.ProcessGroup) -> str:
@@ -73,6 +75,8 @@ def last_of_every_rank(group: dist.ProcessGroup) -> str:
     if not is_on():
         return ""
     store = _store(group)
+    if store is None:
+        return ""
     lines = [
         f"rank {rank}: {store.get(str(rank)).decode() if store.check([str(rank)]) else 'none'}"
         for rank in range(min(group.size(), _MAX_RANKS))
@@ -80,5 +84,6 @@ def last_of_every_rank(group: dist.ProcessGroup) -> str:
     return f"\nThe last collective of each rank ({DEBUG_ENV}=1):\n" + "\n".join(lines)
 
 
-def _store(group: dist.ProcessGroup) -> dist.Store:
-    return dist.PrefixStore(f"fsdp_compose/{group.group_name}/records", default_store())
+def _store(group: dist.ProcessGroup) -> dist.Store | None:
+    namespace = known_namespace(group)
+    return None if namespace is None else dist.PrefixStore("records", namespace)

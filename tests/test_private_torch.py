@@ -802,7 +802,9 @@ def test_AllreduceOptions(world_size):
 @distributed(world_size=3)
 def test_make_gloo_group():
     for name in ("a", "b"):
-        made = _torch.make_gloo_group(dist.group.WORLD, f"test/{name}")
+        made = _torch.make_gloo_group(
+            dist.group.WORLD, dist.PrefixStore(f"test_make_gloo_group/{name}", _torch.default_store())
+        )
         value = torch.tensor([dist.get_rank()])
         made.allreduce([value]).wait()
         assert value.item() == 3 and made._get_sequence_number_for_group() == 1
