@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from ._torch import PlainAttributes
 from .accumulation import Accumulation
 from .edits import note_write_of_all_ranks, writes
 from .faces import (
@@ -79,6 +80,7 @@ class FlatParamHandle:
         gradient: the flat gradient.
         segments: the parameters that ``flat_parameters()`` has made over the shard.
         memory: of the unsharded flat parameter.
+        flags: ``requires_grad`` of each unsharded parameter.
         storage: what the unsharded parameters are views of.
         is_unsharded: the unsharded memory exists (its all-gather may still be in flight).
         is_resident: there is nothing to gather, the unsharded parameters always exist.
@@ -90,9 +92,9 @@ class FlatParamHandle:
     """
 
     __slots__ = (
-        "__weakref__", "_face_locals", "_face_memory", "_index_of", "_mp_policy", "_no_grads", "_requires_grad",
-        "accumulation", "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces", "fqns",
-        "gather_wires", "gathered_segments", "gathered_version", "gathered_writes", "gradient", "group", "hooks",
+        "__weakref__", "_face_locals", "_face_memory", "_index_of", "_mp_policy", "_no_grads",
+        "accumulation", "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces", "flags",
+        "fqns", "gather_wires", "gathered_segments", "gathered_version", "gathered_writes", "gradient", "group", "hooks",
         "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable", "is_unsharded", "is_used",
         "layout", "memory", "mesh", "none_used", "outside_grads", "param_dtype", "prefix", "reduce_dtype",
         "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "segments", "shard", "storage",
@@ -234,7 +236,7 @@ class FlatParamHandle:
         self.unsharded_version = self.unsharded_base._version
         self._face_memory = face_memory(self.faces)
         self._face_locals = [*map(face_local, self.faces)]
-        self._requires_grad: list[bool] = [False] * len(self.faces)
+        self.flags: list[bool] = [False] * len(self.faces)
         self.is_trainable = False
         self.follow_requires_grad()
         self.reduce_plan = None
@@ -347,15 +349,34 @@ class FlatParamHandle:
                 rebind_face(face, view)
         return shard
 
+    def was_toggled(self) -> bool:
+        """Whether ``requires_grad`` of a face differs from that of its unsharded parameter."""
+        with PlainAttributes():
+            return [*map(_requires_grad, self.faces)] != self.flags
+
     def follow_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` that the faces have now."""
         flags = [*map(_requires_grad, self.faces)]
-        if flags != self._requires_grad:
+        if flags != self.flags:
             self._check_segments_agree(flags)
             for unsharded, flag in zip(self.unsharded_params, flags, strict=True):
                 unsharded.requires_grad_(flag)
-            self._requires_grad = flags
-            self.is_trainable = any(flags)
+            self.flags = flags
+        self.is_trainable = any(flags)
+
+    def was_toggled_unsharded(self) -> bool:
+        """Whether forward has set ``requires_grad`` of an unsharded parameter."""
+        return [*map(_requires_grad, self.unsharded_params)] != self.flags
+
+    def follow_unsharded_requires_grad(self) -> None:
+        """Give the faces the ``requires_grad`` that the unsharded parameters have got in forward."""
+        flags = [*map(_requires_grad, self.unsharded_params)]
+        self._check_segments_agree(flags)
+        for face, old, new in zip(self.faces, self.flags, flags, strict=True):
+            if old != new:
+                face.requires_grad_(new)
+        self.flags = flags
+        self.is_trainable |= any(flags)  # all ranks still reduce what they were about to
 
     def after_publication(self, call: Callable[[], None]) -> None:
         """Make ``call`` when the gradients of the backward that is running are published; now if no backward of the

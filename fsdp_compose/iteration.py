@@ -36,6 +36,7 @@ from .watch import Watch
 _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
 ALL_GATHER, REDUCE_SCATTER = 0, 1  # the last bit of what the trace holds; the others: the index of the group
 END_OF_BACKWARD = -1
+_MAX_GROUPS = 1 << 14  # a code below END_OF_BACKWARD: a hash of the flags of requires_grad, and which group has them
 _IDLE = Phase.IDLE
 _KINDS = ("all-gather", "reduce-scatter")
 
@@ -106,6 +107,40 @@ def reduce(root: RootContext, state: _FSDPState) -> None:
         else:
             root.has_added = True
             root.communicator.accumulate(handle, is_running)
+
+
+# ---- requires_grad
+
+
+def follow_requires_grad(root: RootContext, state: _FSDPState) -> None:
+    """Take over what the user did to ``requires_grad`` of the sharded parameters. Noted in the trace: when a rank does
+    it alone, ranks differ at the end of backward."""
+    for handle in state._handles:
+        handle.follow_requires_grad()
+        root.trace.append(_code_of_flags(state, handle))
+
+
+def follow_toggles_before_backward(root: RootContext) -> None:
+    """As autograd does, give no gradient to what was frozen since forward. What is reduced does not change by it."""
+    for state in root.live_states():
+        for handle in state._handles:
+            if handle.was_toggled():
+                was_trainable = handle.is_trainable
+                follow_requires_grad(root, state)
+                handle.is_trainable |= was_trainable
+
+
+def _follow_toggles_of_forward(root: RootContext, states: list[_FSDPState]) -> None:
+    for state in states:
+        for handle in state._handles:
+            if handle.was_toggled_unsharded():
+                handle.follow_unsharded_requires_grad()
+                root.trace.append(_code_of_flags(state, handle))
+
+
+def _code_of_flags(state: _FSDPState, handle: FlatParamHandle) -> int:
+    digest = hashlib.sha256(f"{handle.prefix}{handle.fqns[0]}{handle.flags}".encode()).digest()
+    return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - state.index
 
 
 # ---- first forward
@@ -318,7 +353,10 @@ def _take_over(root: RootContext, states: list[_FSDPState]) -> None:
         for handle in item._handles:
             if handle.has_unsharded_grad():
                 _refuse_stray_gradients(item)
-            handle.follow_requires_grad()
+            if handle.was_toggled():
+                follow_requires_grad(root, item)
+            else:
+                handle.follow_requires_grad()
         item.swap.check_slots()
         if any(handle.faces_moved() for handle in item._handles):
             _reflatten(root, item)
@@ -376,6 +414,7 @@ def check_after_forward(root: RootContext) -> None:
     watch = root.watch
     if watch is None or not watch.was_forward_quiet():
         states = root.live_states()
+        _follow_toggles_of_forward(root, states)
         try:
             for state in states:
                 state.check_after_forward()
@@ -431,6 +470,8 @@ def begin_backward(root: RootContext) -> None:
     root.is_in_backward = True
     root.backward_number = next(_backward_numbers)
     queue_end_of_backward(_EndOfBackward(root))
+    if root.watch is None or root.watch.was_toggled():
+        follow_toggles_before_backward(root)
 
 
 def refuse_double_backward() -> None:
@@ -596,12 +637,7 @@ def raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:
     """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it."""
     names = {state.index: state.name for state in states}
     lasts = last_of_every_rank(states[0].mesh.shard_group)
-    lines = [
-        "the end of backward"
-        if code == END_OF_BACKWARD
-        else f"the {_KINDS[code & 1]} of {names.get(code >> 1, 'an earlier collective')}"
-        for code in root.trace
-    ]
+    lines = [_describe(code, names) for code in root.trace]
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         difference = first_difference(ours.split("\n"), theirs.split("\n"))
@@ -619,6 +655,15 @@ def raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:
     digest = hashlib.sha256(details.encode()).hexdigest()
     meet(states[0].mesh.shard_group, "comparing collectives", digest, lambda _: "", details, explain)
     raise RuntimeError("the ranks issued different collectives in this iteration; no gradient was published")
+
+
+def _describe(code: int, names: dict[int, str]) -> str:
+    if code == END_OF_BACKWARD:
+        return "the end of backward"
+    if code < END_OF_BACKWARD:
+        flags, index = divmod(-2 - code, _MAX_GROUPS)
+        return f"no collective but a change of requires_grad (to {flags:x}) in {names.get(index, 'a group')}"
+    return f"the {_KINDS[code & 1]} of {names.get(code >> 1, 'an earlier collective')}"
 
 
 # ---- healing

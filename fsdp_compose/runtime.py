@@ -37,6 +37,7 @@ from .iteration import (
     begin_backward,
     check_after_forward,
     enter,
+    follow_requires_grad,
     notice_backwards,
     reduce,
     refuse_double_backward,
@@ -213,6 +214,10 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if root is None or not root.depth or state.is_outermost:
             root = enter(state, module)
         root.depth += 1
+        if _is_grad_enabled():
+            for handle in state._handles:
+                if handle.was_toggled():
+                    follow_requires_grad(root, state)
         unshard_for_use(root, state)
         _prefetch_forward(root, state)
         if len(state.modules) > 1 and not state.pending_modules:

@@ -20,7 +20,7 @@ from .state import _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
 _unsharded_version = attrgetter("unsharded_base._version")
-_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
+_grad, _requires_grad, _flags = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("flags")
 
 
 class Watch:
@@ -31,7 +31,6 @@ class Watch:
         self._dicts = [item for state in states for item in state.swap.watched_dicts()]
         self._values = tuple(chain.from_iterable(map(dict.values, self._dicts)))
         self._faces = [face for handle in handles for face in handle.faces]
-        self._requires_grad = [*map(_requires_grad, self._faces)]
         # A face that is given other memory gets another local tensor; that itself may be pointed elsewhere too.
         self._locals = [*map(face_local, self._faces)]
         self._filled = [local for local in self._locals if local.numel()]
@@ -51,7 +50,7 @@ class Watch:
             return (
                 not self._has_meta
                 and _hold(self._dicts, self._values)
-                and [*map(_requires_grad, self._faces)] == self._requires_grad
+                and not self.was_toggled()
                 and all(map(is_, map(face_local, self._faces), self._locals))
                 and [*map(_data_ptr, self._filled)] == self._addresses
                 and not self.has_unsharded_grads()
@@ -66,10 +65,17 @@ class Watch:
         with PlainAttributes():
             return [*map(_grad, self._faces)] != self._no_grads
 
+    def was_toggled(self) -> bool:
+        """Whether ``requires_grad`` of a sharded parameter differs from that of its unsharded one."""
+        with PlainAttributes():
+            return [*map(_requires_grad, self._faces)] != [*chain.from_iterable(map(_flags, self._handles))]
+
     def was_forward_quiet(self) -> bool:
-        """Whether no forward replaced, added, removed or wrote to an unsharded parameter."""
-        return _hold(self._unsharded_dicts, self._unsharded_values) and (
-            [*map(_unsharded_version, self._handles)] == self._versions
+        """Whether no forward replaced, added, removed, froze, thawed or wrote to an unsharded parameter."""
+        return (
+            _hold(self._unsharded_dicts, self._unsharded_values)
+            and [*map(_unsharded_version, self._handles)] == self._versions
+            and [*map(_requires_grad, self._unsharded)] == [*chain.from_iterable(map(_flags, self._handles))]
         )
 
 

@@ -1,0 +1,124 @@
+"""requires_grad that changes inside a training step: as autograd has it for the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from fsdp_compose import fully_shard, set_functional_mode
+from tests.harness import distributed
+
+
+class Net(nn.Module):
+    """Three layers; ``before`` and ``after`` are called around the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.before: Callable[[Net], object] = lambda _: None
+        self.after: Callable[[Net], object] = lambda _: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.a(x))
+        self.before(self)
+        h = torch.tanh(self.b(h))
+        self.after(self)
+        return self.c(h)
+
+
+Call = Callable[[Net], object]
+NOTHING: Call = lambda _: None  # noqa: E731
+# By step: what happens before the second layer, after it, between forward and backward, and after backward.
+PROGRAMS: dict[str, dict[int, tuple[Call, Call, Call, Call]]] = {
+    "frozen before backward, then thawed": {
+        1: (NOTHING, NOTHING, lambda m: m.b.requires_grad_(False), lambda m: m.b.requires_grad_(True)),
+    },
+    "frozen before backward, for good": {1: (NOTHING, NOTHING, lambda m: m.b.requires_grad_(False), NOTHING)},
+    "weight frozen before backward": {1: (NOTHING, NOTHING, lambda m: m.b.weight.requires_grad_(False), NOTHING)},
+    "frozen, and thawed before backward": {
+        0: (NOTHING, NOTHING, NOTHING, lambda m: m.b.requires_grad_(False)),
+        2: (NOTHING, NOTHING, lambda m: m.b.requires_grad_(True), NOTHING),
+    },
+    "all frozen before backward": {
+        1: (NOTHING, NOTHING, lambda m: m.requires_grad_(False), lambda m: m.requires_grad_(True)),
+    },
+    "weight frozen before its layer runs": {
+        1: (lambda m: m.b.weight.requires_grad_(False), NOTHING, NOTHING, NOTHING),
+        3: (lambda m: m.b.weight.requires_grad_(True), NOTHING, NOTHING, NOTHING),
+    },
+    "layer frozen before it runs": {
+        1: (lambda m: m.b.requires_grad_(False), NOTHING, NOTHING, NOTHING),
+        3: (lambda m: m.b.requires_grad_(True), NOTHING, NOTHING, NOTHING),
+    },
+    "weight frozen after its layer has run": {
+        1: (NOTHING, lambda m: m.b.weight.requires_grad_(False), NOTHING, NOTHING),
+        3: (NOTHING, lambda m: m.b.weight.requires_grad_(True), NOTHING, NOTHING),
+    },
+    "two networks in turn": {
+        i: (NOTHING, NOTHING, NOTHING, lambda m, i=i: (m.a.requires_grad_(i % 2 == 0), m.c.requires_grad_(i % 2 == 1)))
+        for i in range(5)
+    },
+}
+
+
+def train(program: str, sharding: str) -> list[tuple[torch.Tensor | None, torch.Tensor, bool]]:
+    torch.manual_seed(0)
+    model = Net()
+    if sharding not in ("unsharded", "root"):
+        for layer in (model.a, model.b, model.c):
+            fully_shard(layer)
+    if sharding != "unsharded":
+        fully_shard(model)
+        set_functional_mode(model, sharding == "functional")
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor if sharding == "unsharded" else tensor.full_tensor()).detach().clone()
+
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(5):
+        torch.manual_seed(step)
+        model.before, model.after, before_backward, at_the_end = PROGRAMS[program].get(step, (NOTHING,) * 4)
+        loss = model(torch.randn(3, 4)).pow(2).mean()
+        before_backward(model)
+        loss.backward()
+        seen += [(None if p.grad is None else full(p.grad), full(p), p.requires_grad) for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        at_the_end(model)
+    return seen
+
+
+@pytest.mark.parametrize("sharding", ["root", "layers", "functional"])
+@distributed(world_size=2)
+def test_gradients_and_parameters_are_those_of_the_unsharded_model(sharding):
+    for program in PROGRAMS:
+        pairs = zip(train(program, sharding), train(program, "unsharded"), strict=True)
+        for i, ((grad, param, flag), (grad_expected, expected, flag_expected)) in enumerate(pairs):
+            where = f"{program}: parameter {i % 6} in step {i // 6}"
+            assert flag == flag_expected, where
+            assert (grad is None) == (grad_expected is None), where
+            torch.testing.assert_close(param, expected, msg=where)
+            if grad is not None:
+                torch.testing.assert_close(grad, grad_expected, msg=where)
+
+
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+@distributed(world_size=2)
+def test_weight_that_one_rank_alone_freezes_is_an_error_on_every_rank(when):
+    model = Net()
+    fully_shard(model.b)
+    fully_shard(model)
+    model(torch.ones(3, 4)).sum().backward()
+    model.zero_grad()
+    if when == "before forward" and dist.get_rank() == 1:
+        model.b.weight.requires_grad_(False)
+    loss = model(torch.ones(3, 4)).sum()
+    if when == "before backward" and dist.get_rank() == 1:
+        model.b.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="a change of requires_grad .*in b"):
+        loss.backward()
+    assert all(param.grad is None for param in model.parameters())
