@@ -15,7 +15,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -204,7 +203,7 @@ def is_checkpoint_recomputing() -> bool:
     Read off the stack: what that backward has called lies above the frame that started the engine, or above none where
     the engine has a thread of its own.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code is _ENGINE_CODE:
