@@ -22,6 +22,8 @@ import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
 import torch.nn as nn
 from torch._C._dynamo import eval_frame as _eval_frame
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad as _forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _state_dict_utils
 from torch.distributed import distributed_c10d as _distributed_c10d
@@ -34,6 +36,7 @@ from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
@@ -65,8 +68,10 @@ __all__ = [
     "gradient_hooks",
     "group_timeout",
     "hook_gradient",
+    "in_forward_ad",
     "intercept_backward_inputs",
     "is_checkpoint_recomputing",
+    "is_in_functional_call",
     "is_part_of_multi_grad_hook",
     "is_wrapper",
     "loads_as_torch",
@@ -81,6 +86,9 @@ __all__ = [
     "share_versions",
     "skip_frame",
     "storage_use_count",
+    "temporarily_clear_interpreter_stack",
+    "transform",
+    "unwrapped",
     "versions_of",
     "with_versions",
     "wrapped_child",
@@ -221,6 +229,30 @@ def skip_frame(function: Callable[..., Any]) -> None:
     _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "fsdp_compose hook"  # type: ignore[attr-defined]
+
+
+# The innermost of the ``torch.func`` transforms (grad, vmap, jvp, ...) that run on this thread; ``None`` outside.
+transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside all wrappers that ``torch.func`` transforms have put around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def in_forward_ad() -> bool:
+    """Whether forward-mode differentiation is on: ``torch.autograd.forward_ad.dual_level``, ``torch.func.jvp``."""
+    return _forward_ad._current_level >= 0
+
+
+def is_in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call()`` is on the stack: other tensors stand in parameter slots for a while."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

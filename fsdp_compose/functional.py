@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
-from ._torch import queue_end_of_backward
+from ._torch import in_forward_ad, queue_end_of_backward
 from .collectives import copy_gradients
 from .exchange import ControlExchange, control_group, order_hash
 from .faces import face_local, like_face, make_gradient, whole_like_original
 from .flat_param import FlatParamHandle
+from .given import GivenValues
 from .iteration import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, raise_different_order, recover_backward
 from .state import RootContext, _FSDPState
 
@@ -35,13 +36,17 @@ class FunctionalUse:
 
     __slots__ = ("_shown", "_versions")
 
-    def __init__(self, root: RootContext, state: _FSDPState) -> None:
-        gather = Gather(root, state)
-        params = [param for handle in state._handles for param in handle.unsharded_params]
-        whole: Sequence[torch.Tensor] = _AllGather.apply(gather, *gather.faces) if params else ()
+    def __init__(self, root: RootContext, state: _FSDPState, given: GivenValues | None = None) -> None:
+        given = given or GivenValues({})
+        handles = [handle for handle in state._handles if not given.are_full(handle)]
+        gather = Gather(root, state, handles)
+        params = [param for handle in handles for param in handle.unsharded_params]
+        parts = [part for handle in handles for part in given.sharded_parts(handle)]
+        whole: Sequence[torch.Tensor] = _AllGather.apply(gather, *parts) if params else ()
         self._versions = [(item, item._version) for item in whole]
         dressed = map(whole_like_original, gather.faces, whole)
-        self._shown = state.swap.show_instead({id(p): item for p, item in zip(params, dressed, strict=True)})
+        shown = {id(p): item for p, item in zip(params, dressed, strict=True)}
+        self._shown = state.swap.show_instead({**shown, **given.full_values(state._handles)})
 
     def check(self, state: _FSDPState) -> None:
         """Raise if forward has written to a gathered parameter, or replaced one: the change would be lost."""
@@ -108,6 +113,15 @@ class Gather:
             else:
                 result += [None] * (stop - start)
         return result
+
+    def refuse_batches(self) -> NotImplementedError:
+        """The error of a ``vmap`` over parameters, or over gradients of parameters."""
+        return NotImplementedError(
+            f"torch.func.vmap over sharded parameters of the fully_shard group {self._state.name}, or over their "
+            "gradients (per-sample gradients, hessian(), jacrev() of parameters): a batch of sharded tensors cannot be "
+            "gathered or reduced. Give functional_call() full tensors, {name: p.full_tensor() for name, p in "
+            "model.named_parameters()}, whose derivatives stay on each rank"
+        )
 
     def _reduce_scatter(self, handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         flat = torch.zeros(handle.layout.flat_numel, dtype=handle.reduce_dtype, device=handle.shard.device)
@@ -218,16 +232,31 @@ class _EndOfBackward:
             self._exchange.abandon()
 
 
+# Both are written in the way that ``torch.func`` needs: a context of its own, tangents, and a word about batches.
+
+
 class _AllGather(torch.autograd.Function):
     """Sharded parameters (or gradients like them) -> whole ones."""
 
     @staticmethod
-    def forward(ctx: Any, gather: Gather, *parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        ctx.gather = gather
+    def forward(gather: Gather, *parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return tuple(gather.all_gather(parts))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.gather = inputs[0]
         ctx.set_materialize_grads(False)
-        whole = gather.all_gather(parts)
-        ctx.mark_non_differentiable(*[item for item, needed in zip(whole, ctx.needs_input_grad[1:]) if not needed])
-        return tuple(whole)
+        if not in_forward_ad():  # where what needs no gradient may have a tangent
+            ctx.mark_non_differentiable(*[item for item, needed in zip(output, ctx.needs_input_grad[1:]) if not needed])
+
+    @staticmethod
+    def jvp(ctx: Any, _gather: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        whole: tuple[torch.Tensor, ...] = _AllGather.apply(ctx.gather, *tangents)
+        return whole
+
+    @staticmethod
+    def vmap(_info: Any, _in_dims: Any, gather: Gather, *_parts: Any) -> Any:
+        raise gather.refuse_batches()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -238,10 +267,22 @@ class _ReduceScatter(torch.autograd.Function):
     """Gradients of the whole parameters -> their average, sharded."""
 
     @staticmethod
-    def forward(ctx: Any, gather: Gather, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.gather = gather
-        ctx.set_materialize_grads(False)
+    def forward(gather: Gather, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tuple(gather.reduce_scatter(grads))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor | None, ...]) -> None:
+        ctx.gather = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx: Any, _gather: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        reduced: tuple[torch.Tensor | None, ...] = _ReduceScatter.apply(ctx.gather, *tangents)
+        return reduced
+
+    @staticmethod
+    def vmap(_info: Any, _in_dims: Any, gather: Gather, *_grads: Any) -> Any:
+        raise gather.refuse_batches()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -22,6 +22,7 @@ from .collectives import Communicator
 from .dynamo import never_traced
 from .exchange import ControlExchange, control_group, order_hash
 from .flat_param import FlatParamHandle, handle_of
+from .given import own_values
 from .groups import prepare_swap, unsharded_tensors
 from .meeting import first_difference, meet
 from .meta_buffers import refuse_unwritten_buffers
@@ -300,7 +301,8 @@ def enter(state: _FSDPState, module: nn.Module) -> RootContext:
     """Find the root of a forward that is being entered outside backward; begin an iteration when it is the first."""
     root = state.root
     if root is None:
-        root = initialise(state, module)
+        with own_values([item for item, _ in states_to_run(module)]):
+            root = initialise(state, module)
         _begin_forward(root, state)
     elif root.depth == 0 or (state.is_outermost and not _is_running(root.caller)):
         if root.is_dead:
@@ -308,7 +310,9 @@ def enter(state: _FSDPState, module: nn.Module) -> RootContext:
         if root.watch is None or root.generation != _generation:
             root = initialise(state, module)  # the module that was the root is gone, or a group was added somewhere
         elif not root.watch.is_quiet():
-            root = _follow_user(root, state, module)
+            with own_values(root.live_states()):
+                if not root.watch.is_quiet():
+                    root = _follow_user(root, state, module)
         _begin_forward(root, state)
     return root
 

@@ -29,9 +29,17 @@ import torch
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from ._torch import current_graph_task_id, hook_gradient, is_checkpoint_recomputing, same_storage
+from ._torch import (
+    current_graph_task_id,
+    hook_gradient,
+    is_checkpoint_recomputing,
+    same_storage,
+    temporarily_clear_interpreter_stack,
+    transform,
+)
 from .dynamo import never_traced
 from .functional import FunctionalUse, refuse_accumulated
+from .given import given_values, is_given
 from .inputs import ATOMS, cast, map_tensors, prepare_inputs
 from .iteration import (
     begin_backward,
@@ -207,7 +215,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     is_recomputed = task != -1 and _is_recomputation(state, task)
     if not is_recomputed:
         state.was_functional = state.is_functional
-    if state.was_functional and _is_grad_enabled():
+    if (state.was_functional and _is_grad_enabled()) or transform() is not None or is_given(state):
         return _pre_forward_functional(state, module, args, kwargs, is_recomputed)
     if not is_recomputed:
         root = state.root
@@ -288,19 +296,21 @@ def _pre_forward_functional(
 ) -> tuple[Any, Any]:
     """``pre_forward`` in functional mode: autograd does by itself what hooks do else. A recomputation is in the mode of
     the group's last forward, wherever the user has left the mode since."""
-    root = state.root
-    if is_recomputed:
-        root = _enter_recompute(state, module)
-    elif root is None or not root.depth or state.is_outermost:
-        root = enter(state, module)
-    assert root is not None
-    refuse_accumulated(state)
-    if not is_recomputed:
-        root.depth += 1
-        if not state.entries:
-            reshard(root, state)  # what unshard() has gathered ahead is of no use here
-            wait_for_unshard(root, state)  # nor what stays unsharded
-    state.entries.append((sys.exc_info()[1], FunctionalUse(root, state), is_recomputed))
+    given = given_values(state) if is_given(state) else None
+    with temporarily_clear_interpreter_stack():  # whatever torch.func makes of the forward, this is none of it
+        root = state.root
+        if is_recomputed:
+            root = _enter_recompute(state, module)
+        elif root is None or not root.depth or state.is_outermost:
+            root = enter(state, module)
+        assert root is not None
+        refuse_accumulated(state)
+        if not is_recomputed:
+            root.depth += 1
+            if not state.entries:
+                reshard(root, state)  # what unshard() has gathered ahead is of no use here
+                wait_for_unshard(root, state)  # nor what stays unsharded
+    state.entries.append((sys.exc_info()[1], FunctionalUse(root, state, given), is_recomputed))
     policy = state.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, None)
 

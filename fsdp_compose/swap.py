@@ -47,8 +47,23 @@ class ParameterSwap:
     """
 
     __slots__ = (
-        "_children", "_fqns", "_kept", "_known_children", "_namespaces", "_owned", "_prepared_names", "_root_writes",
-        "_roots", "_sharded", "_sharded_values", "_unsharded", "_unsharded_values", "_writes", "num_shows", "prefix",
+        "_children",
+        "_fqns",
+        "_kept",
+        "_known_children",
+        "_namespaces",
+        "_owned",
+        "_prepared_names",
+        "_root_writes",
+        "_roots",
+        "_sharded",
+        "_sharded_values",
+        "_unsharded",
+        "_unsharded_values",
+        "_views",
+        "_writes",
+        "num_shows",
+        "prefix",
         "shown_instead",
     )  # fmt: skip
 
@@ -78,6 +93,7 @@ class ParameterSwap:
         self.note_children()
         self._owned = list(owned.values())
         self._sharded: list[_Parameters] = [module._parameters for module in owned]
+        self._views = [parameters.values() for parameters in self._sharded]
         self._unsharded: list[_Parameters] = [{} for _ in owned]
         for module, fqn in zip(owned, self._fqns, strict=True):
             guard_state_dict(module, fqn)
@@ -131,6 +147,45 @@ class ParameterSwap:
         """Raise if a parameter was replaced, added or removed since ``fully_shard``."""
         if not _hold(self._sharded, self._sharded_values):
             self._reconcile()
+
+    def is_overridden(self) -> bool:
+        """Whether other values stand in the slots of parameters than ``fully_shard`` has put there; on the hot path."""
+        return not self.num_shows and not all(map(is_, chain.from_iterable(self._views), self._sharded_values))
+
+    def overrides(self) -> dict[int, torch.Tensor]:
+        """Those values, by the id of what the modules would show inside forward.
+
+        Raises:
+            NotImplementedError: two names of one (tied) parameter hold different ones.
+        """
+        found: dict[int, Any] = {}
+        for fqn, names, sharded, unsharded in zip(
+            self._fqns, self._prepared_names, self._sharded, self._unsharded, strict=True
+        ):
+            for name in names:
+                shown, present = unsharded[name], sharded.get(name)
+                if shown is not None and found.setdefault(id(shown), present) is not present:
+                    raise NotImplementedError(
+                        f"functional_call(): {self.prefix}{_join(fqn, name)} and another name of the same (tied) "
+                        "parameter were given different values; give both the same (tie_weights=True does)"
+                    )
+        known = {id(shown): own for shown, own in zip(self._unsharded_values, self._sharded_values, strict=True)}
+        return {key: value for key, value in found.items() if value is not known[key]}
+
+    def take_overrides(self) -> list[tuple[_Parameters, str, Any]]:
+        """Put the prepared values back into the modules' own dicts.
+
+        Returns:
+            What stood there: (dict, name, value).
+        """
+        taken = []
+        values = iter(self._sharded_values)
+        for names, sharded in zip(self._prepared_names, self._sharded, strict=True):
+            for name, own in zip(names, values):
+                if name in sharded and sharded[name] is not own:
+                    taken.append((sharded, name, sharded[name]))
+                    sharded[name] = own
+        return taken
 
     def show_unsharded(self) -> None:
         """Called before ``forward``, and before backward, where activation checkpointing may run a part of forward

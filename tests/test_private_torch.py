@@ -391,6 +391,54 @@ def test_non_persistent_buffers():
     assert _torch.non_persistent_buffers(module) == {"left_out"} and "left_out" not in module.state_dict()
 
 
+def test_transform():
+    assert _torch.transform() is None
+    seen = []
+    torch.func.grad(lambda x: (seen.append(_torch.transform()), x)[1])(torch.ones(()))
+    torch.func.vmap(lambda x: (seen.append(_torch.transform()), x)[1])(torch.ones(2))
+    assert len(seen) == 2 and None not in seen
+
+
+def test_temporarily_clear_interpreter_stack():
+    seen = []
+
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        with _torch.temporarily_clear_interpreter_stack():
+            seen.append(_torch.transform())
+        seen.append(_torch.transform())
+        return x
+
+    torch.func.grad(lambda x: torch.func.vmap(outside)(x).sum())(torch.ones(2))
+    assert seen[0] is None and seen[1] is not None
+
+
+def test_unwrapped():
+    x = torch.ones(2)
+    seen = []
+    torch.func.grad(lambda x: torch.func.vmap(lambda y: (seen.append(y), y)[1])(x).sum())(x)
+    assert _torch.unwrapped(seen[0]).data_ptr() == x.data_ptr() and _torch.unwrapped(x) is x
+
+
+def test_in_forward_ad():
+    assert not _torch.in_forward_ad()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch.in_forward_ad()
+    seen = []
+    torch.func.jvp(lambda x: (seen.append(_torch.in_forward_ad()), x)[1], (torch.ones(1),), (torch.ones(1),))
+    assert seen == [True]
+
+
+def test_is_in_functional_call():
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return _torch.is_in_functional_call()
+
+    module = Looks(1, 1)
+    assert not module(torch.ones(1))
+    assert torch.func.functional_call(module, {}, (torch.ones(1),))
+    assert torch.nn.utils.stateless.functional_call(module, {}, (torch.ones(1),))
+
+
 def test_storage_use_count():
     flat = torch.zeros(4)
     storage = flat.untyped_storage()
