@@ -205,6 +205,13 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMes
                 f"fully_shard(): the parameter {item.fqn} is a DTensor already, of placements {param.placements} on "
                 f"{param.device_mesh}: parameters that tensor parallelism has cut are not supported yet"
             )
+        grad_dtype = getattr(param, "grad_dtype", None)  # torch < 2.13 has none
+        if grad_dtype not in (None, param.dtype):
+            raise ValueError(
+                f"fully_shard(): the parameter {item.fqn} is {param.dtype} and its grad_dtype {grad_dtype}, but sharded "
+                "gradients have the dtype of their parameter: set param.grad_dtype = param.dtype, and choose the dtype "
+                "of the reduction by MixedPrecisionPolicy(reduce_dtype=...)"
+            )
         if param.grad is not None:
             raise ValueError(
                 f"fully_shard(): the parameter {item.fqn} has a gradient, which would be lost: call "

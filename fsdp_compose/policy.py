@@ -12,13 +12,15 @@ class MixedPrecisionPolicy:
     """Which dtypes a group computes, reduces and returns in.
 
     Parameters and optimizer state stay sharded in the dtype the model was built with; low precision exists only
-    between all-gather and reshard. Names and meanings are those of ``torch.distributed.fsdp.MixedPrecisionPolicy``.
+    between all-gather and reshard. Names and meanings are those of ``torch.distributed.fsdp.MixedPrecisionPolicy``, as
+    torch 2.15 has them, on every version of torch.
 
     Args:
         param_dtype: floating dtype of the unsharded parameters, hence of the all-gather, forward and backward.
             ``None`` keeps the original dtype. Parameters that are not floating point (complex, integer) keep theirs.
         reduce_dtype: floating dtype of the gradient reduction, and of gradients accumulated under ``no_sync``.
-            ``None``: ``param_dtype``, or the original dtype where that is ``None`` too.
+            ``None``: that of the parameter's gradient, which is the dtype the model was built with, also where
+            ``param_dtype`` is lower (before 2.15, torch took ``param_dtype``): to reduce in bf16, say so.
         output_dtype: floating dtype to which the floating-point tensors that the module returns are cast.
             ``None`` leaves them as they are.
         cast_forward_inputs: whether floating-point tensors among the forward's arguments are cast to ``param_dtype``.
@@ -56,4 +58,4 @@ class MixedPrecisionPolicy:
         """The dtype in which the gradient of a parameter whose original dtype is ``original`` is reduced."""
         if self.reduce_dtype is not None and original.is_floating_point:
             return self.reduce_dtype
-        return self.compute_dtype(original)
+        return original
