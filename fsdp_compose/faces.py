@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._requirements import PLAIN_FACES
-from ._torch import set_local_tensor
+from ._torch import is_wrapper, set_local_tensor
 from .layout import FlatLayout
 from .placement import RaggedShard
 from .ragged import RaggedDTensor, distribute_ragged
@@ -70,7 +70,7 @@ def make_face(local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec) -> 
         face = nn.Parameter(RaggedDTensor(local, spec), requires_grad=original.requires_grad)
         set_local_tensor(face, local)  # type: ignore[arg-type]
     copy_attributes(original, face)
-    if type(original) is not nn.Parameter and isinstance(original, nn.Parameter):
+    if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
         face.__dict__[_CLASS_ATTRIBUTE] = type(original)
     return face
 

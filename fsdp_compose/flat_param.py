@@ -48,6 +48,7 @@ from .mesh import DataParallelMesh
 from .policy import MixedPrecisionPolicy
 from .ragged import OWNER_ATTRIBUTE, hook_owners
 from .segments import FlatSegment
+from .subclasses import plain_tensor
 from .unsharded_memory import UnshardedMemory
 from .wire import wire
 
@@ -123,7 +124,7 @@ class FlatParamHandle:
         with torch.no_grad():
             for original, placement, (start, stop, _) in zip(originals, self._runs_of_params(), self.runs, strict=True):
                 if stop > start:
-                    shard[start:stop].copy_(original.detach().reshape(-1)[placement : placement + stop - start])
+                    shard[start:stop].copy_(plain_tensor(original).reshape(-1)[placement : placement + stop - start])
         self.faces: list[nn.Parameter] = []
         with torch.inference_mode(False), torch.no_grad():
             for original, local, spec in zip(originals, self._views_of(shard), specs, strict=True):

@@ -28,6 +28,7 @@ from .policy import MixedPrecisionPolicy
 from .replaced import stand_in
 from .shared_memory import Region, refuse_shared_memory, regions_of
 from .state import _FSDPState, get_state, register_state, state_of_hooked
+from .subclasses import check_class
 from .swap import ParameterSwap, guard_state_dict
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
@@ -72,8 +73,8 @@ def fully_shard(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a module is sharded twice, a parameter would be in two groups, a parameter is on the wrong device,
-            the mesh is not 1-D.
+        ValueError: a module is sharded twice, a parameter would be in two groups, is on the wrong device, or is a
+            tensor of a class that cannot be sharded (quantised weights); the mesh is not 1-D.
         RuntimeError: there is neither a mesh nor a process group.
 
     Example::
@@ -205,12 +206,13 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMes
                 f"fully_shard(): the parameter {item.fqn} is a DTensor already, of placements {param.placements} on "
                 f"{param.device_mesh}: parameters that tensor parallelism has cut are not supported yet"
             )
+        check_class(param, item.fqn)
         grad_dtype = getattr(param, "grad_dtype", None)  # torch < 2.13 has none
         if grad_dtype not in (None, param.dtype):
             raise ValueError(
-                f"fully_shard(): the parameter {item.fqn} is {param.dtype} and its grad_dtype {grad_dtype}, but sharded "
-                "gradients have the dtype of their parameter: set param.grad_dtype = param.dtype, and choose the dtype "
-                "of the reduction by MixedPrecisionPolicy(reduce_dtype=...)"
+                f"fully_shard(): the parameter {item.fqn} is {param.dtype} and its grad_dtype {grad_dtype}, but "
+                "sharded gradients have the dtype of their parameter: set param.grad_dtype = param.dtype, and choose "
+                "the dtype of the reduction by MixedPrecisionPolicy(reduce_dtype=...)"
             )
         if param.grad is not None:
             raise ValueError(

@@ -126,7 +126,7 @@ def test_every_name_in_the_private_file_has_a_test():
         elif isinstance(node, ast.ImportFrom):
             names += [alias.asname or alias.name for alias in node.names]
     public = {name for name in names if not name.startswith("_")}
-    outside = {"annotations", "OrderedDict", "Callable", "timedelta", "cache", "count", "Any", "cast"}
+    outside = {"annotations", "OrderedDict", "Callable", "FrameType", "timedelta", "cache", "count", "Any", "cast"}
     missing = {name for name in public - outside if f"test_{name}" not in globals()}
     assert not missing, f"tests are missing for {missing}"
 
@@ -437,6 +437,15 @@ def test_is_in_functional_call():
     assert not module(torch.ones(1))
     assert torch.func.functional_call(module, {}, (torch.ones(1),))
     assert torch.nn.utils.stateless.functional_call(module, {}, (torch.ones(1),))
+
+
+def test_is_traceable_wrapper_subclass():
+    class Plain(nn.Parameter):
+        pass
+
+    assert not _torch.is_traceable_wrapper_subclass(Plain(torch.ones(2)))
+    assert not _torch.is_traceable_wrapper_subclass(nn.Parameter(torch.ones(2)))
+    assert _torch.is_traceable_wrapper_subclass(TwoTensor(torch.ones(2), torch.ones(2)))
 
 
 def test_storage_use_count():
