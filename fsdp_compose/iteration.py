@@ -30,7 +30,7 @@ from .rebind import rebind_live_optimizers
 from .records import RecordingCommunicator, is_on, last_of_every_rank
 from .roots import contexts_of, roots_together
 from .shared_memory import refuse_shared_memory, regions_of
-from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run
+from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
 from .ties import Move, carry_out, find_moves
 from .watch import Watch
 
