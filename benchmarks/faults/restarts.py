@@ -31,28 +31,42 @@ from benchmarks.faults.systems import SYSTEMS, System
 from benchmarks.faults.training import Trainer, digests, newest_first, path_of
 
 SAVE_EVERY = 3
-LIMIT = 280.0  # seconds; most of them go to starting Python
+LIMIT = 1800.0  # seconds; most of those that it takes go to starting Python
 
 
 def train(system: System, folder: Path, steps: int) -> None:
     """On every rank of torchrun."""
+    rank = int(os.environ["RANK"])
+    forget_keys_of_torch(rank)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     trainer = Trainer(system)
     for path in newest_first(folder):
         if (path / ".metadata").exists():  # DCP writes it last, so that one that was interrupted has none
             trainer.load(path)
             break
+    begun = trainer.step
     while trainer.step < steps:
         trainer.train(trainer.step + 1)
-        (folder / f"progress-{rank}").write_text(str(trainer.step))
+        (folder / f"progress-{rank}").write_text(f"{os.getpid()} {trainer.step - begun}")
         if trainer.step % SAVE_EVERY == 0:
             trainer.save(path_of(folder, trainer.step))
-        time.sleep(0.02)  # so that there is training to be killed in
     (folder / f"digest-{rank}").write_text(trainer.digest())
     dist.barrier()
     dist.destroy_process_group()
+
+
+def forget_keys_of_torch(rank: int) -> None:
+    """The store outlives an attempt, and torch's own process group (2.13, gloo) takes addresses of the dead for those
+    of the living: restarts of any system may fail, or hang, in ``init_process_group``. What others have left stays."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    mark = f"fsdp_compose_faults/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    if rank == 0:
+        for key in store.list_keys():
+            if "fsdp_compose" not in key:
+                store.delete_key(key.removeprefix("/"))
+        store.set(mark, "")
+    store.wait([mark])
 
 
 @contextlib.contextmanager
@@ -88,22 +102,32 @@ def pids(folder: Path) -> list[int]:
     return [int(path.read_text() or 0) for path in sorted(folder.glob("pid-*"))]
 
 
+def steps_of(folder: Path, pid: int, rank: int) -> int:
+    """How many steps this process has taken."""
+    path = folder / f"progress-{rank}"
+    found = path.read_text().split() if path.exists() else []
+    return int(found[1]) if len(found) == 2 and int(found[0]) == pid else 0
+
+
 def random_kills(system: System, settings: Settings) -> Verdict:
-    num_kills, steps = (1, 12) if settings.quick else (4, 40)
+    num_kills, steps = (1, 12) if settings.quick else (4, 60)
     expected = [found[-1] for found in values(run(digests, system, steps))]
     draw, output, folder = random.Random(settings.seed), settings.folder / "output", settings.folder / "run"
     folder.mkdir()
-    num_done, last_pids, deadline = 0, [], time.monotonic() + LIMIT
+    num_done, last, deadline = 0, [0], time.monotonic() + LIMIT
+    num_steps = [0, *(draw.randrange(1, 8) for _ in range(num_kills - 1))]  # before each kill; the first in the first
     with torchrun([system.name, str(folder), str(steps)], output, max_restarts=num_kills + 2) as process:
         while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(0.005)
             found = pids(folder)
-            if num_done == num_kills or len(found) < 2 or 0 in found or set(found) & set(last_pids):
+            if num_done == num_kills or len(found) < 2 or {0, *last} & set(found):
                 continue
-            time.sleep(draw.random() * 0.6)  # into loading, the first step, training or saving
+            if steps_of(folder, found[0], 0) < num_steps[num_done]:
+                continue
+            time.sleep(draw.random() * 0.1)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(draw.choice(found), signal.SIGKILL)
-                num_done, last_pids = num_done + 1, found
+                num_done, last = num_done + 1, found
         code = process.poll()
     done = f"{num_done} kills, {steps} steps, a checkpoint every {SAVE_EVERY}"
     if code is None:
