@@ -8,8 +8,10 @@ is used: files lie in the folder, also where links lead, and numbers make sense.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,12 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._torch import StorageInfo
+from .agreement import in_words
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 NUMBERS = "integer_keys"
 """in the manifest: where dicts are whose keys are integers"""
 
+_CHECKSUM = "checksum"  # in the manifest: its own
 _MARK = "fsdp_compose-"  # begins the identity that a save of ours has in the metadata
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by torch's numbers for them
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
@@ -71,7 +75,7 @@ def contents_of(folder: Path, allow_pickle: bool = False) -> Contents:
         ValueError: they make no sense, lead out of the folder, or ask for more than a list of tensors needs.
     """
     manifest = _read_manifest(folder)
-    metadata = _read_metadata(folder, allow_pickle)
+    metadata = _read_metadata(folder, None if manifest is None else manifest.files.get(METADATA), allow_pickle)
     needed = _least_sizes(metadata)
     if manifest is None:
         if str(getattr(metadata.storage_meta, "save_id", "")).startswith(_MARK):
@@ -99,13 +103,32 @@ class _Manifest:
     numbers: frozenset[tuple[Any, ...]]
 
 
+def as_text(manifest: Mapping[str, Any]) -> str:
+    """A manifest as it is written: with a checksum of itself."""
+    return json.dumps({**manifest, _CHECKSUM: _checksum_of(manifest)}, indent=1)
+
+
+def _checksum_of(manifest: Mapping[str, Any]) -> int:
+    """Of all that is in it but the checksum."""
+    rest = {key: value for key, value in manifest.items() if key != _CHECKSUM}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
 def _read_manifest(folder: Path) -> _Manifest | None:
     if not (folder / MANIFEST).is_file():
         return None
     _require_inside(folder, MANIFEST)
-    listed = json.loads((folder / MANIFEST).read_text())
-    files = {str(name): (int(size), int(total)) for name, (size, total) in listed["files"].items()}
-    return _Manifest(files, frozenset(_path(path) for path in listed.get(NUMBERS, ())))
+    try:
+        listed = json.loads((folder / MANIFEST).read_bytes().decode())
+        # Without a checksum: of an earlier version, unless it is the word that is damaged.
+        _require(listed.keys() <= {"files", NUMBERS, _CHECKSUM}, "it holds what no save writes there")
+        _require(listed.get(_CHECKSUM, _checksum_of(listed)) == _checksum_of(listed), "its checksum differs")
+        files = {str(name): (int(size), int(total)) for name, (size, total) in listed["files"].items()}
+        return _Manifest(files, frozenset(_path(path) for path in listed.get(NUMBERS, ())))
+    except OSError:
+        raise
+    except Exception as error:  # whatever damaged JSON raises
+        raise ValueError(f"{MANIFEST} does not hold what was written: {in_words(error)}") from error
 
 
 def _path(path: Any) -> tuple[Any, ...]:
@@ -131,19 +154,19 @@ def _require_inside(folder: Path, name: Any) -> None:
 # ---- the metadata
 
 
-def _read_metadata(folder: Path, allow_pickle: bool) -> Metadata:
-    path = folder / METADATA
+def _read_metadata(folder: Path, listed: tuple[int, int] | None, allow_pickle: bool) -> Metadata:
+    """``listed``: size and checksum, if they are known."""
+    content = (folder / METADATA).read_bytes()
+    if listed not in (None, (len(content), zlib.crc32(content))):
+        raise ValueError(f"{METADATA} does not hold what was written: its size or its checksum differs")
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        return _checked(metadata)
+        return _checked(_Unpickler(io.BytesIO(content)).load())
     except OSError:
         raise
     except Exception:  # whatever a strange pickle raises
         if not allow_pickle:
             raise
-    with path.open("rb") as file:
-        return _checked(pickle.load(file))
+    return _checked(pickle.loads(content))
 
 
 class _Unpickler(pickle.Unpickler):

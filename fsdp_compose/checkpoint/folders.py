@@ -18,7 +18,6 @@ one's, and the earlier one finds its folder gone, or the name taken.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import re
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from .agreement import in_words
-from .contents import MANIFEST, METADATA, Contents, contents_of
+from .contents import MANIFEST, METADATA, Contents, as_text, contents_of
 
 _BLOCK = 16 * 2**20
 _UNFINISHED = ".unfinished"  # in the partial folders of earlier versions, which held the files themselves
@@ -104,7 +103,7 @@ def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None =
     if not mine.is_dir():
         return _lost(folder, f"its files in {mine} are gone")
     if manifest is not None:
-        (mine / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (mine / MANIFEST).write_text(as_text(manifest))
         sync(mine / MANIFEST)
     sync(mine)
     try:

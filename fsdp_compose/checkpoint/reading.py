@@ -40,7 +40,16 @@ def telling() -> Iterator[None]:
     except Told:
         raise
     except Exception as error:
-        raise Told(in_words(error)) from None
+        raise Told(_with_reason(error)) from None
+
+
+def _with_reason(error: Exception) -> str:
+    """In words, with what the system has said: torch's writer, closed after a disk was full, speaks of positions in a
+    file only."""
+    text, earlier = in_words(error), error.__cause__ or error.__context__
+    while earlier is not None and not isinstance(earlier, OSError):
+        earlier = earlier.__cause__ or earlier.__context__
+    return text if earlier is None or isinstance(error, OSError) else f"{earlier} ({text})"
 
 
 class Reader(FileSystemReader):

@@ -67,12 +67,22 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     token = text_of_first_rank(group, "save()", "the owner of the folder", token)
     writer = _Writer(partial_of(folder) / token, sync_files=True)
     try:
-        _write(writer, state, process_group)
-        _complete(writer, folder, token, numbers, group)
+        try:
+            _write(writer, state, process_group)
+            _complete(writer, folder, token, numbers, group)
+        except RuntimeError as error:
+            if isinstance(error, _Failed) or not has_peers(group):
+                raise
+            raise _Failed(f"save(): {_apart(error)}. The checkpoint was not completed") from error
     except _Failed as error:
         if _is_first(group):
             abandon_folder(folder, token)
         raise RuntimeError(str(error)) from error.__cause__
+
+
+def _apart(error: RuntimeError) -> str:
+    """Why a collective has failed, which itself names no rank."""
+    return f"the ranks could not go on together: another rank has died, hangs, or has raised ({str(error).rstrip('.')})"
 
 
 class _Failed(RuntimeError):
@@ -191,6 +201,11 @@ def load(
         )
         remedy = "What the state dict holds may be loaded in part: load again" if is_torn else "Nothing was changed"
         raise RuntimeError(f"load(): {_first_failure(error)}. {remedy}") from error
+    except RuntimeError as error:
+        if not has_peers(group):
+            raise
+        remedy = "What the state dict holds may be loaded in part"
+        raise RuntimeError(f"load(): {_apart(error)}. {remedy}") from error
     numbers = contents.numbers
     loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
     _, problem = attempt(_give_back, state_dict, loaded)
