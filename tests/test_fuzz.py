@@ -16,7 +16,20 @@ from hypothesis import strategies as st
 
 from tests.harness import run_distributed
 from tests.observed_hooks import AFTER_ACCUMULATION, ON_GRADIENT
-from tests.programs import COMPOUNDS, EDITS, LEAVES, TERMS, Action, Group, Part, Program, parts_of, run_on_every_rank
+from tests.programs import (
+    COMPOUNDS,
+    EDITORS,
+    EDITS,
+    INNER_BACKWARDS,
+    LEAVES,
+    TERMS,
+    Action,
+    Group,
+    Part,
+    Program,
+    parts_of,
+    run_on_every_rank,
+)
 
 NUM_PROGRAMS = int(os.environ.get("FSDP_COMPOSE_FUZZ", "0"))
 
@@ -52,7 +65,7 @@ def _compounds(children: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
 _parts = st.recursive(_leaves | _again, _compounds, max_leaves=6)
 _roots = st.builds(
     Part,
-    kind=st.sampled_from(["chain", "residual", "container", "opaque", "auxiliary"]),
+    kind=st.sampled_from(["chain", "chain", "residual", "container", "opaque", "auxiliary", *EDITORS, "forces"]),
     children=st.lists(_parts, min_size=1, max_size=4).map(tuple),
     group=_groups,
     together=st.booleans(),
@@ -64,6 +77,8 @@ _train = st.builds(
     how=st.sampled_from(["", "", "together", "in order", "reversed", "only second", "twice", "forward only"]),
     at=st.integers(0, 9),
     term=st.sampled_from(["", "", *TERMS]),
+    root=st.sampled_from(["", "other", "both"]),
+    toggles=st.sampled_from([False, False, False, True]),
 )
 _actions = st.one_of(
     _train,
@@ -107,12 +122,16 @@ _actions = st.one_of(
         sync=st.booleans(),
         how=st.sampled_from(["sharded", "full", "first rank"]),
     ),
+    st.builds(Action, kind=st.just("restart"), sync=st.booleans()),
 )
 
 
 def _is_possible(program: Program) -> bool:
     """Whether a user who knows the rules would write it."""
-    for part in parts_of(program.root):
+    parts, actions = list(parts_of(program.root)), program.actions
+    part_kinds, kinds = {part.kind for part in parts}, {action.kind for action in actions}
+    recomputes = any(part.recompute is not None for part in parts)
+    for part in parts:
         if part.recompute is not None and part.kind in ("container", "opaque"):
             return False  # reentrant checkpointing passes on tensors only
         if part.kind == "switch":
@@ -121,22 +140,41 @@ def _is_possible(program: Program) -> bool:
                 item.group is not None or item.together or item.kind in ("again", "detach", "switch") for item in below
             ):
                 return False  # ranks run the same groups, and backward reaches the same
-    kinds = {action.kind for action in program.actions}
-    if kinds & {"set_functional", "penalise"}:  # whole groups are recomputed
-        if any(part.recompute is not None and part.group is None for part in parts_of(program.root)):
+        if part.kind in ("edits", "edits data") and (part.together or part.children[-1].group is None):
+            return False  # of a group that is running
+    if part_kinds & {*EDITORS}:
+        # A recomputation would edit again; a parameter that one rank has used before has another value for the next.
+        if recomputes or program.ties or program.second_root is not None or part_kinds & {"again", "twice", "switch"}:
             return False
+        if "fail" in kinds:
+            return False
+    if part_kinds & {*INNER_BACKWARDS} and (recomputes or "switch" in part_kinds):
+        return False  # a backward within a recomputation
+    if "local loss" in part_kinds and (program.hooks or kinds & {"fail", "input_gradient", "penalise"}):
+        return False  # their forwards are not done by both models on all ranks
+    if "late auxiliary" in part_kinds and recomputes:
+        return False  # a recomputation is not what the forward was
+    toggles = "freezes" in part_kinds or any(action.toggles for action in actions)
+    if toggles and program.hooks:
+        return False
+    if kinds & {"set_functional", "penalise"}:  # whole groups are recomputed
+        if any(part.recompute is not None and part.group is None for part in parts):
+            return False
+    if "restart" in kinds and (program.hooks or kinds & {"fail"}):
+        return False
     if not program.shards_root:  # each child is a root; an interruption of one is not the others' affair
         if program.ties or program.root.together or program.root.kind == "auxiliary" or "fail" in kinds:
             return False
+    if program.second_root is not None and (program.ties or kinds & {"fail"}):
+        return False
     if program.optimizer == "flat":  # what is tied moves, and what is in one flat parameter is frozen together
-        if program.ties or any(action.how == "toggle requires_grad" for action in program.actions):
+        if program.ties or toggles or any(action.how == "toggle requires_grad" for action in actions):
             return False
-    if kinds & {"input_gradient", "penalise"} and any(part.recompute for part in parts_of(program.root)):
+    if kinds & {"input_gradient", "penalise"} and any(part.recompute for part in parts):
         return False  # torch refuses autograd.grad() with reentrant checkpointing
     if "penalise" in kinds and any(kind == ON_GRADIENT for _, kind in program.hooks):
         return False  # autograd.grad() does not call the hooks of sharded parameters
-    has_switch = any(part.kind == "switch" for part in parts_of(program.root))
-    return not (has_switch and "fail" in kinds)
+    return not ("switch" in part_kinds and "fail" in kinds)
 
 
 _programs = st.builds(
@@ -145,6 +183,7 @@ _programs = st.builds(
     actions=st.lists(_actions, min_size=1, max_size=6).map(tuple),
     ties=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=2).map(tuple),
     shards_root=st.sampled_from([True, True, True, False]),
+    second_root=st.sampled_from([None, None, None, 0, 1, 2]),
     optimizer=st.sampled_from(["sgd", "adamw", "flat"]),
     input_requires_grad=st.booleans(),
     hooks=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([ON_GRADIENT, AFTER_ACCUMULATION])), max_size=3).map(

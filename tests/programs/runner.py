@@ -1,19 +1,11 @@
-"""Small random training programs: a description that can be pickled and printed, and what runs it on every rank.
-
-A ``Program`` is a tree of modules, how it is sharded, and a few actions of a training loop. ``run`` builds the model
-twice, shards one, does the same to both, and compares after every action: losses, gradients (also where there is none)
-and parameters. The unsharded model plays the ranks in turn, each with that rank's share of the batch, so that what a
-module does may depend on the rank.
-"""
+"""Runs a program on a sharded and on an unsharded model, and compares after every action."""
 
 from __future__ import annotations
 
 import copy
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +15,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
-    MixedPrecisionPolicy,
     RaggedDTensor,
     clip_grad_norm_,
     flat_parameters,
-    fully_shard,
     functional_mode,
     no_sync,
     set_functional_mode,
@@ -38,249 +27,16 @@ from fsdp_compose import (
     summon_full_params,
     unshard,
 )
+from fsdp_compose._torch import default_store
 from fsdp_compose.accumulation import UnreducedGradient
 from fsdp_compose.checkpoint import StateDictOptions, get_state_dict, set_state_dict
 from fsdp_compose.flat_param import handle_of
 from fsdp_compose.state import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.observed_hooks import ObservedHooks
 
-DIM, ROWS = 3, 2  # ROWS on each rank
-
-# ---- the description
-
-
-class _Short:
-    """Printed as it is written in Python, without what is as always."""
-
-    def __repr__(self) -> str:
-        told = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in told)})"
-
-
-@dataclass(frozen=True, repr=False)
-class Group(_Short):
-    """A ``fully_shard`` call."""
-
-    reshard: bool | None = None
-    wide_reduction: bool = False  # reduce_dtype float64
-    granularity: str | None = None
-
-
-@dataclass(frozen=True, repr=False)
-class Part(_Short):
-    """A module: a leaf, or one that calls ``children`` the way ``kind`` says."""
-
-    kind: str
-    children: tuple[Part, ...] = ()
-    group: Group | None = None
-    recompute: bool | None = None  # activation checkpointing: use_reentrant
-    frozen: bool = False
-    narrow: bool = False  # float32 in a model of float64
-    refers_to: int = 0  # of kind "again": which of the parts before it
-    together: bool = False  # the first two children are one group
-
-
-@dataclass(frozen=True, repr=False)
-class Action(_Short):
-    """Something that a training loop does; which fields matter depends on ``kind``."""
-
-    kind: str
-    sync: bool = True
-    how: str = ""
-    at: int = 0
-    term: str = ""  # of the loss, on parameter number ``at`` itself
-
-
-@dataclass(frozen=True, repr=False)
-class Program(_Short):
-    root: Part
-    actions: tuple[Action, ...]
-    ties: tuple[tuple[int, int], ...] = ()
-    shards_root: bool = True
-    optimizer: str = "sgd"
-    input_requires_grad: bool = False
-    hooks: tuple[tuple[int, str], ...] = ()  # (number of a parameter, kind); the first half before sharding
-
-
-LEAVES = ("linear", "scale", "scalar", "cube", "spare", "nothing", "detach")
-TERMS = ("square", "norm", "square before forward")
-COMPOUNDS = ("chain", "residual", "twice", "sum", "switch", "container", "opaque", "without grad", "auxiliary")
-
-
-def parts_of(part: Part) -> Iterator[Part]:
-    """Innermost first: in the order in which modules are built."""
-    for child in part.children:
-        yield from parts_of(child)
-    yield part
-
-
-# ---- modules
-
-
-class TripError(Exception):
-    """Raised in the middle of an iteration, on purpose."""
-
-
-class ImpossibleError(Exception):
-    """The unsharded model cannot do it either."""
-
-
-class Trip:
-    """Counts how often forward, or backward, reaches a module of the model; raises the time it is told to."""
-
-    def __init__(self) -> None:
-        self.where, self.left, self.rank = "", -1, 0
-
-    def reached(self, where: str) -> None:
-        if self.where == where and self.left >= 0:
-            self.left -= 1
-            if self.left < 0:
-                raise TripError(where)
-
-
-class _Pass(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, trip: Trip) -> torch.Tensor:
-        ctx.trip = trip
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.trip.reached("backward")
-        return grad, None
-
-
-class _Box:
-    """In which torch finds no tensors."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-
-class Module(nn.Module):
-    def __init__(self, part: Part, children: list[Module], trip: Trip) -> None:
-        super().__init__()
-        self.part, self.trip = part, trip
-        self.inner = nn.ModuleList(children)
-        self.auxiliary: torch.Tensor | None = None
-        kind = part.kind
-        self.register_buffer("shift", torch.linspace(0.0, 0.1, DIM))
-        if kind in ("linear", "spare"):
-            self.linear = nn.Linear(DIM, DIM, bias=kind == "linear")
-        if kind == "spare":
-            self.unused = nn.Parameter(torch.randn(2, DIM))
-        elif kind == "scale":
-            self.scale = nn.Parameter(torch.randn(DIM))
-        elif kind == "scalar":
-            self.scalar = nn.Parameter(torch.randn(()))
-        elif kind == "cube":
-            self.cube = nn.Parameter(torch.randn(2, DIM, DIM) * 0.5)
-        elif kind == "auxiliary":
-            self.gate = nn.Linear(DIM, 1)
-        if not part.narrow:
-            self.double()
-        if part.frozen:
-            self.requires_grad_(False)
-
-    def run(self, child: Module, x: torch.Tensor) -> torch.Tensor:
-        if child.part.recompute is not None:
-            return checkpoint(child, x, use_reentrant=child.part.recompute)
-        if child.part.kind == "container":
-            return child({"x": x, "note": 1})["y"][0]
-        result = child(x)
-        return result.value if isinstance(result, _Box) else result
-
-    def forward(self, x: Any) -> Any:
-        self.trip.reached("forward")
-        kind, is_mapping = self.part.kind, isinstance(x, dict)
-        x = _Pass.apply(x["x"] if is_mapping else x, self.trip)
-        result = self.leaf(x) if kind in LEAVES else self.compound(x)
-        return {"y": (result, None)} if is_mapping else _Box(result) if kind == "opaque" else result
-
-    def leaf(self, x: torch.Tensor) -> torch.Tensor:
-        kind = self.part.kind
-        y = x.to(self.shift.dtype)
-        if kind in ("linear", "spare"):
-            y = torch.tanh(self.linear(y))
-        elif kind == "scale":
-            y = y * self.scale + self.shift
-        elif kind == "scalar":
-            y = torch.tanh(y * self.scalar)
-        elif kind == "cube":
-            y = torch.tanh(y @ self.cube[0]) @ self.cube[1]
-        elif kind == "detach":
-            y = y.detach() * 0.5
-        else:
-            y = torch.tanh(y) + self.shift
-        return y.to(x.dtype)
-
-    def compound(self, x: torch.Tensor) -> torch.Tensor:
-        kind, inner = self.part.kind, list(self.inner)
-        if kind == "switch":
-            return self.run(inner[self.trip.rank % len(inner)], x)
-        if kind == "sum":
-            return sum((self.run(child, x) for child in inner), x) / (len(inner) + 1)
-        y = x
-        for _ in range(2 if kind == "twice" else 1):
-            for child in inner:
-                with torch.no_grad() if kind == "without grad" else nullcontext():
-                    y = self.run(child, y)
-        if kind == "auxiliary":
-            self.auxiliary = self.gate(y.to(self.gate.weight.dtype)).square().mean()
-        return (x + y) / 2 if kind in ("residual", "without grad") else y
-
-
-def build(program: Program) -> tuple[Module, list[Module]]:
-    """The model, and its parts in the order in which they were built."""
-    built: list[Module] = []
-    trip = Trip()
-    torch.manual_seed(0)
-
-    def make(part: Part) -> Module:
-        if part.kind == "again":
-            return built[part.refers_to % len(built)] if built else make(Part("nothing"))
-        module = Module(part, [make(child) for child in part.children], trip)
-        built.append(module)
-        return module
-
-    model = make(program.root)
-    linear = [module for module in built if hasattr(module, "linear")]
-    for first, second in program.ties:
-        if linear:
-            one, other = linear[first % len(linear)], linear[second % len(linear)]
-            if (one.part.frozen, one.part.narrow) == (other.part.frozen, other.part.narrow):
-                other.linear.weight = one.linear.weight
-    return model, built
-
-
-def shard(program: Program, model: Module, built: list[Module], mesh: DeviceMesh) -> None:
-    """Inner modules first. A module that is used in several places has a group of its own: its parameters can be in
-    one group only."""
-    places: dict[Module, int] = {}
-    for module in built:
-        for child in module.inner:
-            places[child] = places.get(child, 0) + 1
-    for module in built:
-        several = list(module.inner)[:2]
-        if module.part.together and len(set(several)) == 2:
-            if all(places[item] == 1 and get_state(item) is None for item in several):
-                fully_shard(several, mesh=mesh)
-        group = module.part.group
-        if module is model:
-            group = (group or Group()) if program.shards_root else None
-        elif group is None and (places[module] > 1 or (not program.shards_root and module in model.inner)):
-            group = Group()
-        if group is not None:
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=group.reshard,
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64) if group.wide_reduction else None,
-                granularity=(lambda fqn, param, asked=group.granularity: asked) if group.granularity else None,
-            )
-
-
-# ---- running a program
+from .description import Action, Program, parts_of
+from .edits import EDITS
+from .modules import DIM, ROWS, ImpossibleError, Module, TripError, build, loss_of, shard
 
 
 class Losses(NamedTuple):
@@ -302,21 +58,34 @@ class Runner:
     def __init__(self, program: Program, mesh: DeviceMesh) -> None:
         self.program = program
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.model, built = build(program)
-        self.reference = copy.deepcopy(self.model)
+        models, built = build(program)
+        self.hold(models)
+        self.reference: Any = copy.deepcopy(self.model)
+        self.reference_roots = [self.reference] if len(models) == 1 else list(self.reference)
         self.twins = list(self.reference.parameters())
+        self.reference_roots[0].trip.share = 1 / self.world_size
         num_early = len(program.hooks) // 2
         self.hooks = ObservedHooks(program.hooks, any(part.recompute for part in parts_of(program.root)))
         self.hooks.register(list(self.model.parameters()), self.twins, slice(0, num_early))
-        shard(program, self.model, built, mesh)
-        self.faces = list(self.model.parameters())
+        self.shard(built, mesh)
         self.hooks.register(self.faces, self.twins, slice(num_early, None))
-        self.model.trip.rank = self.rank
         self.optimizers = [self.make_optimizer(model) for model in (self.model, self.reference)]
         self.differences: list[str] = []
         self.generator = torch.Generator().manual_seed(1)
         self.is_exact = all(param.dtype == torch.float64 for param in self.faces)
         self.has_unreduced = self.lags = False
+        self.num_forwards = 0
+        self.has_local_losses = any(part.kind == "local loss" for part in parts_of(program.root))
+
+    def hold(self, models: nn.ModuleList) -> None:
+        """Work with these models. ``model`` has the parameters of all of them."""
+        self.roots: list[Module] = list(models)  # type: ignore[arg-type]
+        self.model: Any = models if len(models) > 1 else models[0]
+
+    def shard(self, built: list[Module], mesh: DeviceMesh) -> None:
+        shard(self.program, self.roots[0], built, mesh)
+        self.faces = list(self.model.parameters())
+        self.roots[0].trip.rank = self.rank
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         is_flat = self.program.optimizer == "flat"
@@ -343,23 +112,29 @@ class Runner:
         whole = torch.randn(self.world_size * ROWS, DIM, generator=self.generator, dtype=torch.float64)
         return [part.clone().requires_grad_(self.program.input_requires_grad) for part in whole.chunk(self.world_size)]
 
-    def losses(self, inputs: list[torch.Tensor], term: str = "", at: int = 0) -> Losses:
-        """A forward of both models."""
+    def losses(self, inputs: list[torch.Tensor], term: str = "", at: int = 0, which: int = 0) -> Losses:
+        """A forward of one of the sharded models, and of its twin."""
+        model, reference = self.roots[which], self.reference_roots[which]
+        self.num_forwards += 1
+        model.trip.number = reference.trip.number = self.num_forwards
         term = term if self.faces else ""
         terms = self.terms_on(at, term) if "before" in term else None
         self.lags = False
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ours = loss_of(self.model, inputs[self.rank].detach().requires_grad_(inputs[0].requires_grad))
+            ours = loss_of(model, inputs[self.rank].detach().requires_grad_(inputs[0].requires_grad))
         if any("all gradients are None" in str(item.message) for item in caught):
             self.reference.zero_grad()
             self.has_unreduced = False
         theirs = []
         for rank, part in enumerate(inputs):
-            self.reference.trip.rank = rank
+            reference.trip.rank, reference.trip.does_edits = rank, rank == 0
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                theirs.append(loss_of(self.reference, part) / self.world_size)
+                theirs.append(loss_of(reference, part) / self.world_size)
+        reference.trip.does_edits = True
+        if self.has_local_losses and torch.is_grad_enabled():
+            self.note_unreduced()
         self.check_close(ours.detach() / self.world_size, theirs[self.rank].detach(), "loss")
         if ours.requires_grad != theirs[self.rank].requires_grad:
             self.differences.append(f"loss.requires_grad is {ours.requires_grad}")
@@ -370,11 +145,15 @@ class Runner:
         """Terms of the loss on parameter number ``at`` itself."""
         index = at % len(self.faces)
         face, twin = self.faces[index], self.twins[index]
+        with_terms = {index} if face.requires_grad else set()
+        if term.startswith("product"):  # as a loss computed by F.linear(x, weight) outside of forward
+            ours = (face.full_tensor().sum() * (self.rank + 1)).square()
+            factors = range(1, self.world_size + 1)
+            return Losses(ours, [(twin.sum() * i).square() / self.world_size for i in factors], with_terms)
         if term == "norm":
             ours, theirs = face.norm().full_tensor(), twin.norm()
         else:
             ours, theirs = face.full_tensor().square().sum(), twin.square().sum()
-        with_terms = {index} if face.requires_grad else set()
         return Losses(ours, [theirs / self.world_size] * self.world_size, with_terms)
 
     def backward(self, losses: Losses, retain: bool = False) -> None:
@@ -386,20 +165,29 @@ class Runner:
         except RuntimeError as error:
             raise ImpossibleError from error
         losses.ours.backward(retain_graph=retain)
-        self.has_unreduced = not all(state.requires_gradient_sync for state in _get_fsdp_states(self.model))
+        self.note_unreduced()
         self.differences += self.hooks.check(self.faces, losses.with_terms)
+
+    def note_unreduced(self) -> None:
+        """A backward has run."""
+        self.has_unreduced = not all(state.requires_gradient_sync for state in _get_fsdp_states(self.model))
 
     def do_train(self, action: Action, what: str) -> None:
         """``how``: the order of forwards and backwards."""
+        has_others = len(self.roots) > 1
+        of_first, of_second = {"": (0, 0), "other": (1, 1), "both": (0, 1)}[action.root if has_others else ""]
         with nullcontext() if action.sync else no_sync(self.model):
-            first = self.losses(self.inputs(), action.term, action.at)
+            first = self.losses(self.inputs(), action.term, action.at, of_first)
+            if action.toggles and self.faces:
+                for param in (self.faces[action.at % len(self.faces)], self.twins[action.at % len(self.faces)]):
+                    param.requires_grad_(not param.requires_grad)
             if action.how == "":
                 self.backward(first)
             elif action.how == "twice":
                 self.backward(first, retain=True)
                 self.backward(first)
             elif action.how != "forward only":
-                second = self.losses(self.inputs())
+                second = self.losses(self.inputs(), which=of_second)
                 if action.how == "together":
                     self.backward(first.plus(second))
                 elif action.how == "in order":
@@ -413,15 +201,15 @@ class Runner:
 
     def do_evaluate(self, action: Action, what: str) -> None:
         with torch.inference_mode() if action.how == "inference" else torch.no_grad():
-            self.losses([part.detach() for part in self.inputs()])
+            self.losses([part.detach() for part in self.inputs()], which=action.at % len(self.roots))
 
     def do_fail(self, action: Action, what: str) -> None:
         """An exception in the middle, caught; then training goes on."""
-        trip = self.model.trip
+        trip = self.roots[0].trip
         trip.where, trip.left = action.how, action.at
         try:
             with nullcontext() if action.sync else no_sync(self.model):
-                loss = loss_of(self.model, self.inputs()[self.rank])
+                loss = loss_of(self.roots[0], self.inputs()[self.rank])
                 if loss.requires_grad:
                     loss.backward()
         except RuntimeError as error:
@@ -441,9 +229,9 @@ class Runner:
         """``torch.autograd.grad`` with respect to the input: no gradient of a parameter changes."""
         inputs = [part.detach().requires_grad_() for part in self.inputs()]
         mine = inputs[self.rank].detach().requires_grad_()
-        loss = loss_of(self.model, mine)
-        self.reference.trip.rank = self.rank
-        expected = loss_of(self.reference, inputs[self.rank])
+        loss = loss_of(self.roots[0], mine)
+        self.reference_roots[0].trip.rank = self.rank
+        expected = loss_of(self.reference_roots[0], inputs[self.rank])
         if loss.requires_grad and expected.requires_grad:
             (got,) = torch.autograd.grad(loss, mine, allow_unused=True)
             (want,) = torch.autograd.grad(expected, inputs[self.rank], allow_unused=True)
@@ -569,6 +357,23 @@ class Runner:
             self.model, self.optimizers[0], model_state_dict=saved[0], optim_state_dict=saved[1], options=options
         )
 
+    def do_restart(self, action: Action, what: str) -> None:
+        """As a program that is started again: a new process group, a new model, and what the first one has saved."""
+        options = StateDictOptions(full_state_dict=True, keep_foreign_params=True)
+        saved = copy.deepcopy(get_state_dict(self.model, self.optimizers[0], options=options)) if self.faces else None
+        models, built = build(self.program)
+        self.hold(models)
+        self.shard(built, restart_process_group(is_whole=action.sync))
+        for face, twin in zip(self.faces, self.twins, strict=True):
+            face.requires_grad_(twin.requires_grad)
+        self.optimizers[0] = self.make_optimizer(self.model)
+        if saved is not None:
+            set_state_dict(
+                self.model, self.optimizers[0], model_state_dict=saved[0], optim_state_dict=saved[1], options=options
+            )
+        self.reference.zero_grad()
+        self.has_unreduced = self.lags = False
+
     def do_unshard(self, action: Action, what: str) -> None:
         modules = [module for module in self.model.modules() if get_state(module) is not None]
         module = modules[action.at % len(modules)]
@@ -623,66 +428,6 @@ class Runner:
                 self.differences.append(f"{what} differs by {difference}: {got.tolist()}, not {expected.tolist()}")
 
 
-def loss_of(model: Module, x: torch.Tensor) -> torch.Tensor:
-    for module in model.modules():
-        if isinstance(module, Module):
-            module.auxiliary = None
-    if model.part.kind == "container":
-        y = model({"x": x, "note": 1})["y"][0]
-    else:
-        y = model(x)
-        y = y.value if isinstance(y, _Box) else y
-    loss = y.square().mean()
-    for module in model.modules():
-        if isinstance(module, Module) and module.auxiliary is not None:
-            loss = loss + module.auxiliary.to(loss.dtype)
-    return loss
-
-
-def _multiply(model: Module, chosen: nn.Parameter) -> None:
-    with torch.no_grad():
-        chosen.mul_(0.5)
-
-
-def _multiply_data(model: Module, chosen: nn.Parameter) -> None:
-    chosen.data.mul_(-0.5)
-
-
-def _load(model: Module, chosen: nn.Parameter) -> None:
-    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
-
-
-def _load_by_assignment(model: Module, chosen: nn.Parameter) -> None:
-    """The unsharded model keeps its parameters, for its optimizer; the gradients are dropped all the same."""
-    state = {name: value * 0.9 for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=isinstance(chosen, RaggedDTensor))
-    model.zero_grad()
-
-
-def _toggle(model: Module, chosen: nn.Parameter) -> None:
-    chosen.requires_grad_(not chosen.requires_grad)
-
-
-def _drop_gradient(model: Module, chosen: nn.Parameter) -> None:
-    chosen.grad = None
-
-
-def _scale_gradient(model: Module, chosen: nn.Parameter) -> None:
-    if chosen.grad is not None:
-        chosen.grad.mul_(2)
-
-
-EDITS: dict[str, Callable[[Module, nn.Parameter], None]] = {
-    "multiply": _multiply,
-    "multiply data": _multiply_data,
-    "load": _load,
-    "load by assignment": _load_by_assignment,
-    "toggle requires_grad": _toggle,
-    "drop a gradient": _drop_gradient,
-    "scale a gradient": _scale_gradient,
-}
-
-
 # ---- on every rank
 
 # Words of the errors with which a program may be refused, on every rank alike: its ranks run different groups, or a
@@ -695,15 +440,36 @@ REFUSALS = (
 )
 
 _meshes: dict[int, DeviceMesh] = {}  # by generation: after a failure others are used
+_present_generation = 0
+
+
+def _mesh_of(generation: int) -> DeviceMesh:
+    global _present_generation
+    _present_generation = generation
+    if generation not in _meshes:
+        _meshes[generation] = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=10)), "cpu")
+    return _meshes[generation]
+
+
+def restart_process_group(is_whole: bool) -> DeviceMesh:
+    """The ranks in a new process group; ``is_whole``: the default one is made anew too, over the same store."""
+    if is_whole:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.PrefixStore("again", default_store())
+        dist.destroy_process_group()
+        _meshes.clear()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    else:
+        group = _meshes.pop(_present_generation).get_group()
+        dist.destroy_process_group(group)
+    return _mesh_of(_present_generation)
 
 
 def run_on_every_rank(program: Program, generation: int, report: str) -> None:
     """Run ``program``; the first rank writes to the file ``report`` what went wrong. Called on every rank."""
-    if generation not in _meshes:
-        _meshes[generation] = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=10)), "cpu")
     differences, error = [], ""
     try:
-        runner = Runner(program, _meshes[generation])
+        runner = Runner(program, _mesh_of(generation))
         differences = runner.differences
         runner.run()
     except ImpossibleError:

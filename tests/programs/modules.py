@@ -1,0 +1,254 @@
+"""The modules of a program, built and sharded."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import MixedPrecisionPolicy, fully_shard
+from fsdp_compose.state import get_state
+
+from .description import EDITORS, INNER_BACKWARDS, LEAVES, Group, Part, Program
+
+DIM, ROWS = 3, 2  # ROWS on each rank
+
+
+class TripError(Exception):
+    """Raised in the middle of an iteration, on purpose."""
+
+
+class ImpossibleError(Exception):
+    """The unsharded model cannot do it either."""
+
+
+class Trip:
+    """What the modules of a model are told. Counts how often forward, or backward, reaches a module of the model;
+    raises the time it is told to.
+
+    Attributes:
+        rank: whose forward this is.
+        does_edits: whether modules that edit parameters do so: of the unsharded model, in one of the ranks' forwards.
+        share: of the loss of one rank in that of the model.
+        number: of the forward.
+    """
+
+    def __init__(self) -> None:
+        self.where, self.left, self.rank = "", -1, 0
+        self.does_edits, self.share, self.number = True, 1.0, 0
+
+    def reached(self, where: str) -> None:
+        if self.where == where and self.left >= 0:
+            self.left -= 1
+            if self.left < 0:
+                raise TripError(where)
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, trip: Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.trip.reached("backward")
+        return grad, None
+
+
+class _Box:
+    """In which torch finds no tensors."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Module(nn.Module):
+    def __init__(self, part: Part, children: list[Module], trip: Trip) -> None:
+        super().__init__()
+        self.part, self.trip = part, trip
+        self.inner = nn.ModuleList(children)
+        self.auxiliary: torch.Tensor | None = None
+        kind = part.kind
+        self.register_buffer("shift", torch.linspace(0.0, 0.1, DIM))
+        if kind in ("linear", "spare"):
+            self.linear = nn.Linear(DIM, DIM, bias=kind == "linear")
+        if kind == "spare":
+            self.unused = nn.Parameter(torch.randn(2, DIM))
+        elif kind == "scale":
+            self.scale = nn.Parameter(torch.randn(DIM))
+        elif kind == "scalar":
+            self.scalar = nn.Parameter(torch.randn(()))
+        elif kind == "cube":
+            self.cube = nn.Parameter(torch.randn(2, DIM, DIM) * 0.5)
+        elif kind in ("auxiliary", "late auxiliary"):
+            self.gate = nn.Linear(DIM, 1)
+        if not part.narrow:
+            self.double()
+        if part.frozen:
+            self.requires_grad_(False)
+
+    def run(self, child: Module, x: torch.Tensor) -> torch.Tensor:
+        if child.part.recompute is not None:
+            return checkpoint(child, x, use_reentrant=child.part.recompute)
+        if child.part.kind == "container":
+            return child({"x": x, "note": 1})["y"][0]
+        result = child(x)
+        return result.value if isinstance(result, _Box) else result
+
+    def forward(self, x: Any) -> Any:
+        self.trip.reached("forward")
+        kind, is_mapping = self.part.kind, isinstance(x, dict)
+        x = _Pass.apply(x["x"] if is_mapping else x, self.trip)
+        result = self.leaf(x) if kind in LEAVES else self.compound(x)
+        return {"y": (result, None)} if is_mapping else _Box(result) if kind == "opaque" else result
+
+    def leaf(self, x: torch.Tensor) -> torch.Tensor:
+        kind = self.part.kind
+        y = x.to(self.shift.dtype)
+        if kind in ("linear", "spare"):
+            y = torch.tanh(self.linear(y))
+        elif kind == "scale":
+            y = y * self.scale + self.shift
+        elif kind == "scalar":
+            y = torch.tanh(y * self.scalar)
+        elif kind == "cube":
+            y = torch.tanh(y @ self.cube[0]) @ self.cube[1]
+        elif kind == "detach":
+            y = y.detach() * 0.5
+        else:
+            y = torch.tanh(y) + self.shift
+        return y.to(x.dtype)
+
+    def compound(self, x: torch.Tensor) -> torch.Tensor:
+        kind, inner = self.part.kind, list(self.inner)
+        if kind == "switch":
+            return self.run(inner[self.trip.rank % len(inner)], x)
+        if kind == "sum":
+            return sum((self.run(child, x) for child in inner), x) / (len(inner) + 1)
+        if kind in INNER_BACKWARDS:
+            return self.forces(x) if kind == "forces" else self.local_losses(x)
+        if kind in EDITORS:
+            return self.edit(x)
+        y = x
+        for _ in range(2 if kind == "twice" else 1):
+            for child in inner:
+                with torch.no_grad() if kind == "without grad" else nullcontext():
+                    y = self.run(child, y)
+        if kind == "auxiliary" or (kind == "late auxiliary" and self.trip.number > 3):
+            self.auxiliary = self.gate(y.to(self.gate.weight.dtype)).square().mean()
+        return (x + y) / 2 if kind in ("residual", "without grad") else y
+
+    def forces(self, x: torch.Tensor) -> torch.Tensor:
+        """Moves the input against the gradient of an energy before the children see it."""
+        if not torch.is_inference_mode_enabled():
+            with torch.enable_grad():
+                z = x.detach().requires_grad_()
+                energy = self.through(self.inner, z).square().sum()
+                (force,) = torch.autograd.grad(energy, z, allow_unused=True)
+            x = x if force is None else x - 0.1 * force
+        return self.through(self.inner, x)
+
+    def local_losses(self, x: torch.Tensor) -> torch.Tensor:
+        """Each child learns by a loss of its own."""
+        y = x.detach()
+        for child in self.inner:
+            y = self.run(child, y)
+            if y.requires_grad:
+                (y.square().mean() * self.trip.share).backward()
+            y = y.detach()
+        return (x + y) / 2
+
+    def edit(self, x: torch.Tensor) -> torch.Tensor:
+        """Does something to a parameter of the last child just before running it."""
+        *others, last = self.inner
+        y = self.through(others, x)
+        kind, param = self.part.kind, next(last.parameters(), None)
+        if param is not None and self.trip.does_edits and torch.is_grad_enabled():
+            with torch.no_grad():
+                if kind == "edits":
+                    param.mul_(0.9)
+                elif kind == "edits data":
+                    param.data.mul_(0.9)
+                else:
+                    param.requires_grad_(self.trip.number % 2 == 1)
+        return self.run(last, y)
+
+    def through(self, children: Any, x: torch.Tensor) -> torch.Tensor:
+        for child in children:
+            x = self.run(child, x)
+        return x
+
+
+def build(program: Program) -> tuple[nn.ModuleList, list[Module]]:
+    """The model, or models, and the parts in the order in which they were built."""
+    built: list[Module] = []
+    trip = Trip()
+    torch.manual_seed(0)
+
+    def make(part: Part) -> Module:
+        if part.kind == "again":
+            return built[part.refers_to % len(built)] if built else make(Part("nothing"))
+        module = Module(part, [make(child) for child in part.children], trip)
+        built.append(module)
+        return module
+
+    models = [make(program.root)]
+    if program.second_root is not None and len(built) > 1:
+        shared = Part("again", refers_to=program.second_root % (len(built) - 1))
+        models.append(make(Part("chain", children=(shared, Part("linear")), group=Group())))
+    linear = [module for module in built if hasattr(module, "linear")]
+    for first, second in program.ties:
+        if linear:
+            one, other = linear[first % len(linear)], linear[second % len(linear)]
+            if (one.part.frozen, one.part.narrow) == (other.part.frozen, other.part.narrow):
+                other.linear.weight = one.linear.weight
+    return nn.ModuleList(models), built
+
+
+def shard(program: Program, model: nn.Module, built: list[Module], mesh: DeviceMesh) -> None:
+    """Inner modules first. A module that is used in several places has a group of its own: its parameters can be in
+    one group only."""
+    places: dict[Module, int] = {}
+    for module in built:
+        for child in module.inner:
+            places[child] = places.get(child, 0) + 1
+    for module in built:
+        several = list(module.inner)[:2]
+        if module.part.together and len(set(several)) == 2:
+            if all(places[item] == 1 and get_state(item) is None for item in several):
+                fully_shard(several, mesh=mesh)
+        group = module.part.group
+        if module is model:
+            group = (group or Group()) if program.shards_root else None
+        elif group is None and (places[module] > 1 or (not program.shards_root and module in model.inner)):
+            group = Group()
+        if group is not None:
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=group.reshard,
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64) if group.wide_reduction else None,
+                granularity=(lambda fqn, param, asked=group.granularity: asked) if group.granularity else None,
+            )
+
+
+def loss_of(model: Module, x: torch.Tensor) -> torch.Tensor:
+    """The loss of one of the models that ``build`` has made."""
+    for module in model.modules():
+        if isinstance(module, Module):
+            module.auxiliary = None
+    if model.part.kind == "container":
+        y = model({"x": x, "note": 1})["y"][0]
+    else:
+        y = model(x)
+        y = y.value if isinstance(y, _Box) else y
+    loss = y.square().mean()
+    for module in model.modules():
+        if isinstance(module, Module) and module.auxiliary is not None:
+            loss = loss + module.auxiliary.to(loss.dtype)
+    return loss
