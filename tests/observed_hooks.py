@@ -22,8 +22,8 @@ class ObservedHooks:
 
     Args:
         wanted: (number of a parameter, ``ON_GRADIENT`` or ``AFTER_ACCUMULATION``) of each hook.
-        may_repeat: parts of a backward run by themselves (reentrant checkpointing), so that autograd calls hooks of
-            parameters in functional mode several times.
+        may_repeat: parts of a backward run by themselves (reentrant checkpointing), so that hooks of parameters in
+            functional mode, or of a root of which such a part is the whole backward, are called several times.
     """
 
     def __init__(self, wanted: Sequence[tuple[int, str]], may_repeat: bool) -> None:
@@ -86,7 +86,7 @@ class ObservedHooks:
                 expected |= index in self._reached | self._unreduced
                 reduced.add(index)
             num_calls = self._num_calls.get(number, 0)
-            may_be = num_calls > expected > 0 and state.was_functional and self._may_repeat
+            may_be = num_calls > expected > 0 and (state.was_functional or state.is_root) and self._may_repeat
             may_be |= index in self._unknown and index in reduced and num_calls == 1
             if num_calls != expected and not may_be:
                 differences.append(f"hook {number} was called {num_calls} times, expected {int(expected)}")

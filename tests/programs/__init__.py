@@ -6,11 +6,23 @@ and parameters. The unsharded model plays the ranks in turn, each with that rank
 module does may depend on the rank.
 """
 
-from .description import COMPOUNDS, EDITORS, INNER_BACKWARDS, LEAVES, TERMS, Action, Group, Part, Program, parts_of
+from .description import (
+    CALLS,
+    COMPOUNDS,
+    EDITORS,
+    INNER_BACKWARDS,
+    LEAVES,
+    TERMS,
+    Action,
+    Group,
+    Part,
+    Program,
+    parts_of,
+)
 from .edits import EDITS
 from .runner import run_on_every_rank
 
 __all__ = [
-    "COMPOUNDS", "EDITORS", "EDITS", "INNER_BACKWARDS", "LEAVES", "TERMS", "Action", "Group", "Part", "Program",
-    "parts_of", "run_on_every_rank",
+    "CALLS", "COMPOUNDS", "EDITORS", "EDITS", "INNER_BACKWARDS", "LEAVES", "TERMS", "Action", "Group", "Part",
+    "Program", "parts_of", "run_on_every_rank",
 ]  # fmt: skip

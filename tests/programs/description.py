@@ -68,10 +68,9 @@ TERMS = ("square", "norm", "square before forward", "product", "product before f
 EDITORS = ("edits", "edits data", "freezes")
 # Modules whose forward runs a backward.
 INNER_BACKWARDS = ("forces", "local loss")
-COMPOUNDS = (
-    "chain", "residual", "twice", "sum", "switch", "container", "opaque", "without grad", "auxiliary", "late auxiliary",
-    *EDITORS, *INNER_BACKWARDS,
-)  # fmt: skip
+# Modules that differ in how they call their children.
+CALLS = ("chain", "residual", "twice", "sum", "switch", "container", "opaque", "without grad", "auxiliary")
+COMPOUNDS = (*CALLS, "late auxiliary", *EDITORS, *INNER_BACKWARDS)
 
 
 def parts_of(part: Part) -> Iterator[Part]:

@@ -149,7 +149,7 @@ class Module(nn.Module):
             with torch.enable_grad():
                 z = x.detach().requires_grad_()
                 energy = self.through(self.inner, z).square().sum()
-                (force,) = torch.autograd.grad(energy, z, allow_unused=True)
+                force = torch.autograd.grad(energy, z, allow_unused=True)[0] if energy.requires_grad else None
             x = x if force is None else x - 0.1 * force
         return self.through(self.inner, x)
 
