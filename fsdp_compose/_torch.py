@@ -249,7 +249,7 @@ def in_forward_ad() -> bool:
 
 def is_in_functional_call() -> bool:
     """Whether ``torch.func.functional_call()`` is on the stack: other tensors stand in parameter slots for a while."""
-    frame: FrameType | None = sys._getframe()
+    frame: Any = sys._getframe()
     while frame is not None and frame.f_code is not _functional_call.__code__:
         frame = frame.f_back
     return frame is not None

@@ -93,9 +93,9 @@ class FlatParamHandle:
     """
 
     __slots__ = (
-        "__weakref__", "_face_locals", "_face_memory", "_index_of", "_mp_policy", "_no_grads",
-        "accumulation", "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces", "flags",
-        "fqns", "gather_wires", "gathered_segments", "gathered_version", "gathered_writes", "gradient", "group", "hooks",
+        "__weakref__", "_face_locals", "_face_memory", "_index_of", "_mp_policy", "_no_grads", "accumulation",
+        "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces", "flags", "fqns",
+        "gather_wires", "gathered_segments", "gathered_version", "gathered_writes", "gradient", "group", "hooks",
         "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable", "is_unsharded", "is_used",
         "layout", "memory", "mesh", "none_used", "outside_grads", "param_dtype", "prefix", "reduce_dtype",
         "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "segments", "shard", "storage",
