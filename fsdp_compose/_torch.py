@@ -73,6 +73,7 @@ __all__ = [
     "is_checkpoint_recomputing",
     "is_in_functional_call",
     "is_part_of_multi_grad_hook",
+    "is_profiling",
     "is_wrapper",
     "loads_as_torch",
     "loads_as_torch_module",
@@ -253,6 +254,10 @@ def is_in_functional_call() -> bool:
     while frame is not None and frame.f_code is not _functional_call.__code__:
         frame = frame.f_back
     return frame is not None
+
+
+# Whether a profiler runs that takes ranges (``torch.profiler.record_function``).
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

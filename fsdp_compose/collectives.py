@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ._torch import AllgatherOptions, ReduceScatterOptions, foreach_copy_, foreach_zero_
 from .flat_grad import Arrival
 from .flat_param import FlatParamHandle
+from .ranges import in_range
 from .wire import wire
 
 _grad = attrgetter("grad")
@@ -135,6 +136,7 @@ class Communicator:
         handle.memory.hide()
         self._start_all_gather(handle)
 
+    @in_range("all_gather")
     def _start_all_gather(self, handle: FlatParamHandle) -> None:
         handle.note_gather()
         if self._all_gather_stream is None:
@@ -158,13 +160,17 @@ class Communicator:
         work = handle.all_gather_work
         if work is not None:
             handle.all_gather_work = None
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._failure("all-gather", handle, error) from error
+            self._wait_for_all_gather(handle, work)
             if handle.mesh.is_simulated:
                 self._wait_for_stream(self._all_gather_stream)
             handle.memory.show()
+
+    @in_range("wait all_gather")
+    def _wait_for_all_gather(self, handle: FlatParamHandle, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failure("all-gather", handle, error) from error
 
     def reshard(self, handle: FlatParamHandle) -> None:
         """Free the unsharded memory."""
@@ -218,6 +224,7 @@ class Communicator:
         handle.awaits_publication = True
         self._start_reduce_scatter(handle, plan)
 
+    @in_range("reduce_scatter")
     def _start_reduce_scatter(self, handle: FlatParamHandle, plan: ReducePlan) -> None:
         arrival = handle.gradient.prepare()
         handle.is_reduce_added = arrival is Arrival.ADDED
@@ -244,10 +251,7 @@ class Communicator:
         assert handle is not None
         work, handle.reduce_work = handle.reduce_work, None
         if work is not None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._failure("reduce-scatter", handle, error) from error
+            self._wait_for_reduce_scatter(handle, work)
             if handle.mesh.is_simulated:
                 self._wait_for_stream(self._reduce_stream)
         output, target = handle.reduce_output, handle.gradient.target
@@ -259,6 +263,19 @@ class Communicator:
         elif output is not target:
             target.copy_(output)
         handle.reduce_output = handle.reduce_input = None
+
+    @in_range("publish")
+    def publish(self, handle: FlatParamHandle, has_others: bool) -> None:
+        """Show the gradients that were reduced to the user."""
+        handle.gradient.publish(bytes(handle.is_used), has_others)
+        handle.is_used[:] = handle.none_used
+
+    @in_range("wait reduce_scatter")
+    def _wait_for_reduce_scatter(self, handle: FlatParamHandle, work: dist.Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failure("reduce-scatter", handle, error) from error
 
     def _wait_for_stream(self, stream: Any) -> None:
         """Let compute wait for all of a side stream. The work of a simulated group does not wait: what it copies are
@@ -281,6 +298,7 @@ class Communicator:
 
     # ---- for functional mode: into memory of their own, waited for
 
+    @in_range("all_gather")
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
         """The whole flat parameter in its compute dtype, gathered from ``shard``, a tensor like the handle's own."""
         mesh, shard = handle.mesh, shard.to(handle.param_dtype)
@@ -293,6 +311,7 @@ class Communicator:
             raise self._failure("all-gather", handle, error) from error
         return flat
 
+    @in_range("reduce_scatter")
     def reduce_scatter_copy(self, handle: FlatParamHandle, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of the average of ``flat`` (reduce dtype, overwritten), in the dtype of the shard."""
         mesh = handle.mesh

@@ -564,8 +564,7 @@ def finish_backward(root: RootContext, is_inside: bool = False) -> None:
                 root.communicator.reshard(handle)
             if handle.awaits_publication:
                 handle.awaits_publication = False
-                handle.gradient.publish(bytes(handle.is_used), has_others)
-                handle.is_used[:] = handle.none_used
+                root.communicator.publish(handle, has_others)
             elif handle.accumulation is not None:
                 handle.accumulation.show()
         if state.ran_backward:

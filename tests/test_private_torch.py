@@ -391,6 +391,13 @@ def test_non_persistent_buffers():
     assert _torch.non_persistent_buffers(module) == {"left_out"} and "left_out" not in module.state_dict()
 
 
+def test_is_profiling():
+    assert not _torch.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _torch.is_profiling()
+    assert not _torch.is_profiling()
+
+
 def test_transform():
     assert _torch.transform() is None
     seen = []

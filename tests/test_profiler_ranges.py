@@ -1,0 +1,44 @@
+"""Profilers show what each group communicates, by the group's name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fsdp_compose import set_functional_mode
+from tests.harness import distributed
+from tests.test_features import Net, inputs, mean_square, shard_layers
+
+PREFIX = "fsdp_compose::"
+
+
+@pytest.mark.parametrize("is_functional", [False, True])
+@distributed(world_size=2)
+def test_a_profile_names_every_collective_of_every_group_in_order(is_functional):
+    model = shard_layers(Net(2), reshard_after_forward=True)
+    set_functional_mode(model, is_functional)
+    x = next(inputs())
+    mean_square(model, x).backward()  # the order of prefetches is known from here on
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        mean_square(model, x).backward()
+    events = [item for item in profiler.events() if PREFIX in item.name]
+    events.sort(key=lambda item: item.time_range.start)
+    seen = [item.name.removeprefix(PREFIX) for item in events]
+    groups, backwards = ["(root)", "layers.0", "layers.1"], ["(root)", "layers.1", "layers.0"]
+    gathers = [name for name in seen if name.startswith("all_gather ")]
+    assert gathers[:3] == [f"all_gather {name}" for name in groups]
+    reductions = [name for name in seen if name.startswith("reduce_scatter ")]
+    assert sorted(reductions) == sorted(f"reduce_scatter {name}" for name in groups)
+    if is_functional:
+        assert not any("publish" in name for name in seen)
+        return
+    assert len(gathers) == 6
+    waits = [name for name in seen if name.startswith("wait all_gather ")]
+    assert waits[:3] == [f"wait all_gather {name}" for name in groups]
+    assert {name for name in seen if name.startswith("wait reduce_scatter")} == {
+        f"wait reduce_scatter {name}" for name in backwards
+    }
+    assert [name for name in seen if name.startswith("publish")] == [f"publish {name}" for name in groups]
+    with torch.no_grad():
+        model(x)  # none without a profiler: nothing raises either
