@@ -2,7 +2,10 @@
 
 One all-reduce (MAX, bytes) on a CPU process group of its own::
 
-    | hash of the order of collectives | its complement | used, 1 byte a parameter | late, 1 byte a group |
+    | hash of the order of collectives | its complement | used, 1 byte a parameter | late, 1 byte a group | padding |
+
+All exchanges of a process group have one size, that of the largest model on it: where ranks run different models, their
+exchanges meet and differ, instead of failing by their size, which ends the process.
 
 Equal hashes mean that every rank issued the same collectives in the same order: collectives of equal size pair
 silently otherwise. ``used`` is how ranks agree which parameters have a gradient (``None`` is the same everywhere).
@@ -40,23 +43,68 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return control
 
 
-class ControlExchange:
-    """The exchanges of one root. ``control`` is ``None`` where there is nobody to exchange with; ``may_stop``: the
-    environment may say that only the first backwards exchange."""
+class Carrier:
+    """The memory that all exchanges over one control group go through, one after the other."""
 
-    def __init__(
-        self, num_params: int, num_groups: int, control: dist.ProcessGroup | None, may_stop: bool = True
-    ) -> None:
+    def __init__(self, control: dist.ProcessGroup) -> None:
         self._control = control
-        self._buffer = bytearray(2 * _HASH_BYTES + num_params + num_groups)
-        self._tensor = torch.frombuffer(self._buffer, dtype=torch.uint8)
-        self._view = memoryview(self._buffer)
-        self.used = self._view[2 * _HASH_BYTES : 2 * _HASH_BYTES + num_params]
-        self.late = self._view[2 * _HASH_BYTES + num_params :]
         self._options = AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._options.asyncOp = True
         self._work: dist.Work | None = None
+        self.nbytes = 0
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> Carrier:
+        """That of the control group of ``group``; see there."""
+        carrier = _carriers.get(group)
+        if carrier is None:
+            carrier = _carriers[group] = Carrier(control_group(group))
+        return carrier
+
+    def make_room(self, nbytes: int) -> None:
+        """Exchanges of ``nbytes`` will come: all ranks call this between the same two exchanges."""
+        if nbytes > self.nbytes:
+            self.abandon()
+            self.nbytes = nbytes
+            self._memory = memoryview(bytearray(nbytes))
+            self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def send(self, view: memoryview) -> None:
+        self.abandon()
+        self._memory[: len(view)] = view
+        if len(view) < self.nbytes:
+            self._memory[len(view) :] = bytes(self.nbytes - len(view))
+        self._work = self._control.allreduce([self._tensor], self._options)
+
+    def receive(self, view: memoryview) -> None:
+        work, self._work = self._work, None
+        assert work is not None
+        work.wait()
+        view[:] = self._memory[: len(view)]
+
+    def abandon(self) -> None:
+        """Wait for an exchange that an exception left in flight and forget it."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+
+_carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakKeyDictionary()
+
+
+class ControlExchange:
+    """The exchanges of one root. ``carrier`` is ``None`` where there is no other rank; ``may_stop``: the environment
+    may say that only the first backwards exchange."""
+
+    def __init__(self, num_params: int, num_groups: int, carrier: Carrier | None, may_stop: bool = True) -> None:
+        self._carrier = carrier
+        self._buffer = bytearray(2 * _HASH_BYTES + num_params + num_groups)
+        self._view = memoryview(self._buffer)
+        if carrier is not None:
+            carrier.make_room(len(self._buffer))
+        self.used = self._view[2 * _HASH_BYTES : 2 * _HASH_BYTES + num_params]
+        self.late = self._view[2 * _HASH_BYTES + num_params :]
         self._num_backwards = 0
         self._stops = may_stop and os.environ.get(EXCHANGE_ENV) == "first"
         self._learned = bytearray(num_params)
@@ -72,8 +120,8 @@ class ControlExchange:
         own = digest.to_bytes(_HASH_BYTES, "little")
         self._view[:_HASH_BYTES] = own
         self._view[_HASH_BYTES : 2 * _HASH_BYTES] = bytes(255 - byte for byte in own)
-        if self._control is not None and self.is_on:
-            self._work = self._control.allreduce([self._tensor], self._options)
+        if self._carrier is not None and self.is_on:
+            self._carrier.send(self._view)
 
     def wait(self) -> bool:
         """Wait for the answer, after which ``used`` and ``late`` are every rank's together.
@@ -87,10 +135,9 @@ class ControlExchange:
         if not self.is_on:
             self._check_learned()
             return True
-        work, self._work = self._work, None
-        if work is not None:
+        if self._carrier is not None:
             try:
-                work.wait()
+                self._carrier.receive(self._view)
             except RuntimeError as error:
                 raise RuntimeError(
                     "the control exchange at the end of backward failed: another rank died, or did not run this "
@@ -104,9 +151,8 @@ class ControlExchange:
 
     def abandon(self) -> None:
         """Wait for an exchange that an exception left in flight and forget it."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+        if self._carrier is not None:
+            self._carrier.abandon()
 
     def _check_learned(self) -> None:
         if any(used and not learned for used, learned in zip(self.used, self._learned, strict=True)):
@@ -116,8 +162,3 @@ class ControlExchange:
                 f"cannot agree on it; unset {EXCHANGE_ENV}"
             )
         self.used[:] = self._learned
-
-
-def order_hash(trace: list[int], seed: int) -> int:
-    """A hash of a sequence of small integers that is the same in every process (integers are not salted)."""
-    return hash((seed, *trace))

@@ -24,6 +24,7 @@ from .iteration import tree_has_changed
 from .lookalike import as_ours
 from .mesh import DataParallelMesh, data_parallel_mesh
 from .meta_buffers import watch_meta_buffers
+from .order import CollectiveOrder
 from .policy import MixedPrecisionPolicy
 from .replaced import stand_in
 from .shared_memory import Region, refuse_shared_memory, regions_of
@@ -109,6 +110,7 @@ def fully_shard(
         state.fqn = label
         state.mesh, state.mp_policy, state.reshard_option = data_mesh, mp_policy, reshard_after_forward
         state.adopt(handles)
+        CollectiveOrder.of(state.mesh.shard_group).expect(state)
         state.granularity = granularity
         state.ignored = weakref.WeakSet(ignored)
         state.regions = regions

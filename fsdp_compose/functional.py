@@ -23,11 +23,12 @@ import torch
 
 from ._torch import in_forward_ad, queue_end_of_backward
 from .collectives import copy_gradients
-from .exchange import ControlExchange, control_group, order_hash
+from .exchange import Carrier, ControlExchange
 from .faces import face_local, like_face, make_gradient, whole_like_original
 from .flat_param import FlatParamHandle
 from .given import GivenValues
-from .iteration import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, raise_different_order, recover_backward
+from .iteration import raise_different_order, recover_backward
+from .order import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER
 from .state import RootContext, _FSDPState
 
 
@@ -84,7 +85,7 @@ class Gather:
         """The whole of every parameter, from sharded parts; zeros where there is none."""
         whole: list[torch.Tensor] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
-            self._root.trace.append(self._state.index << 1 | ALL_GATHER)
+            self._root.trace.append(self._state.code | ALL_GATHER)
             shard = _shard_of(handle, parts[start:stop])
             storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
             # Not views: autograd lets nobody use those of a base that was written to, whoever wrote, and names nothing.
@@ -100,11 +101,11 @@ class Gather:
         self._state.check_versions(self._versions)
         exchange = _RootExchange.of(self._root)
         exchange.begin()
-        used = exchange.agree_on_used(self._state.index, self._handles, grads, self._bounds)
+        used = exchange.agree_on_used(self._state, self._handles, grads, self._bounds)
         result: list[torch.Tensor | None] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
             if any(used[start:stop]):
-                self._root.trace.append(self._state.index << 1 | REDUCE_SCATTER)
+                self._root.trace.append(self._state.code | REDUCE_SCATTER)
                 reduced = self._reduce_scatter(handle, grads[start:stop])
                 result += [
                     make_gradient(reduced[i:j].view(shape), face) if is_used else None
@@ -152,8 +153,8 @@ class _RootExchange:
         starts = accumulate((len(handle.fqns) for handle in handles), initial=0)
         self._starts = dict(zip(map(id, handles), starts))
         self._root = weakref.ref(root)
-        control = control_group(mesh.shard_group) if mesh.has_peers else None
-        self._exchange = ControlExchange(sum(len(item.fqns) for item in handles), 0, control, may_stop=False)
+        carrier = Carrier.of(mesh.shard_group) if mesh.has_peers else None
+        self._exchange = ControlExchange(sum(len(item.fqns) for item in handles), 0, carrier, may_stop=False)
         self._has_begun = False
 
     @staticmethod
@@ -174,19 +175,19 @@ class _RootExchange:
 
     def agree_on_used(
         self,
-        index: int,
+        state: _FSDPState,
         handles: Sequence[FlatParamHandle],
         grads: Sequence[torch.Tensor | None],
         bounds: Sequence[int],
     ) -> bytes:
-        """Which parameters of group ``index`` have a gradient on some rank."""
+        """Which parameters of ``state`` have a gradient on some rank."""
         used, places = self._exchange.used, []
         used[:] = bytes(len(used))
         for handle, start, stop in zip(handles, bounds, bounds[1:]):
             place = slice(self._starts[id(handle)], self._starts[id(handle)] + stop - start)
             used[place] = bytes(grad is not None for grad in grads[start:stop])
             places.append(place)
-        self._meet(index << 1 | REDUCE_SCATTER)
+        self._meet(state.code | REDUCE_SCATTER)
         return b"".join(bytes(used[place]) for place in places)
 
     def end(self) -> None:
@@ -204,13 +205,11 @@ class _RootExchange:
         """Find out whether all ranks have done the same, and are about to do what ``code`` says."""
         root = self._root()
         assert root is not None
-        root.trace.append(code)
-        self._exchange.start(order_hash(root.trace, len(root.trace)))
+        self._exchange.start(root.order.hash(root, code))
         if not self._exchange.wait():
             root.has_failed = True
-            raise_different_order(root, root.live_states())
-        root.num_collectives += len(root.trace) - 1
-        root.trace.clear()
+            raise_different_order(root, code)
+        root.order.close()
 
 
 _exchanges: weakref.WeakKeyDictionary[RootContext, _RootExchange] = weakref.WeakKeyDictionary()

@@ -20,12 +20,21 @@ import torch.nn as nn
 from ._torch import current_graph_task_id, queue_end_of_backward
 from .collectives import Communicator
 from .dynamo import never_traced
-from .exchange import ControlExchange, control_group, order_hash
+from .exchange import Carrier, ControlExchange
 from .flat_param import FlatParamHandle, handle_of
 from .given import own_values
 from .groups import prepare_swap, unsharded_tensors
 from .meeting import first_difference, meet
 from .meta_buffers import refuse_unwritten_buffers
+from .order import (
+    ALL_GATHER,
+    END_OF_BACKWARD,
+    REDUCE_SCATTER,
+    CollectiveOrder,
+    code_of_flags,
+    judge_places,
+    name_models,
+)
 from .rebind import rebind_live_optimizers
 from .records import RecordingCommunicator, is_on, last_of_every_rank
 from .roots import contexts_of, roots_together
@@ -34,12 +43,7 @@ from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run
 from .ties import Move, carry_out, find_moves
 from .watch import Watch
 
-_MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
-ALL_GATHER, REDUCE_SCATTER = 0, 1  # the last bit of what the trace holds; the others: the index of the group
-END_OF_BACKWARD = -1
-_MAX_GROUPS = 1 << 14  # a code below END_OF_BACKWARD: a hash of the flags of requires_grad, and which group has them
 _IDLE = Phase.IDLE
-_KINDS = ("all-gather", "reduce-scatter")
 
 _backward_numbers = count(1)  # of all roots: a use may outlive the root that it was made under
 
@@ -60,7 +64,7 @@ def unshard(root: RootContext, state: _FSDPState) -> None:
     """Start the all-gathers of a group, if it is not unsharded."""
     for handle in state._handles:
         if not handle.is_unsharded:
-            root.trace.append(state.index << 1 | ALL_GATHER)
+            root.trace.append(state.code | ALL_GATHER)
             root.communicator.unshard(handle)
 
 
@@ -69,10 +73,10 @@ def unshard_for_use(root: RootContext, state: _FSDPState) -> None:
     to the sharded parameters is gathered again."""
     for handle in state._handles:
         if not handle.is_unsharded:
-            root.trace.append(state.index << 1 | ALL_GATHER)
+            root.trace.append(state.code | ALL_GATHER)
             root.communicator.unshard(handle)
         elif handle.is_stale():
-            root.trace.append(state.index << 1 | ALL_GATHER)
+            root.trace.append(state.code | ALL_GATHER)
             root.communicator.refresh(handle)
 
 
@@ -101,7 +105,7 @@ def reduce(root: RootContext, state: _FSDPState) -> None:
             if not is_running:
                 root.communicator.reshard(handle)
         elif state.requires_gradient_sync:
-            root.trace.append(state.index << 1 | REDUCE_SCATTER)
+            root.trace.append(state.code | REDUCE_SCATTER)
             root.has_added |= handle.accumulation is not None
             root.communicator.reduce(handle, is_running)
             root.has_added |= handle.is_reduce_added
@@ -140,8 +144,7 @@ def _follow_toggles_of_forward(root: RootContext, states: list[_FSDPState]) -> N
 
 
 def _code_of_flags(state: _FSDPState, handle: FlatParamHandle) -> int:
-    digest = hashlib.sha256(f"{handle.prefix}{handle.fqns[0]}{handle.flags}".encode()).digest()
-    return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - state.index
+    return code_of_flags(state.code, f"{handle.prefix}{handle.fqns[0]}{handle.flags}")
 
 
 # ---- first forward
@@ -190,8 +193,8 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
         item.set_prefix(f"{name}." if name else "")
         item.is_outermost = item in owners
         item.reshard_after_forward = not item.is_outermost if item.reshard_option is None else item.reshard_option
-    if mesh.has_peers:
-        _meet_first_forward(state, states, moves)
+    order = CollectiveOrder.of(mesh.shard_group)
+    model = _meet_first_forward(order, state, states, moves) if mesh.has_peers else ""
     carry_out(moves)
     for item, name in found:
         item.set_prefix(f"{name}." if name else "")
@@ -199,13 +202,15 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     exchange = ControlExchange(
         num_params=sum(len(handle.fqns) for handle in handles),
         num_groups=len(states),
-        control=control_group(mesh.shard_group) if mesh.has_peers else None,
+        carrier=Carrier.of(mesh.shard_group) if mesh.has_peers else None,
     )
     start = 0
     for handle in handles:
         handle.write_used_to(exchange.used[start : (start := start + len(handle.fqns))])
     communicator = RecordingCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
-    root = RootContext(states, communicator, exchange, _generation, [part.states for part in roots])
+    number = order.admit(state, states, model)
+    parts = [part.states for part in roots]
+    root = RootContext(states, communicator, exchange, _generation, parts, order, number)
     root.num_forwards = max((context.num_forwards for context in earlier), default=0)
     _take_over(root, states)  # what was changed since fully_shard()
     for item in states:
@@ -215,8 +220,6 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
         item.reset()
         if len(roots) > 1:
             item.outstanding = outstanding  # of another root's forward, whose backward is to come
-    if len(roots) > 1:
-        root.trace += [order_hash(context.trace, 0) for context in earlier if context.trace]
     return root
 
 
@@ -271,7 +274,8 @@ def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
     return place is not None and place[0] in handles
 
 
-def _meet_first_forward(state: _FSDPState, states: list[_FSDPState], moves: list[Move]) -> None:
+def _meet_first_forward(order: CollectiveOrder, state: _FSDPState, states: list[_FSDPState], moves: list[Move]) -> str:
+    """Compare the models of all ranks; a digest of it."""
     lines = [
         json.dumps({"group": item.name, "reshard_after_forward": item.reshard_after_forward, **fact})
         for item in states
@@ -291,7 +295,15 @@ def _meet_first_forward(state: _FSDPState, states: list[_FSDPState], moves: list
         )
 
     digest = hashlib.sha256(details.encode()).hexdigest()
-    meet(state.mesh.shard_group, "first forward", digest, lambda _: "", details, explain)
+
+    def judge(payloads: list[str]) -> str:
+        return judge_places([payload.partition(" ")[2] for payload in payloads])
+
+    payload = f"{digest} {order.place_of(state, states, digest)}"
+    verdict = meet(state.mesh.shard_group, "first forward", payload, judge, details, explain)
+    if verdict:
+        raise RuntimeError(verdict)
+    return digest
 
 
 # ---- begin of a top-level forward
@@ -395,7 +407,7 @@ def _begin_forward(root: RootContext, outermost: _FSDPState) -> None:
                 if state.keeps_unsharded and handle.is_kept and not handle.is_stale():
                     continue
                 # Its shard may have been edited, in ways that leave no trace or on some ranks only.
-                root.trace.append(state.index << 1 | ALL_GATHER)
+                root.trace.append(state.code | ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.is_kept = False
     root.caller = _caller()
@@ -406,8 +418,7 @@ def _begin_forward(root: RootContext, outermost: _FSDPState) -> None:
     if root.previous.outermost != outermost.index:
         root.previous = root.records.get(outermost.index, root.previous)
     root.record = ForwardRecord(root.num_forwards, root.states, outermost.index)
-    if len(root.trace) > _MAX_TRACE:
-        _fold_trace(root)
+    root.order.fold_if_long()
 
 
 def check_after_forward(root: RootContext) -> None:
@@ -455,12 +466,6 @@ def _reflatten(root: RootContext, state: _FSDPState) -> None:
             handle.reflatten()
     state.swap.rebuild()
     state.is_unhooked = state.has_leaf_hooks = False  # the new unsharded parameters have no hooks yet
-
-
-def _fold_trace(root: RootContext) -> None:
-    """Keep a hash of a long trace in place of it."""
-    root.num_collectives += len(root.trace) - 1
-    root.trace[:] = [order_hash(root.trace, 0)]
 
 
 # ---- backward
@@ -623,12 +628,16 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
                 exchange.late[state.index] = any(
                     handle.has_unsharded_grad() or handle.outside_grads for handle in state._handles
                 )
-        exchange.start(order_hash(root.trace, len(root.trace)))
+        exchange.start(root.order.hash(root, END_OF_BACKWARD))
         root.communicator.finish()
-        if not exchange.wait():
-            raise_different_order(root, states)
-        root.num_collectives += len(root.trace)
-        root.trace.clear()
+        try:
+            is_same = exchange.wait()
+        except RuntimeError:
+            root.order.close()  # as on the other ranks
+            raise
+        if not is_same:
+            raise_different_order(root, END_OF_BACKWARD)
+        root.order.close()
         if not any(exchange.late):
             return
         for state in states:
@@ -636,37 +645,37 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
                 reduce(root, state)
 
 
-def raise_different_order(root: RootContext, states: list[_FSDPState]) -> None:
-    """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it."""
-    names = {state.index: state.name for state in states}
-    lasts = last_of_every_rank(states[0].mesh.shard_group)
-    lines = [_describe(code, names) for code in root.trace]
+def raise_different_order(root: RootContext, code: int) -> None:
+    """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it.
+
+    Args:
+        code: of what this rank is about to do.
+    """
+    group = root.live_states()[0].mesh.shard_group
+    lasts = last_of_every_rank(group)
+    lines = root.order.trace_in_words(root, code)
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         difference = first_difference(ours.split("\n"), theirs.split("\n"))
         if difference is None:
             return f"the ranks issued different collectives, in a part of the run that is no longer remembered{lasts}"
         position, a, b = difference
+        a, b = name_models(a or "nothing", b or "nothing")
         return (
-            f"the ranks issued different collectives in this iteration: collective {position} was {a or 'nothing'} on "
-            f"rank 0 and {b or 'nothing'} on rank {rank}. No gradient was published. Ranks must run the same "
+            f"the ranks issued different collectives in this iteration: collective {position} was {a} on "
+            f"rank 0 and {b} on rank {rank}. No gradient was published. Ranks must run the same "
             "fully_shard groups in the same order: shard modules that only some ranks use (experts, modalities) in "
-            f"one group with their parent, or run all of them on every rank{lasts}"
+            "one group with their parent, or run all of them on every rank; run several models in the same order on "
+            f"every rank{lasts}"
         )
 
     details = "\n".join(lines)
     digest = hashlib.sha256(details.encode()).hexdigest()
-    meet(states[0].mesh.shard_group, "comparing collectives", digest, lambda _: "", details, explain)
+    try:
+        meet(group, "comparing collectives", digest, lambda _: "", details, explain)
+    finally:
+        root.order.close()  # all ranks know: other models shall not hear of it again
     raise RuntimeError("the ranks issued different collectives in this iteration; no gradient was published")
-
-
-def _describe(code: int, names: dict[int, str]) -> str:
-    if code == END_OF_BACKWARD:
-        return "the end of backward"
-    if code < END_OF_BACKWARD:
-        flags, index = divmod(-2 - code, _MAX_GROUPS)
-        return f"no collective but a change of requires_grad (to {flags:x}) in {names.get(index, 'a group')}"
-    return f"the {_KINDS[code & 1]} of {names.get(code >> 1, 'an earlier collective')}"
 
 
 # ---- healing
@@ -719,7 +728,7 @@ def recover_backward(root: RootContext) -> None:
 
 def _agree_to_heal(root: RootContext, states: list[_FSDPState]) -> bool:
     """Meet all ranks, and end what is in flight; whether older gradients are lost too."""
-    mesh, count = states[0].mesh, root.num_collectives + len(root.trace)
+    mesh, count = states[0].mesh, root.order.count
     is_tainted = root.has_added
     if mesh.has_peers:
         verdict = meet(mesh.shard_group, "healing after an interrupted iteration", f"{count} {int(is_tainted)}", _judge)
@@ -728,8 +737,7 @@ def _agree_to_heal(root: RootContext, states: list[_FSDPState]) -> bool:
         is_tainted = verdict == "1"
     root.exchange.abandon()
     root.communicator.finish()
-    root.num_collectives = count
-    root.trace.clear()
+    root.order.close()
     return is_tainted
 
 

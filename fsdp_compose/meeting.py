@@ -44,7 +44,7 @@ def meet(
     and judges it. A round that failed stays closed: ranks that try again, and those that come late, meet in the next.
 
     Args:
-        payload: a short text.
+        payload: a short text. What follows a space in it may differ where ``explain`` is given; ``judge`` compares it.
         judge: called on the first rank with every rank's payload; its text is the verdict.
         details: a long text, read only when ``explain`` is given and a payload differs from the first rank's.
         explain: called on the first rank with (rank, its own details, that rank's details) for the first rank whose
@@ -115,7 +115,7 @@ def _preside(
     payloads = [payload.decode() for payload in store.multi_get(keys)]
     if explain is not None:
         for rank, payload in enumerate(payloads):
-            if payload != payloads[0]:
+            if payload.partition(" ")[0] != payloads[0].partition(" ")[0]:
                 texts = store.multi_get([f"details/{number}/0", f"details/{number}/{rank}"])
                 return "error:" + explain(rank, texts[0].decode(), texts[1].decode())
     return "ok:" + judge(payloads)

@@ -21,7 +21,8 @@ import torch
 
 from .flat_param import FlatParamHandle, handle_of
 from .functional import Gather, refuse_accumulated
-from .iteration import ALL_GATHER, begin_backward
+from .iteration import begin_backward
+from .order import ALL_GATHER
 from .ragged import RaggedDTensor, gather_parameter, gather_runs, scatter_average
 from .state import RootContext, _FSDPState
 
@@ -43,7 +44,7 @@ def _gather(face: RaggedDTensor) -> torch.Tensor | None:
     if place is None:
         return None
     handle, index, state, root = place
-    root.trace.append(state.index << 1 | ALL_GATHER)
+    root.trace.append(state.code | ALL_GATHER)
     whole: torch.Tensor
     if state.is_functional or state.was_functional:
         refuse_accumulated(state)

@@ -64,7 +64,7 @@ def _note(handle: FlatParamHandle, what: str) -> None:
     others = f" and {len(handle.fqns) - 1} more" if len(handle.fqns) > 1 else ""
     text = f"{what} of {state.name} ({handle.prefix}{handle.fqns[0]}{others}) in {phase}"
     if root is not None:
-        text += f", collective {root.num_collectives + len(root.trace)}"
+        text += f", collective {root.order.count}"
     store = _store(mesh.shard_group)
     if store is not None:
         store.set(str(mesh.shard_rank), text)

@@ -10,6 +10,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
+from itertools import count
 from operator import attrgetter
 from types import FrameType
 from typing import Any, cast
@@ -28,6 +29,7 @@ from .collectives import Communicator
 from .exchange import ControlExchange
 from .flat_param import FlatParamHandle, Granularity, mark_owner, segment_owners
 from .mesh import DataParallelMesh
+from .order import CollectiveOrder
 from .policy import MixedPrecisionPolicy
 from .shared_memory import Region
 from .swap import ParameterSwap
@@ -42,6 +44,7 @@ class Phase(Enum):
 
 
 _shard_version = attrgetter("shard._version")
+_serials = count()
 
 
 class _FSDPState(ComposableState):
@@ -59,6 +62,8 @@ class _FSDPState(ComposableState):
         root: what the groups below one root share; ``None`` before the first forward.
         index: position of the state in the root's order.
         is_outermost: the state's module begins iterations: a root.
+        code: what the order of collectives knows the group by: its number there, shifted by one; negative before.
+        serial: grows from group to group in the order in which this process makes them; copies keep theirs.
         phase: where the group stands in backward.
         entries: for each forward of the group's modules that was entered and not left, the exception that was being
             handled when it was entered, its use, and whether it is a recomputation.
@@ -67,11 +72,11 @@ class _FSDPState(ComposableState):
     """
 
     __slots__ = (
-        "_handles", "active_uses", "entries", "fqn", "granularity", "has_leaf_hooks", "has_unsynced", "ignored",
-        "index", "is_functional", "is_iterated", "is_outermost", "is_reduced", "is_unhooked", "keeps_unsharded",
-        "last_use", "mesh", "modules", "mp_policy", "outstanding", "pending_modules", "phase", "ran_backward",
-        "regions", "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root", "swap",
-        "unhooked_versions", "was_functional", "watch",
+        "_handles", "active_uses", "code", "entries", "fqn", "granularity", "has_leaf_hooks", "has_unsynced",
+        "ignored", "index", "is_functional", "is_iterated", "is_outermost", "is_reduced", "is_unhooked",
+        "keeps_unsharded", "last_use", "mesh", "modules", "mp_policy", "outstanding", "pending_modules", "phase",
+        "ran_backward", "regions", "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root",
+        "serial", "swap", "unhooked_versions", "was_functional", "watch",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -93,6 +98,8 @@ class _FSDPState(ComposableState):
         self.watch: Any = None  # of the whole root, on the root's own state
         self.index = -1
         self.is_outermost = False
+        self.code = -1
+        self.serial = next(_serials)
         # A forward returned something that cannot be hooked: stays unsharded, is reduced at the end of any backward.
         self.is_unhooked = False
         self.unhooked_versions: list[int] | None = None  # of the shards, at that forward
@@ -212,6 +219,7 @@ class _FSDPState(ComposableState):
         twin.fqn, twin.mesh, twin.mp_policy = self.fqn, self.mesh, self.mp_policy
         twin.reshard_option, twin.requires_gradient_sync = self.reshard_option, self.requires_gradient_sync
         twin.is_functional = self.is_functional
+        twin.serial = self.serial
         twin.adopt([copy.deepcopy(handle, memo) for handle in self._handles])
         twin.ignored = weakref.WeakSet(copy.deepcopy(param, memo) for param in self.ignored)
         twin.granularity = self.granularity
@@ -285,7 +293,9 @@ class RootContext:
         num_forwards: top-level forwards so far.
         backward_number: of the present (or last) backward; 0 before the first.
         caller: the frame that has called the outermost module, while its forward runs.
-        trace: codes of the collectives issued since the last exchange; ``num_collectives`` those before.
+        order: of the collectives of its process group; ``trace``: what was issued since the last exchange, the list of
+            that order itself.
+        number: of the root among those of its process group, from 1.
         forward_task: number of the backward inside which the present (or last) top-level forward began, as autograd
             counts them; -1 outside of backward.
         is_in_backward: a backward has begun and its final callback has not come.
@@ -300,7 +310,7 @@ class RootContext:
     __slots__ = (
         "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
         "forward_task", "generation", "has_added", "has_failed", "has_failed_backward", "has_outside_grads",
-        "is_in_backward", "num_collectives", "num_forwards", "parts", "previous", "recomputed", "record", "records",
+        "is_in_backward", "num_forwards", "number", "order", "parts", "previous", "recomputed", "record", "records",
         "states", "trace",
     )  # fmt: skip
 
@@ -311,6 +321,8 @@ class RootContext:
         exchange: ControlExchange,
         generation: int,
         parts: list[list[_FSDPState]],
+        order: CollectiveOrder,
+        number: int,
     ) -> None:
         self.states = [weakref.ref(state) for state in states]
         self.parts = [[weakref.ref(state) for state in part] for part in parts]
@@ -322,8 +334,9 @@ class RootContext:
         self.previous = ForwardRecord(0, self.states)
         self.records: dict[int, ForwardRecord] = {}
         self.caller: FrameType | None = None
-        self.trace: list[int] = []
-        self.num_collectives = 0
+        self.order = order
+        self.trace = order.trace
+        self.number = number
         self.reset()
 
     def reset(self) -> None:
@@ -353,6 +366,13 @@ class RootContext:
             return None if owner is None else owner.watch
         watches = [owner.watch for part in self.parts if (owner := part[0]()) is not None]
         return _Watches(watches) if watches else None
+
+    @property
+    def label(self) -> str:
+        """The name of the root in messages, where there are several."""
+        owner = self.states[0]()
+        names = [] if owner is None else [type(module).__name__ for module in owner.live_modules()]
+        return f"model {self.number} ({', '.join(names)})"
 
     @property
     def is_dead(self) -> bool:
