@@ -269,6 +269,9 @@ class _Watches:
     def has_unsharded_grads(self) -> bool:
         return any([watch.has_unsharded_grads() for watch in self._watches])
 
+    def was_toggled(self) -> bool:
+        return any([watch.was_toggled() for watch in self._watches])
+
     def has_grads(self) -> bool:
         return any([watch.has_grads() for watch in self._watches])
 
