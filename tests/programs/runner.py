@@ -430,13 +430,15 @@ class Runner:
 
 # ---- on every rank
 
-# Words of the errors with which a program may be refused, on every rank alike: its ranks run different groups, or a
-# loss term leaves the model where nobody looks for it.
+# Words of the errors with which a program may be refused, on every rank alike: its ranks run different groups, a loss
+# term leaves the model where it is not looked for, or a parameter was changed between a forward and its backward by a
+# write of which autograd knows nothing.
 REFUSALS = (
     "the ranks issued different collectives",
     "past its module's outputs",
     "without passing any of its module's",
     "flat parameters follow at the next one",
+    "between a forward and its backward, whose gradients would be wrong",
 )
 
 _meshes: dict[int, DeviceMesh] = {}  # by generation: after a failure others are used
