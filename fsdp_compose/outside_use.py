@@ -87,7 +87,7 @@ class _Whole(torch.autograd.Function):
         if not root.is_in_backward:
             begin_backward(root)
         state.check_versions(ctx.versions)
-        if handle.is_trainable:
+        if ctx.face.requires_grad:  # else it was frozen after that forward
             handle.add_outside(index, grad)
             root.has_outside_grads = True
         return None, None
