@@ -153,6 +153,10 @@ def _plain(part: Part) -> Part:
     return replace(part, kind=kind, recompute=None)
 
 
+def _without_forces(part: Part) -> Part:
+    return replace(part, kind="chain") if part.kind == "forces" else part
+
+
 def _made_possible(program: Program) -> Program:
     """The program without what does not go together; see ``_is_possible`` for the rest."""
     root, actions = program.root, program.actions
@@ -160,7 +164,7 @@ def _made_possible(program: Program) -> Program:
     kinds = {action.kind for action in actions}
     if part_kinds & {*EDITORS}:
         # A recomputation would edit again; a parameter that one rank has used before has another value for the next.
-        root = _changed(_changed(root, _with_own_group), _plain)
+        root = _changed(_changed(_changed(root, _with_own_group), _plain), _without_forces)
         program = replace(program, ties=(), second_root=None)
         actions = _without(actions, "fail")
     elif part_kinds & {*INNER_BACKWARDS, "late auxiliary"}:
