@@ -173,11 +173,11 @@ class Communicator:
             raise self._failure("all-gather", handle, error) from error
 
     def reshard(self, handle: FlatParamHandle) -> None:
-        """Free the unsharded memory."""
-        if handle.is_pinned or not handle.is_unsharded:
-            return
+        """Free the unsharded memory, if it may be freed; nothing is in flight then."""
         if handle.all_gather_work is not None:
             self.wait(handle)
+        if handle.is_pinned or not handle.is_unsharded:
+            return
         handle.memory.free()
         handle.is_unsharded = handle.is_kept = False
 
