@@ -275,9 +275,6 @@ class _Watches:
     def has_grads(self) -> bool:
         return any([watch.has_grads() for watch in self._watches])
 
-    def was_toggled(self) -> bool:
-        return any([watch.was_toggled() for watch in self._watches])
-
     def was_forward_quiet(self) -> bool:
         return all([watch.was_forward_quiet() for watch in self._watches])
 
