@@ -53,6 +53,7 @@ __all__ = [
     "all_gather_single",
     "allow_in_foreach",
     "backend_name",
+    "close_gloo_connections",
     "composable_registry",
     "compute_local_shape_and_global_offset",
     "contract",
@@ -445,6 +446,26 @@ def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.Process
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return made
+
+
+def close_gloo_connections(group: dist.ProcessGroup) -> None:
+    """Close the connections of this rank in ``group``, if they are gloo's, so that ranks that wait for it hear of it.
+
+    gloo closes them all when an operation is not done in time; ``abort()`` leaves them open (torch 2.13).
+    """
+    cpu = torch.device("cpu")
+    if cpu not in group._device_types:
+        return
+    backend = group._get_backend(cpu)
+    if not isinstance(backend, _c10d.ProcessGroupGloo):
+        return
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with contextlib.suppress(RuntimeError):  # dead, closed, or now too late
+                cast(Any, backend).recv([torch.empty(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+
+
+_NOBODY_SENDS = 7_502  # a tag
 
 
 # ---- DTensor

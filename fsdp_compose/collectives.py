@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ._torch import AllgatherOptions, ReduceScatterOptions, foreach_copy_, foreach_zero_
+from .broken import give_up
 from .flat_grad import Arrival
 from .flat_param import FlatParamHandle
 from .ranges import in_range
@@ -291,10 +292,13 @@ class Communicator:
             buffer.free()
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-        return RuntimeError(
+        group = handle.mesh.shard_group
+        failure = (
             f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
             f"({len(handle.fqns)} parameters) failed: another rank died, or did not enter the same collective. {error}"
         )
+        give_up(group, failure)
+        return RuntimeError(failure)
 
     # ---- for functional mode: into memory of their own, waited for
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ._torch import AllreduceOptions, make_gloo_group
+from .broken import carries, give_up
 from .meeting import own_store
 
 EXCHANGE_ENV = "FSDP_COMPOSE_EXCHANGE"
@@ -40,6 +41,7 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         store = dist.PrefixStore("control", own_store(group, "making the control group"))
         control = make_gloo_group(group, store)
         _control_groups[group] = control
+        carries(control, group)
     return control
 
 
@@ -78,16 +80,23 @@ class Carrier:
         self._work = self._control.allreduce([self._tensor], self._options)
 
     def receive(self, view: memoryview) -> None:
-        work, self._work = self._work, None
-        assert work is not None
-        work.wait()
+        assert self._work is not None
+        self.abandon()
         view[:] = self._memory[: len(view)]
 
     def abandon(self) -> None:
-        """Wait for an exchange that an exception left in flight and forget it."""
+        """Wait for an exchange in flight, if there is one, such as an exception has left."""
         work, self._work = self._work, None
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failure = (
+                    "the control exchange at the end of backward failed: another rank died, or did not run this "
+                    f"backward. {error}"
+                )
+                give_up(self._control, failure)
+                raise RuntimeError(failure) from error
 
 
 _carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakKeyDictionary()
@@ -136,13 +145,7 @@ class ControlExchange:
             self._check_learned()
             return True
         if self._carrier is not None:
-            try:
-                self._carrier.receive(self._view)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "the control exchange at the end of backward failed: another rank died, or did not run this "
-                    f"backward. {error}"
-                ) from error
+            self._carrier.receive(self._view)
         if self._stops:
             self._learned[:] = bytes(a | b for a, b in zip(self._learned, self.used, strict=True))
         self._num_backwards += 1

@@ -18,13 +18,14 @@ import torch
 import torch.nn as nn
 
 from ._torch import current_graph_task_id, queue_end_of_backward
+from .broken import failure_of
 from .collectives import Communicator
 from .dynamo import never_traced
 from .exchange import Carrier, ControlExchange
 from .flat_param import FlatParamHandle, handle_of
 from .given import own_values
 from .groups import prepare_swap, unsharded_tensors
-from .meeting import first_difference, meet
+from .meeting import RECOVERY_TIMEOUT, first_difference, meet
 from .meta_buffers import refuse_unwritten_buffers
 from .order import (
     ALL_GATHER,
@@ -731,7 +732,19 @@ def _agree_to_heal(root: RootContext, states: list[_FSDPState]) -> bool:
     mesh, count = states[0].mesh, root.order.count
     is_tainted = root.has_added
     if mesh.has_peers:
-        verdict = meet(mesh.shard_group, "healing after an interrupted iteration", f"{count} {int(is_tainted)}", _judge)
+        verdict = meet(
+            mesh.shard_group,
+            "healing after an interrupted iteration",
+            f"{count} {int(is_tainted)}",
+            _judge,
+            timeout=RECOVERY_TIMEOUT,
+        )
+        failure = failure_of(mesh.shard_group)
+        if failure:
+            raise RuntimeError(
+                "an iteration was interrupted by a collective that failed, and its process group carries nothing any "
+                f"more: restart the processes from a checkpoint. It was this: {failure}"
+            )
         if verdict not in ("0", "1"):
             raise RuntimeError(verdict + last_of_every_rank(mesh.shard_group))
         is_tainted = verdict == "1"

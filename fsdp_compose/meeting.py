@@ -19,10 +19,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ._torch import group_timeout
+from .broken import failure_of
 from .namespace import agree_on_namespace, wait_for
 from .records import last_of_every_rank
 
 TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
+RECOVERY_TIMEOUT = timedelta(seconds=60)  # of meetings of ranks that were all interrupted
+_BROKEN_TIMEOUT = timedelta(seconds=5)  # where a rank is known to be dead or stuck, and the others hear of it at once
 _GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
 
 # The number of the next round for each purpose, as far as this rank knows: part of the keys.
@@ -37,6 +40,7 @@ def meet(
     details: str = "",
     explain: Callable[[int, str, str], str] | None = None,
     where: str = "",
+    timeout: timedelta | None = None,
 ) -> str:
     """Bring ``payload`` to a meeting of all ranks of ``group`` and return its verdict, the same on every rank.
 
@@ -50,12 +54,33 @@ def meet(
         explain: called on the first rank with (rank, its own details, that rank's details) for the first rank whose
             payload differs; its text replaces the verdict and is raised.
         where: what the message about absent ranks adds to ``purpose``.
+        timeout: how long to wait, where ``FSDP_COMPOSE_TIMEOUT`` does not say it and a collective of the group has not
+            failed before; default: the timeout of the group.
 
     Raises:
-        RuntimeError: on every rank that came: some rank did not within the time (``FSDP_COMPOSE_TIMEOUT`` seconds, by
-            default the timeout of the process group), naming the call and the absent ranks; or what ``explain`` said.
+        RuntimeError: on every rank that came: some rank did not within the time, naming the call and the absent ranks;
+            what ``explain`` said; or the store is gone.
     """
-    rank, timeout = group.rank(), _timeout(group)
+    try:
+        return _meet(group, purpose, payload, judge, details, explain, where, _timeout(group, timeout))
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            f"{purpose}{where}: the key-value store cannot be reached: the process that holds it (torchrun, or that of "
+            f"the first rank) has died. Restart the processes from a checkpoint. {error}"
+        ) from error
+
+
+def _meet(
+    group: dist.ProcessGroup,
+    purpose: str,
+    payload: str,
+    judge: Callable[[list[str]], str],
+    details: str,
+    explain: Callable[[int, str, str], str] | None,
+    where: str,
+    timeout: timedelta,
+) -> str:
+    rank = group.rank()
     first_is_absent = partial(_absence, [0], group, purpose + where, timeout)
     store = dist.PrefixStore(f"meetings/{purpose}", own_store(group, purpose + where, timeout))
     rounds = _next_rounds.setdefault(group, Counter())
@@ -85,7 +110,7 @@ def meet(
 
 def own_store(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None) -> dist.Store:
     """The store in which only this initialisation of ``group`` writes. At the first call every rank must come."""
-    timeout = timeout or _timeout(group)
+    timeout = timeout or _timeout(group, None)
 
     def error(absent: Sequence[int]) -> RuntimeError:
         return RuntimeError(_absence(absent, group, purpose, timeout))
@@ -135,9 +160,13 @@ def _absence(absent: Sequence[int], group: dist.ProcessGroup, purpose: str, time
     )
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta:
+def _timeout(group: dist.ProcessGroup, default: timedelta | None) -> timedelta:
     seconds = os.environ.get(TIMEOUT_ENV)
-    return timedelta(seconds=float(seconds)) if seconds else group_timeout(group)
+    if seconds:
+        return timedelta(seconds=float(seconds))
+    if failure_of(group):
+        return _BROKEN_TIMEOUT
+    return min(default, group_timeout(group)) if default else group_timeout(group)
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[int, Any, Any] | None:

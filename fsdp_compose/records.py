@@ -77,10 +77,13 @@ def last_of_every_rank(group: dist.ProcessGroup) -> str:
     store = _store(group)
     if store is None:
         return ""
-    lines = [
-        f"rank {rank}: {store.get(str(rank)).decode() if store.check([str(rank)]) else 'none'}"
-        for rank in range(min(group.size(), _MAX_RANKS))
-    ]
+    try:
+        lines = [
+            f"rank {rank}: {store.get(str(rank)).decode() if store.check([str(rank)]) else 'none'}"
+            for rank in range(min(group.size(), _MAX_RANKS))
+        ]
+    except dist.DistNetworkError:
+        return ""  # the process that held the store is gone
     return f"\nThe last collective of each rank ({DEBUG_ENV}=1):\n" + "\n".join(lines)
 
 

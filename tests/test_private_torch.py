@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -872,6 +873,17 @@ def test_make_gloo_group():
         value = torch.tensor([dist.get_rank()])
         made.allreduce([value]).wait()
         assert value.item() == 3 and made._get_sequence_number_for_group() == 1
+
+
+@distributed(world_size=3, fresh=True)
+def test_close_gloo_connections():
+    """A rank that waits for one that has given up hears of it."""
+    if dist.get_rank() == 0:
+        _torch.close_gloo_connections(dist.group.WORLD)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="losed|closure|reset"):
+        dist.group.WORLD.recv([torch.empty(1)], 0 if dist.get_rank() else 1, 0).wait()
+    assert time.monotonic() - begin < 20
 
 
 def test_collectives_of_the_fake_group():

@@ -1,0 +1,125 @@
+"""A rank is killed; the survivors catch what they get and try again. Every try ends in a named error within seconds,
+though the timeout of the process group is ten minutes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from fsdp_compose import fully_shard, meeting, set_functional_mode
+from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
+from tests.harness import end, start_forked
+
+SIZE = 4
+FULL = StateDictOptions(full_state_dict=True)
+SECONDS = 45  # that a try may take on a busy machine; idle it is two
+
+
+class Mortal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.die_in = ""
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == 1:
+                self.die("forward")
+                x = Dies.apply(x, self)
+        return x.square().mean()
+
+    def die(self, place):
+        if self.die_in == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.model.die("backward")
+        return grad, None
+
+
+def survive(rank, port, victim, place, is_functional):
+    warnings.simplefilter("ignore")
+    meeting._BROKEN_TIMEOUT = meeting._GRACE = timedelta(seconds=1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=600))
+    model = Mortal()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    set_functional_mode(model, is_functional)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(2, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    if rank == victim:
+        model.die_in = place
+        model.die("between steps")
+    for attempt in (step, step, lambda: get_model_state_dict(model, options=FULL)):
+        begin = time.monotonic()
+        try:
+            attempt()
+        except RuntimeError as error:
+            print(f"{time.monotonic() - begin:.1f} {error}".replace("\n", " "))
+        else:
+            print("0 no error")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+CASES = [
+    (1, "forward", False),
+    (1, "backward", False),
+    (1, "between steps", False),
+    (2, "backward", True),
+    (0, "forward", False),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim, place, is_functional", CASES)
+def test_survivors_of_a_dead_rank_get_a_named_error_within_seconds_at_every_try(tmp_path, victim, place, is_functional):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = [tmp_path / str(rank) for rank in range(SIZE)]
+    processes = [
+        start_forked(outputs[rank], survive, rank, store.port, victim, place, is_functional) for rank in range(SIZE)
+    ]
+    try:
+        for process in processes:
+            process.join(150)
+    finally:
+        for process in processes:
+            end(process)
+    assert processes[victim].exitcode == -signal.SIGKILL
+    for rank in set(range(SIZE)) - {victim}:
+        lines = [line for line in outputs[rank].read_text().splitlines() if line[:1].isdigit()]
+        assert len(lines) == 3, outputs[rank].read_text()
+        for i, line in enumerate(lines):
+            seconds, text = line.split(" ", 1)
+            assert float(seconds) < SECONDS, line
+            assert "rank" in text and text != "no error", line
+            if i:
+                assert f"rank(s) {victim}" in text, line
