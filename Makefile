@@ -7,6 +7,7 @@
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
 	$$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$python && break; done)
 PROCESSES ?= 2
+RESTARTS ?= 0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 FAULTS_ARGS ?=
@@ -18,8 +19,9 @@ LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
-	GLOO_SOCKET_IFNAME=$(LOOPBACK) OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run \
-		--standalone --local-addr 127.0.0.1 --nproc_per_node $(PROCESSES) examples/train_gpt.py $(DEMO_ARGS)
+	GLOO_SOCKET_IFNAME=$(LOOPBACK) OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 \
+		$(BIN)/python -m torch.distributed.run --standalone --local-addr 127.0.0.1 \
+		--nproc_per_node $(PROCESSES) --max-restarts $(RESTARTS) examples/train_gpt.py $(DEMO_ARGS)
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -7,9 +7,10 @@ batch from (seed, step) and every rank takes its slice: the run is the same on a
 holds log.json and loss.png, and the model has written some Python of its own.
 
 With --save-every 100 it saves checkpoints; --resume goes on from the latest, also with another number of processes.
-One command that survives crashes, as often as it is restarted:
+One command that survives three crashes (the variable gives each attempt a store of its own):
 
-    torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/train_gpt.py --save-every 100 --resume auto
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc_per_node 2 --max-restarts 3 \
+        examples/train_gpt.py --save-every 100 --resume auto
 """
 
 from __future__ import annotations
@@ -323,10 +324,23 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def refuse_restarts_on_one_store() -> None:
+    """Where torchrun shares its own store with the processes, restarted ones find the addresses of the dead in it, and
+    init_process_group() fails or hangs. Said at the beginning of a run, not after its first crash."""
+    is_restarted = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+    if is_restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise SystemExit(
+            "torchrun --max-restarts: all attempts would share one store, in which init_process_group() may hang after "
+            "a crash. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and give it --standalone, or on several "
+            "nodes --rdzv-backend c10d"
+        )
+
+
 def start_process_group(args: argparse.Namespace) -> torch.device:
     """Joins the other processes; returns the device this one computes on."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         raise SystemExit(f"start this under torchrun: torchrun --standalone --nproc_per_node 2 {sys.argv[0]}")
+    refuse_restarts_on_one_store()
     world_size, local_world_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if args.batch % world_size:
         raise SystemExit(f"--batch {args.batch} is the global batch: expected a multiple of the {world_size} processes")

@@ -1,6 +1,7 @@
 """fsdp_compose: fully sharded data parallel training on flat parameters, as functions on ordinary modules."""
 
 from . import _requirements as _requirements  # first: the others need that torch
+from . import _shared_store as _shared_store  # before torch's init_process_group() is called
 from . import admission as admission  # lets torch's functions take its placements
 from . import outside_use as outside_use  # gives sharded parameters gradients of losses that gather them
 from . import ragged_ops as ragged_ops  # gives RaggedDTensor its operations

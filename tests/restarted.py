@@ -1,5 +1,5 @@
 """A small trainer with checkpoints that can be killed anywhere; as a program, under torchrun: kills itself at random
-places, in each attempt but the last (the fourth). Imports little: it is started many times."""
+places, in each attempt but the last. Imports little: it is started many times."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ if __name__ == "__main__":
         store.set(f"fsdp_compose_test/{attempt}", "")
     store.wait([f"fsdp_compose_test/{attempt}"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    Trainer(sys.argv[1], None if attempt == 3 else draw_death(random.Random(attempt), attempt, size)).run()
+    is_last = attempt == int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
+    Trainer(sys.argv[1], None if is_last else draw_death(random.Random(attempt), attempt, size)).run()
     print(f"rank {rank} finished in attempt {attempt}", flush=True)
     os._exit(0)

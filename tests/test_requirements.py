@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose._requirements import ALLOW_2_11_ENV, check_torch
+from fsdp_compose._shared_store import hint
 
 # One of two ranks trains a sharded model and its plain copy, on a torch that says it is 2.11.
 TRAIN = """
@@ -102,3 +103,11 @@ def test_plain_sharded_parameters_train_like_unsharded_ones():
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
     assert all("trained" in output for output in outputs), outputs
     assert torch.__version__ != "2.11.0"
+
+
+def test_restarted_process_is_told_of_the_store_it_shares_with_the_dead():
+    restarted = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in hint(restarted)
+    assert not hint(restarted | {"TORCHELASTIC_RESTART_COUNT": "0"}), "the first attempt finds nothing old"
+    assert not hint(restarted | {"TORCHELASTIC_USE_AGENT_STORE": "False"}), "a store of its own"
+    assert not hint({}), "not under torchrun"

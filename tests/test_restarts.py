@@ -137,16 +137,16 @@ def test_killed_trainers_resume_bit_for_bit_beside_the_keys_of_the_dead(tmp_path
                 end(process)
 
 
-@pytest.mark.timeout(260)
+@pytest.mark.timeout(560)
 def test_torchrun_restarts_a_killed_trainer_which_resumes_bit_for_bit(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command += ["--monitor-interval=0.05", str(ROOT / "tests" / "restarted.py"), str(tmp_path / "checkpoints")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("finished in attempt 3") == 2, done.stdout
+    assert done.stdout.count("finished in attempt 1") == 2, done.stdout

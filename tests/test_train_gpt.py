@@ -1,7 +1,8 @@
-"""The example saves, and resumes as if it had never stopped."""
+"""The example saves, resumes as if it had never stopped, and goes on by itself when torchrun restarts it."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,35 +14,92 @@ import pytest
 
 from tests.harness import ROOT
 
+EXAMPLE = ROOT / "examples" / "train_gpt.py"
 SMALL = (
     "--steps=8 --save-every=4 --log-every=1 --val-every=8 --val-batches=1 --batch=4 --seq-len=16 --dim=16 --layers=2 "
 )
 SMALL += "--heads=2 --sample-bytes=4"
 
+Log = list[dict[str, Any]]
 
-def run(out: Path, processes: int, *arguments: str) -> list[dict[str, Any]]:
-    """The log of a run of the example."""
+
+def run(out: Path, processes: int, *arguments: str, restarts: int = 0, **environment: str) -> tuple[Log, str]:
+    """The log of a run of the example, and what the launcher has said."""
     text = out.parent / "text.txt"
     text.write_text("To be, or not to be, that is the question. " * 50)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    example = [f"--nproc_per_node={processes}", str(ROOT / "examples" / "train_gpt.py")]
-    command = [*launcher, *example, *SMALL.split(), f"--data={text}", f"--out={out}", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    launcher += [f"--nproc_per_node={processes}", f"--max-restarts={restarts}"]
+    command = [*launcher, str(EXAMPLE), *SMALL.split(), f"--data={text}", f"--out={out}", *arguments]
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    settings |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"} | environment
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((out / "log.json").read_text())["log"]
+    return json.loads((out / "log.json").read_text())["log"], done.stderr
 
 
-@pytest.mark.timeout(300)
-def test_a_resumed_run_continues_the_loss_curve_also_with_another_number_of_processes(tmp_path):
-    out = tmp_path / "whole"
-    whole = run(out, 2)
-    assert [entry["step"] for entry in whole] == list(range(1, 9))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, Log]:
+    """A run that nothing disturbs, and its log. With --resume=auto it begins: there is nothing yet."""
+    out = tmp_path_factory.mktemp("example") / "whole"
+    return out, run(out, 2, "--resume=auto")[0]
+
+
+def assert_same_run(found: Log, expected: Log) -> None:
+    assert [entry["loss"] for entry in found] == [entry["loss"] for entry in expected], "to the bit"
+    assert found[-1]["val_loss"] == expected[-1]["val_loss"]
+
+
+@pytest.mark.timeout(600)
+def test_a_resumed_run_continues_the_loss_curve_also_with_another_number_of_processes(whole, tmp_path):
+    out, log = whole
+    assert [entry["step"] for entry in log] == list(range(1, 9))
     assert sorted(path.name for path in out.glob("step-*")) == ["step-4", "step-8"]
     (out / "step-8").rename(tmp_path / "aside")
-    same = run(out, 2, "--resume")
-    assert [entry["loss"] for entry in same] == [entry["loss"] for entry in whole], "to the bit"
-    assert same[-1]["val_loss"] == whole[-1]["val_loss"]
-    other = run(tmp_path / "other", 1, f"--resume={out / 'step-4'}")
-    assert [entry["loss"] for entry in other] == pytest.approx([entry["loss"] for entry in whole], abs=1e-5)
-    assert other[-1]["val_loss"] == pytest.approx(whole[-1]["val_loss"], abs=1e-5)
+    assert_same_run(run(out, 2, "--resume")[0], log)
+    other, _ = run(tmp_path / "other", 1, f"--resume={out / 'step-4'}")
+    assert [entry["loss"] for entry in other] == pytest.approx([entry["loss"] for entry in log], abs=1e-5)
+    assert other[-1]["val_loss"] == pytest.approx(log[-1]["val_loss"], abs=1e-5)
+
+
+# Imported by every Python that starts: the second worker of the first attempt kills itself when it sees a checkpoint.
+KILL_ONCE = """
+import os, signal, threading, time
+
+def watch(path):
+    while not os.path.exists(path):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    threading.Thread(target=watch, args=(os.environ["KILL_AT"],), daemon=True).start()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_one_command_goes_on_by_itself_after_a_crash(whole, tmp_path):
+    out, site = tmp_path / "crashed", tmp_path / "site"
+    for name in ("step-best", "step-99.partial", "step-0100", "step-7", "other"):  # others' folders
+        (out / name).mkdir(parents=True)
+        (out / name / "notes").touch()
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(KILL_ONCE)
+    paths = os.pathsep.join([str(site), str(ROOT)])
+    found, said = run(out, 2, "--resume=auto", restarts=2, PYTHONPATH=paths, KILL_AT=str(out / "step-4"))
+    assert_same_run(found, whole[1])
+    assert "exitcode: -9" in said, said[-2000:]
+    assert (out / "step-7" / "notes").exists()
+
+
+def test_restarts_on_one_store_are_refused_with_the_remedy(monkeypatch):
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(SystemExit, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        example.refuse_restarts_on_one_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    example.refuse_restarts_on_one_store()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    example.refuse_restarts_on_one_store()
