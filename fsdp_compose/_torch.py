@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -72,6 +73,7 @@ __all__ = [
     "in_forward_ad",
     "intercept_backward_inputs",
     "is_checkpoint_recomputing",
+    "is_gloo_connection_closed",
     "is_in_functional_call",
     "is_part_of_multi_grad_hook",
     "is_profiling",
@@ -453,16 +455,33 @@ def close_gloo_connections(group: dist.ProcessGroup) -> None:
 
     gloo closes them all when an operation is not done in time; ``abort()`` leaves them open (torch 2.13).
     """
-    cpu = torch.device("cpu")
-    if cpu not in group._device_types:
-        return
-    backend = group._get_backend(cpu)
-    if not isinstance(backend, _c10d.ProcessGroupGloo):
-        return
+    backend = _gloo_backend(group)
     for rank in range(group.size()):
-        if rank != group.rank():
+        if backend is not None and rank != group.rank():
             with contextlib.suppress(RuntimeError):  # dead, closed, or now too late
-                cast(Any, backend).recv([torch.empty(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+                backend.recv([torch.empty(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+
+
+def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether ``rank`` is known to have gone; never, if the connections of ``group`` are not gloo's.
+
+    gloo refuses to begin to receive over a connection that the other side has closed; where it is open, a receive that
+    is begun and dropped does no harm (torch 2.13).
+    """
+    backend = _gloo_backend(group)
+    if backend is None or os.environ.get("TORCH_GLOO_LAZY_INIT"):  # there might be none yet
+        return False
+    try:
+        backend.recv([torch.empty(1)], rank, _NOBODY_SENDS)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _gloo_backend(group: dist.ProcessGroup) -> Any:
+    cpu = torch.device("cpu")
+    backend = group._get_backend(cpu) if cpu in group._device_types else None
+    return backend if isinstance(backend, _c10d.ProcessGroupGloo) else None
 
 
 _NOBODY_SENDS = 7_502  # a tag

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ._torch import all_gather_single, backend_name
+from .broken import noticing_loss
 from .wire import wire
 
 _TAG = 7_501  # of our messages, apart from the user's own
@@ -30,11 +31,12 @@ def exchange(sent: Iterable[Message], received: Iterable[Message], group: dist.P
 
     Ranks: those concerned.
     """
-    works = [dist.irecv(wire(tensor), group=group, group_src=rank, tag=_TAG) for rank, tensor in received]
-    works += [dist.isend(wire(tensor), group=group, group_dst=rank, tag=_TAG) for rank, tensor in sent]
-    for work in works:
-        assert work is not None, "this rank is in the group"
-        work.wait()
+    with noticing_loss(group, "the exchange of tensors between the ranks"):
+        works = [dist.irecv(wire(tensor), group=group, group_src=rank, tag=_TAG) for rank, tensor in received]
+        works += [dist.isend(wire(tensor), group=group, group_dst=rank, tag=_TAG) for rank, tensor in sent]
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
 
 
 def others(group: dist.ProcessGroup) -> list[int]:

@@ -9,6 +9,7 @@ Cost: every rank writes two keys and reads two; the first rank reads one small k
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ._torch import group_timeout
-from .broken import failure_of
+from .broken import failure_of, give_up, gone
 from .namespace import agree_on_namespace, wait_for
 from .records import last_of_every_rank
 
@@ -27,6 +28,15 @@ TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
 RECOVERY_TIMEOUT = timedelta(seconds=60)  # of meetings of ranks that were all interrupted
 _BROKEN_TIMEOUT = timedelta(seconds=5)  # where a rank is known to be dead or stuck, and the others hear of it at once
 _GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
+_FIRST_LOOK, _SELDOMEST_LOOK = 5.0, 60.0  # seconds of waiting between looks whether ranks have died
+
+_Gone = Callable[[], str]
+"""The error to raise because a rank that is waited for has died; empty if none has."""
+
+
+class _RankGone(RuntimeError):
+    pass
+
 
 # The number of the next round for each purpose, as far as this rank knows: part of the keys.
 _next_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
@@ -63,6 +73,9 @@ def meet(
     """
     try:
         return _meet(group, purpose, payload, judge, details, explain, where, _timeout(group, timeout))
+    except _RankGone as error:
+        give_up(group, str(error))
+        raise RuntimeError(str(error)) from None
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"{purpose}{where}: the key-value store cannot be reached: the process that holds it (torchrun, or that of "
@@ -82,13 +95,14 @@ def _meet(
 ) -> str:
     rank = group.rank()
     first_is_absent = partial(_absence, [0], group, purpose + where, timeout)
+    first_is_gone = partial(_is_gone, group, purpose + where, lambda: [0])
     store = dist.PrefixStore(f"meetings/{purpose}", own_store(group, purpose + where, timeout))
     rounds = _next_rounds.setdefault(group, Counter())
     number = rounds[purpose]
     if rank != 0:
         while store.check([f"verdict/{number}"]):
             number += 1
-        _wait(store, [f"open/{number}"], timeout, first_is_absent)
+        _wait(store, [f"open/{number}"], timeout, first_is_absent, first_is_gone)
     rounds[purpose] = number + 1
     if explain is not None:
         store.set(f"details/{number}/{rank}", details)
@@ -98,11 +112,13 @@ def _meet(
         verdict = _preside(store, number, group, timeout, purpose + where, judge, explain)
         store.set(f"verdict/{number}", verdict)
     else:
-        _wait(store, [f"verdict/{number}"], timeout + _GRACE, first_is_absent)
+        _wait(store, [f"verdict/{number}"], timeout + _GRACE, first_is_absent, first_is_gone)
         verdict = store.get(f"verdict/{number}").decode()
     if explain is not None:
         store.delete_key(f"details/{number}/{rank}")
     kind, _, text = verdict.partition(":")
+    if kind == "gone":
+        raise _RankGone(text)
     if kind == "error":
         raise RuntimeError(text)
     return text
@@ -129,12 +145,16 @@ def _preside(
 ) -> str:
     keys = [f"payload/{number}/{rank}" for rank in range(group.size())]
 
+    def absent() -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
     def absence() -> str:
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return _absence(absent, group, purpose, timeout)
+        return _absence(absent(), group, purpose, timeout)
 
     try:
-        _wait(store, keys, timeout, absence)
+        _wait(store, keys, timeout, absence, partial(_is_gone, group, purpose, absent))
+    except _RankGone as error:
+        return f"gone:{error}"
     except RuntimeError as error:
         return f"error:{error}"
     payloads = [payload.decode() for payload in store.multi_get(keys)]
@@ -146,9 +166,32 @@ def _preside(
     return "ok:" + judge(payloads)
 
 
-def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta, absence: Callable[[], str]) -> None:
-    if not wait_for(store, keys, timeout):
-        raise RuntimeError(absence())
+def _wait(
+    store: dist.Store, keys: Sequence[str], timeout: timedelta, absence: Callable[[], str], is_gone: _Gone
+) -> None:
+    """Wait, and look now and then, more and more seldom, whether who is waited for has died."""
+    deadline, look = time.monotonic() + timeout.total_seconds(), _FIRST_LOOK
+    while True:
+        left = max(0.001, deadline - time.monotonic())
+        if wait_for(store, keys, timedelta(seconds=min(look, left))):
+            return
+        if left <= look:
+            raise RuntimeError(absence())
+        error = is_gone()
+        if error and not store.check(list(keys)):
+            raise _RankGone(error)
+        look = min(2 * look, _SELDOMEST_LOOK)
+
+
+def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Sequence[int]]) -> str:
+    dead = [] if failure_of(group) else gone(group, [rank for rank in awaited() if rank != group.rank()])
+    if not dead:
+        return ""
+    return (
+        f"{purpose}: rank(s) {', '.join(map(str, dead))} have died, or have given up because others did: their "
+        f"connections are closed, and they did not come to the meeting of {group.size()} ranks. Restart the processes "
+        f"from a checkpoint{last_of_every_rank(group)}"
+    )
 
 
 def _absence(absent: Sequence[int], group: dist.ProcessGroup, purpose: str, timeout: timedelta) -> str:

@@ -7,6 +7,8 @@ from math import inf, nan
 import torch
 import torch.distributed as dist
 
+from .broken import noticing_loss
+
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Half precision is summed in fp32: partial results are rounded once, at the end."""
@@ -29,7 +31,8 @@ def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup)
     if order in (inf, -inf):
         combine_extremes(partial, order == inf, group)
     else:
-        dist.all_reduce(partial, dist.ReduceOp.SUM, group=group)
+        with noticing_loss(group, "the sum of a norm over the ranks"):
+            dist.all_reduce(partial, dist.ReduceOp.SUM, group=group)
 
 
 def combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGroup) -> None:
@@ -41,7 +44,8 @@ def combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGrou
     is_nan = values.isnan()
     signed = (values if is_max else -values).masked_fill(is_nan, -inf)
     both = torch.stack([signed, is_nan.to(values.dtype)])
-    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    with noticing_loss(group, "the extreme of a tensor over the ranks"):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
     values.copy_(torch.where(both[1] > 0, torch.full_like(values, nan), both[0] if is_max else -both[0]))
 
 

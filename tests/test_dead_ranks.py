@@ -16,10 +16,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_compose import fully_shard, meeting, set_functional_mode
-from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
+from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, save
 from tests.harness import end, start_forked
 
-SIZE = 4
 FULL = StateDictOptions(full_state_dict=True)
 SECONDS = 45  # that a try may take on a busy machine; idle it is two
 
@@ -56,11 +55,17 @@ class Dies(torch.autograd.Function):
         return grad, None
 
 
-def survive(rank, port, victim, place, is_functional):
+def die_at_write(event, arguments, folder):
+    if event == "open" and isinstance(arguments[0], (str, os.PathLike)) and os.fspath(arguments[0]).startswith(folder):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survive(rank, size, port, victim, place, is_functional, folder):
     warnings.simplefilter("ignore")
     meeting._BROKEN_TIMEOUT = meeting._GRACE = timedelta(seconds=1)
+    meeting._FIRST_LOOK = 1.0
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=600))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
     model = Mortal()
     for layer in model.layers:
         fully_shard(layer)
@@ -78,7 +83,15 @@ def survive(rank, port, victim, place, is_functional):
     if rank == victim:
         model.die_in = place
         model.die("between steps")
-    for attempt in (step, step, lambda: get_model_state_dict(model, options=FULL)):
+    attempts = [step, step, lambda: get_model_state_dict(model, options=FULL)]
+    if place == "before a state dict":
+        model.die("before a state dict")
+        attempts.reverse()
+    if place == "save":
+        attempts.insert(0, lambda: save(get_model_state_dict(model), folder))
+        if rank == victim:
+            sys.addaudithook(lambda event, arguments: die_at_write(event, arguments, folder))
+    for attempt in attempts:
         begin = time.monotonic()
         try:
             attempt()
@@ -91,21 +104,28 @@ def survive(rank, port, victim, place, is_functional):
 
 
 CASES = [
-    (1, "forward", False),
-    (1, "backward", False),
-    (1, "between steps", False),
-    (2, "backward", True),
-    (0, "forward", False),
+    (4, 1, "forward", False),
+    (2, 1, "backward", False),
+    (4, 1, "between steps", False),
+    (4, 2, "backward", True),
+    (4, 0, "forward", False),
+    (4, 1, "before a state dict", False),
+    (4, 2, "save", False),
+    (2, 1, "save", False),
 ]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("victim, place, is_functional", CASES)
-def test_survivors_of_a_dead_rank_get_a_named_error_within_seconds_at_every_try(tmp_path, victim, place, is_functional):
+@pytest.mark.parametrize("size, victim, place, is_functional", CASES)
+def test_survivors_of_a_dead_rank_get_a_named_error_within_seconds_at_every_try(
+    tmp_path, size, victim, place, is_functional
+):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    outputs = [tmp_path / str(rank) for rank in range(SIZE)]
+    outputs = [tmp_path / str(rank) for rank in range(size)]
+    folder = str(tmp_path / "checkpoint")
     processes = [
-        start_forked(outputs[rank], survive, rank, store.port, victim, place, is_functional) for rank in range(SIZE)
+        start_forked(outputs[rank], survive, rank, size, store.port, victim, place, is_functional, folder)
+        for rank in range(size)
     ]
     try:
         for process in processes:
@@ -114,12 +134,12 @@ def test_survivors_of_a_dead_rank_get_a_named_error_within_seconds_at_every_try(
         for process in processes:
             end(process)
     assert processes[victim].exitcode == -signal.SIGKILL
-    for rank in set(range(SIZE)) - {victim}:
+    for rank in set(range(size)) - {victim}:
         lines = [line for line in outputs[rank].read_text().splitlines() if line[:1].isdigit()]
-        assert len(lines) == 3, outputs[rank].read_text()
+        assert len(lines) == 3 + (place == "save"), outputs[rank].read_text()
         for i, line in enumerate(lines):
             seconds, text = line.split(" ", 1)
             assert float(seconds) < SECONDS, line
             assert "rank" in text and text != "no error", line
-            if i:
+            if i == 0 if place == "before a state dict" else i and place != "save":  # the others fail in a collective
                 assert f"rank(s) {victim}" in text, line

@@ -886,6 +886,25 @@ def test_close_gloo_connections():
     assert time.monotonic() - begin < 20
 
 
+@distributed(world_size=3, fresh=True)
+def test_is_gloo_connection_closed():
+    """Noticed without being waited for; looking leaves open connections as they are."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    others = [other for other in range(3) if other != rank]
+    for _ in range(3):
+        assert not any(_torch.is_gloo_connection_closed(group, other) for other in others)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 3
+    if rank == 0:
+        _torch.close_gloo_connections(group)
+        return
+    deadline = time.monotonic() + 20
+    while not _torch.is_gloo_connection_closed(group, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _torch.is_gloo_connection_closed(group, 0)
+
+
 def test_collectives_of_the_fake_group():
     with fake_process_group(rank=1, world_size=4):
         whole = torch.ones(8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..broken import noticing_loss
 from .agreement import agree, attempt, has_peers, in_words, or_problem, text_of_first_rank
 from .contents import MANIFEST, METADATA, NUMBERS, mark
 from .folders import (
@@ -68,8 +70,9 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     writer = _Writer(partial_of(folder) / token, sync_files=True)
     try:
         try:
-            _write(writer, state, process_group)
-            _complete(writer, folder, token, numbers, group)
+            with nullcontext() if group is None else noticing_loss(group, "a collective of save()"):
+                _write(writer, state, process_group)
+                _complete(writer, folder, token, numbers, group)
         except RuntimeError as error:
             if isinstance(error, _Failed) or not has_peers(group):
                 raise
