@@ -742,6 +742,31 @@ def same_memory(system: System) -> None:
     expect_gradients_of_loss(model, reference)
 
 
+@case("one rank skips the backward of a NaN loss")
+def skipped_backward(system: System) -> None:
+    model, _ = twins(Net())
+    shard_layers(system, model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        loss = loss_of(model, mine(batch()))
+        if step == 1 and dist.get_rank() == 1:
+            loss = loss * float("nan")
+        if loss.isfinite():  # on this rank alone
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    raise WrongError("went on as if all ranks had done the same")
+
+
+@case("the same, with FSDP_COMPOSE_DEBUG=1")
+def skipped_backward_debugged(system: System) -> None:
+    os.environ["FSDP_COMPOSE_DEBUG"] = "1"
+    try:
+        skipped_backward(system)
+    finally:
+        del os.environ["FSDP_COMPOSE_DEBUG"]
+
+
 def expect_gradients_of_loss(model: nn.Module, reference: nn.Module) -> None:
     loss_of(model, mine(batch())).backward()
     loss_of(reference, batch()).backward()

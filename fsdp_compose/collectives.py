@@ -121,6 +121,17 @@ class Communicator:
         self._buffers: dict[tuple[torch.dtype, torch.device], ReduceBuffer] = {}
         self._pool_id = next(_pool_ids)
 
+    # ---- for agreement before collectives, which another class has (see ``lockstep``); here they do nothing
+
+    def announce(self, handle: FlatParamHandle, what: str) -> None:
+        """A collective is about to be issued that the other methods do not issue."""
+
+    def announce_exchange(self, root: Any, code: int) -> None:
+        """A control exchange is about to begin."""
+
+    def announce_recovery(self, root: Any) -> None:
+        """All ranks are about to throw away what an interrupted iteration left."""
+
     # ---- parameters
 
     def unshard(self, handle: FlatParamHandle) -> None:

@@ -205,6 +205,7 @@ class _RootExchange:
         """Find out whether all ranks have done the same, and are about to do what ``code`` says."""
         root = self._root()
         assert root is not None
+        root.communicator.announce_exchange(root, code)
         self._exchange.start(root.order.hash(root, code))
         if not self._exchange.wait():
             root.has_failed = True

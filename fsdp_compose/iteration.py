@@ -25,6 +25,7 @@ from .exchange import Carrier, ControlExchange
 from .flat_param import FlatParamHandle, handle_of
 from .given import own_values
 from .groups import prepare_swap, unsharded_tensors
+from .lockstep import LockstepCommunicator, announce_first_forward
 from .meeting import RECOVERY_TIMEOUT, first_difference, meet
 from .meta_buffers import refuse_unwritten_buffers
 from .order import (
@@ -37,7 +38,7 @@ from .order import (
     name_models,
 )
 from .rebind import rebind_live_optimizers
-from .records import RecordingCommunicator, is_on, last_of_every_rank
+from .records import is_on, last_of_every_rank
 from .roots import contexts_of, roots_together
 from .shared_memory import refuse_shared_memory, regions_of
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, modules_to_run, states_to_run
@@ -208,7 +209,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     start = 0
     for handle in handles:
         handle.write_used_to(exchange.used[start : (start := start + len(handle.fqns))])
-    communicator = RecordingCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
+    communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
     number = order.admit(state, states, model)
     parts = [part.states for part in roots]
     root = RootContext(states, communicator, exchange, _generation, parts, order, number)
@@ -300,6 +301,7 @@ def _meet_first_forward(order: CollectiveOrder, state: _FSDPState, states: list[
     def judge(payloads: list[str]) -> str:
         return judge_places([payload.partition(" ")[2] for payload in payloads])
 
+    announce_first_forward(state.mesh)
     payload = f"{digest} {order.place_of(state, states, digest)}"
     verdict = meet(state.mesh.shard_group, "first forward", payload, judge, details, explain)
     if verdict:
@@ -629,6 +631,7 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
                 exchange.late[state.index] = any(
                     handle.has_unsharded_grad() or handle.outside_grads for handle in state._handles
                 )
+        root.communicator.announce_exchange(root, END_OF_BACKWARD)
         exchange.start(root.order.hash(root, END_OF_BACKWARD))
         root.communicator.finish()
         try:
@@ -729,6 +732,7 @@ def recover_backward(root: RootContext) -> None:
 
 def _agree_to_heal(root: RootContext, states: list[_FSDPState]) -> bool:
     """Meet all ranks, and end what is in flight; whether older gradients are lost too."""
+    root.communicator.announce_recovery(root)
     mesh, count = states[0].mesh, root.order.count
     is_tainted = root.has_added
     if mesh.has_peers:

@@ -51,6 +51,7 @@ def meet(
     explain: Callable[[int, str, str], str] | None = None,
     where: str = "",
     timeout: timedelta | None = None,
+    is_frequent: bool = False,
 ) -> str:
     """Bring ``payload`` to a meeting of all ranks of ``group`` and return its verdict, the same on every rank.
 
@@ -66,13 +67,14 @@ def meet(
         where: what the message about absent ranks adds to ``purpose``.
         timeout: how long to wait, where ``FSDP_COMPOSE_TIMEOUT`` does not say it and a collective of the group has not
             failed before; default: the timeout of the group.
+        is_frequent: delete what rounds leave in the store, as soon as no rank can ask for it.
 
     Raises:
         RuntimeError: on every rank that came: some rank did not within the time, naming the call and the absent ranks;
             what ``explain`` said; or the store is gone.
     """
     try:
-        return _meet(group, purpose, payload, judge, details, explain, where, _timeout(group, timeout))
+        return _meet(group, purpose, payload, judge, details, explain, where, _timeout(group, timeout), is_frequent)
     except _RankGone as error:
         give_up(group, str(error))
         raise RuntimeError(str(error)) from None
@@ -92,6 +94,7 @@ def _meet(
     explain: Callable[[int, str, str], str] | None,
     where: str,
     timeout: timedelta,
+    is_frequent: bool,
 ) -> str:
     rank = group.rank()
     first_is_absent = partial(_absence, [0], group, purpose + where, timeout)
@@ -111,6 +114,8 @@ def _meet(
         store.set(f"open/{number}", "")
         verdict = _preside(store, number, group, timeout, purpose + where, judge, explain)
         store.set(f"verdict/{number}", verdict)
+        if is_frequent and verdict.startswith("ok:"):
+            _tidy(store, number, group.size())
     else:
         _wait(store, [f"verdict/{number}"], timeout + _GRACE, first_is_absent, first_is_gone)
         verdict = store.get(f"verdict/{number}").decode()
@@ -164,6 +169,14 @@ def _preside(
                 texts = store.multi_get([f"details/{number}/0", f"details/{number}/{rank}"])
                 return "error:" + explain(rank, texts[0].decode(), texts[1].decode())
     return "ok:" + judge(payloads)
+
+
+def _tidy(store: dist.Store, number: int, size: int) -> None:
+    """All ranks have come to round ``number``: none asks for the one before, and their payloads have been read."""
+    for rank in range(size):
+        store.delete_key(f"payload/{number}/{rank}")
+    store.delete_key(f"open/{number - 1}")
+    store.delete_key(f"verdict/{number - 1}")
 
 
 def _wait(

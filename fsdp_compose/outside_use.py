@@ -45,6 +45,7 @@ def _gather(face: RaggedDTensor) -> torch.Tensor | None:
         return None
     handle, index, state, root = place
     root.trace.append(state.code | ALL_GATHER)
+    root.communicator.announce(handle, "all-gather of a parameter")
     whole: torch.Tensor
     if state.is_functional or state.was_functional:
         refuse_accumulated(state)

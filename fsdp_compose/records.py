@@ -7,12 +7,9 @@ tell what every rank was at, also a rank that hangs or is gone. When it is off n
 from __future__ import annotations
 
 import os
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from .collectives import Communicator
 from .flat_param import FlatParamHandle
 from .namespace import known_namespace
 
@@ -25,36 +22,8 @@ def is_on() -> bool:
     return os.environ.get(DEBUG_ENV) == "1"
 
 
-class RecordingCommunicator(Communicator):
-    """Notes each collective before it is issued."""
-
-    __slots__ = ()
-
-    def _start_all_gather(self, handle: FlatParamHandle) -> None:
-        _note(handle, "all-gather")
-        super()._start_all_gather(handle)
-
-    def _start_reduce_scatter(self, handle: FlatParamHandle, plan: Any) -> None:
-        _note(handle, "reduce-scatter")
-        super()._start_reduce_scatter(handle, plan)
-
-    def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
-        _note(handle, "all-gather")
-        return super().all_gather_copy(handle, shard)
-
-    def reduce_scatter_copy(self, handle: FlatParamHandle, flat: torch.Tensor) -> torch.Tensor:
-        _note(handle, "reduce-scatter")
-        return super().reduce_scatter_copy(handle, flat)
-
-    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-        failure = super()._failure(what, handle, error)
-        return RuntimeError(f"{failure}{last_of_every_rank(handle.mesh.shard_group)}")
-
-
-def _note(handle: FlatParamHandle, what: str) -> None:
-    mesh = handle.mesh
-    if not mesh.has_peers:
-        return
+def describe(handle: FlatParamHandle, what: str) -> str:
+    """A collective of a handle, in words: the same on every rank that is about to issue it."""
     state = handle.group()
     root, phase = state.root, "outside forward"
     if root is not None and root.is_in_backward:
@@ -62,7 +31,12 @@ def _note(handle: FlatParamHandle, what: str) -> None:
     elif root is not None and root.depth:
         phase = "forward"
     others = f" and {len(handle.fqns) - 1} more" if len(handle.fqns) > 1 else ""
-    text = f"{what} of {state.name} ({handle.prefix}{handle.fqns[0]}{others}) in {phase}"
+    return f"{what} of {state.name} ({handle.prefix}{handle.fqns[0]}{others}) in {phase}"
+
+
+def note(handle: FlatParamHandle, what: str) -> None:
+    """This rank is about to issue a collective."""
+    text, root, mesh = describe(handle, what), handle.group().root, handle.mesh
     if root is not None:
         text += f", collective {root.order.count}"
     store = _store(mesh.shard_group)
