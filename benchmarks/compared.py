@@ -758,7 +758,7 @@ def skipped_backward(system: System) -> None:
     raise WrongError("went on as if all ranks had done the same")
 
 
-@case("the same, with FSDP_COMPOSE_DEBUG=1")
+@case("one rank skips the backward of a NaN loss, with FSDP_COMPOSE_DEBUG=1")
 def skipped_backward_debugged(system: System) -> None:
     os.environ["FSDP_COMPOSE_DEBUG"] = "1"
     try:
