@@ -17,6 +17,7 @@ import json
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.optim.optimizer import Optimizer
 
 from .collectives import Communicator
 from .flat_param import FlatParamHandle, face_owners, segment_owners
-from .meeting import meet
+from .meeting import RECOVERY_TIMEOUT, meet
 from .mesh import DataParallelMesh
 from .order import END_OF_BACKWARD
 from .records import describe, is_on, last_of_every_rank, note
@@ -108,7 +109,7 @@ class LockstepCommunicator(Communicator):
         """Before all ranks throw away what an iteration left that was interrupted on this one: those that are
         elsewhere learn of it, and raise; then they are expected here."""
         mesh = root.live_states()[0].mesh
-        while mesh.has_peers and _compare(mesh, _RECOVERY, None):
+        while mesh.has_peers and _compare(mesh, _RECOVERY, None, RECOVERY_TIMEOUT):
             pass
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
@@ -128,11 +129,12 @@ def _agree(mesh: DataParallelMesh, what: str, root: RootContext | None) -> None:
         raise RuntimeError(verdict)
 
 
-def _compare(mesh: DataParallelMesh, what: str, root: RootContext | None) -> str:
+def _compare(mesh: DataParallelMesh, what: str, root: RootContext | None, timeout: timedelta | None = None) -> str:
     """Meet all ranks, each of which is about to do something; in words, how they differ."""
     group = mesh.shard_group
     steps = _num_steps.get(group, 0) if root is not None and _holds_elements(root) else None
-    verdict = meet(group, _PURPOSE, json.dumps([what, steps]), _judge, where=f" ({what})", is_frequent=True)
+    payload = json.dumps([what, steps])
+    verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout, is_frequent=True)
     if verdict.startswith(_STEPS_DIFFER):
         _num_steps[group] = 0  # on all ranks: each difference is told once
     return verdict
