@@ -40,11 +40,11 @@ class Verdict:
 
 
 def verdict(done: str, problems: Sequence[str]) -> Verdict:
-    """Kept if there are no problems; else the first one and their number."""
+    """Kept if there are no problems; else their number and the first one, which may be long."""
     if not problems:
         return Verdict(True, done)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return Verdict(False, f"{done}; {problems[0]}{more}")
+    count = f"{len(problems)} problems, the first: " if len(problems) > 1 else ""
+    return Verdict(False, f"{done}; {count}{problems[0]}")
 
 
 @dataclass(frozen=True)
