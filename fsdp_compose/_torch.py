@@ -77,6 +77,7 @@ __all__ = [
     "is_in_functional_call",
     "is_part_of_multi_grad_hook",
     "is_profiling",
+    "is_swapping_tensors",
     "is_wrapper",
     "loads_as_torch",
     "loads_as_torch_module",
@@ -255,6 +256,15 @@ def is_in_functional_call() -> bool:
     """Whether ``torch.func.functional_call()`` is on the stack: other tensors stand in parameter slots for a while."""
     frame: Any = sys._getframe()
     while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def is_swapping_tensors() -> bool:
+    """Whether ``torch.utils.swap_tensors()`` is on the stack: it looks at the node that accumulates a gradient, to mark
+    it as out of use."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not torch.utils.swap_tensors.__code__:
         frame = frame.f_back
     return frame is not None
 

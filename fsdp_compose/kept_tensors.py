@@ -25,10 +25,9 @@ Namespace = dict[str, Any]
 _MAX_ENTRIES = 256  # of a list that are looked at, from its end; of a list or dict that are compared one by one
 _MAX_DEPTH = 3  # lists in dicts in attributes
 
-# What every module has, of which only buffers are written to by forward; and what sharding adds. A module's state must
-# not be remembered here: the state holds what is remembered, and a model is freed without the garbage collector.
+# What every module has, of which only buffers are written to by forward; and its state, which must not be remembered
+# here: the state holds what is remembered, and a model is freed without the garbage collector.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"} | {STATE_KEY, REGISTRY_KEY}
-_OF_SHARDING = ("_fsdp_", "_is_fsdp_")
 
 
 class KeptTensors:
@@ -83,7 +82,7 @@ class KeptTensors:
         for space, constants in self._namespaces:
             names = []
             for name, value in space().items():
-                if name in constants or name.startswith(_OF_SHARDING) or (space, name) in self._places:
+                if name in constants or (space, name) in self._places:
                     continue
                 if tensors_requiring_grad(value):
                     self._places.append((space, name))

@@ -28,6 +28,7 @@ from ._torch import (
     TensorMeta,
     all_gather_single,
     allow_in_foreach,
+    is_swapping_tensors,
     local_tensor,
     make_dtensor,
     set_local_tensor,
@@ -238,7 +239,7 @@ class RaggedDTensor(DTensor):
 
     def _refuse_accumulator(self, other: torch.Tensor) -> None:
         owner = hook_owners.get(id(self)) if other is self and torch.is_grad_enabled() else None
-        if owner is not None:
+        if owner is not None and not is_swapping_tensors():
             owner.refuse_accumulator(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

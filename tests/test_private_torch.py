@@ -447,13 +447,19 @@ def test_is_in_functional_call():
     assert torch.nn.utils.stateless.functional_call(module, {}, (torch.ones(1),))
 
 
-def test_is_traceable_wrapper_subclass():
-    class Plain(nn.Parameter):
-        pass
+def test_is_swapping_tensors():
+    class Looks(torch.Tensor):
+        def view_as(self, other: torch.Tensor) -> torch.Tensor:  # which swap_tensors() calls
+            seen.append(_torch.is_swapping_tensors())
+            return super().view_as(other)
 
-    assert not _torch.is_traceable_wrapper_subclass(Plain(torch.ones(2)))
-    assert not _torch.is_traceable_wrapper_subclass(nn.Parameter(torch.ones(2)))
-    assert _torch.is_traceable_wrapper_subclass(TwoTensor(torch.ones(2), torch.ones(2)))
+    seen: list[bool] = []
+    one, other = (torch.ones(1).as_subclass(Looks).requires_grad_() for _ in range(2))
+    (one * 2).sum()
+    kept = one.view_as(one)  # the node is alive
+    torch.utils.swap_tensors(one, other)
+    del kept
+    assert seen == [False, True]
 
 
 def test_storage_use_count():

@@ -722,8 +722,8 @@ def test_wrong_layouts_are_refused(one_rank_mesh):
         RaggedShard((3, -1))
     with pytest.raises(NotImplementedError, match="RaggedDTensor"):
         RaggedShard((3, 1))._to_replicate_tensor()
-    with pytest.raises(AssertionError):  # stock DTensor fails closed
-        DTensor.from_local(torch.zeros(SHAPE), one_rank_mesh, [RaggedShard((10,))])
+    with pytest.raises(ValueError):
+        DTensor.from_local(torch.zeros(SHAPE), one_rank_mesh, [RaggedShard((9,))])
 
 
 def test_placements_equal_only_equal_ones():
