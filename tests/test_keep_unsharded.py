@@ -36,7 +36,7 @@ def is_gathered(model: nn.Module) -> list[bool]:
 
 def num_collectives(model: nn.Module) -> int:
     root = fully_shard.state(model).root
-    return root.num_collectives + len(root.trace)
+    return root.order.count
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"mp_policy": "bf16"}])
