@@ -145,7 +145,9 @@ class Runner:
         """Terms of the loss on parameter number ``at`` itself."""
         index = at % len(self.faces)
         face, twin = self.faces[index], self.twins[index]
-        with_terms = {index} if face.requires_grad else set()
+        # The gradient of a whole tensor goes the way of the group's own; other terms bring theirs through autograd.
+        goes_with_group = term != "norm" and handle_of(face)[0].group().root is not None
+        with_terms = {index} if face.requires_grad and not goes_with_group else set()
         if term.startswith("product"):  # as a loss computed by F.linear(x, weight) outside of forward
             ours = (face.full_tensor().sum() * (self.rank + 1)).square()
             factors = range(1, self.world_size + 1)
