@@ -57,7 +57,11 @@ class CollectiveOrder:
     @property
     def count(self) -> int:
         """How many collectives were issued in all."""
-        return self.num_collectives + len(self.trace)
+        return self.num_collectives + self._num_in_trace()
+
+    def _num_in_trace(self) -> int:
+        """Without the codes that stand for no collective: a rank may have toggled ``requires_grad`` alone."""
+        return sum(map(END_OF_BACKWARD.__lt__, self.trace))
 
     def hash(self, root: RootContext, code: int) -> int:
         """A hash of what was issued since the last exchange, and of what ``root`` is about to do."""
@@ -65,13 +69,13 @@ class CollectiveOrder:
 
     def close(self) -> None:
         """All ranks have compared, or given up, what was issued."""
-        self.num_collectives += len(self.trace)
+        self.num_collectives += self._num_in_trace()
         self.trace.clear()
 
     def fold_if_long(self) -> None:
         """Keep a hash of a long trace in place of it."""
         if len(self.trace) > _MAX_TRACE:
-            self.num_collectives += len(self.trace) - 1
+            self.num_collectives += self._num_in_trace() - 1
             self.trace[:] = [_FOLDED + (order_hash(self.trace, 0) & (_FOLDED - 1))]
 
     # ---- models
