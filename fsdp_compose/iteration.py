@@ -298,12 +298,9 @@ def _meet_first_forward(order: CollectiveOrder, state: _FSDPState, states: list[
 
     digest = hashlib.sha256(details.encode()).hexdigest()
 
-    def judge(payloads: list[str]) -> str:
-        return judge_places([payload.partition(" ")[2] for payload in payloads])
-
     announce_first_forward(state.mesh)
-    payload = f"{digest} {order.place_of(state, states, digest)}"
-    verdict = meet(state.mesh.shard_group, "first forward", payload, judge, details, explain)
+    place = order.place_of(state, states, digest)
+    verdict = meet(state.mesh.shard_group, "first forward", digest, judge_places, details, explain, aside=place)
     if verdict:
         raise RuntimeError(verdict)
     return digest

@@ -52,6 +52,7 @@ def meet(
     where: str = "",
     timeout: timedelta | None = None,
     is_frequent: bool = False,
+    aside: str = "",
 ) -> str:
     """Bring ``payload`` to a meeting of all ranks of ``group`` and return its verdict, the same on every rank.
 
@@ -59,8 +60,8 @@ def meet(
     and judges it. A round that failed stays closed: ranks that try again, and those that come late, meet in the next.
 
     Args:
-        payload: a short text. What follows a space in it may differ where ``explain`` is given; ``judge`` compares it.
-        judge: called on the first rank with every rank's payload; its text is the verdict.
+        payload: a short text. Where ``explain`` is given, all ranks must bring the same.
+        judge: called on the first rank with every rank's payload, or aside if there is one; its text is the verdict.
         details: a long text, read only when ``explain`` is given and a payload differs from the first rank's.
         explain: called on the first rank with (rank, its own details, that rank's details) for the first rank whose
             payload differs; its text replaces the verdict and is raised.
@@ -68,13 +69,15 @@ def meet(
         timeout: how long to wait, where ``FSDP_COMPOSE_TIMEOUT`` does not say it and a collective of the group has not
             failed before; default: the timeout of the group.
         is_frequent: delete what rounds leave in the store, as soon as no rank can ask for it.
+        aside: a line that ``judge`` is to see and that may differ from rank to rank; on all ranks or on none.
 
     Raises:
         RuntimeError: on every rank that came: some rank did not within the time, naming the call and the absent ranks;
             what ``explain`` said; or the store is gone.
     """
     try:
-        return _meet(group, purpose, payload, judge, details, explain, where, _timeout(group, timeout), is_frequent)
+        text = f"{payload}\n{aside}"
+        return _meet(group, purpose, text, judge, details, explain, where, _timeout(group, timeout), is_frequent)
     except _RankGone as error:
         give_up(group, str(error))
         raise RuntimeError(str(error)) from None
@@ -162,13 +165,14 @@ def _preside(
         return f"gone:{error}"
     except RuntimeError as error:
         return f"error:{error}"
-    payloads = [payload.decode() for payload in store.multi_get(keys)]
+    brought = [text.decode().rpartition("\n") for text in store.multi_get(keys)]
+    payloads, asides = [payload for payload, _, _ in brought], [aside for _, _, aside in brought]
     if explain is not None:
         for rank, payload in enumerate(payloads):
-            if payload.partition(" ")[0] != payloads[0].partition(" ")[0]:
+            if payload != payloads[0]:
                 texts = store.multi_get([f"details/{number}/0", f"details/{number}/{rank}"])
                 return "error:" + explain(rank, texts[0].decode(), texts[1].decode())
-    return "ok:" + judge(payloads)
+    return "ok:" + judge(asides if any(asides) else payloads)
 
 
 def _tidy(store: dist.Store, number: int, size: int) -> None:

@@ -6,7 +6,6 @@ rank copies the elements of its own run back. The runtime sees nothing of it: no
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -233,8 +232,7 @@ def _meet(group: dist.ProcessGroup, handles: Sequence[FlatParamHandle], options:
             f"{ours}, rank {rank} for {theirs}: make the same call on every rank"
         )
 
-    digest = hashlib.sha256(asked.encode()).hexdigest()
-    meet(group, "summon_full_params", digest, lambda _: "", asked, explain)
+    meet(group, "summon_full_params", asked, lambda _: "", asked, explain)
 
 
 def _summon(
