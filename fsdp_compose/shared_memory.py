@@ -72,21 +72,23 @@ def refuse_shared_memory(regions: Sequence[Region]) -> None:
         ValueError: it does.
     """
     last: Region | None = None
-    active: list[Region] = []
-    for region in sorted(regions, key=lambda item: (item.storage.cdata, item.start)):
+    active: list[tuple[int, Region]] = []
+    overlaps: list[tuple[int, int]] = []
+    # In the order of memory, which may differ between ranks; reported is the first overlap in the order of the regions.
+    for index, region in sorted(enumerate(regions), key=lambda item: (item[1].storage.cdata, item[1].start)):
         if last is None or region.storage.cdata != last.storage.cdata:
             active = []
-        active = [item for item in active if item.stop > region.start]
+        active = [item for item in active if item[1].stop > region.start]
         if region.is_sharded and region.stop - region.start < torch.Size(region.shape).numel():
-            raise ValueError(
-                f"fully_shard(): elements of the parameter {region.name} share memory with each other (an expanded "
-                "tensor), and would be separated by sharding: give it memory of its own, .clone()"
-            )
-        for other in active:
+            overlaps.append((index, index))
+        for other_index, other in active:
             if (region.is_sharded or other.is_sharded) and _overlap(other, region):
-                raise ValueError(_message(other, region))
-        active.append(region)
+                overlaps.append((min(index, other_index), max(index, other_index)))
+        active.append((index, region))
         last = region
+    if overlaps:
+        first, second = min(overlaps)
+        raise ValueError(_message(regions[first], regions[second]))
 
 
 def _overlap(a: Region, b: Region) -> bool:
@@ -100,6 +102,11 @@ def _overlap(a: Region, b: Region) -> bool:
 
 
 def _message(a: Region, b: Region) -> str:
+    if a is b:
+        return (
+            f"fully_shard(): elements of the parameter {a.name} share memory with each other (an expanded tensor), and "
+            "would be separated by sharding: give it memory of its own, .clone()"
+        )
     if not a.is_sharded:
         a, b = b, a
     is_same = (a.start, a.shape, a.strides, a.dtype) == (b.start, b.shape, b.strides, b.dtype)
