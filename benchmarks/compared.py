@@ -773,6 +773,23 @@ def expect_gradients_of_loss(model: nn.Module, reference: nn.Module) -> None:
     expect_gradients(model, reference)
 
 
+@case("forward clips its weights by `p.data.clamp_()`")
+def _clipped_in_forward(system: System) -> None:
+    class Clipping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for p in self.parameters():
+                p.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    model, reference = twins(Net())
+    model.head, reference.head = Clipping(DIM, DIM), Clipping(DIM, DIM)
+    reference.head.load_state_dict(model.head.state_dict())
+    system.shard(model.head)
+    shard_layers(system, model)
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
 # ---- running and judging
 
 

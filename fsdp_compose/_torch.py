@@ -41,6 +41,7 @@ from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "unwrapped",
     "versions_of",
     "with_versions",
+    "without_modes",
     "wrapped_child",
 ]
 

@@ -190,7 +190,10 @@ class Communicator:
             self.wait(handle)
         if handle.is_pinned or not handle.is_unsharded:
             return
-        handle.memory.free()
+        try:
+            handle.memory.free()
+        except RuntimeError as error:
+            raise self._refuse_exported(handle, error) from error
         handle.is_unsharded = handle.is_kept = False
 
     # ---- gradients
@@ -310,6 +313,15 @@ class Communicator:
         )
         give_up(group, failure)
         return RuntimeError(failure)
+
+    def _refuse_exported(self, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        names = ", ".join(handle.prefix + fqn for fqn in handle.fqns)
+        return RuntimeError(
+            f"rank {handle.mesh.shard_rank}: the memory of unsharded parameters cannot be freed, since forward has "
+            f"given it to NumPy, which torch then cannot take away. It is one of {names}. Call .numpy() on a clone() "
+            "of the parameter, or outside forward on .full_tensor() of the sharded one; this model cannot go on: build "
+            f"it anew ({error})"
+        )
 
     # ---- for functional mode: into memory of their own, waited for
 

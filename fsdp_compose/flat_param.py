@@ -525,6 +525,12 @@ class FlatParamHandle:
             "group that comes next in a forward is gathered ahead)"
         )
 
+    def was_written_since_gather(self) -> bool:
+        """Whether this rank has seen a write to its shard since then."""
+        if self.segments and self._segment_version() != self.gathered_segments:
+            return True
+        return self.shard._version != self.gathered_version
+
     def _segment_version(self) -> int:
         """Changes when a flat parameter that is a DTensor is written to, which does not count at the shard."""
         return sum([segment.parameter._version for segment in self.segments if not segment.is_local])

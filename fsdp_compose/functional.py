@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ._torch import in_forward_ad, queue_end_of_backward
+from ._torch import in_forward_ad, queue_end_of_backward, transform
 from .collectives import copy_gradients
 from .exchange import Carrier, ControlExchange
 from .faces import face_local, like_face, make_gradient, whole_like_original
@@ -35,7 +35,7 @@ from .state import RootContext, _FSDPState
 class FunctionalUse:
     """One forward of one group in functional mode."""
 
-    __slots__ = ("_shown", "_versions")
+    __slots__ = ("_before", "_given", "_has_addresses", "_shard_versions", "_shown", "_whole")
 
     def __init__(self, root: RootContext, state: _FSDPState, given: GivenValues | None = None) -> None:
         given = given or GivenValues({})
@@ -44,21 +44,42 @@ class FunctionalUse:
         params = [param for handle in handles for param in handle.unsharded_params]
         parts = [part for handle in handles for part in given.sharded_parts(handle)]
         whole: Sequence[torch.Tensor] = _AllGather.apply(gather, *parts) if params else ()
-        self._versions = [(item, item._version) for item in whole]
-        dressed = map(whole_like_original, gather.faces, whole)
+        dressed = [*map(whole_like_original, gather.faces, whole)]
+        names = [handle.prefix + fqn for handle in handles for fqn in handle.fqns]
+        self._has_addresses = transform() is None  # tensors of a transform of torch.func have none
+        self._before = [*zip(names, dressed, map(self._marks, whole), strict=True)]
+        self._given, self._shard_versions = given, state.shard_versions()
+        self._whole = {id(p): item for p, item in zip(params, whole, strict=True)}
         shown = {id(p): item for p, item in zip(params, dressed, strict=True)}
         self._shown = state.swap.show_instead({**shown, **given.full_values(state._handles)})
 
     def check(self, state: _FSDPState) -> None:
         """Raise if forward has written to a gathered parameter, or replaced one: the change would be lost."""
         state.swap.check_shown(self._shown)
-        for tensor, version in self._versions:
-            if tensor._version != version:
+        for name, tensor, before in self._before:
+            if self._marks(tensor) != before:
                 raise RuntimeError(
-                    f"a parameter of the fully_shard group {state.name} was modified in place inside forward; the edit "
-                    "is lost, since the sharded parameters are authoritative. Modify parameters outside forward, or "
-                    "keep what changes in forward in a buffer"
+                    f"the parameter {name} of the fully_shard group {state.name} was modified in place inside forward, "
+                    "or its .data assigned to; the edit is lost, since the sharded parameters are authoritative. "
+                    "Modify parameters outside forward, or keep what changes in forward in a buffer"
                 )
+
+    def _marks(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """What changes with a write to the tensor, or with other memory for it."""
+        return (tensor._version, *((tensor.data_ptr(), tensor.stride()) if self._has_addresses else ()))
+
+    def gathered(self, state: _FSDPState) -> dict[FlatParamHandle, torch.Tensor]:
+        """The flat tensors that were gathered from shards which nobody has written to since."""
+        if state.shard_versions() != self._shard_versions:
+            return {}
+        found = {}
+        for handle in state._handles:
+            first = self._whole.get(id(handle.unsharded_params[0]))
+            parts = zip(self._given.sharded_parts(handle), handle.faces, strict=True)
+            if first is not None and all(part is face for part, face in parts):
+                flat = torch.empty(0, dtype=handle.param_dtype, device=handle.shard.device)
+                found[handle] = flat.set_(first.untyped_storage(), 0, (handle.layout.flat_numel,))  # type: ignore[call-overload]
+        return found
 
 
 def refuse_accumulated(state: _FSDPState) -> None:

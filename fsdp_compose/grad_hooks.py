@@ -101,6 +101,13 @@ class GradientHooks:
         self._listen(index)
         return handle
 
+    def is_forward_running(self) -> bool:
+        """Whether a forward of the model is running: whatever has gathered the parameters will not look where they are
+        before the next one."""
+        handle = self._owner()
+        state = None if handle is None or handle.group is None else handle.group()
+        return state is not None and state.root is not None and state.root.depth > 0
+
     def refuse_accumulator(self, face: nn.Parameter) -> None:
         """Raise RuntimeError if autograd, in the group's mode, does not run the node that accumulates the gradient."""
         owner = self._owner()

@@ -201,18 +201,17 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     for item, name in found:
         item.set_prefix(f"{name}." if name else "")
     handles = [handle for item in states for handle in item._handles]
-    exchange = ControlExchange(
-        num_params=sum(len(handle.fqns) for handle in handles),
-        num_groups=len(states),
-        carrier=Carrier.of(mesh.shard_group) if mesh.has_peers else None,
-    )
+    num_params = sum(len(item.fqns) for item in handles)
+    carrier = Carrier.of(mesh.shard_group) if mesh.has_peers else None
+    exchange = ControlExchange(num_params, len(states), carrier)
+    forward_exchange = ControlExchange(num_params, len(states), carrier, may_stop=False)
     start = 0
     for handle in handles:
         handle.write_used_to(exchange.used[start : (start := start + len(handle.fqns))])
     communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
     number = order.admit(state, states, model)
     parts = [part.states for part in roots]
-    root = RootContext(states, communicator, exchange, _generation, parts, order, number)
+    root = RootContext(states, communicator, exchange, forward_exchange, _generation, parts, order, number)
     root.num_forwards = max((context.num_forwards for context in earlier), default=0)
     _take_over(root, states)  # what was changed since fully_shard()
     for item in states:
@@ -750,6 +749,7 @@ def _agree_to_heal(root: RootContext, states: list[_FSDPState]) -> bool:
             raise RuntimeError(verdict + last_of_every_rank(mesh.shard_group))
         is_tainted = verdict == "1"
     root.exchange.abandon()
+    root.forward_exchange.abandon()
     root.communicator.finish()
     root.order.close()
     return is_tainted

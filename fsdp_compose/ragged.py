@@ -189,7 +189,8 @@ class RaggedDTensor(DTensor):
     @property
     def data(self) -> torch.Tensor:
         """The tensor outside autograd, sharing memory. An equally cut ``RaggedDTensor`` can be assigned, or the whole
-        values, the same on every rank, as a plain tensor, of which this rank's run is copied."""
+        values, the same on every rank, as a plain tensor, of which this rank's run is copied. Inside a forward of the
+        model what is assigned is copied into the parameter's own memory, so that the forward goes on with it."""
         return self.detach()
 
     @data.setter
@@ -208,7 +209,12 @@ class RaggedDTensor(DTensor):
                 f".data of a sharded parameter ({self.dtype}, {self.device}) cannot be set to {value.dtype} on "
                 f"{value.device}: convert the module with module.to()"
             )
-        set_local_tensor(self, value._local_tensor)
+        owner = hook_owners.get(id(self))
+        if owner is not None and owner.is_forward_running():
+            with torch.no_grad():
+                self.copy_(value)
+        else:
+            set_local_tensor(self, value._local_tensor)
 
     def share_memory_(self) -> RaggedDTensor:
         """Raises: torch would crash, looking for memory behind the wrapper."""

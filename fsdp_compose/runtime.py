@@ -57,6 +57,7 @@ from .iteration import (
 )
 from .kept_tensors import tensors_requiring_grad
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
+from .unseen_writes import look_for_writes, refuse_unseen_writes
 from .unsharded_memory import explain_refused_access
 
 _Tensor = torch.Tensor
@@ -262,11 +263,16 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     state.swap.show_sharded()
     if not is_recomputed:
         root.depth -= 1
+        state.uses_left[use is None] -= 1
+        if not state.uses_left[use is None]:
+            _look_for_writes(root, state, module, use)
     if not has_failed:
         try:
             if isinstance(use, FunctionalUse):
                 use.check(state)
             if root.depth == 0 and not is_recomputed:
+                if root.has_looked:
+                    refuse_unseen_writes(root)
                 check_after_forward(root)
         except RuntimeError:
             _abandon(root, state, is_recomputed)
@@ -324,6 +330,14 @@ def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
         if root.depth == 0:
             root.has_failed, root.caller = True, None
         reshard(root, state)
+
+
+def _look_for_writes(root: RootContext, state: _FSDPState, module: nn.Module, use: Any) -> None:
+    """It is time to look whether forward has written to the parameters of the group; if it is at its last module."""
+    if transform() is not None or state.pending_modules - {id(module)}:
+        state.uses_left[use is None] = 1
+    else:
+        look_for_writes(root, state, use is not None, use if isinstance(use, FunctionalUse) else None)
 
 
 def _leave(root: RootContext, state: _FSDPState, module: nn.Module, is_hooked: bool) -> None:

@@ -69,14 +69,16 @@ class _FSDPState(ComposableState):
             handled when it was entered, its use, and whether it is a recomputation.
         outstanding: number of the forward of each use whose backward has not come yet, in order.
         pending_modules: of several modules, how many have yet to run before the group is resharded.
+        uses_left: how many uses, under grad mode and without, until one ends with a look for unseen writes;
+            ``look_gaps`` how many there will be after it.
     """
 
     __slots__ = (
         "_handles", "active_uses", "code", "entries", "fqn", "granularity", "has_leaf_hooks", "has_unsynced",
         "ignored", "index", "is_functional", "is_iterated", "is_outermost", "is_reduced", "is_unhooked",
-        "keeps_unsharded", "last_use", "mesh", "modules", "mp_policy", "outstanding", "pending_modules", "phase",
-        "ran_backward", "regions", "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root",
-        "serial", "swap", "unhooked_versions", "was_functional", "watch",
+        "keeps_unsharded", "last_use", "look_gaps", "mesh", "modules", "mp_policy", "outstanding", "pending_modules",
+        "phase", "ran_backward", "regions", "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root",
+        "serial", "swap", "unhooked_versions", "uses_left", "was_functional", "watch",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -112,6 +114,7 @@ class _FSDPState(ComposableState):
         self.entries: list[tuple[BaseException | None, Any, bool]] = []
         self.outstanding: list[int] = []
         self.pending_modules: set[int] = set()
+        self.uses_left, self.look_gaps = [1, 1], [1, 1]
         self.reset_backward()
 
     def reset_backward(self) -> None:
@@ -308,13 +311,16 @@ class RootContext:
         has_outside_grads: this backward has brought gradients of uses outside a group's forward (``outside_use``).
         after_publication: what to call when the gradients of this backward have been published.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
+        forward_exchange: the exchange at the end of forwards that have looked for unseen writes, of the size of the
+            other one, so that the two meet where ranks differ; ``has_looked`` says that the present one has, and
+            ``written`` what it has found on this rank, by index.
     """
 
     __slots__ = (
         "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
-        "forward_task", "generation", "has_added", "has_failed", "has_failed_backward", "has_outside_grads",
-        "is_in_backward", "num_forwards", "number", "order", "parts", "previous", "recomputed", "record", "records",
-        "states", "trace",
+        "forward_exchange", "forward_task", "generation", "has_added", "has_failed", "has_failed_backward",
+        "has_looked", "has_outside_grads", "is_in_backward", "num_forwards", "number", "order", "parts", "previous",
+        "recomputed", "record", "records", "states", "trace", "written",
     )  # fmt: skip
 
     def __init__(
@@ -322,6 +328,7 @@ class RootContext:
         states: list[_FSDPState],
         communicator: Communicator,
         exchange: ControlExchange,
+        forward_exchange: ControlExchange,
         generation: int,
         parts: list[list[_FSDPState]],
         order: CollectiveOrder,
@@ -330,7 +337,7 @@ class RootContext:
         self.states = [weakref.ref(state) for state in states]
         self.parts = [[weakref.ref(state) for state in part] for part in parts]
         self.communicator = communicator
-        self.exchange = exchange
+        self.exchange, self.forward_exchange = exchange, forward_exchange
         self.generation = generation
         self.num_forwards = 0
         self.backward_number = 0
@@ -349,6 +356,8 @@ class RootContext:
         self.forward_task = -1
         self.record = ForwardRecord(self.num_forwards, self.states)
         self.has_failed = False
+        self.has_looked = False
+        self.written: dict[FlatParamHandle, set[int]] = {}
         self.reset_backward()
 
     def reset_backward(self) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose
@@ -1112,3 +1113,19 @@ def test_admit_placements():
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, state, options=options)
         assert torch.equal(model.weight.full_tensor(), weight)
+
+
+def test_without_modes():
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as mode:
+        with _torch.without_modes():
+            torch.ones(2).add_(1)
+        assert mode.count == 0
+        torch.ones(2).add_(1)
+    assert mode.count == 2
