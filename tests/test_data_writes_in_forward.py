@@ -157,8 +157,8 @@ def test_writes_in_forward_raise_on_every_rank(name, is_functional):
         for mode in (torch.enable_grad, torch.no_grad):
             model = shard(model_with(MODULES[name]()), **options)
             with mode(), functional_mode(model) if is_functional else nullcontext():
-                # Memory that NumPy has seen cannot be freed: that is the error, where it is to be freed.
-                error = "NumPy" if name == "write_numpy" else ERROR
+                # Memory that NumPy has seen cannot be freed: that is the error, where it is freed before anyone looks.
+                error = "unsharded parameters" if name == "write_numpy" else ERROR
                 assert_all_ranks_raise(lambda model=model: model(batch()), "1.", error)
 
 
