@@ -54,6 +54,7 @@ class Carrier:
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._options.asyncOp = True
         self._work: dist.Work | None = None
+        self._end_of = ""
         self.nbytes = 0
 
     @staticmethod
@@ -72,8 +73,9 @@ class Carrier:
             self._memory = memoryview(bytearray(nbytes))
             self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
-    def send(self, view: memoryview) -> None:
+    def send(self, view: memoryview, end_of: str) -> None:
         self.abandon()
+        self._end_of = end_of
         self._memory[: len(view)] = view
         if len(view) < self.nbytes:
             self._memory[len(view) :] = bytes(self.nbytes - len(view))
@@ -92,8 +94,8 @@ class Carrier:
                 work.wait()
             except RuntimeError as error:
                 failure = (
-                    "the control exchange at the end of backward failed: another rank died, or did not run this "
-                    f"backward. {error}"
+                    f"the control exchange at the end of {self._end_of} failed: another rank died, or did not run this "
+                    f"{self._end_of}. {error}"
                 )
                 give_up(self._control, failure)
                 raise RuntimeError(failure) from error
@@ -104,9 +106,17 @@ _carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakK
 
 class ControlExchange:
     """The exchanges of one root. ``carrier`` is ``None`` where there is no other rank; ``may_stop``: the environment
-    may say that only the first backwards exchange."""
+    may say that only the first backwards exchange; ``end_of``: a backward or a forward, for messages."""
 
-    def __init__(self, num_params: int, num_groups: int, carrier: Carrier | None, may_stop: bool = True) -> None:
+    def __init__(
+        self,
+        num_params: int,
+        num_groups: int,
+        carrier: Carrier | None,
+        *,
+        may_stop: bool = True,
+        end_of: str = "backward",
+    ) -> None:
         self._carrier = carrier
         self._buffer = bytearray(2 * _HASH_BYTES + num_params + num_groups)
         self._view = memoryview(self._buffer)
@@ -115,6 +125,7 @@ class ControlExchange:
         self.used = self._view[2 * _HASH_BYTES : 2 * _HASH_BYTES + num_params]
         self.late = self._view[2 * _HASH_BYTES + num_params :]
         self._num_backwards = 0
+        self._end_of = end_of
         self._stops = may_stop and os.environ.get(EXCHANGE_ENV) == "first"
         self._learned = bytearray(num_params)
 
@@ -130,7 +141,7 @@ class ControlExchange:
         self._view[:_HASH_BYTES] = own
         self._view[_HASH_BYTES : 2 * _HASH_BYTES] = bytes(255 - byte for byte in own)
         if self._carrier is not None and self.is_on:
-            self._carrier.send(self._view)
+            self._carrier.send(self._view, self._end_of)
 
     def wait(self) -> bool:
         """Wait for the answer, after which ``used`` and ``late`` are every rank's together.

@@ -204,7 +204,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     num_params = sum(len(item.fqns) for item in handles)
     carrier = Carrier.of(mesh.shard_group) if mesh.has_peers else None
     exchange = ControlExchange(num_params, len(states), carrier)
-    forward_exchange = ControlExchange(num_params, len(states), carrier, may_stop=False)
+    forward_exchange = ControlExchange(num_params, len(states), carrier, may_stop=False, end_of="forward")
     start = 0
     for handle in handles:
         handle.write_used_to(exchange.used[start : (start := start + len(handle.fqns))])

@@ -28,7 +28,7 @@ from .collectives import Communicator
 from .flat_param import FlatParamHandle, face_owners, segment_owners
 from .meeting import RECOVERY_TIMEOUT, meet
 from .mesh import DataParallelMesh
-from .order import END_OF_BACKWARD
+from .order import ENDS
 from .records import describe, is_on, last_of_every_rank, note
 from .step_hooks import after_every_step
 
@@ -98,7 +98,7 @@ class LockstepCommunicator(Communicator):
     def announce_exchange(self, root: RootContext, code: int) -> None:
         mesh = root.live_states()[0].mesh
         if mesh.has_peers:
-            what = "the end of backward" if code == END_OF_BACKWARD else "a reduction in functional mode"
+            what = ENDS.get(code, "a reduction in functional mode")
             try:
                 _agree(mesh, f"{what} of {root.label}", root)
             except RuntimeError:

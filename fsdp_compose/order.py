@@ -22,6 +22,7 @@ _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a pro
 ALL_GATHER, REDUCE_SCATTER = 0, 1  # the last bit of what the trace holds; the others: the number of the group
 END_OF_BACKWARD = -1  # no collective, but what an exchange may be for
 END_OF_FORWARD = 1 << 62  # likewise, of a forward that has looked for unseen writes
+ENDS = {END_OF_BACKWARD: "the end of backward", END_OF_FORWARD: "the end of forward"}
 _MAX_GROUPS = 1 << 24  # a code below END_OF_BACKWARD: a hash of the flags of requires_grad, and which group has them
 _FOLDED = 1 << 63  # a code from here on: a hash of many
 _KINDS = ("all-gather", "reduce-scatter")
@@ -110,8 +111,7 @@ class CollectiveOrder:
 
     def trace_in_words(self, root: RootContext, code: int) -> list[str]:
         """What was issued since the last exchange, and what ``root`` is about to do, in words."""
-        ends = {END_OF_BACKWARD: "the end of backward", END_OF_FORWARD: "the end of forward"}
-        now = f"{ends[code]}\t{root.label}" if code in ends else self._in_words(code)
+        now = f"{ENDS[code]}\t{root.label}" if code in ENDS else self._in_words(code)
         return [*map(self._in_words, self.trace), now]
 
     def _in_words(self, code: int) -> str:

@@ -62,6 +62,7 @@ def refuse_unseen_writes(root: RootContext) -> None:
     handles = [handle for state in states for handle in state._handles]
     places = [(handle, i) for handle in handles for i in range(len(handle.fqns))]
     exchange.used[:] = bytes(i in written.get(handle, ()) for handle, i in places)
+    root.communicator.announce_exchange(root, END_OF_FORWARD)
     exchange.start(root.order.hash(root, END_OF_FORWARD))
     if not exchange.wait():
         raise_different_order(root, END_OF_FORWARD)

@@ -56,6 +56,7 @@ BODY_DONE = "body done"  # the report between a test body and the barrier that e
 
 Body = Callable[..., None]
 _rank: int | None = None  # set in a worker, None in the pytest process
+_environment: dict[str, str] = {}  # of a worker, when it begins
 
 
 def distributed(
@@ -321,6 +322,7 @@ def shutdown_pools() -> None:
 def _worker_main(connection: Connection, rank: int, world_size: int, port: int, pg_timeout: float, stacks: str) -> None:
     global _rank
     _rank = rank
+    _environment.update(os.environ)
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)
     tasks = _receive_in_background(connection)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -365,6 +367,8 @@ def _run_task(task: _Task, connection: Connection) -> str | None:
 
 def _reset() -> None:
     """Undoes what one test may have changed for the next."""
+    os.environ.clear()
+    os.environ.update(_environment)
     torch.manual_seed(0)
     torch.set_num_threads(1)
     torch.set_grad_enabled(True)
