@@ -23,6 +23,7 @@ Two simulated groups:
     python benchmarks/host_overhead.py --backend null --world 64 --compiled    # blocks compiled one by one
     python benchmarks/host_overhead.py --quick
     python benchmarks/host_overhead.py --ablate       # what each check of fsdp_compose costs
+    python benchmarks/host_overhead.py --against ../before --rounds 11    # this checkout beside another one, in turn
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
 GOAL = 0.10  # of FSDP2's overhead, and of its optimizer step for flat parameters
 
 Case = tuple[str, str]  # precision, system
+_CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -252,13 +254,16 @@ def _row(setting: Setting, times: Mapping[Case, StepTime], precision: str, syste
 # ---- measurements in processes of their own
 
 
-def measure_in_child(setting: Setting, precision: str, system: str, ablation: str = "") -> dict[str, Row]:
-    """The rows of plain, FSDP2 and one more system."""
+def measure_in_child(
+    setting: Setting, precision: str, system: str, ablation: str = "", checkout: Path = _CHECKOUT
+) -> dict[str, Row]:
+    """The rows of plain, FSDP2 and one more system, by the code of a checkout."""
     cases = [(precision, name) for name in (PLAIN, FSDP2, system)]
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         given = json.dumps({"setting": asdict(setting), "cases": cases, "ablation": ablation, "answer": str(answer)})
-        subprocess.run([sys.executable, __file__, "--child", given], check=True)
+        command = [sys.executable, str(checkout / "benchmarks" / Path(__file__).name), "--child", given]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(checkout)})
         return {row["system"]: Row(**row) for row in json.loads(answer.read_text())}
 
 
@@ -323,6 +328,53 @@ def measure_checks(setting: Setting, rounds: int) -> list[CheckRow]:
     return result
 
 
+@dataclass(frozen=True)
+class CheckoutRow:
+    """fsdp_compose of one checkout; microseconds of overhead per group, for one forward and backward."""
+
+    checkout: str = column("checkout")
+    precision: str = column("precision")
+    overhead_us: float = column("overhead us", ".1f")
+    lowest_us: float = column("lowest", ".1f")
+    highest_us: float = column("highest", ".1f")
+    optimizer_ms: float = column("optimizer + zero_grad ms", ".2f")
+    ratio: float = column("overhead / the other's", ".3f")
+
+    @property
+    def case(self) -> str:
+        return f"{self.checkout} {self.precision}"
+
+    @property
+    def system(self) -> str:
+        return OURS
+
+
+def measure_checkouts(setting: Setting, rounds: int, other: Path) -> list[CheckoutRow]:
+    """This checkout and another one in turn; every time in a fresh process."""
+    checkouts = {"this": _CHECKOUT, "other": other.resolve()}
+    rows: list[CheckoutRow] = []
+    for precision in PRECISIONS:
+        measured: dict[str, list[tuple[float, float]]] = {name: [] for name in checkouts}
+        for _ in range(rounds):
+            for name in random.sample([*checkouts], len(checkouts)):
+                row = measure_in_child(setting, precision, OURS, checkout=checkouts[name])[OURS]
+                measured[name].append((row.overhead_us or 0.0, row.optimizer_ms))
+        overheads = {name: [overhead for overhead, _ in runs] for name, runs in measured.items()}
+        rows += [
+            CheckoutRow(
+                checkout=name,
+                precision=precision,
+                overhead_us=median(found),
+                lowest_us=min(found),
+                highest_us=max(found),
+                optimizer_ms=median(optimizer for _, optimizer in measured[name]),
+                ratio=median(found) / median(overheads["other"]),
+            )
+            for name, found in overheads.items()
+        ]
+    return rows
+
+
 # ---- command line
 
 
@@ -343,6 +395,13 @@ def main() -> None:
         checks = report.Report("host_overhead_checks", asdict(settings[0]), measure_checks(settings[0], options.rounds))
         print(checks.table())
         checks.write(options.out, report.bars("check", "overhead_us", unit="us per group"))
+        return
+    if options.against is not None:
+        print(f"{settings[0].world} ranks, group {settings[0].backend}, {options.rounds} processes for each.\n")
+        rows_of_checkouts = measure_checkouts(settings[0], options.rounds, options.against)
+        compared = report.Report("host_overhead_checkouts", asdict(settings[0]), rows_of_checkouts)
+        print(compared.table())
+        compared.write(options.out, report.bars("case", "overhead_us", unit="us per group"))
         return
     rows: list[Row] = []
     for setting in settings:
@@ -366,7 +425,10 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, help="timed steps per system (default: 25; --quick: 3)")
     parser.add_argument("--compiled", action="store_true", help="compile each block (torch.compile)")
     parser.add_argument("--ablate", action="store_true", help="what each check of fsdp_compose costs")
-    parser.add_argument("--rounds", type=int, help="--ablate: processes per check (default: 3; --quick: 1)")
+    parser.add_argument("--against", type=Path, help="another checkout, whose overhead is measured beside this one's")
+    parser.add_argument(
+        "--rounds", type=int, help="--ablate, --against: processes per check, or checkout (default: 3; --quick: 1)"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for name, usual, quick in (

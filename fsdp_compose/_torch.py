@@ -55,6 +55,7 @@ __all__ = [
     "all_gather_single",
     "allow_in_foreach",
     "backend_name",
+    "backwards",
     "close_gloo_connections",
     "composable_registry",
     "compute_local_shape_and_global_offset",
@@ -62,7 +63,6 @@ __all__ = [
     "current_graph_task_id",
     "default_store",
     "drop_composable_state",
-    "exchange_memory",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -72,6 +72,7 @@ __all__ = [
     "group_timeout",
     "hook_gradient",
     "in_forward_ad",
+    "in_transform",
     "intercept_backward_inputs",
     "is_checkpoint_recomputing",
     "is_gloo_connection_closed",
@@ -83,6 +84,7 @@ __all__ = [
     "loads_as_torch",
     "loads_as_torch_module",
     "make_gloo_group",
+    "memory_exchange",
     "non_persistent_buffers",
     "post_accumulate_hooks",
     "queue_end_of_backward",
@@ -93,7 +95,6 @@ __all__ = [
     "skip_frame",
     "storage_use_count",
     "temporarily_clear_interpreter_stack",
-    "transform",
     "unwrapped",
     "versions_of",
     "with_versions",
@@ -182,11 +183,21 @@ def intercept_backward_inputs(run: Callable[[Callable[..., Any], tuple[Any, ...]
                 outputs, gradients, retain, create, inputs, allow_unreachable, accumulate_grad=accumulate_grad
             )
 
+        backwards.count += 1
         if not inputs:
             return with_inputs(inputs, allow_unreachable)
         return run(with_inputs, inputs, allow_unreachable, accumulate_grad)
 
     torch.autograd._engine_run_backward = cast(Any, run_backward)
+
+
+class _Backwards:
+    """How many backwards have begun in this process since they are intercepted."""
+
+    count = 0
+
+
+backwards = _Backwards()
 
 
 def is_wrapper(tensor: object) -> bool:
@@ -238,8 +249,11 @@ def skip_frame(function: Callable[..., Any]) -> None:
     function._torchdynamo_disable_msg = "fsdp_compose hook"  # type: ignore[attr-defined]
 
 
-# The innermost of the ``torch.func`` transforms (grad, vmap, jvp, ...) that run on this thread; ``None`` outside.
-transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+# Whether a transform of ``torch.func`` (grad, vmap, jvp, ...) runs on this thread. A look at the stack of transforms
+# would make one, which autograd then copies with every node of every graph.
+in_transform: Callable[[], bool] = functools.partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+)
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,15 +299,15 @@ def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
     return a._cdata == b._cdata
 
 
-def exchange_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
-    """Exchange the memory of two storages, of which one is empty, and who of them refuses access. What tensors over
-    them see changes; no tensor, view or graph has to be made anew."""
-    a._swap_data_ptr_(b)  # type: ignore[attr-defined]
+def memory_exchange(a: torch.UntypedStorage, b: torch.UntypedStorage) -> Callable[[], Any]:
+    """A function that exchanges the memory of two storages, of which one is empty, and which of them refuses access.
+    What tensors over them see changes; no tensor, view or graph has to be made anew."""
+    return functools.partial(a._swap_data_ptr_, b)  # type: ignore[attr-defined]
 
 
 def refuse_access(storage: torch.UntypedStorage, error: str) -> bool:
     """Let every kernel, and everything else that asks for the address of ``storage``, get a RuntimeError, until another
-    one takes that over by ``exchange_memory``. Where torch has a function for it (builds with CUDA) the error says
+    one takes that over by ``memory_exchange``. Where torch has a function for it (builds with CUDA) the error says
     ``error``.
 
     Returns:

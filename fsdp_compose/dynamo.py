@@ -12,6 +12,8 @@ import torch.nn as nn
 
 from ._torch import skip_frame
 
+MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -15,10 +15,13 @@ of a tensor that ``to_local()`` returned, kernels that write to an address) cann
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
 from torch.autograd.graph import increment_version
+
+from ._requirements import PLAIN_FACES
 
 
 class _Writes:
@@ -31,6 +34,32 @@ class _Writes:
 
 
 writes = _Writes()
+
+
+class _Toggles:
+    """How often ``requires_grad`` of a sharded parameter was set."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class _EveryLook:
+    """The same where setting it cannot be seen: another number whenever it is looked at."""
+
+    _count = itertools.count()
+
+    @property
+    def count(self) -> int:
+        return next(self._count)
+
+    @count.setter
+    def count(self, value: int) -> None:
+        pass
+
+
+toggles: _Toggles | _EveryLook = _EveryLook() if PLAIN_FACES else _Toggles()
 
 
 def note_write_of_all_ranks(tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:

@@ -97,9 +97,9 @@ class FlatParamHandle:
         "all_gather_work", "all_used", "awaits_publication", "cast_shard", "face_ids", "faces", "flags", "fqns",
         "gather_wires", "gathered_segments", "gathered_version", "gathered_writes", "gradient", "group", "hooks",
         "is_kept", "is_meta", "is_pinned", "is_reduce_added", "is_resident", "is_trainable", "is_unsharded", "is_used",
-        "layout", "memory", "mesh", "none_used", "outside_grads", "param_dtype", "prefix", "reduce_dtype",
-        "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "segments", "shard", "storage",
-        "summoned", "unsharded_base", "unsharded_params", "unsharded_version",
+        "layout", "memory", "mesh", "none_used", "outside_grads", "param_dtype", "prefix",
+        "reduce_dtype", "reduce_input", "reduce_output", "reduce_plan", "reduce_work", "runs", "segments", "shard",
+        "storage", "summoned", "unsharded_base", "unsharded_params", "unsharded_version",
     )  # fmt: skip
 
     def __init__(

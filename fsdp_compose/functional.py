@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ._torch import in_forward_ad, queue_end_of_backward, transform
+from ._torch import in_forward_ad, in_transform, queue_end_of_backward
 from .collectives import copy_gradients
 from .exchange import Carrier, ControlExchange
 from .faces import face_local, like_face, make_gradient, whole_like_original
@@ -46,7 +46,7 @@ class FunctionalUse:
         whole: Sequence[torch.Tensor] = _AllGather.apply(gather, *parts) if params else ()
         dressed = [*map(whole_like_original, gather.faces, whole)]
         names = [handle.prefix + fqn for handle in handles for fqn in handle.fqns]
-        self._has_addresses = transform() is None  # tensors of a transform of torch.func have none
+        self._has_addresses = not in_transform()  # tensors of a transform of torch.func have none
         self._before = [*zip(names, dressed, map(self._marks, whole), strict=True)]
         self._given, self._shard_versions = given, state.shard_versions()
         self._whole = {id(p): item for p, item in zip(params, whole, strict=True)}

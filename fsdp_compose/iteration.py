@@ -17,10 +17,11 @@ from types import FrameType
 import torch
 import torch.nn as nn
 
-from ._torch import current_graph_task_id, queue_end_of_backward
+from ._torch import backwards, current_graph_task_id, queue_end_of_backward
 from .broken import failure_of
 from .collectives import Communicator
 from .dynamo import never_traced
+from .edits import toggles
 from .exchange import Carrier, ControlExchange
 from .flat_param import FlatParamHandle, handle_of
 from .given import own_values
@@ -37,6 +38,7 @@ from .order import (
     judge_places,
     name_models,
 )
+from .ranges import follow_profiler
 from .rebind import rebind_live_optimizers
 from .records import is_on, last_of_every_rank
 from .roots import contexts_of, roots_together
@@ -125,6 +127,14 @@ def follow_requires_grad(root: RootContext, state: _FSDPState) -> None:
     for handle in state._handles:
         handle.follow_requires_grad()
         root.trace.append(_code_of_flags(state, handle))
+
+
+def follow_toggles(root: RootContext, state: _FSDPState) -> None:
+    """Before a forward of a group under grad mode, when some ``requires_grad`` was set since its last one."""
+    count = toggles.count
+    if any([handle.was_toggled() for handle in state._handles]):
+        follow_requires_grad(root, state)
+    state.num_toggles = count
 
 
 def follow_toggles_before_backward(root: RootContext) -> None:
@@ -310,6 +320,7 @@ def _meet_first_forward(order: CollectiveOrder, state: _FSDPState, states: list[
 
 def enter(state: _FSDPState, module: nn.Module) -> RootContext:
     """Find the root of a forward that is being entered outside backward; begin an iteration when it is the first."""
+    follow_profiler()
     root = state.root
     if root is None:
         with own_values([item for item, _ in states_to_run(module)]):
@@ -346,6 +357,7 @@ def _is_running(frame: FrameType | None) -> bool:
 
 def enter_alone(state: _FSDPState, module: nn.Module) -> RootContext:
     """The root of a group that the user drives by hand, outside forward and backward; ready to be unsharded."""
+    follow_profiler()
     root = state.root
     if root is None or root.watch is None:
         return initialise(state, module)
@@ -409,7 +421,7 @@ def _begin_forward(root: RootContext, outermost: _FSDPState) -> None:
                 root.trace.append(state.code | ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.is_kept = False
-    root.caller = _caller()
+    root.caller, root.num_backwards = _caller(), backwards.count
     root.forward_task = current_graph_task_id()
     root.num_forwards += 1
     if root.record.begun:
@@ -435,7 +447,7 @@ def check_after_forward(root: RootContext) -> None:
         finally:
             if watch is not None:
                 watch_again(root)
-    if watch is not None and watch.has_unsharded_grads():
+    if backwards.count != root.num_backwards and watch is not None and watch.has_unsharded_grads():
         publish_from_inside(root)
 
 
@@ -475,6 +487,7 @@ def begin_backward(root: RootContext) -> None:
     refuse_double_backward()
     if root.has_failed_backward:
         recover_backward(root)
+    follow_profiler()
     root.is_in_backward = True
     root.backward_number = next(_backward_numbers)
     queue_end_of_backward(_EndOfBackward(root))

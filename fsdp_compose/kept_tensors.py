@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -25,79 +25,88 @@ Namespace = dict[str, Any]
 _MAX_ENTRIES = 256  # of a list that are looked at, from its end; of a list or dict that are compared one by one
 _MAX_DEPTH = 3  # lists in dicts in attributes
 
-# What every module has, of which only buffers are written to by forward; and its state, which must not be remembered
+# What every module has, of which only the buffers, which are looked at all the same, are written to by forward; and its
+# state, which must not be remembered
 # here: the state holds what is remembered, and a model is freed without the garbage collector.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"} | {STATE_KEY, REGISTRY_KEY}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {STATE_KEY, REGISTRY_KEY}
 
 
 class KeptTensors:
     """The tensors that the modules of one group keep.
 
     Args:
-        namespaces: for each module a function that returns its attributes, and the names of those that never change.
+        modules: with, of each, the names of attributes that never change.
+        held_weakly: those of them whose attributes must not be held.
     """
 
     __slots__ = (
-        "_contents", "_entries", "_known", "_known_long", "_lengths", "_long", "_namespaces",
-        "_places", "_seen", "_slots",
+        "_contents", "_held", "_known", "_known_long", "_lengths", "_long", "_never_change", "_num_entries", "_places",
+        "_seen", "_slots", "_weak",
     )  # fmt: skip
 
-    def __init__(self, namespaces: Sequence[tuple[Callable[[], Namespace], Iterable[str]]]) -> None:
-        self._namespaces = [(space, _OF_EVERY_MODULE.union(constants)) for space, constants in namespaces]
-        self._places: list[tuple[Callable[[], Namespace], str]] = []  # where some were found: always read
+    def __init__(self, modules: Sequence[tuple[nn.Module, Iterable[str]]], held_weakly: Collection[nn.Module]) -> None:
+        ordered = sorted(modules, key=lambda item: item[0] in held_weakly)
+        self._held = [module.__dict__ for module, _ in ordered if module not in held_weakly]
+        self._weak = [weakref.ref(module) for module, _ in ordered if module in held_weakly]
+        self._never_change = [_OF_EVERY_MODULE.union(constants) for _, constants in ordered]
+        self._places: list[tuple[int, str]] = []  # where some were found, namespace and key: always read
         self._seen: list[weakref.ref[torch.Tensor]] = []
         self._lengths: list[int] = []  # of each namespace; as long as it is empty, nothing was prepared
 
     def new_ones(self) -> list[torch.Tensor]:
         """Those that were not there at the last call."""
-        if self._has_changed():
-            self._search()
+        namespaces = self._held + [getattr(ref(), "__dict__", {}) for ref in self._weak]
+        if self._has_changed(namespaces):
+            self._search(namespaces)
         if not self._places:
             return []
-        found = [item for space, key in self._places for item in tensors_requiring_grad(space().get(key))]
+        found = [item for i, key in self._places for item in tensors_requiring_grad(namespaces[i].get(key))]
         known = [ref() for ref in self._seen]
         new = [item for item in found if not any(item is other for other in known)]
         self._seen = [weakref.ref(item) for item in found]
         return new
 
-    def _has_changed(self) -> bool:
-        if [len(space()) for space, _ in self._namespaces] != self._lengths:
+    def _has_changed(self, namespaces: Sequence[Namespace]) -> bool:
+        if [*map(len, namespaces)] != self._lengths:
             return True
         try:
-            values = [getter(space()) for space, getter in self._slots]
+            values = [getter(namespaces[i]) for i, getter in self._slots]
         except KeyError:
             return True
         return not (
-            all(map(is_, chain.from_iterable(values), self._known))
-            and sum(map(len, self._contents)) == len(self._entries)
-            and all(map(is_, chain.from_iterable(self._contents), self._entries))
-            and [*map(len, self._long)] == self._known_long
+            sum(map(len, self._contents)) == self._num_entries
+            and all(map(is_, chain.from_iterable(chain(values, self._contents)), self._known))
+            and (not self._long or [*map(len, self._long)] == self._known_long)
         )
 
-    def _search(self) -> None:
+    def _search(self, namespaces: Sequence[Namespace]) -> None:
         """Look at everything, and remember what was looked at."""
-        self._slots: list[tuple[Callable[[], Namespace], itemgetter[Any]]] = []
+        self._slots: list[tuple[int, itemgetter[Any]]] = []
         self._known: list[Any] = []
         collections: list[Collection[Any]] = []
-        for space, constants in self._namespaces:
+        for i, (namespace, never_change) in enumerate(zip(namespaces, self._never_change, strict=True)):
             names = []
-            for name, value in space().items():
-                if name in constants or (space, name) in self._places:
+            for name, value in namespace.items():
+                if (name in never_change and name != "_buffers") or (i, name) in self._places:
                     continue
                 if tensors_requiring_grad(value):
-                    self._places.append((space, name))
+                    self._places.append((i, name))
+                elif name == "_buffers":
+                    collections.append(value.values())  # it stays the same dict
                 else:
                     names.append(name)
                     collections += _contents_of(value, _MAX_DEPTH)
             if names:
                 getter = itemgetter(*names, names[0])  # of one name, it would make no tuple
-                self._slots.append((space, getter))
-                self._known += getter(space())
+                self._slots.append((i, getter))
+                self._known += getter(namespace)
         self._contents = [item for item in collections if len(item) <= _MAX_ENTRIES]
-        self._entries = [*chain.from_iterable(self._contents)]
+        entries = [*chain.from_iterable(self._contents)]
+        self._num_entries = len(entries)
+        self._known += entries
         self._long = [item for item in collections if len(item) > _MAX_ENTRIES]
         self._known_long = [*map(len, self._long)]
-        self._lengths = [len(space()) for space, _ in self._namespaces]
+        self._lengths = [*map(len, namespaces)]
 
 
 def _contents_of(value: Any, depth: int) -> Iterable[Collection[Any]]:

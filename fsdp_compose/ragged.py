@@ -33,7 +33,7 @@ from ._torch import (
     make_dtensor,
     set_local_tensor,
 )
-from .edits import note_write_of_all_ranks
+from .edits import note_write_of_all_ranks, toggles
 from .placement import RaggedShard
 from .ragged_spec import RaggedSpec
 from .wire import wire
@@ -186,6 +186,23 @@ class RaggedDTensor(DTensor):
 
     # ---- attributes
 
+    def _set_requires_grad(self, value: bool) -> None:
+        toggles.count += 1
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    # Reading calls nothing of Python.
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
+
+    def requires_grad_(self, requires_grad: bool = True) -> RaggedDTensor:
+        """Set ``requires_grad``, in place."""
+        self.requires_grad = requires_grad
+        return self
+
+    def detach_(self) -> RaggedDTensor:
+        """Take it out of its graph; a leaf does not require grad any more."""
+        toggles.count += 1
+        return super().detach_()  # type: ignore[return-value]
+
     @property
     def data(self) -> torch.Tensor:
         """The tensor outside autograd, sharing memory. An equally cut ``RaggedDTensor`` can be assigned, or the whole
@@ -215,6 +232,32 @@ class RaggedDTensor(DTensor):
                 self.copy_(value)
         else:
             set_local_tensor(self, value._local_tensor)
+
+    def detach(self) -> RaggedDTensor:
+        """The tensor outside autograd, sharing memory. Errors about that of a parameter name the parameter."""
+        result: RaggedDTensor = super().detach()  # type: ignore[assignment]
+        owner = self.__dict__.get(OWNER_ATTRIBUTE)
+        if owner is not None:
+            result.__dict__[OWNER_ATTRIBUTE] = owner
+        return result
+
+    def data_ptr(self) -> int:
+        """Raises: the tensor has no memory of its own."""
+        raise self._no_memory("data_ptr()")
+
+    def storage(self) -> Any:
+        """Raises: the tensor has no memory of its own."""
+        raise self._no_memory("storage()")
+
+    def _no_memory(self, what: str) -> RuntimeError:
+        owner = self.__dict__.get(OWNER_ATTRIBUTE)
+        name = "a sharded tensor" if owner is None else f"the parameter {owner[1]} of the fully_shard group {owner[0]}"
+        return RuntimeError(
+            f"{what} of {name}: each rank holds a part of it, .to_local(), and none the whole. To save a model as "
+            "whole tensors (save_pretrained(), safetensors) gather them on all ranks, inside summon_full_params(model, "
+            "writeback=False), or by fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions("
+            "full_state_dict=True)), which is then given to the saving function as its state_dict"
+        )
 
     def share_memory_(self) -> RaggedDTensor:
         """Raises: torch would crash, looking for memory behind the wrapper."""

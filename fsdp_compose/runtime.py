@@ -32,12 +32,13 @@ from torch.utils._pytree import tree_leaves
 from ._torch import (
     current_graph_task_id,
     hook_gradient,
+    in_transform,
     is_checkpoint_recomputing,
     same_storage,
     temporarily_clear_interpreter_stack,
-    transform,
 )
 from .dynamo import never_traced
+from .edits import toggles
 from .functional import FunctionalUse, refuse_accumulated
 from .given import given_values, is_given
 from .inputs import ATOMS, cast, map_tensors, prepare_inputs
@@ -45,7 +46,7 @@ from .iteration import (
     begin_backward,
     check_after_forward,
     enter,
-    follow_requires_grad,
+    follow_toggles,
     notice_backwards,
     reduce,
     refuse_double_backward,
@@ -164,7 +165,10 @@ class _Use:
         self._backward = self._active_backward = number
         state.check_versions(self.versions)
         if not state.ran_backward:
-            refuse_unseen_backward(root, state)
+            if root.depth:
+                refuse_unseen_backward(root, state)
+            elif not state.entries:
+                state.refuse_unseen_backward()
         state.phase = Phase.PRE_BACKWARD
         state.ran_backward = True
         state.active_uses += 1
@@ -216,17 +220,16 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     is_recomputed = task != -1 and _is_recomputation(state, task)
     if not is_recomputed:
         state.was_functional = state.is_functional
-    if (state.was_functional and _is_grad_enabled()) or transform() is not None or is_given(state):
+    has_grad_mode = _is_grad_enabled()
+    if (state.was_functional and has_grad_mode) or in_transform() or is_given(state):
         return _pre_forward_functional(state, module, args, kwargs, is_recomputed)
     if not is_recomputed:
         root = state.root
         if root is None or not root.depth or state.is_outermost:
             root = enter(state, module)
         root.depth += 1
-        if _is_grad_enabled():
-            for handle in state._handles:
-                if handle.was_toggled():
-                    follow_requires_grad(root, state)
+        if has_grad_mode and state.num_toggles != toggles.count:
+            follow_toggles(root, state)
         unshard_for_use(root, state)
         _prefetch_forward(root, state)
         if len(state.modules) > 1 and not state.pending_modules:
@@ -238,7 +241,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         else:
             unshard_for_use(root, state)
     wait_for_unshard(root, state)
-    use = _Use(state, root.record) if _is_grad_enabled() else None
+    use = _Use(state, root.record) if has_grad_mode else None
     state.entries.append((sys.exc_info()[1], use, is_recomputed))
     state.swap.show_unsharded()
     policy = state.mp_policy
@@ -334,7 +337,7 @@ def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
 
 def _look_for_writes(root: RootContext, state: _FSDPState, module: nn.Module, use: Any) -> None:
     """It is time to look whether forward has written to the parameters of the group; if it is at its last module."""
-    if transform() is not None or state.pending_modules - {id(module)}:
+    if in_transform() or state.pending_modules - {id(module)}:
         state.uses_left[use is None] = 1
     else:
         look_for_writes(root, state, use is not None, use if isinstance(use, FunctionalUse) else None)

@@ -69,6 +69,7 @@ class _FSDPState(ComposableState):
             handled when it was entered, its use, and whether it is a recomputation.
         outstanding: number of the forward of each use whose backward has not come yet, in order.
         pending_modules: of several modules, how many have yet to run before the group is resharded.
+        num_toggles: how often ``requires_grad`` of any sharded parameter had been set at the group's last forward.
         uses_left: how many uses, under grad mode and without, until one ends with a look for unseen writes;
             ``look_gaps`` how many there will be after it.
     """
@@ -76,9 +77,9 @@ class _FSDPState(ComposableState):
     __slots__ = (
         "_handles", "active_uses", "code", "entries", "fqn", "granularity", "has_leaf_hooks", "has_unsynced",
         "ignored", "index", "is_functional", "is_iterated", "is_outermost", "is_reduced", "is_unhooked",
-        "keeps_unsharded", "last_use", "look_gaps", "mesh", "modules", "mp_policy", "outstanding", "pending_modules",
-        "phase", "ran_backward", "regions", "requires_gradient_sync", "reshard_after_forward", "reshard_option", "root",
-        "serial", "swap", "unhooked_versions", "uses_left", "was_functional", "watch",
+        "keeps_unsharded", "last_use", "look_gaps", "mesh", "modules", "mp_policy", "num_toggles", "outstanding",
+        "pending_modules", "phase", "ran_backward", "regions", "requires_gradient_sync", "reshard_after_forward",
+        "reshard_option", "root", "serial", "swap", "unhooked_versions", "uses_left", "was_functional", "watch",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -93,6 +94,7 @@ class _FSDPState(ComposableState):
         self.keeps_unsharded = False
         self.granularity: Granularity | None = None
         self.regions: list[Region] = []
+        self.num_toggles = -1
         self._handles: list[FlatParamHandle] = []
         self.swap: ParameterSwap = cast(ParameterSwap, None)
         self.ignored: weakref.WeakSet[Any] | set[int] = set()
@@ -296,7 +298,7 @@ class RootContext:
         depth: forwards entered and not left.
         record: what the present (or last) top-level forward has run; ``previous`` the last one of the same module,
             which drives prefetch; ``records`` those of all modules, by the index of their group.
-        num_forwards: top-level forwards so far.
+        num_forwards: top-level forwards so far; ``num_backwards``: backwards of this process when the last one began.
         backward_number: of the present (or last) backward; 0 before the first.
         caller: the frame that has called the outermost module, while its forward runs.
         order: of the collectives of its process group; ``trace``: what was issued since the last exchange, the list of
@@ -319,8 +321,8 @@ class RootContext:
     __slots__ = (
         "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
         "forward_exchange", "forward_task", "generation", "has_added", "has_failed", "has_failed_backward",
-        "has_looked", "has_outside_grads", "is_in_backward", "num_forwards", "number", "order", "parts", "previous",
-        "recomputed", "record", "records", "states", "trace", "written",
+        "has_looked", "has_outside_grads", "is_in_backward", "num_backwards", "num_forwards", "number", "order",
+        "parts", "previous", "recomputed", "record", "records", "states", "trace", "written",
     )  # fmt: skip
 
     def __init__(
@@ -339,7 +341,7 @@ class RootContext:
         self.communicator = communicator
         self.exchange, self.forward_exchange = exchange, forward_exchange
         self.generation = generation
-        self.num_forwards = 0
+        self.num_forwards = self.num_backwards = 0
         self.backward_number = 0
         self.previous = ForwardRecord(0, self.states)
         self.records: dict[int, ForwardRecord] = {}

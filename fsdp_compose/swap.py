@@ -13,7 +13,7 @@ begin of the next iteration, inside forward at the end of the outermost one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .dynamo import MARKS
 from .faces import check_content, take_content
 from .flat_param import FlatParamHandle, ManagedParameter, note_write
 from .kept_tensors import KeptTensors, Namespace
@@ -86,7 +87,7 @@ class ParameterSwap:
         self.prefix = ""  # what precedes the names of these modules in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
         self._kept = KeptTensors(
-            [(_namespace_of(module, module in roots), getattr(module, "__constants__", ())) for module in fqns]
+            [(module, (*_OWN_ATTRIBUTES, *getattr(module, "__constants__", ()))) for module in fqns], held_weakly=roots
         )
         self._children = [module._modules for module in fqns]
         self._known_children: tuple[Any, ...] = ()
@@ -312,18 +313,10 @@ class ParameterSwap:
         }
 
 
-def _namespace_of(module: nn.Module, is_root: bool) -> Callable[[], Namespace]:
-    """A function that returns the module's attributes; weak for the modules that hold the state."""
-    if not is_root:
-        attributes = module.__dict__
-        return lambda: attributes
-    ref = weakref.ref(module)
-    return lambda: getattr(ref(), "__dict__", {})
-
-
 # ---- state dicts
 
 _FACES, _ASIDE, _OWN = "_fsdp_compose_faces", "_fsdp_compose_aside", "_fsdp_compose_own"
+_OWN_ATTRIBUTES = (_FACES, _ASIDE, _OWN, *MARKS)
 
 
 def guard_state_dict(module: nn.Module, fqn: str) -> None:

@@ -16,9 +16,12 @@ that an all-gather still fills would give wrong numbers. To show and to hide is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from ._torch import exchange_memory, refuse_access
+from ._torch import memory_exchange, refuse_access
 
 
 class UnshardedMemory:
@@ -36,7 +39,7 @@ class UnshardedMemory:
         is_guarded: access is refused at the wrong time; some versions of torch cannot do that.
     """
 
-    __slots__ = ("_hidden_storage", "_is_shown", "_nbytes", "hidden", "is_guarded", "shown", "storage")
+    __slots__ = ("_exchange", "_hidden_storage", "_is_shown", "_nbytes", "hidden", "is_guarded", "shown", "storage")
 
     def __init__(self, flat: torch.Tensor, error: str | None) -> None:
         self.hidden = flat
@@ -46,7 +49,9 @@ class UnshardedMemory:
         self.storage = self.shown.untyped_storage()
         self.is_guarded = error is not None and refuse_access(self.storage, error)
         self._is_shown = not self.is_guarded
+        self._exchange: Callable[[], Any] | None = None
         if self.is_guarded:
+            self._exchange = memory_exchange(self.storage, self._hidden_storage)
             self.show()
             self.shown.set_(self.storage, 0, flat.shape, (1,))
             self.hide()
@@ -64,18 +69,20 @@ class UnshardedMemory:
 
     def show(self) -> None:
         """Let the parameters be read: the all-gather is complete."""
-        if not self._is_shown:
-            exchange_memory(self.storage, self._hidden_storage)
+        if not self._is_shown and self._exchange is not None:
+            self._exchange()
             self._is_shown = True
 
     def hide(self) -> None:
         """Before another all-gather into the same memory."""
-        if self._is_shown and self.is_guarded:
-            exchange_memory(self.storage, self._hidden_storage)
+        if self._is_shown and self._exchange is not None:
+            self._exchange()
             self._is_shown = False
 
     def free(self) -> None:
-        self.hide()
+        if self._is_shown and self._exchange is not None:
+            self._exchange()
+            self._is_shown = False
         self._hidden_storage.resize_(0)
 
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ._torch import PlainAttributes
+from .edits import toggles
 from .faces import face_local
 from .state import _FSDPState
 
@@ -40,6 +41,7 @@ class Watch:
         self._unsharded_dicts = [item for state in states for item in state.swap.unsharded_dicts()]
         self._unsharded_values = tuple(chain.from_iterable(map(dict.values, self._unsharded_dicts)))
         self._handles = handles
+        self._num_toggles = -1
         self._versions = [*map(_unsharded_version, handles)]
         self._has_meta = any(handle.is_meta for handle in handles)
 
@@ -66,9 +68,14 @@ class Watch:
             return [*map(_grad, self._faces)] != self._no_grads
 
     def was_toggled(self) -> bool:
-        """Whether ``requires_grad`` of a sharded parameter differs from that of its unsharded one."""
-        with PlainAttributes():
-            return [*map(_requires_grad, self._faces)] != [*chain.from_iterable(map(_flags, self._handles))]
+        """Whether ``requires_grad`` of a sharded parameter was set, and differs from that of its unsharded one."""
+        count = toggles.count
+        if count == self._num_toggles:
+            return False
+        if any([handle.was_toggled() for handle in self._handles]):
+            return True
+        self._num_toggles = count
+        return False
 
     def was_forward_quiet(self) -> bool:
         """Whether no forward replaced, added, removed, froze, thawed or wrote to an unsharded parameter."""

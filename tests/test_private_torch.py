@@ -400,12 +400,21 @@ def test_is_profiling():
     assert not _torch.is_profiling()
 
 
-def test_transform():
-    assert _torch.transform() is None
+def test_in_transform():
+    assert not _torch.in_transform()
     seen = []
-    torch.func.grad(lambda x: (seen.append(_torch.transform()), x)[1])(torch.ones(()))
-    torch.func.vmap(lambda x: (seen.append(_torch.transform()), x)[1])(torch.ones(2))
-    assert len(seen) == 2 and None not in seen
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.in_transform())
+        return x
+
+    one = torch.ones(())
+    torch.func.grad(look)(one)
+    torch.func.vmap(look)(torch.ones(2))
+    torch.func.jvp(look, (one,), (one,))
+    torch.func.vjp(look, one)
+    torch.func.functionalize(look)(one)
+    assert seen == [True] * 5 and not _torch.in_transform()
 
 
 def test_temporarily_clear_interpreter_stack():
@@ -413,12 +422,12 @@ def test_temporarily_clear_interpreter_stack():
 
     def outside(x: torch.Tensor) -> torch.Tensor:
         with _torch.temporarily_clear_interpreter_stack():
-            seen.append(_torch.transform())
-        seen.append(_torch.transform())
+            seen.append(_torch.in_transform())
+        seen.append(_torch.in_transform())
         return x
 
     torch.func.grad(lambda x: torch.func.vmap(outside)(x).sum())(torch.ones(2))
-    assert seen[0] is None and seen[1] is not None
+    assert seen == [False, True]
 
 
 def test_unwrapped():
@@ -485,14 +494,15 @@ def test_same_storage():
     assert not _torch.same_storage(flat.untyped_storage(), flat.clone().untyped_storage())
 
 
-def test_exchange_memory():
+def test_memory_exchange():
     full, empty = torch.arange(4.0), torch.empty(0)
     view = full[1:]
-    _torch.exchange_memory(full.untyped_storage(), empty.untyped_storage())
+    exchange = _torch.memory_exchange(full.untyped_storage(), empty.untyped_storage())
+    exchange()
     assert full.untyped_storage().nbytes() == 0 and empty.untyped_storage().nbytes() == 16
     empty.set_(empty.untyped_storage(), 0, (4,), (1,))
     assert empty.tolist() == [0, 1, 2, 3]
-    _torch.exchange_memory(full.untyped_storage(), empty.untyped_storage())
+    exchange()
     assert view.tolist() == [1, 2, 3] and empty.untyped_storage().nbytes() == 0
 
 
@@ -502,12 +512,13 @@ def test_refuse_access():
     storage = reader.untyped_storage()
     assert _torch.refuse_access(storage, "refused: the weight of a test")
     plain = flat.detach()
-    _torch.exchange_memory(storage, plain.untyped_storage())  # memory and flag: `reader` can be read, `plain` cannot
+    exchange = _torch.memory_exchange(storage, plain.untyped_storage())
+    exchange()  # memory and flag: `reader` can be read, `plain` cannot
     reader.set_(storage, 0, (2, 3), (3, 1))
     graph = (torch.ones(2, 3, requires_grad=True) * reader).sum()
     view, half = reader.t(), reader.bfloat16()
     assert reader.sum() == 15 and half.shape == (2, 3)
-    _torch.exchange_memory(storage, plain.untyped_storage())
+    exchange()
     assert plain.sum() == 15
     error = "refused: the weight of a test|Cannot access data pointer|out of bounds for storage of size 0"
     linear = torch.nn.functional.linear
@@ -1036,6 +1047,18 @@ def test_IncompatibleKeys():
     result = nn.Linear(1, 1).load_state_dict({"zzz": torch.ones(1)}, strict=False)
     assert type(result) is _torch.IncompatibleKeys
     assert result == _torch.IncompatibleKeys(["weight", "bias"], ["zzz"])
+
+
+def test_backwards():
+    """Counted from the first fully_shard() on; here, a part of the package has been imported that intercepts them."""
+    from fsdp_compose import backward_inputs
+
+    backward_inputs.install()
+    before = _torch.backwards.count
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    torch.autograd.grad(x.sum(), x)
+    assert _torch.backwards.count == before + 2
 
 
 def test_intercept_backward_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

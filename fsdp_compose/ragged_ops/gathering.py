@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import current_graph_task_id
 from ..edits import note_write_of_all_ranks
-from ..ragged import RaggedDTensor, cut_whole, describe_owner, gathered
+from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, cut_whole, describe_owner, gathered
 from .operands import replicated
 from .schema import Args, Kwargs, map_tensors, writes_by_index, written
 
@@ -33,6 +33,16 @@ def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
     spec = first_ragged((*args, *kwargs.values()))._spec
     result = func(*map_tensors(DTensor, _whole, args), **map_tensors(DTensor, _whole, kwargs))
     return map_tensors(torch.Tensor, lambda item: replicated(item, spec), result)
+
+
+def look_up(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``F.embedding()`` and its like, whose indices are a rank's own part of the batch: not of a sharded parameter."""
+    weight, indices = args[:2]
+    if hasattr(weight, OWNER_ATTRIBUTE) and not isinstance(indices, DTensor):
+        raise RuntimeError(
+            f"{func}: got mixed a torch.Tensor of indices of shape {tuple(indices.shape)} and {describe_owner(weight)}"
+        )
+    return gather_all(func, args, kwargs)
 
 
 def first_ragged(values: Any) -> RaggedDTensor:

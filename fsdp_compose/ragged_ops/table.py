@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..ragged import Handler
 from .creation import make_out, new, new_strided, random
 from .elementwise import copy_into, divide, pointwise
-from .gathering import gather_all, item, write_through
+from .gathering import gather_all, item, look_up, write_through
 from .lists import per_element, unscale
 from .reductions import (
     allclose,
@@ -106,6 +106,9 @@ _BY_OPERATOR: dict[Any, Handler] = {
     aten.allclose.default: allclose,
     aten._local_scalar_dense.default: item,
     aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    **dict.fromkeys(
+        (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default), look_up
+    ),
     aten.eye.m_out: make_out,
     aten.eye.out: make_out,
 }
