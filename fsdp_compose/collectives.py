@@ -167,22 +167,19 @@ class Communicator:
             # At world size 1 NCCL's collective is an ordinary no-op whose work still orders the copy before compute.
             handle.all_gather_work = handle.mesh.shard_group._allgather_base(*handle.gather_wires, _ALL_GATHER_OPTIONS)
 
+    @in_range("wait all_gather")
     def wait(self, handle: FlatParamHandle) -> None:
         """Make the unsharded parameters usable by what is issued from here on."""
         work = handle.all_gather_work
         if work is not None:
             handle.all_gather_work = None
-            self._wait_for_all_gather(handle, work)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure("all-gather", handle, error) from error
             if handle.mesh.is_simulated:
                 self._wait_for_stream(self._all_gather_stream)
             handle.memory.show()
-
-    @in_range("wait all_gather")
-    def _wait_for_all_gather(self, handle: FlatParamHandle, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._failure("all-gather", handle, error) from error
 
     def reshard(self, handle: FlatParamHandle) -> None:
         """Free the unsharded memory, if it may be freed; nothing is in flight then."""

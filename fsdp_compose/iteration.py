@@ -79,7 +79,7 @@ def unshard_for_use(root: RootContext, state: _FSDPState) -> None:
         if not handle.is_unsharded:
             root.trace.append(state.code | ALL_GATHER)
             root.communicator.unshard(handle)
-        elif handle.is_stale():
+        elif (handle.shard._version != handle.gathered_version or handle.segments) and handle.is_stale():
             root.trace.append(state.code | ALL_GATHER)
             root.communicator.refresh(handle)
 

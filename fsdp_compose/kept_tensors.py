@@ -55,7 +55,10 @@ class KeptTensors:
 
     def new_ones(self) -> list[torch.Tensor]:
         """Those that were not there at the last call."""
-        namespaces = self._held + [getattr(ref(), "__dict__", {}) for ref in self._weak]
+        namespaces = self._held
+        for ref in self._weak:
+            module = ref()
+            namespaces = [*namespaces, {} if module is None else module.__dict__]
         if self._has_changed(namespaces):
             self._search(namespaces)
         if not self._places:
@@ -69,13 +72,15 @@ class KeptTensors:
     def _has_changed(self, namespaces: Sequence[Namespace]) -> bool:
         if [*map(len, namespaces)] != self._lengths:
             return True
+        values: list[Collection[Any]] = []
         try:
-            values = [getter(namespaces[i]) for i, getter in self._slots]
+            for i, getter in self._slots:  # on the hot path: a comprehension is a call
+                values.append(getter(namespaces[i]))
         except KeyError:
             return True
         return not (
             sum(map(len, self._contents)) == self._num_entries
-            and all(map(is_, chain.from_iterable(chain(values, self._contents)), self._known))
+            and all(map(is_, chain.from_iterable(values + self._contents), self._known))
             and (not self._long or [*map(len, self._long)] == self._known_long)
         )
 

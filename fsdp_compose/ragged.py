@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -242,21 +243,27 @@ class RaggedDTensor(DTensor):
         return result
 
     def data_ptr(self) -> int:
-        """Raises: the tensor has no memory of its own."""
-        raise self._no_memory("data_ptr()")
+        """0, which torch's own code understands. Of a sharded parameter, or what is detached from it, it raises for all
+        others: what they read, compare or save there would be nothing."""
+        self._refuse_address("data_ptr()")
+        return super().data_ptr()
 
     def storage(self) -> Any:
-        """Raises: the tensor has no memory of its own."""
-        raise self._no_memory("storage()")
+        """As ``data_ptr``."""
+        self._refuse_address("storage()")
+        return super().storage()
 
-    def _no_memory(self, what: str) -> RuntimeError:
+    def _refuse_address(self, what: str) -> None:
         owner = self.__dict__.get(OWNER_ATTRIBUTE)
-        name = "a sharded tensor" if owner is None else f"the parameter {owner[1]} of the fully_shard group {owner[0]}"
-        return RuntimeError(
-            f"{what} of {name}: each rank holds a part of it, .to_local(), and none the whole. To save a model as "
-            "whole tensors (save_pretrained(), safetensors) gather them on all ranks, inside summon_full_params(model, "
-            "writeback=False), or by fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions("
-            "full_state_dict=True)), which is then given to the saving function as its state_dict"
+        if owner is None or sys._getframe(2).f_globals.get("__name__", "").startswith("torch."):
+            return
+        group, fqn = owner
+        raise RuntimeError(
+            f"{what} of the parameter {fqn} of the fully_shard group {group}: each rank holds a part of it, "
+            ".to_local(), and none the whole. To save a model as whole tensors (save_pretrained(), safetensors) gather "
+            "them on all ranks, inside summon_full_params(model, writeback=False), or by "
+            "fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), which "
+            "is then given to the saving function as its state_dict"
         )
 
     def share_memory_(self) -> RaggedDTensor:
