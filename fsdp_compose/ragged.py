@@ -262,8 +262,8 @@ class RaggedDTensor(DTensor):
             f"{what} of the parameter {fqn} of the fully_shard group {group}: each rank holds a part of it, "
             ".to_local(), and none the whole. To save a model as whole tensors (save_pretrained(), safetensors) gather "
             "them on all ranks, inside summon_full_params(model, writeback=False), or by "
-            "fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), which "
-            "is then given to the saving function as its state_dict"
+            "fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
+            "which is then given to the saving function as its state_dict"
         )
 
     def share_memory_(self) -> RaggedDTensor:
