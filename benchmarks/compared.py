@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -788,6 +789,256 @@ def _clipped_in_forward(system: System) -> None:
     shard_layers(system, model)
     train_both(model, reference)
     expect_equal(model, reference)
+
+
+class LocalLosses(Net):
+    """Each layer is trained by a loss of its own, with a backward inside forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.detach()))
+            if torch.is_grad_enabled():
+                x.square().mean().backward()
+        return self.head(x.detach())
+
+
+@case("backwards inside the root's forward: a loss for each layer")
+def local_losses(system: System) -> None:
+    model, reference = twins(LocalLosses())
+    shard_layers(system, model)
+    train_both(model, reference, steps=3)
+    expect_equal(model, reference)
+
+
+class Auxiliary(nn.Module):
+    """Keeps a loss of its own from the fifth forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.count, self.loss = 0, torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        self.count += 1
+        if self.count > 4:
+            self.loss = x.square().mean()
+        return self.layers[1](x.detach())
+
+
+@case("an auxiliary loss kept as an attribute, from the fifth forward on")
+def auxiliary(system: System) -> None:
+    model, reference = twins(Auxiliary())
+    system.shard(model)  # one group, whose output leads to its last layer only
+    train_both(model, reference, loss=lambda m, x: loss_of(m, x) + m.loss, steps=7)
+    expect_equal(model, reference)
+
+
+class Adversarial(nn.Module):
+    """The discriminator is frozen while the generator's forward runs through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        generator, discriminator = self.layers
+        discriminator.requires_grad_(False)
+        x = discriminator(generator(x))
+        discriminator.requires_grad_(True)
+        return x
+
+
+@case("forward freezes a part of the model and thaws it again")
+def adversarial(system: System) -> None:
+    model, reference = twins(Adversarial())
+    shard_layers(system, model)
+    train_both(model, reference, steps=3)
+    expect_equal(model, reference)
+    loss_of(model, mine(batch())).backward()
+    loss_of(reference, batch()).backward()
+    expect_gradients(model, reference)
+
+
+@case("a parameter is frozen between forward and backward")
+def frozen_before_backward(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    for net, x in ((model, mine(batch())), (reference, batch())):
+        loss = loss_of(net, x)
+        net.layers[0].weight.requires_grad_(False)
+        loss.backward()
+    expect_gradients(model, reference)
+
+
+@case("a weight that a hook keeps in forward is read later")
+def kept_weight(system: System) -> None:
+    model = Net()
+    kept: list[torch.Tensor] = []
+    model.layers[0].register_forward_hook(lambda module, *_: kept.append(module.weight))
+    shard_layers(system, model)
+    loss_of(model, mine(batch())).backward()
+    for other in range(3):
+        loss_of(model, mine(batch(other))).backward()
+    expect(bool(torch.isfinite(kept[0].sum())), "garbage")
+    raise WrongError("memory that was freed has been read")
+
+
+@case("a gradient hook runs another sharded model, without gradients")
+def teacher_in_hook(system: System) -> None:
+    model, reference = twins(Net())
+    teacher, teacher_reference = twins(Net())
+    for net in (model, teacher):
+        shard_layers(system, net)
+
+    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        other = teacher if net is model else teacher_reference
+        hidden = net(x)
+
+        def follow(grad: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return grad * other(x)
+
+        hidden.register_hook(follow)
+        return hidden.square().mean()
+
+    for _ in range(2):
+        loss(model, mine(batch())).backward()
+        loss(reference, batch()).backward()
+        with torch.no_grad():
+            for both in (teacher, teacher_reference):
+                for param in both.parameters():
+                    param.mul_(0.5)
+    expect_gradients(model, reference)
+
+
+class Forwards(nn.Module):
+    """A wrapper that passes attributes through to what it wraps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+@case("a wrapper that forwards attributes is sharded around a sharded module")
+def forwarding_wrapper(system: System) -> None:
+    model, reference = twins(Net())
+    wrapped = system.shard(Forwards(shard_layers(system, model)))
+    train_both(wrapped, reference)
+    expect_equal(wrapped, reference)
+
+
+@case("torch.compile(optimizer.step)")
+def compiled_step(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    optimizers = sgd(model), sgd(reference)
+    compiled = torch.compile(optimizers[0].step, backend="eager")
+    for i in range(2):
+        loss_of(model, mine(batch(i))).backward()
+        loss_of(reference, batch(i)).backward()
+        compiled()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    expect_equal(model, reference)
+
+
+@case("torch.func.functional_call with other weights")
+def functional_call(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    loss_of(model, mine(batch())).backward()
+    other = {name: param.detach() * 2 for name, param in reference.named_parameters()}
+    with torch.no_grad():
+        found = torch.func.functional_call(model, other, (batch(),))
+        expected = torch.func.functional_call(reference, other, (batch(),))
+    expect(torch.allclose(found, expected, atol=1e-5), "other outputs")
+
+
+@case("torch.func.jvp through a sharded model")
+def forward_mode(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    found, expected = [torch.func.jvp(net, (batch(),), (batch(1),))[1] for net in (model, reference)]
+    expect(torch.allclose(found, expected, atol=1e-5), "another derivative")
+
+
+@case("vector_to_parameters, and a plain tensor assigned to .grad")
+def plain_values(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    with torch.no_grad():
+        for net in (model, reference):
+            nn.utils.vector_to_parameters(torch.arange(60.0) / 60, net.parameters())
+            for param in net.parameters():
+                param.grad = torch.ones(param.shape)
+    for net in (model, reference):
+        sgd(net).step()
+    expect_equal(model, reference)
+
+
+class Streams(Net):
+    """Yields the output of one layer after the other."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            yield self.head(x)
+
+
+@case("forward is a generator that the loss consumes")
+def generator(system: System) -> None:
+    model, reference = twins(Streams())
+    shard_layers(system, model)
+    train_both(model, reference, loss=lambda m, x: sum(out.square().mean() for out in m(x)))
+    expect_equal(model, reference)
+
+
+class Tagged(torch.Tensor):
+    """A plain subclass of torch.Tensor."""
+
+
+@case("parameters of the user's own tensor class")
+def own_class(system: System) -> None:
+    model, reference = twins(Net())
+    for net in (model, reference):
+        net.head.weight = nn.Parameter(net.head.weight.detach().as_subclass(Tagged))
+    shard_layers(system, model)
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+@case("a part of a sharded model is called by itself, after a forward of the whole and a step")
+def part_alone(system: System) -> None:
+    model, reference = twins(nn.Sequential(Net()))
+    for layer in model[0].layers:
+        system.shard(layer)
+    system.shard(model)
+    train_both(model, reference)
+    with torch.no_grad():
+        expect(torch.allclose(model[0](batch()), reference[0](batch()), atol=1e-5), "old values")
+
+
+@case("safetensors.save_file(model.state_dict())")
+def bare_save(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    loss_of(model, mine(batch())).backward()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "model.safetensors")
+        save_file(model.state_dict(), path)
+        found = load_file(path)
+    expect(all(torch.equal(found[name], value) for name, value in reference.state_dict().items()), "other values")
 
 
 # ---- running and judging

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from .faces import FACE_ATTRIBUTE
 from .ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged
 from .step_hooks import before_every_step
 
+_grad = attrgetter("grad")
 _SEEN = "_fsdp_compose_generation"
 
 _generation = 0  # counts replaced parameters: an optimizer is looked at once after each
@@ -46,6 +49,17 @@ def _before_step(optimizer: Optimizer) -> None:
     if optimizer.__dict__.get(_SEEN) != seen:
         rebind(optimizer)
         optimizer.__dict__[_SEEN] = seen
+    for group in optimizer.param_groups:
+        if torch.Tensor in {*map(type, map(_grad, group["params"]))}:
+            _shard_plain_gradients(group["params"])
+
+
+def _shard_plain_gradients(params: Sequence[torch.Tensor]) -> None:
+    """Plain gradients that the user has assigned to sharded parameters: taken to be the same on every rank."""
+    for param in params:
+        grad = param.grad
+        if isinstance(param, RaggedDTensor) and type(grad) is torch.Tensor:
+            param.grad = distribute_ragged(grad, param.device_mesh, param.placements, src_data_rank=None)
 
 
 def rebind_live_optimizers() -> None:

@@ -159,16 +159,19 @@ def test_a_plain_gradient_is_sharded_for_flat_parameters() -> None:
 
 @pytest.mark.parametrize("foreach", [False, True])
 @distributed(world_size=2)
-def test_a_plain_gradient_is_refused_by_the_step_and_says_how(foreach: bool) -> None:
-    model, _ = nets()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
-    before = full_parameters(model)
-    for param in model.parameters():
-        param.grad = torch.ones(param.shape)
-    with pytest.raises(RuntimeError, match="distribute_ragged"):
-        optimizer.step()
-    for name, value in full_parameters(model).items():
-        assert torch.equal(value, before[name])
+def test_a_plain_gradient_is_sharded_by_the_step(foreach: bool) -> None:
+    model, reference = nets()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, foreach=foreach) for one in (model, reference)]
+    for step in range(3):
+        for one, optimizer in zip((model, reference), optimizers, strict=True):
+            for i, param in enumerate(one.parameters()):
+                if (i + step) % 3:  # the others have none, or keep their last one
+                    param.grad = torch.linspace(-1, step + i, param.numel()).view(param.shape)
+            optimizer.step()
+            if step == 1:
+                optimizer.zero_grad()
+                one(torch.ones(2, DIM)).square().mean().backward()
+        assert_parameters_match(model, reference)
 
 
 @distributed(world_size=2)
