@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import torch.nn as nn
 
-from .iteration import enter_alone, wait_for_unshard
-from .iteration import reshard as _reshard
-from .iteration import unshard as _unshard
+from .forward import enter_alone
 from .state import _FSDPState, get_state, states_to_run
+from .steps import reshard as _reshard
+from .steps import unshard as _unshard
+from .steps import wait_for_unshard
 
 
 class UnshardHandle:

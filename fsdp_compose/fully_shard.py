@@ -18,9 +18,9 @@ from torch.nn.parameter import UninitializedParameter
 from . import backward_inputs, runtime
 from ._torch import composable_registry
 from .dynamo import _annotate_modules_for_dynamo
+from .first_forward import tree_has_changed
 from .flat_param import FlatParamHandle, Granularity, ManagedParameter, mark_owner
 from .groups import by_kind, group_modules, managed_parameters, ties_with_other_groups, unsharded_tensors
-from .iteration import tree_has_changed
 from .lookalike import as_ours
 from .mesh import DataParallelMesh, data_parallel_mesh
 from .meta_buffers import watch_meta_buffers

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from ._torch import in_forward_ad, in_transform, queue_end_of_backward
+from .backward import raise_different_order
 from .collectives import copy_gradients
 from .exchange import Carrier, ControlExchange
 from .faces import face_local, like_face, make_gradient, whole_like_original
 from .flat_param import FlatParamHandle
 from .given import GivenValues
-from .iteration import raise_different_order, recover_backward
 from .order import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER
+from .recovery import recover_backward
 from .state import RootContext, _FSDPState
 
 

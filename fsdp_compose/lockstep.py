@@ -8,7 +8,7 @@ many optimizer steps it has made. If these differ, nothing is issued, and every 
 each of them was about to do. Since whatever was issued had been agreed on, the next forward can go on from there.
 
 An iteration that was interrupted on some ranks only is a difference too: ranks that are about to throw away what it
-left (``iteration``) come to the same meeting first, so that the others do not wait for them in vain.
+left (``recovery``) come to the same meeting first, so that the others do not wait for them in vain.
 """
 
 from __future__ import annotations

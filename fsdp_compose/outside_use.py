@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from .backward import begin_backward
 from .flat_param import FlatParamHandle, handle_of
 from .functional import Gather, refuse_accumulated
-from .iteration import begin_backward
 from .order import ALL_GATHER
 from .ragged import RaggedDTensor, gather_parameter, gather_runs, scatter_average
 from .state import RootContext, _FSDPState

@@ -3,7 +3,7 @@
 A program may have several roots: modules whose forwards begin iterations. Where their groups are disjoint, each root
 has a ``RootContext`` of its own. Roots that share a group have one context together: a use of the shared group in one
 root's forward must know of its uses in the others', which one backward may reach too. This module finds out which
-modules these are; ``iteration`` makes the context::
+modules these are; ``first_forward`` makes the context::
 
     actor   (root)  .--> encoder --> layers[0], layers[1]        one context: actor, encoder, layers..., critic
     critic  (root)  '

@@ -37,27 +37,16 @@ from ._torch import (
     same_storage,
     temporarily_clear_interpreter_stack,
 )
+from .backward import begin_backward, notice_backwards, refuse_double_backward, refuse_unseen_backward
 from .dynamo import never_traced
 from .edits import toggles
+from .forward import check_after_forward, enter
 from .functional import FunctionalUse, refuse_accumulated
 from .given import given_values, is_given
 from .inputs import ATOMS, cast, map_tensors, prepare_inputs
-from .iteration import (
-    begin_backward,
-    check_after_forward,
-    enter,
-    follow_toggles,
-    notice_backwards,
-    reduce,
-    refuse_double_backward,
-    refuse_unseen_backward,
-    reshard,
-    unshard,
-    unshard_for_use,
-    wait_for_unshard,
-)
 from .kept_tensors import tensors_requiring_grad
 from .state import ForwardRecord, Phase, RootContext, _FSDPState, state_of_hooked
+from .steps import follow_toggles, reduce, reshard, unshard, unshard_for_use, wait_for_unshard
 from .unseen_writes import look_for_writes, refuse_unseen_writes
 from .unsharded_memory import explain_refused_access
 

@@ -285,7 +285,7 @@ class _Watches:
 
 
 class RootContext:
-    """What the groups below one root share: plain data, driven by ``iteration`` and ``runtime``.
+    """What the groups below one root share: plain data, driven by ``forward``, ``backward`` and ``runtime``.
 
     Each state refers to its context; the context refers to its states weakly, so that nothing here keeps a model.
 

@@ -20,7 +20,7 @@ from .direct import all_gather, gather
 from .edits import note_write_of_all_ranks
 from .faces import dress, face_local, make_gradient
 from .flat_param import FlatParamHandle, handle_of
-from .iteration import enter_alone
+from .forward import enter_alone
 from .meeting import meet
 from .state import _FSDPState, _get_fsdp_states
 from .swap import SlotView

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 import torch
 
 from ._torch import same_storage, without_modes
+from .backward import raise_different_order
 from .flat_param import FlatParamHandle
 from .functional import FunctionalUse
-from .iteration import raise_different_order
 from .order import END_OF_FORWARD
 from .records import is_on
 from .state import RootContext, _FSDPState

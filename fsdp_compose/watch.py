@@ -2,7 +2,7 @@
 
 Built when a root is set up, and again after every change that it has noticed. The passes are on the hot path (each
 top-level forward, every parameter), so they compare and nothing more; who changed what is found out by the slow path
-in ``iteration``.
+in ``user_changes``.
 """
 
 from __future__ import annotations
