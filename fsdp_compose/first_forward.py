@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import FrameType
 
 import torch.nn as nn
@@ -97,13 +98,14 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     carrier = Carrier.of(mesh.shard_group) if mesh.has_peers else None
     exchange = ControlExchange(num_params, len(states), carrier)
     forward_exchange = ControlExchange(num_params, len(states), carrier, may_stop=False, end_of="forward")
-    start = 0
-    for handle in handles:
-        handle.write_used_to(exchange.used[start : (start := start + len(handle.fqns))])
+    starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
+    for handle, start in starts.items():
+        handle.write_used_to(exchange.used[start : start + len(handle.fqns)])
     communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
     number = order.admit(state, states, model)
     parts = [part.states for part in roots]
     root = RootContext(states, communicator, exchange, forward_exchange, tree.generation, parts, order, number)
+    root.used_starts.update(starts)
     root.num_forwards = max((context.num_forwards for context in earlier), default=0)
     take_over(root, states)  # what was changed since fully_shard()
     for item in states:

@@ -293,7 +293,7 @@ class RootContext:
         states: every group of the root, by index; the root's own is first.
         parts: the same, by root: several roots that share groups have one context (see ``roots``).
         communicator: streams and reduce buffers.
-        exchange: the control exchange.
+        exchange: the control exchange; ``used_starts``: where in its ``used`` the parameters of each handle begin.
         generation: of the module tree, when ``states`` was collected.
         depth: forwards entered and not left.
         record: what the present (or last) top-level forward has run; ``previous`` the last one of the same module,
@@ -322,7 +322,7 @@ class RootContext:
         "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
         "forward_exchange", "forward_task", "generation", "has_added", "has_failed", "has_failed_backward",
         "has_looked", "has_outside_grads", "is_in_backward", "num_backwards", "num_forwards", "number", "order",
-        "parts", "previous", "recomputed", "record", "records", "states", "trace", "written",
+        "parts", "previous", "recomputed", "record", "records", "states", "trace", "used_starts", "written",
     )  # fmt: skip
 
     def __init__(
@@ -340,6 +340,7 @@ class RootContext:
         self.parts = [[weakref.ref(state) for state in part] for part in parts]
         self.communicator = communicator
         self.exchange, self.forward_exchange = exchange, forward_exchange
+        self.used_starts: weakref.WeakKeyDictionary[FlatParamHandle, int] = weakref.WeakKeyDictionary()
         self.generation = generation
         self.num_forwards = self.num_backwards = 0
         self.backward_number = 0

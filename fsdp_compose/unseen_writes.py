@@ -59,16 +59,23 @@ def refuse_unseen_writes(root: RootContext) -> None:
     """At the end of a top-level forward that has looked: raise, on every rank, if one rank has found something."""
     states, exchange = root.live_states(), root.forward_exchange
     written, root.written, root.has_looked = root.written, {}, False
-    handles = [handle for state in states for handle in state._handles]
-    places = [(handle, i) for handle in handles for i in range(len(handle.fqns))]
-    exchange.used[:] = bytes(i in written.get(handle, ()) for handle, i in places)
+    used, starts = exchange.used, root.used_starts
+    used[:] = bytes(len(used))
+    for handle, indexes in written.items():
+        for i in indexes:
+            used[starts[handle] + i] = 1
     root.communicator.announce_exchange(root, END_OF_FORWARD)
     exchange.start(root.order.hash(root, END_OF_FORWARD))
     if not exchange.wait():
         raise_different_order(root, END_OF_FORWARD)
-    if not any(exchange.used):
+    if not any(used):
         return
-    names = [f"{handle.prefix}{handle.fqns[i]}" for (handle, i), is_written in zip(places, exchange.used) if is_written]
+    names = [
+        f"{handle.prefix}{fqn}"
+        for handle, start in starts.items()
+        for fqn, is_written in zip(handle.fqns, used[start:], strict=False)
+        if is_written
+    ]
     groups = [state.name for state in states if not written.keys().isdisjoint(state._handles)]
     where = f"on this rank in group {', '.join(groups)}" if groups else "seen on another rank"
     raise RuntimeError(

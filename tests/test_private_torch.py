@@ -54,6 +54,8 @@ ALLOWED = {
     "_local_scalar_dense": "an operator: what item() calls",
     "_modules": "children of a module by name",
     "_parameters": "parameters of a module by name: what a swap exchanges",
+    "_embedding_bag": "an operator: what F.embedding_bag() calls",
+    "_embedding_bag_forward_only": "an operator: what it calls without gradients",
     "_pin_memory": "an operator: what pin_memory() calls",
     "_post_accumulate_grad_hooks": "gradient hooks of a parameter that would be lost",
     "_pytree": "torch.utils._pytree, where users register their containers; it has no public name",
