@@ -188,6 +188,8 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
             raise_different_order(root, END_OF_BACKWARD)
         root.order.close()
         if not any(exchange.late):
+            if root.watch is not None and not may_be_late:
+                root.watch.backward_has_ended()
             return
         for state in states:
             if exchange.late[state.index]:

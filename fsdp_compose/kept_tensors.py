@@ -40,8 +40,7 @@ class KeptTensors:
     """
 
     __slots__ = (
-        "_contents", "_held", "_known", "_known_long", "_lengths", "_long", "_never_change", "_num_entries", "_places",
-        "_seen", "_slots", "_weak",
+        "_contents", "_held", "_known", "_lengths", "_live", "_never_change", "_places", "_seen", "_slots", "_weak",
     )  # fmt: skip
 
     def __init__(self, modules: Sequence[tuple[nn.Module, Iterable[str]]], held_weakly: Collection[nn.Module]) -> None:
@@ -51,7 +50,8 @@ class KeptTensors:
         self._never_change = [_OF_EVERY_MODULE.union(constants) for _, constants in ordered]
         self._places: list[tuple[int, str]] = []  # where some were found, namespace and key: always read
         self._seen: list[weakref.ref[torch.Tensor]] = []
-        self._lengths: list[int] = []  # of each namespace; as long as it is empty, nothing was prepared
+        self._live: list[Collection[Any]] = []  # what may change inside attributes
+        self._lengths: list[int] = []  # of namespaces and of these; as long as it is empty, nothing was prepared
 
     def new_ones(self) -> list[torch.Tensor]:
         """Those that were not there at the last call."""
@@ -70,7 +70,7 @@ class KeptTensors:
         return new
 
     def _has_changed(self, namespaces: Sequence[Namespace]) -> bool:
-        if [*map(len, namespaces)] != self._lengths:
+        if [*map(len, namespaces), *map(len, self._live)] != self._lengths:
             return True
         values: list[Collection[Any]] = []
         try:
@@ -78,11 +78,7 @@ class KeptTensors:
                 values.append(getter(namespaces[i]))
         except KeyError:
             return True
-        return not (
-            sum(map(len, self._contents)) == self._num_entries
-            and all(map(is_, chain.from_iterable(values + self._contents), self._known))
-            and (not self._long or [*map(len, self._long)] == self._known_long)
-        )
+        return not all(map(is_, chain.from_iterable(values + self._contents), self._known))
 
     def _search(self, namespaces: Sequence[Namespace]) -> None:
         """Look at everything, and remember what was looked at."""
@@ -105,13 +101,10 @@ class KeptTensors:
                 getter = itemgetter(*names, names[0])  # of one name, it would make no tuple
                 self._slots.append((i, getter))
                 self._known += getter(namespace)
-        self._contents = [item for item in collections if len(item) <= _MAX_ENTRIES]
-        entries = [*chain.from_iterable(self._contents)]
-        self._num_entries = len(entries)
-        self._known += entries
-        self._long = [item for item in collections if len(item) > _MAX_ENTRIES]
-        self._known_long = [*map(len, self._long)]
-        self._lengths = [*map(len, namespaces)]
+        self._live = collections
+        self._lengths = [*map(len, namespaces), *map(len, collections)]
+        self._contents = [item for item in collections if 0 < len(item) <= _MAX_ENTRIES]
+        self._known += chain.from_iterable(self._contents)
 
 
 def _contents_of(value: Any, depth: int) -> Iterable[Collection[Any]]:

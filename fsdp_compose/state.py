@@ -274,6 +274,10 @@ class _Watches:
     def has_unsharded_grads(self) -> bool:
         return any([watch.has_unsharded_grads() for watch in self._watches])
 
+    def backward_has_ended(self) -> None:
+        for watch in self._watches:
+            watch.backward_has_ended()
+
     def was_toggled(self) -> bool:
         return any([watch.was_toggled() for watch in self._watches])
 

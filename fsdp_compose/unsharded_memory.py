@@ -17,6 +17,7 @@ that an all-gather still fills would give wrong numbers. To show and to hide is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,15 +37,16 @@ class UnshardedMemory:
         hidden: the flat parameter as the all-gather writes it.
         shown: the flat parameter as the unsharded parameters show it.
         storage: what ``shown`` is a view of.
+        allocate: makes room for an all-gather.
         is_guarded: access is refused at the wrong time; some versions of torch cannot do that.
     """
 
-    __slots__ = ("_exchange", "_hidden_storage", "_is_shown", "_nbytes", "hidden", "is_guarded", "shown", "storage")
+    __slots__ = ("_exchange", "_hidden_storage", "_is_shown", "allocate", "hidden", "is_guarded", "shown", "storage")
 
     def __init__(self, flat: torch.Tensor, error: str | None) -> None:
         self.hidden = flat
         self._hidden_storage = flat.untyped_storage()
-        self._nbytes = self._hidden_storage.nbytes()
+        self.allocate: Callable[[], Any] = partial(self._hidden_storage.resize_, self._hidden_storage.nbytes())
         self.shown = torch.empty(0, dtype=flat.dtype, device=flat.device)
         self.storage = self.shown.untyped_storage()
         self.is_guarded = error is not None and refuse_access(self.storage, error)
@@ -62,10 +64,6 @@ class UnshardedMemory:
         """Say ``error`` from now on."""
         if not self._is_shown:
             refuse_access(self.storage, error)
-
-    def allocate(self) -> None:
-        """Make room for an all-gather."""
-        self._hidden_storage.resize_(self._nbytes)
 
     def show(self) -> None:
         """Let the parameters be read: the all-gather is complete."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ._torch import PlainAttributes
+from ._torch import PlainAttributes, backwards
 from .edits import toggles
 from .faces import face_local
 from .state import _FSDPState
@@ -41,7 +41,7 @@ class Watch:
         self._unsharded_dicts = [item for state in states for item in state.swap.unsharded_dicts()]
         self._unsharded_values = tuple(chain.from_iterable(map(dict.values, self._unsharded_dicts)))
         self._handles = handles
-        self._num_toggles = -1
+        self._num_toggles = self._ended_backward = -1
         self._versions = [*map(_unsharded_version, handles)]
         self._has_meta = any(handle.is_meta for handle in handles)
 
@@ -55,8 +55,12 @@ class Watch:
                 and not self.was_toggled()
                 and all(map(is_, map(face_local, self._faces), self._locals))
                 and [*map(_data_ptr, self._filled)] == self._addresses
-                and not self.has_unsharded_grads()
+                and (self._ended_backward == backwards.count or not self.has_unsharded_grads())
             )
+
+    def backward_has_ended(self) -> None:
+        """All gradients of the present backward were taken: none is left until another one begins."""
+        self._ended_backward = backwards.count
 
     def has_unsharded_grads(self) -> bool:
         """Whether autograd has left a gradient on some unsharded parameter, not taken yet."""
