@@ -20,6 +20,7 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from . import accumulation
+from ._torch import PlainAttributes
 from .faces import FACE_ATTRIBUTE
 from .ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged
 from .step_hooks import before_every_step
@@ -50,7 +51,9 @@ def _before_step(optimizer: Optimizer) -> None:
         rebind(optimizer)
         optimizer.__dict__[_SEEN] = seen
     for group in optimizer.param_groups:
-        if torch.Tensor in {*map(type, map(_grad, group["params"]))}:
+        with PlainAttributes():
+            has_plain = torch.Tensor in [*map(type, map(_grad, group["params"]))]
+        if has_plain:
             _shard_plain_gradients(group["params"])
 
 
