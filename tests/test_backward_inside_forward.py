@@ -312,7 +312,7 @@ def check(names: Iterable[str], mode: str = "default", program: Any = train, ste
 @pytest.mark.parametrize("mode", MODES)
 @distributed(world_size=2)
 def test_equals_unsharded_training(mode: str) -> None:
-    check(NETS, mode, steps=3)
+    check(NETS, mode, steps=2)
 
 
 @distributed(world_size=2)

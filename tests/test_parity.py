@@ -26,6 +26,7 @@ from tests.models import (
     train,
 )
 
+STEPS = 5
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
@@ -37,7 +38,7 @@ def small_gpt(use_reentrant: bool | None = None) -> GPT:
 @functools.cache
 def unsharded_training(optimizer: str, microbatches: int) -> tuple[torch.Tensor, GPT]:
     model = small_gpt()
-    return train(model, OPTIMIZERS[optimizer], microbatches=microbatches), model
+    return train(model, OPTIMIZERS[optimizer], steps=STEPS, microbatches=microbatches), model
 
 
 def assert_losses_match(losses: torch.Tensor, expected: torch.Tensor) -> None:
@@ -49,7 +50,7 @@ def check_parity(optimizer: str, reshard: bool | None, accumulation: str, use_re
     expected, reference = unsharded_training(optimizer, microbatches)
     model = shard_gpt(small_gpt(use_reentrant), reshard_after_forward=reshard)
     options = {"without_sync": no_sync} if accumulation == "no_sync" else {}
-    losses = train(model, OPTIMIZERS[optimizer], microbatches=microbatches, share=local_part, **options)
+    losses = train(model, OPTIMIZERS[optimizer], steps=STEPS, microbatches=microbatches, share=local_part, **options)
     assert_losses_match(losses, expected)
     assert_parameters_match(model, reference, tolerance=1e-5)
 
@@ -104,7 +105,7 @@ def test_losses_equal_torch_fsdp2_bit_for_bit(precision):
 def test_whole_model_in_one_group():
     expected, reference = unsharded_training("adamw", 1)
     model = fully_shard(small_gpt())
-    losses = train(model, adamw, share=local_part)
+    losses = train(model, adamw, steps=STEPS, share=local_part)
     assert_losses_match(losses, expected)
     assert_parameters_match(model, reference)
 

@@ -61,7 +61,7 @@ COMBINATIONS = [*itertools.product([False, True], [False, True], [False, True], 
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@distributed(world_size=(1, 2, 3), timeout=120)
+@distributed(world_size=(2, 3), timeout=120)
 def test_torchs_setters_load_sharded_models_and_they_train_on(granularity, world_size):
     model, reference = build(0, granularity), plain(0)
     optimizer, expected = adamw(model), adamw(reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import ROOT
+from tests.harness import ROOT, fake_process_group
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 SMALL = (
@@ -50,12 +51,10 @@ def assert_same_run(found: Log, expected: Log) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_resumed_run_continues_the_loss_curve_also_with_another_number_of_processes(whole, tmp_path):
+def test_a_run_resumed_with_another_number_of_processes_continues_the_loss_curve(whole, tmp_path):
     out, log = whole
     assert [entry["step"] for entry in log] == list(range(1, 9))
     assert sorted(path.name for path in out.glob("step-*")) == ["step-4", "step-8"]
-    (out / "step-8").rename(tmp_path / "aside")
-    assert_same_run(run(out, 2, "--resume")[0], log)
     other, _ = run(tmp_path / "other", 1, f"--resume={out / 'step-4'}")
     assert [entry["loss"] for entry in other] == pytest.approx([entry["loss"] for entry in log], abs=1e-5)
     assert other[-1]["val_loss"] == pytest.approx(log[-1]["val_loss"], abs=1e-5)
@@ -90,10 +89,36 @@ def test_one_command_goes_on_by_itself_after_a_crash(whole, tmp_path):
     assert (out / "step-7" / "notes").exists()
 
 
-def test_restarts_on_one_store_are_refused_with_the_remedy(monkeypatch):
+def test_resume_finds_the_latest_checkpoint(tmp_path):
+    example = imported_example()
+
+    def found(resume: str | None) -> Path | None:
+        return example.checkpoint_to_resume(argparse.Namespace(out=tmp_path, resume=resume, save_every=4))
+
+    with fake_process_group(world_size=1):
+        assert found(None) is None and found("auto") is None
+        with pytest.raises(SystemExit, match="there is no checkpoint"):
+            found("latest")
+        for name in ("step-4", "step-12", "step-8", "step-99.partial", "step-16"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / ".metadata").touch()
+            if name != "step-16":  # it was not finished
+                (tmp_path / name / "manifest.json").touch()
+        assert found("latest") == found("auto") == tmp_path / "step-12"
+        assert found("elsewhere/step-2") == Path("elsewhere/step-2")
+        with pytest.raises(SystemExit, match="--resume it"):
+            found(None)
+
+
+def imported_example() -> Any:
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example
+
+
+def test_restarts_on_one_store_are_refused_with_the_remedy(monkeypatch):
+    example = imported_example()
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(SystemExit, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
