@@ -75,7 +75,6 @@ class Runner:
         self.is_exact = all(param.dtype == torch.float64 for param in self.faces)
         self.has_unreduced = self.lags = False
         self.num_forwards = 0
-        self.has_local_losses = any(part.kind == "local loss" for part in parts_of(program.root))
 
     def hold(self, models: nn.ModuleList) -> None:
         """Work with these models. ``model`` has the parameters of all of them."""
@@ -133,7 +132,8 @@ class Runner:
                 warnings.simplefilter("ignore")
                 theirs.append(loss_of(reference, part) / self.world_size)
         reference.trip.does_edits = True
-        if self.has_local_losses and torch.is_grad_enabled():
+        parts = [module.part for module in reference.modules() if isinstance(module, Module)]
+        if any(part.kind == "local loss" for part in parts) and torch.is_grad_enabled():
             self.note_unreduced()
         self.check_close(ours.detach() / self.world_size, theirs[self.rank].detach(), "loss")
         if ours.requires_grad != theirs[self.rank].requires_grad:
