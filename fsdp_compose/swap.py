@@ -76,6 +76,7 @@ class ParameterSwap:
         fqns: dict[nn.Module, str],
     ) -> None:
         where = {fqn: (handle, i) for handle in handles for i, fqn in enumerate(handle.fqns)}
+        assert len(where) == sum(len(handle.fqns) for handle in handles), "two parameters of a group have one name"
         owned: dict[nn.Module, dict[str, tuple[FlatParamHandle, int]]] = {}
         for item in managed:
             for module, name in item.slots:

@@ -161,8 +161,10 @@ def carry_out(moves: Iterable[Move]) -> None:
 
 def _plan_anew(state: _FSDPState, faces: Sequence[nn.Parameter]) -> None:
     names = {id(face): "?" for face in faces}
-    for top in reversed(state.live_modules()):
-        names |= {id(param): name for name, param in top.named_parameters() if id(param) in names}
+    tops = state.live_modules()
+    for i, top in reversed([*enumerate(tops)]):
+        prefix = f"{i}." if len(tops) > 1 else ""  # as group_modules() has it: names must be unique in the group
+        names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
     managed = [ManagedParameter(names[id(face)], face) for face in faces]
     parts = by_kind(managed)
     state.adopt([FlatParamHandle.over_faces(part, state.mesh, state.mp_policy, state.granularity) for part in parts])

@@ -239,3 +239,33 @@ def test_meta_device_with_ties():
             param.copy_(distribute_ragged(expected.detach(), param.device_mesh, param.placements))
     batch = tokens()[0]
     torch.testing.assert_close(model(batch), reference(batch))
+
+
+class Chain(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = torch.tanh(module(x))
+        return x
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@distributed(world_size=2)
+def test_a_tied_weight_comes_into_a_group_of_two_modules_that_have_equal_names_inside(order):
+    a, b, c, d = (nn.Linear(DIM, DIM).double() for _ in range(4))
+    b.weight = a.weight
+    model = Chain(Chain(a), Chain(b, c, a), d)  # `a` stands in both, so it is a group of its own
+    reference = copy.deepcopy(model)
+    fully_shard(a)
+    fully_shard([model[i] for i in order])
+    fully_shard(model)
+    optimizers = plain_sgd(model.parameters()), plain_sgd(reference.parameters())
+    for step in range(3):
+        x = torch.randn(4, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for one, batch, optimizer in ((model, local_part(x), optimizers[0]), (reference, x, optimizers[1])):
+            one(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+    for handle in _get_fsdp_handles(model):
+        assert len({*handle.fqns}) == len(handle.fqns)
