@@ -35,10 +35,10 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import process_time_ns
@@ -48,7 +48,6 @@ import null_process_group
 import report
 import torch
 import torch.distributed as dist
-from ablations import ABLATIONS, ablate
 from models import Block, TinyBlocks, num_groups
 from report import column
 from systems import FSDP2, OURS, PLAIN, SYSTEMS
@@ -73,6 +72,7 @@ class Setting:
     is_compiled: bool
     num_blocks: int
     repeats: int
+    takes_lowest: bool = False  # of the repeats, not their median: noise only adds
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Row:
     collectives_us: float | None = column("of it collectives", ".1f")
     ratio: float | None = column("ratio", ".3f")
     net_ratio: float | None = column("net ratio", ".3f")
-    optimizer_ratio: float = column("optimizer ratio", ".3f")
+    optimizer_ratio: float | None = column("optimizer ratio", ".3f")
 
     @property
     def case(self) -> str:
@@ -172,7 +172,13 @@ class StepTime:
     collectives: float
 
 
-def median_times(steps: Mapping[Case, TrainingStep], repeats: int) -> dict[Case, StepTime]:
+def time_steps(
+    steps: Mapping[Case, TrainingStep],
+    repeats: int,
+    turn: Callable[[], AbstractContextManager[None]],
+    summarise: Callable[[Sequence[int]], float],
+) -> dict[Case, StepTime]:
+    """Each repeat is timed within ``turn``."""
     times: dict[Case, list[tuple[int, ...]]] = {case: [] for case in steps}
     order = list(steps.items())
     gc.collect()
@@ -180,25 +186,30 @@ def median_times(steps: Mapping[Case, TrainingStep], repeats: int) -> dict[Case,
     for _ in range(repeats):
         random.shuffle(order)
         gc.collect()
-        gc.disable()
-        for case, step in order:
-            step.run()  # now the caches hold this system's code and data, not its predecessor's
-            phases = step.run()
-            with CollectiveClock() as clock:
-                step.run()
-            times[case].append((*phases, clock.nanoseconds))
-        gc.enable()
+        with turn():
+            gc.disable()
+            for case, step in order:
+                step.run()  # now the caches hold this system's code and data, not its predecessor's
+                phases = step.run()
+                with CollectiveClock() as clock:
+                    step.run()
+                times[case].append((*phases, clock.nanoseconds))
+            gc.enable()
     gc.unfreeze()
-    return {case: StepTime(*(median(phase) / 1e6 for phase in zip(*runs, strict=True))) for case, runs in times.items()}
+    return {
+        case: StepTime(*(summarise(phase) / 1e6 for phase in zip(*runs, strict=True))) for case, runs in times.items()
+    }
 
 
 # ---- one measurement in this process
 
 
-def measure(setting: Setting, cases: Sequence[Case]) -> list[Row]:
-    """Time ``cases`` under a simulated group, which is torch's default group for that time.
+def measure(
+    setting: Setting, cases: Sequence[Case], turn: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> list[Row]:
+    """Time ``cases`` under a simulated group, torch's default group for that time; each repeat within ``turn``.
 
-    Every precision among the cases needs plain and FSDP2.
+    Every precision among the cases needs plain; without FSDP2 there are no ratios to it.
     """
     _use_simulated_group(setting.backend, setting.world)
     base = TinyBlocks(setting.num_blocks)
@@ -206,7 +217,7 @@ def measure(setting: Setting, cases: Sequence[Case]) -> list[Row]:
     for step in steps.values():
         for _ in range(4):  # lazy initialisation, and the order that prefetching follows
             step.run()
-    times = median_times(steps, setting.repeats)
+    times = time_steps(steps, setting.repeats, turn, min if setting.takes_lowest else median)
     dist.destroy_process_group()
     return [_row(setting, times, *case, num_groups(base)) for case in cases]
 
@@ -225,7 +236,7 @@ def _use_simulated_group(backend: str, world_size: int) -> None:
 
 
 def _row(setting: Setting, times: Mapping[Case, StepTime], precision: str, system: str, groups: int) -> Row:
-    plain, reference, time = times[precision, PLAIN], times[precision, FSDP2], times[precision, system]
+    plain, reference, time = times[precision, PLAIN], times.get((precision, FSDP2)), times[precision, system]
     is_sharded = system != PLAIN
 
     def overhead_us(time: StepTime) -> float:
@@ -245,33 +256,85 @@ def _row(setting: Setting, times: Mapping[Case, StepTime], precision: str, syste
         optimizer_ms=time.optimizer,
         overhead_us=overhead_us(time) if is_sharded else None,
         collectives_us=time.collectives / groups * 1e3 if is_sharded else None,
-        ratio=overhead_us(time) / overhead_us(reference) if is_sharded else None,
-        net_ratio=net_overhead_us(time) / net_overhead_us(reference) if is_sharded else None,
-        optimizer_ratio=time.optimizer / reference.optimizer,
+        ratio=overhead_us(time) / overhead_us(reference) if is_sharded and reference else None,
+        net_ratio=net_overhead_us(time) / net_overhead_us(reference) if is_sharded and reference else None,
+        optimizer_ratio=time.optimizer / reference.optimizer if reference else None,
     )
 
 
 # ---- measurements in processes of their own
 
 
-def measure_in_child(
-    setting: Setting, precision: str, system: str, ablation: str = "", checkout: Path = _CHECKOUT
-) -> dict[str, Row]:
-    """The rows of plain, FSDP2 and one more system, by the code of a checkout."""
-    cases = [(precision, name) for name in (PLAIN, FSDP2, system)]
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder, "answer.json")
-        given = json.dumps({"setting": asdict(setting), "cases": cases, "ablation": ablation, "answer": str(answer)})
-        command = [sys.executable, str(checkout / "benchmarks" / Path(__file__).name), "--child", given]
-        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(checkout)})
-        return {row["system"]: Row(**row) for row in json.loads(answer.read_text())}
+class Child:
+    """A process that measures one system beside others, by the fsdp_compose of a checkout.
+
+    ``in_turn``: it waits before each repeat until it is given its turn, so that two of them can be measured together.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        cases: Sequence[Case],
+        *,
+        ablation: str = "",
+        checkout: Path = _CHECKOUT,
+        in_turn: bool = False,
+    ) -> None:
+        given = {"setting": asdict(setting), "cases": cases, "ablation": ablation, "in_turn": in_turn}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--child", json.dumps(given)],
+            env={**os.environ, "PYTHONPATH": str(checkout)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def take_turn(self) -> None:
+        """Let it measure one repeat."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self._answer()
+
+    def rows(self) -> dict[str, Row]:
+        """What it measured, by system; waits until it has ended."""
+        rows = [Row(**row) for row in self._answer()]
+        if self.process.wait() != 0:
+            raise RuntimeError(f"the measuring process ended with {self.process.returncode}")
+        return {row.system: row for row in rows}
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the measuring process ended early, with {self.process.wait()}")
+        return json.loads(line)
 
 
-def _run_child(setting: dict[str, Any], cases: list[Case], ablation: str, answer: str) -> None:
+def _run_child(setting: dict[str, Any], cases: list[Case], ablation: str, in_turn: bool) -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anything else prints is no answer
+
+    def answer(value: object) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        sys.stdin.readline()
+        yield
+        answer(None)
+
     if ablation:
-        ablate(ablation)
-    rows = measure(Setting(**setting), [(precision, system) for precision, system in cases])
-    Path(answer).write_text(json.dumps([asdict(row) for row in rows]))
+        import ablations  # what it changes, another checkout may not have
+
+        ablations.ablate(ablation)
+    given = [(precision, system) for precision, system in cases]
+    answer([asdict(row) for row in measure(Setting(**setting), given, turn if in_turn else nullcontext)])
+
+
+def measure_in_child(setting: Setting, precision: str, system: str, ablation: str = "") -> dict[str, Row]:
+    """The rows of plain, FSDP2 and one more system."""
+    return Child(setting, [(precision, name) for name in (PLAIN, FSDP2, system)], ablation=ablation).rows()
 
 
 def measure_in_children(setting: Setting, systems: Sequence[str]) -> list[Row]:
@@ -303,8 +366,10 @@ class CheckRow:
 
 
 def measure_checks(setting: Setting, rounds: int) -> list[CheckRow]:
-    """fsdp_compose with all checks, then without each of ``ABLATIONS``; every time in a fresh process."""
-    names = ["", *ABLATIONS]
+    """fsdp_compose with all checks, then without each of ``ablations.ABLATIONS``; every time in a fresh process."""
+    import ablations
+
+    names = ["", *ablations.ABLATIONS]
     overheads: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in random.sample(names, len(names)):
@@ -338,7 +403,7 @@ class CheckoutRow:
     lowest_us: float = column("lowest", ".1f")
     highest_us: float = column("highest", ".1f")
     optimizer_ms: float = column("optimizer + zero_grad ms", ".2f")
-    ratio: float = column("overhead / the other's", ".3f")
+    ratio: float = column("overhead / the other's", ".3f")  # the median of the rounds' ratios
 
     @property
     def case(self) -> str:
@@ -350,29 +415,41 @@ class CheckoutRow:
 
 
 def measure_checkouts(setting: Setting, rounds: int, other: Path) -> list[CheckoutRow]:
-    """This checkout and another one in turn; every time in a fresh process."""
+    """This checkout and another one: in each round a fresh process for each, whose repeats are measured in turn; of
+    each process the fastest forward and backward, since what else the machine does only adds."""
+    setting = replace(setting, takes_lowest=True)
     checkouts = {"this": _CHECKOUT, "other": other.resolve()}
     rows: list[CheckoutRow] = []
     for precision in PRECISIONS:
-        measured: dict[str, list[tuple[float, float]]] = {name: [] for name in checkouts}
-        for _ in range(rounds):
-            for name in random.sample([*checkouts], len(checkouts)):
-                row = measure_in_child(setting, precision, OURS, checkout=checkouts[name])[OURS]
-                measured[name].append((row.overhead_us or 0.0, row.optimizer_ms))
-        overheads = {name: [overhead for overhead, _ in runs] for name, runs in measured.items()}
-        rows += [
-            CheckoutRow(
-                checkout=name,
-                precision=precision,
-                overhead_us=median(found),
-                lowest_us=min(found),
-                highest_us=max(found),
-                optimizer_ms=median(optimizer for _, optimizer in measured[name]),
-                ratio=median(found) / median(overheads["other"]),
+        rounds_measured = [_measure_in_turn(setting, precision, checkouts) for _ in range(rounds)]
+        for name in checkouts:
+            measured = [found[name] for found in rounds_measured]
+            overheads = [row.overhead_us or 0.0 for row in measured]
+            others = [found["other"].overhead_us or 0.0 for found in rounds_measured]
+            rows.append(
+                CheckoutRow(
+                    checkout=name,
+                    precision=precision,
+                    overhead_us=median(overheads),
+                    lowest_us=min(overheads),
+                    highest_us=max(overheads),
+                    optimizer_ms=median(row.optimizer_ms for row in measured),
+                    ratio=median(one / another for one, another in zip(overheads, others, strict=True)),
+                )
             )
-            for name, found in overheads.items()
-        ]
     return rows
+
+
+def _measure_in_turn(setting: Setting, precision: str, checkouts: Mapping[str, Path]) -> dict[str, Row]:
+    cases = [(precision, system) for system in (PLAIN, OURS)]
+    children = {
+        name: Child(setting, cases, checkout=checkout, in_turn=True)
+        for name, checkout in random.sample([*checkouts.items()], len(checkouts))
+    }
+    for _ in range(setting.repeats):
+        for child in random.sample([*children.values()], len(children)):
+            child.take_turn()
+    return {name: child.rows()[OURS] for name, child in children.items()}
 
 
 # ---- command line

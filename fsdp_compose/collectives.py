@@ -219,7 +219,7 @@ class Communicator:
             plan = handle.reduce_plan = ReducePlan(handle, self._buffer_for(handle))
         buffer = plan.buffer
         if buffer.owner is not None:
-            self._finish_owner(buffer)
+            self._finish_reduction(buffer.owner)
         if handle.accumulation is not None:
             handle.accumulation.add(grads)
             buffer.free()  # nobody is in flight in it, and this reduction brings its own memory
@@ -232,7 +232,6 @@ class Communicator:
             else:
                 copy_gradients(plan.views, grads)
         del grads
-        buffer.owner = handle
         handle.awaits_publication = True
         self._start_reduce_scatter(handle, plan)
 
@@ -241,7 +240,8 @@ class Communicator:
         arrival = handle.gradient.prepare()
         handle.is_reduce_added = arrival is Arrival.ADDED
         output = plan.own_slice if handle.is_reduce_added or not plan.goes_direct else handle.gradient.target
-        handle.reduce_output, handle.reduce_input = output, plan
+        assert output is not None
+        handle.reduce_output, handle.reduce_input, plan.buffer.owner = output, plan, handle
         mesh = handle.mesh
         if mesh.shard_world_size == 1:
             return
@@ -257,18 +257,22 @@ class Communicator:
             with self._module.stream(self._reduce_stream):
                 handle.reduce_work = mesh.shard_group._reduce_scatter_base(output, flat, plan.options)
 
-    def _finish_owner(self, buffer: ReduceBuffer) -> None:
-        """Wait for the reduce-scatter that is in flight in ``buffer``; its result goes to the flat gradient."""
-        handle, buffer.owner = buffer.owner, None
-        assert handle is not None
-        work, handle.reduce_work = handle.reduce_work, None
+    @in_range("wait reduce_scatter")
+    def _finish_reduction(self, handle: FlatParamHandle) -> None:
+        """Wait for the reduce-scatter of ``handle``, the owner of its buffer; the result goes to the flat gradient."""
+        plan, output, work = handle.reduce_input, handle.reduce_output, handle.reduce_work
+        assert plan is not None and output is not None
+        plan.buffer.owner = handle.reduce_work = None
         if work is not None:
-            self._wait_for_reduce_scatter(handle, work)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure("reduce-scatter", handle, error) from error
             if handle.mesh.is_simulated:
                 self._wait_for_stream(self._reduce_stream)
-        output, target = handle.reduce_output, handle.gradient.target
-        assert output is not None and handle.reduce_input is not None
-        if handle.reduce_input.average_by_hand:
+        target = handle.gradient.target
+        assert target is not None
+        if plan.average_by_hand:
             output.div_(_divide_factors(handle.mesh.shard_world_size)[1])
         if handle.is_reduce_added:
             target.add_(output)
@@ -282,13 +286,6 @@ class Communicator:
         handle.gradient.publish(bytes(handle.is_used), has_others)
         handle.is_used[:] = handle.none_used
 
-    @in_range("wait reduce_scatter")
-    def _wait_for_reduce_scatter(self, handle: FlatParamHandle, work: dist.Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._failure("reduce-scatter", handle, error) from error
-
     def _wait_for_stream(self, stream: Any) -> None:
         """Let compute wait for all of a side stream. The work of a simulated group does not wait: what it copies are
         kernels of the stream it was issued on."""
@@ -299,7 +296,7 @@ class Communicator:
         """Wait for every reduction in flight and free the buffers."""
         for buffer in self._buffers.values():
             if buffer.owner is not None:
-                self._finish_owner(buffer)
+                self._finish_reduction(buffer.owner)
             buffer.free()
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
@@ -358,7 +355,7 @@ class Communicator:
         if buffer is None:
             buffer = self._buffers[key] = ReduceBuffer(*key, self._pool_id)
         elif buffer.owner is not None:
-            self._finish_owner(buffer)
+            self._finish_reduction(buffer.owner)
         return buffer
 
 

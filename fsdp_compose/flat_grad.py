@@ -46,9 +46,14 @@ class ShardedGradient:
         shard: the shard, whose length, dtype and device the gradient has.
         hooks: the gradient hooks of the faces, which ``publish`` calls.
         segments: the flat parameters over the shard; the list is the handle's own.
+
+    Attributes:
+        buffer: the memory, and its views.
+        target: from ``prepare`` until ``publish``, the flat tensor that takes the result: to be overwritten (FRESH,
+            FOREIGN) or added to (ADDED).
     """
 
-    __slots__ = ("_arrival", "_faces", "_hooks", "_is_dropped", "_is_published", "_segments", "_target", "buffer")
+    __slots__ = ("_arrival", "_faces", "_hooks", "_is_dropped", "_is_published", "_segments", "buffer", "target")
 
     def __init__(
         self,
@@ -65,23 +70,24 @@ class ShardedGradient:
         self._is_dropped = False  # no face had a gradient when the present forward began
         self._is_published = bytes(len(faces))
         self._arrival = Arrival.FRESH
-        self._target: torch.Tensor | None = None
+        self.target: torch.Tensor | None = None
 
     # ---- while a backward runs
 
     def prepare(self) -> Arrival:
         """Decide where the gradient that is about to be reduced goes; called once per reduction. A second reduction
         in the same backward is added to the first."""
-        if self._target is not None:
+        if self.target is not None:
             return Arrival.ADDED
-        if not self._is_dropped or self._want_gradients():  # else: publish() looks again
+        # On the hot path: asked only where there may be hooks. Where nothing is known, publish() looks again.
+        if not self._is_dropped or ((self._hooks.on_gradient or self._segments) and self._want_gradients()):
             if self._segments:
                 self.follow_user()
             for grad in map(_grad, self._faces):
                 if grad is not None:
                     return self._prepare_to_add()
         self.buffer.ensure_writable()
-        self._arrival, self._target = Arrival.FRESH, self.buffer.flat
+        self._arrival, self.target = Arrival.FRESH, self.buffer.flat
         return Arrival.FRESH
 
     def _prepare_to_add(self) -> Arrival:
@@ -92,19 +98,13 @@ class ShardedGradient:
                 if grad is None and self._is_published[i]:  # dropped by the user since: starts from zero again
                     buffer.run_of(buffer.flat, i).zero_()
             self._is_published = bytes(grad is not None for grad in grads)
-            self._arrival, self._target = Arrival.ADDED, buffer.flat
+            self._arrival, self.target = Arrival.ADDED, buffer.flat
             if self._segments:
                 buffer.zero_gaps()  # whoever scales a flat gradient by NaN makes its padding NaN
         else:
             self._arrival = Arrival.FOREIGN
-            self._target = torch.empty(buffer.numel, dtype=buffer.dtype, device=buffer.device)
+            self.target = torch.empty(buffer.numel, dtype=buffer.dtype, device=buffer.device)
         return self._arrival
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The flat tensor that takes the result: to be overwritten (FRESH, FOREIGN) or added to (ADDED)."""
-        assert self._target is not None, "prepare() first"
-        return self._target
 
     def publish(self, is_used: bytes, has_others: bool = True) -> None:
         """Show the reduced gradient: ``face.grad`` of every face for which ``is_used`` holds a 1; the others stay as
@@ -116,7 +116,7 @@ class ShardedGradient:
         elif self._arrival is Arrival.FRESH:
             if has_others:
                 is_used = self._add_others(is_used)
-            if not self._hooks.is_empty:
+            if self._hooks.on_gradient or self._hooks.after_accumulation:
                 self._publish_through_hooks(is_used)
             elif 0 not in is_used:
                 with PlainAttributes():
@@ -130,7 +130,7 @@ class ShardedGradient:
         elif self._arrival is Arrival.FOREIGN:
             for i, face in enumerate(self._faces):
                 if is_used[i]:
-                    self._hooks.add_to_grad(i, make_gradient(buffer.run_of(self._target, i), face))
+                    self._hooks.add_to_grad(i, make_gradient(buffer.run_of(self.target, i), face))
         else:
             published = self._is_published
             for i, (face, view) in enumerate(zip(self._faces, buffer.views, strict=True)):
@@ -143,7 +143,7 @@ class ShardedGradient:
         if self._segments:
             self._publish_segments(is_used)
             self._hooks.forget(is_used)
-        self._target = None
+        self.target = None
 
     def _publish_through_hooks(self, is_used: bytes) -> None:
         for i, (face, view) in enumerate(zip(self._faces, self.buffer.views, strict=True)):
@@ -154,7 +154,7 @@ class ShardedGradient:
 
     def _publish_separately(self, is_used: bytes) -> None:
         """Add to the flat gradient what hooks want to see by itself."""
-        buffer, result = self.buffer, self._target
+        buffer, result = self.buffer, self.target
         assert buffer.flat is not None and result is not None
         used = [i for i in range(len(self._faces)) if is_used[i]]
         with torch.no_grad():
@@ -228,7 +228,7 @@ class ShardedGradient:
 
     def forget_result(self) -> None:
         """Do not publish what was reduced."""
-        self._target = None
+        self.target = None
 
     def discard(self) -> None:
         """Make every face's gradient ``None``."""
@@ -237,7 +237,7 @@ class ShardedGradient:
         for segment in self._segments:
             segment.parameter.grad = None
         self._is_published = bytes(len(self._faces))
-        self._target = None
+        self.target = None
 
     # ---- together with flat parameters; Note [One owner]
 

@@ -51,6 +51,9 @@ class GradientHooks:
             of them arrive here, also after ``module.to()`` has exchanged everything in it but its identity.
         before: who has kept the hooks of each face until now, if somebody has.
         owner: the handle, whose ``after_publication`` says when the gradients of a backward are there.
+
+    Attributes:
+        on_gradient, after_accumulation: the hooks of either kind, by index of the face.
     """
 
     def __init__(
@@ -64,14 +67,14 @@ class GradientHooks:
         self._owner = weakref.ref(owner)
         self._arrivals: dict[int, _Arrival] = {}  # by index of the face
         self._accumulated: set[int] = set()  # of those, which autograd has added to ``.grad`` in this backward
-        self._on_gradient: dict[int, _Hooks] = {}
-        self._after_accumulation: dict[int, _Hooks] = {}
+        self.on_gradient: dict[int, _Hooks] = {}
+        self.after_accumulation: dict[int, _Hooks] = {}
         for i, owner in enumerate(before):
             if owner is not None:
                 j = owner._index(faces[i])
                 for mine, theirs in (
-                    (self._on_gradient, owner._on_gradient),
-                    (self._after_accumulation, owner._after_accumulation),
+                    (self.on_gradient, owner.on_gradient),
+                    (self.after_accumulation, owner.after_accumulation),
                 ):
                     if j in theirs:
                         mine[i] = theirs[j]
@@ -84,17 +87,17 @@ class GradientHooks:
         if any(map(is_part_of_multi_grad_hook, gradient_hooks(original))):
             raise ValueError(_REFUSED.format(self._name_of(index), "fully_shard() after register_multi_grad_hook()"))
         if original._backward_hooks:
-            self._on_gradient[index] = cast(_Hooks, original._backward_hooks)
+            self.on_gradient[index] = cast(_Hooks, original._backward_hooks)
         after = getattr(original, "_post_accumulate_grad_hooks", None)
         if after:
-            self._after_accumulation[index] = after
+            self.after_accumulation[index] = after
         if not self.is_empty:
             self._listen(index)
 
     def register(self, face: nn.Parameter, hook: Callable[[Any], Any], after_accumulation: bool) -> RemovableHandle:
         """What registering a hook on a face does."""
         index = self._index(face)
-        kind = self._after_accumulation if after_accumulation else self._on_gradient
+        kind = self.after_accumulation if after_accumulation else self.on_gradient
         hooks = kind.setdefault(index, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -126,18 +129,18 @@ class GradientHooks:
     @property
     def want_gradients(self) -> bool:
         """Whether some hook must see the gradient of a backward by itself, before it is accumulated."""
-        return any(self._on_gradient.values())
+        return any(self.on_gradient.values())
 
     @property
     def is_empty(self) -> bool:
-        return not (self._on_gradient or self._after_accumulation)
+        return not (self.on_gradient or self.after_accumulation)
 
     # ---- called when a gradient is published
 
     def replace(self, index: int, gradient: torch.Tensor) -> None:
         """Call the hooks on a gradient; what they return takes its place, in its memory."""
         with torch.no_grad():
-            for hook in [*self._on_gradient.get(index, {}).values()]:
+            for hook in [*self.on_gradient.get(index, {}).values()]:
                 result = hook(gradient)
                 if result is not None:
                     gradient.copy_(result)
@@ -147,13 +150,13 @@ class GradientHooks:
         self._arrivals.pop(index, None)
         self._accumulated.discard(index)
         with torch.no_grad():
-            for hook in [*self._after_accumulation.get(index, {}).values()]:
+            for hook in [*self.after_accumulation.get(index, {}).values()]:
                 hook(self._faces[index])
 
     def add_to_grad(self, index: int, reduced: torch.Tensor) -> None:
         """Accumulate a reduced gradient into ``.grad``, with all hooks."""
         face = self._faces[index]
-        if index in self._accumulated and self._on_gradient.get(index):
+        if index in self._accumulated and self.on_gradient.get(index):
             reduced.add_(self._arrivals[index].gradient)
             self._put(index, reduced)
         else:
@@ -167,7 +170,7 @@ class GradientHooks:
     def take_arrival(self, index: int, reduced: torch.Tensor, into: torch.Tensor) -> bool:
         """Add to ``reduced``, for the hooks, what autograd has brought to a face in this backward, and set ``into`` to
         what the face's gradient was before; whether there is such a thing, and a hook that must see it."""
-        if index not in self._accumulated or not self._on_gradient.get(index):
+        if index not in self._accumulated or not self.on_gradient.get(index):
             return False
         gradient, before = self._arrivals[index]
         reduced.add_(gradient)
@@ -197,7 +200,7 @@ class GradientHooks:
         if owner is not None and owner.segments:
             self.listen_to_all()
         else:
-            for index in self._on_gradient.keys() | self._after_accumulation.keys():
+            for index in self.on_gradient.keys() | self.after_accumulation.keys():
                 self._listen(index)
 
     def listen_to_all(self) -> None:
@@ -231,7 +234,7 @@ class GradientHooks:
                 owner.follow_user()  # what was dropped from a flat parameter shall not be added to
         before = behind(self._faces[index].grad)
         if before is not None:
-            before = before.clone() if self._on_gradient.get(index) else None
+            before = before.clone() if self.on_gradient.get(index) else None
         self._arrivals[index] = _Arrival(gradient, before)
 
     def _note_accumulated(self, index: int) -> None:
@@ -250,7 +253,7 @@ class GradientHooks:
         """Call the hooks of faces to which autograd has brought a gradient that no publication has shown to them."""
         accumulated = sorted(self._accumulated)
         for index in accumulated:
-            if self._on_gradient.get(index):
+            if self.on_gradient.get(index):
                 self._put(index, like_face(self._arrivals[index].gradient, self._faces[index]))
             self.accumulated(index)
         self.forget_arrivals()

@@ -51,7 +51,10 @@ class KeptTensors:
         self._places: list[tuple[int, str]] = []  # where some were found, namespace and key: always read
         self._seen: list[weakref.ref[torch.Tensor]] = []
         self._live: list[Collection[Any]] = []  # what may change inside attributes
-        self._lengths: list[int] = []  # of namespaces and of these; as long as it is empty, nothing was prepared
+        self._contents: list[Collection[Any]] = []  # those of them that are compared one by one
+        self._slots: list[tuple[int, itemgetter[Any]]] = []  # namespace, and all its values that are compared
+        self._known: list[Any] = []  # what contents and slots held
+        self._lengths: list[int] = []  # of namespaces and live ones; as long as it is empty, nothing was prepared
 
     def new_ones(self) -> list[torch.Tensor]:
         """Those that were not there at the last call."""
@@ -59,8 +62,18 @@ class KeptTensors:
         for ref in self._weak:
             module = ref()
             namespaces = [*namespaces, {} if module is None else module.__dict__]
-        if self._has_changed(namespaces):
+        if [*map(len, namespaces), *map(len, self._live)] != self._lengths:
             self._search(namespaces)
+        else:
+            values = [*self._contents]
+            try:
+                for i, getter in self._slots:  # on the hot path: a comprehension is a call
+                    values.append(getter(namespaces[i]))
+                is_same = all(map(is_, chain.from_iterable(values), self._known))
+            except KeyError:
+                is_same = False
+            if not is_same:
+                self._search(namespaces)
         if not self._places:
             return []
         found = [item for i, key in self._places for item in tensors_requiring_grad(namespaces[i].get(key))]
@@ -69,21 +82,10 @@ class KeptTensors:
         self._seen = [weakref.ref(item) for item in found]
         return new
 
-    def _has_changed(self, namespaces: Sequence[Namespace]) -> bool:
-        if [*map(len, namespaces), *map(len, self._live)] != self._lengths:
-            return True
-        values: list[Collection[Any]] = []
-        try:
-            for i, getter in self._slots:  # on the hot path: a comprehension is a call
-                values.append(getter(namespaces[i]))
-        except KeyError:
-            return True
-        return not all(map(is_, chain.from_iterable(values + self._contents), self._known))
-
     def _search(self, namespaces: Sequence[Namespace]) -> None:
         """Look at everything, and remember what was looked at."""
-        self._slots: list[tuple[int, itemgetter[Any]]] = []
-        self._known: list[Any] = []
+        self._slots.clear()
+        known: list[Any] = []
         collections: list[Collection[Any]] = []
         for i, (namespace, never_change) in enumerate(zip(namespaces, self._never_change, strict=True)):
             names = []
@@ -100,11 +102,11 @@ class KeptTensors:
             if names:
                 getter = itemgetter(*names, names[0])  # of one name, it would make no tuple
                 self._slots.append((i, getter))
-                self._known += getter(namespace)
+                known += getter(namespace)
         self._live = collections
         self._lengths = [*map(len, namespaces), *map(len, collections)]
         self._contents = [item for item in collections if 0 < len(item) <= _MAX_ENTRIES]
-        self._known += chain.from_iterable(self._contents)
+        self._known = [*chain.from_iterable(self._contents), *known]
 
 
 def _contents_of(value: Any, depth: int) -> Iterable[Collection[Any]]:

@@ -415,7 +415,7 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
     # Where no gradient can flow there is nothing to find, which shall not end the search.
     is_tensor = isinstance(output, _Tensor)
     may_keep = use.has_alias or state.is_trainable or not is_tensor or output.requires_grad or state.is_outermost
-    kept = state.swap.kept_tensors() if may_keep else []
+    kept = state.swap.kept.new_ones() if may_keep else []
     if use.containers is not None:
         kept += use.tensors_put_into_inputs()
     if is_tensor and output.requires_grad and not kept and use.hook_output(output):  # the fast path

@@ -165,11 +165,12 @@ class _FSDPState(ComposableState):
 
     def refuse_unseen_backward(self) -> None:
         """Raise if backward has entered the group before any of its hooks: it may have computed with memory that was
-        freed, or that an all-gather was still filling."""
+        freed, or that an all-gather was still filling. Where such memory refuses access, it has not: what it computed
+        without the parameters (the gradient of a bias) is right."""
         if self.is_unhooked or not self.reshard_after_forward:
             return
         for handle in self._handles:
-            if handle.has_unsharded_grad() and not handle.is_resident:
+            if not (handle.memory.is_guarded or handle.is_resident) and handle.has_unsharded_grad():
                 raise RuntimeError(
                     f"a backward entered the fully_shard group {self.name} past its module's outputs, where its "
                     "parameters were not gathered: its gradients are wrong, and none was published. Let forward return "
@@ -435,7 +436,8 @@ def get_state(module: nn.Module) -> _FSDPState | None:
 
 def state_of_hooked(module: nn.Module) -> _FSDPState:
     """As ``get_state``, for a module that has our hooks and therefore a state: on the hot path."""
-    return cast(_FSDPState, module.__dict__[STATE_KEY][_API])
+    state: _FSDPState = module.__dict__[STATE_KEY][_API]  # cast() would be a call
+    return state
 
 
 # ---- traversal

@@ -43,6 +43,7 @@ class ParameterSwap:
         fqns: name of every module of the group, relative to the sharded module.
 
     Attributes:
+        kept: the tensors that ``forward`` keeps on the group's modules.
         num_shows: forwards and backwards during which the modules show the unsharded parameters.
         shown_instead: what ``show_instead`` shows at present, by the id of the unsharded parameter.
     """
@@ -50,7 +51,6 @@ class ParameterSwap:
     __slots__ = (
         "_children",
         "_fqns",
-        "_kept",
         "_known_children",
         "_namespaces",
         "_owned",
@@ -63,6 +63,7 @@ class ParameterSwap:
         "_unsharded_values",
         "_views",
         "_writes",
+        "kept",
         "num_shows",
         "prefix",
         "shown_instead",
@@ -87,7 +88,7 @@ class ParameterSwap:
         self.shown_instead: Mapping[int, torch.Tensor] = {}
         self.prefix = ""  # what precedes the names of these modules in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
-        self._kept = KeptTensors(
+        self.kept = KeptTensors(
             [(module, (*_OWN_ATTRIBUTES, *getattr(module, "__constants__", ()))) for module in fqns], held_weakly=roots
         )
         self._children = [module._modules for module in fqns]
@@ -124,10 +125,6 @@ class ParameterSwap:
         self._prepared_names = [list(parameters) for parameters in self._sharded]
         self._sharded_values = tuple(_values(self._sharded))
         self._unsharded_values = tuple(_values(self._unsharded))
-
-    def kept_tensors(self) -> list[torch.Tensor]:
-        """Tensors that require grad and that ``forward`` has just kept on the group's modules."""
-        return self._kept.new_ones()
 
     def watched_dicts(self) -> list[dict[str, Any]]:
         """The dicts of which an entry that changes between iterations matters: sharded parameters, and submodules."""
@@ -240,8 +237,15 @@ class ParameterSwap:
     def show_sharded(self) -> None:
         """Undo one ``show_unsharded``."""
         self.num_shows -= 1
-        if not self.num_shows:
-            self._write_sharded()
+        if self.num_shows:
+            return
+        self.shown_instead = {}
+        for namespace, key, sharded, _ in self._writes:
+            namespace[key] = sharded
+        for ref, key, sharded, _ in self._root_writes:
+            module = ref()
+            if module is not None:
+                module.__dict__[key] = sharded
 
     def restore(self, num_running: int = 0) -> None:
         """Put the sharded faces back after an interruption, whatever it left, and throw away what the interrupted
@@ -250,19 +254,10 @@ class ParameterSwap:
             self.num_shows = num_running
             return
         if self.num_shows:
-            self.num_shows = 0
-            self._write_sharded()
+            self.num_shows = 1
+            self.show_sharded()
         if not _hold(self._unsharded, self._unsharded_values):
             self.rebuild()
-
-    def _write_sharded(self) -> None:
-        self.shown_instead = {}
-        for namespace, key, sharded, _ in self._writes:
-            namespace[key] = sharded
-        for ref, key, sharded, _ in self._root_writes:
-            module = ref()
-            if module is not None:
-                module.__dict__[key] = sharded
 
     def check_unsharded_slots(self) -> None:
         """Raise if a forward replaced, added or removed a parameter."""
