@@ -40,7 +40,8 @@ class KeptTensors:
     """
 
     __slots__ = (
-        "_contents", "_held", "_known", "_lengths", "_live", "_never_change", "_places", "_seen", "_slots", "_weak",
+        "_contents", "_empty", "_held", "_known", "_lengths", "_live", "_never_change", "_places", "_seen",
+        "_slots", "_weak",
     )  # fmt: skip
 
     def __init__(self, modules: Sequence[tuple[nn.Module, Iterable[str]]], held_weakly: Collection[nn.Module]) -> None:
@@ -50,7 +51,8 @@ class KeptTensors:
         self._never_change = [_OF_EVERY_MODULE.union(constants) for _, constants in ordered]
         self._places: list[tuple[int, str]] = []  # where some were found, namespace and key: always read
         self._seen: list[weakref.ref[torch.Tensor]] = []
-        self._live: list[Collection[Any]] = []  # what may change inside attributes
+        self._empty: list[Collection[Any]] = []  # what may change inside attributes, and holds nothing
+        self._live: list[Collection[Any]] = []  # ... and holds something
         self._contents: list[Collection[Any]] = []  # those of them that are compared one by one
         self._slots: list[tuple[int, itemgetter[Any]]] = []  # namespace, and all its values that are compared
         self._known: list[Any] = []  # what contents and slots held
@@ -62,7 +64,7 @@ class KeptTensors:
         for ref in self._weak:
             module = ref()
             namespaces = [*namespaces, {} if module is None else module.__dict__]
-        if [*map(len, namespaces), *map(len, self._live)] != self._lengths:
+        if any(self._empty) or [*map(len, namespaces), *map(len, self._live)] != self._lengths:
             self._search(namespaces)
         else:
             values = [*self._contents]
@@ -103,9 +105,10 @@ class KeptTensors:
                 getter = itemgetter(*names, names[0])  # of one name, it would make no tuple
                 self._slots.append((i, getter))
                 known += getter(namespace)
-        self._live = collections
-        self._lengths = [*map(len, namespaces), *map(len, collections)]
-        self._contents = [item for item in collections if 0 < len(item) <= _MAX_ENTRIES]
+        self._empty = [item for item in collections if not item]
+        self._live = [item for item in collections if item]
+        self._lengths = [*map(len, namespaces), *map(len, self._live)]
+        self._contents = [item for item in self._live if len(item) <= _MAX_ENTRIES]
         self._known = [*chain.from_iterable(self._contents), *known]
 
 

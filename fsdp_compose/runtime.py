@@ -334,7 +334,8 @@ def _look_for_writes(root: RootContext, state: _FSDPState, module: nn.Module, us
 
 
 def _leave(root: RootContext, state: _FSDPState, module: nn.Module, is_hooked: bool) -> None:
-    state.pending_modules.discard(id(module))
+    if state.pending_modules:
+        state.pending_modules.discard(id(module))
     if not state.entries:
         is_kept = state.keeps_unsharded and not _is_grad_enabled()
         if is_kept or state.pending_modules or not state.reshard_after_forward:

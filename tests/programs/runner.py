@@ -174,8 +174,8 @@ class Runner:
         """A backward has run."""
         had_unreduced = self.has_unreduced
         self.has_unreduced = not all(state.requires_gradient_sync for state in _get_fsdp_states(self.model))
-        if had_unreduced and not self.program.shards_root and len(self.roots) > 1:
-            # Each child is a root of its own: those that have not run keep what they have accumulated.
+        if had_unreduced and not self.program.shards_root:
+            # Each child is a root of its own: those that no backward has reached keep what they have accumulated.
             self.has_unreduced |= any(type(param.grad) is UnreducedGradient for param in self.faces)
 
     def do_train(self, action: Action, what: str) -> None:
