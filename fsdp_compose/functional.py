@@ -85,6 +85,8 @@ class FunctionalUse:
 
 def refuse_accumulated(state: _FSDPState) -> None:
     """Raise if gradients of the group wait for a reduction, which functional mode does not do for them."""
+    for handle in state._handles:
+        handle.settle_accumulation()
     if any(handle.accumulation is not None for handle in state._handles):
         raise RuntimeError(
             f"the fully_shard group {state.name} has gradients that were accumulated without sync, and a forward in "

@@ -83,8 +83,12 @@ class GradientBuffer:
         """Free the memory, or leave it to whoever holds it."""
         if self._is_held_elsewhere():
             self._forget()
-        else:
+            return
+        try:
             self._storage.resize_(0)
+        except RuntimeError:  # it was shown to NumPy: torch never changes its size again
+            self._forget()
+        else:
             self.is_allocated = False
 
     def attach(self, segment: FlatSegment) -> None:

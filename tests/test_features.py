@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import expecttest
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from fsdp_compose import (
     MixedPrecisionPolicy,
     RaggedDTensor,
     distribute_ragged,
+    flat_parameters,
     fully_shard,
     no_sync,
     reshard,
@@ -86,16 +88,23 @@ def whole(
     sharded = {name: of(param) for name, param in model.named_parameters()}
     for name, param in like.named_parameters():
         assert sharded[name] is None or sharded[name].shape == param.shape, name
-    mine = {name: None if t is None else t.to_local().detach().clone() for name, t in sharded.items()}
+    mine = {name: None if t is None else _bytes_of(t.to_local().detach()) for name, t in sharded.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine)  # not of tensors, which take long to pickle
     result: dict[str, torch.Tensor | None] = {}
     for name, param in like.named_parameters():
         runs = [theirs[name] for theirs in everyone]
         missing = [rank for rank, run in enumerate(runs) if run is None]
         assert len(missing) in (0, len(runs)), f"{name} is None on ranks {missing} only"
-        result[name] = None if missing else torch.cat([run.flatten() for run in runs]).view(param.shape)
+        result[name] = None
+        if not missing:
+            joined = torch.frombuffer(bytearray(b"".join(runs)), dtype=torch.uint8) if any(runs) else torch.empty(0)
+            result[name] = joined.view(sharded[name].dtype).view(param.shape)
     return result
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:
@@ -1176,6 +1185,25 @@ HOLD: dict[str, Callable[[nn.Module], Any]] = {
     "local": lambda model: [param.grad.to_local() for param in model.parameters()],
     "numpy": lambda model: [param.grad.to_local().numpy() for param in model.parameters()],
 }
+
+
+@pytest.mark.parametrize("has_flat_views", [False, True])
+@distributed(world_size=2)
+def test_gradients_that_were_read_by_numpy(has_flat_views):
+    """Torch cannot take memory away that NumPy has seen, even if nothing holds it any more."""
+    twins = Twins(Net())
+    views = flat_parameters(twins.sharded) if has_flat_views else []
+    for batch in inputs(4):
+        twins.backward(mean_square, batch)
+        twins.check_gradients()
+        norms = [float(np.linalg.norm(param.grad.to_local().numpy())) for param in twins.sharded.parameters()]
+        norms += [float(np.linalg.norm(view.grad.to_local().numpy())) for view in views]
+        assert any(norms)
+        for optimizer in twins.optimizers:
+            optimizer.step()
+        for tensor in (*views, *twins.sharded.parameters(), *twins.reference.parameters()):
+            tensor.grad = None
+        twins.check_parameters()
 
 
 @pytest.mark.parametrize("drop", ["zero_grad", "set_to_none by hand"])

@@ -293,6 +293,24 @@ def test_gradients_accumulated_without_sync_are_not_forgotten():
 
 
 @distributed(world_size=2)
+def test_gradients_accumulated_without_sync_that_were_dropped():
+    """Known to be when a term of the loss is computed from a parameter, before any forward has looked."""
+    both = Twins(smooth_net(), shard_layers, plain_sgd, tolerance=1e-12)
+    with no_sync(both.sharded):
+        both.backward(mean_square, batches(1)[0])
+    for twin in both.both:
+        twin.zero_grad()
+    set_functional_mode(both.sharded)
+    both.backward(_with_weight_decay, batches(2)[1])
+    both.step()
+
+
+def _with_weight_decay(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    weight = model.layers[0].linear.weight
+    return full(weight).square().mean() + mean_square(model, x)
+
+
+@distributed(world_size=2)
 def test_training_goes_on_after_an_exception():
     both = twins()
     fails = both.sharded.layers[1].register_forward_hook(lambda *_: 1 / 0)

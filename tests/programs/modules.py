@@ -35,11 +35,13 @@ class Trip:
         does_edits: whether modules that edit parameters do so: of the unsharded model, in one of the ranks' forwards.
         share: of the loss of one rank in that of the model.
         number: of the forward.
+        num_local_losses: that forwards have run a backward of.
     """
 
     def __init__(self) -> None:
         self.where, self.left, self.rank = "", -1, 0
         self.does_edits, self.share, self.number = True, 1.0, 0
+        self.num_local_losses = 0
 
     def reached(self, where: str) -> None:
         if self.where == where and self.left >= 0:
@@ -160,6 +162,7 @@ class Module(nn.Module):
             y = self.run(child, y)
             if y.requires_grad:
                 (y.square().mean() * self.trip.share).backward()
+                self.trip.num_local_losses += 1
             y = y.detach()
         return (x + y) / 2
 

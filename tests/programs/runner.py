@@ -116,6 +116,7 @@ class Runner:
         model, reference = self.roots[which], self.reference_roots[which]
         self.num_forwards += 1
         model.trip.number = reference.trip.number = self.num_forwards
+        model.trip.num_local_losses = 0
         term = term if self.faces else ""
         terms = self.terms_on(at, term) if "before" in term else None
         self.lags = False
@@ -132,8 +133,7 @@ class Runner:
                 warnings.simplefilter("ignore")
                 theirs.append(loss_of(reference, part) / self.world_size)
         reference.trip.does_edits = True
-        parts = [module.part for module in reference.modules() if isinstance(module, Module)]
-        if any(part.kind == "local loss" for part in parts) and torch.is_grad_enabled():
+        if model.trip.num_local_losses:
             self.note_unreduced()
         self.check_close(ours.detach() / self.world_size, theirs[self.rank].detach(), "loss")
         if ours.requires_grad != theirs[self.rank].requires_grad:
