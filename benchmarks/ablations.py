@@ -14,7 +14,10 @@ ABLATIONS: dict[str, list[tuple[type, str, Any]]] = {
     "backward that entered past the outputs": [(state._FSDPState, "refuse_unseen_backward", None)],
     "step between forward and backward": [(state._FSDPState, "check_versions", None)],
     "parameter edited or replaced inside forward": [(watch.Watch, "was_forward_quiet", True)],
-    "tensors that forward keeps on modules": [(kept_tensors.KeptTensors, "new_ones", [])],
+    "tensors that forward keeps on modules": [
+        (kept_tensors.KeptTensors, "new_ones", []),
+        (watch.Watch, "newly_kept", []),
+    ],
     "values that functional_call() puts in the place of parameters": [(swap.ParameterSwap, "is_overridden", False)],
     "requires_grad set between forward and backward": [(watch.Watch, "was_toggled", False)],
     "gradient that the user holds": [(grad_buffer.GradientBuffer, "_is_held_elsewhere", False)],

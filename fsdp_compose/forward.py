@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+import torch
 import torch.nn as nn
 
 from ._torch import backwards, current_graph_task_id
@@ -102,8 +103,8 @@ def _begin_forward(root: RootContext, outermost: _FSDPState) -> None:
 
 
 def check_after_forward(root: RootContext) -> None:
-    """Called at the end of an outermost forward: raise if it has changed an unsharded parameter, and publish what
-    backwards inside it have left."""
+    """Called at the end of an outermost forward: raise if it has changed an unsharded parameter, hook what it has kept
+    unexpectedly, and publish what backwards inside it have left."""
     if root.has_failed_backward:
         recover_backward(root)
     watch = root.watch
@@ -116,5 +117,10 @@ def check_after_forward(root: RootContext) -> None:
         finally:
             if watch is not None:
                 watch_again(root)
+    if watch is not None and torch.is_grad_enabled():
+        for state, tensors in watch.newly_kept():
+            if state.latest_use is not None:
+                for tensor in tensors:
+                    state.latest_use.hook_output(tensor)
     if backwards.count != root.num_backwards and watch is not None and watch.has_unsharded_grads():
         publish_from_inside(root)

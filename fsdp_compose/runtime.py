@@ -322,6 +322,8 @@ def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
     else:
         if root.depth == 0:
             root.has_failed, root.caller = True, None
+            for other in root.live_states():
+                other.latest_use = None
         reshard(root, state)
 
 
@@ -359,6 +361,7 @@ def _end_forward(root: RootContext, is_hooked: bool) -> None:
                 root.communicator.reshard(handle)
         if state.pending_modules:
             state.pending_modules.clear()
+        state.latest_use = None
 
 
 def _prefetch_forward(root: RootContext, state: _FSDPState) -> None:
@@ -416,7 +419,10 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
     # Where no gradient can flow there is nothing to find, which shall not end the search.
     is_tensor = isinstance(output, _Tensor)
     may_keep = use.has_alias or state.is_trainable or not is_tensor or output.requires_grad or state.is_outermost
-    kept = state.swap.kept.new_ones() if may_keep else []
+    keeper = state.swap.kept
+    kept = keeper.new_ones() if may_keep and not keeper.is_quiet else []
+    if not is_recomputed:
+        state.latest_use = use
     if use.containers is not None:
         kept += use.tensors_put_into_inputs()
     if is_tensor and output.requires_grad and not kept and use.hook_output(output):  # the fast path
@@ -434,6 +440,8 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
             has_hooks = True
         else:
             is_opaque = True
+    if keeper.is_quiet and not has_hooks and may_keep:
+        kept += keeper.new_ones()
     for tensor in kept:
         has_hooks |= use.hook_output(tensor)
     if not has_hooks:

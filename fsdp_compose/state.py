@@ -67,6 +67,7 @@ class _FSDPState(ComposableState):
         phase: where the group stands in backward.
         entries: for each forward of the group's modules that was entered and not left, the exception that was being
             handled when it was entered, its use, and whether it is a recomputation.
+        latest_use: of the outermost forward that is running, in the default mode under grad mode.
         outstanding: number of the forward of each use whose backward has not come yet, in order.
         pending_modules: of several modules, how many have yet to run before the group is resharded.
         num_toggles: how often ``requires_grad`` of any sharded parameter had been set at the group's last forward.
@@ -77,9 +78,10 @@ class _FSDPState(ComposableState):
     __slots__ = (
         "_handles", "active_uses", "code", "entries", "fqn", "granularity", "has_leaf_hooks", "has_unsynced",
         "ignored", "index", "is_functional", "is_iterated", "is_outermost", "is_reduced", "is_unhooked",
-        "keeps_unsharded", "last_use", "look_gaps", "mesh", "modules", "mp_policy", "num_toggles", "outstanding",
-        "pending_modules", "phase", "ran_backward", "regions", "requires_gradient_sync", "reshard_after_forward",
-        "reshard_option", "root", "serial", "swap", "unhooked_versions", "uses_left", "was_functional", "watch",
+        "keeps_unsharded", "last_use", "latest_use", "look_gaps", "mesh", "modules", "mp_policy", "num_toggles",
+        "outstanding", "pending_modules", "phase", "ran_backward", "regions", "requires_gradient_sync",
+        "reshard_after_forward", "reshard_option", "root", "serial", "swap", "unhooked_versions", "uses_left",
+        "was_functional", "watch",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -114,6 +116,7 @@ class _FSDPState(ComposableState):
     def reset(self) -> None:
         """Forget the iteration that was going on."""
         self.entries: list[tuple[BaseException | None, Any, bool]] = []
+        self.latest_use: Any = None
         self.outstanding: list[int] = []
         self.pending_modules: set[int] = set()
         self.uses_left, self.look_gaps = [1, 1], [1, 1]
@@ -284,6 +287,9 @@ class _Watches:
 
     def has_grads(self) -> bool:
         return any([watch.has_grads() for watch in self._watches])
+
+    def newly_kept(self) -> list[Any]:
+        return [item for watch in self._watches for item in watch.newly_kept()]
 
     def was_forward_quiet(self) -> bool:
         return all([watch.was_forward_quiet() for watch in self._watches])

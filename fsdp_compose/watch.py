@@ -7,6 +7,7 @@ in ``user_changes``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -17,6 +18,7 @@ import torch
 from ._torch import PlainAttributes, backwards
 from .edits import toggles
 from .faces import face_local
+from .kept_tensors import QuietGroups
 from .state import _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
@@ -44,6 +46,8 @@ class Watch:
         self._num_toggles = self._ended_backward = -1
         self._versions = [*map(_unsharded_version, handles)]
         self._has_meta = any(handle.is_meta for handle in handles)
+        self._keepers = {id(state.swap.kept): weakref.ref(state) for state in states[1:]}
+        self._quiet = QuietGroups([state.swap.kept for state in states[1:]])
 
     def is_quiet(self) -> bool:
         """Whether every slot holds what it held, every parameter is where it was and requires grad as it did, and no
@@ -57,6 +61,11 @@ class Watch:
                 and [*map(_data_ptr, self._filled)] == self._addresses
                 and (self._ended_backward == backwards.count or not self.has_unsharded_grads())
             )
+
+    def newly_kept(self) -> list[tuple[_FSDPState, list[torch.Tensor]]]:
+        """What a forward has kept on the modules of groups that had not kept anything in the forwards before."""
+        kept = [(self._keepers[id(item)](), item.new_ones()) for item in self._quiet.changed()]
+        return [(state, tensors) for state, tensors in kept if state is not None]
 
     def backward_has_ended(self) -> None:
         """All gradients of the present backward were taken: none is left until another one begins."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
+from fsdp_compose.state import get_state
 from tests.harness import distributed
 
 REFUSED = "Cannot access data pointer|while they are sharded|out of bounds for storage of size 0"
@@ -116,3 +120,119 @@ def test_losses_that_are_never_cleared_are_hooked_once():
         model(torch.randn(3, 4)).sum().backward()
     assert len(layer.all) == 3
     assert [len(loss._backward_hooks) for loss in layer.all] == [1, 1, 1]
+
+
+class Keeper(nn.Module):
+    """Keeps a loss of its own when it is told to: as an attribute, in a list, or both."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 4), nn.ModuleList(inner)
+        self.how, self.losses = "", []
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        if "attribute" in self.how:
+            self.aux = self.linear(y).square().mean()
+        if "list" in self.how:
+            self.losses.append(self.linear(2 * y).square().mean())
+        for module in self.inner:
+            y = module(y)
+        return x + y
+
+
+# By step: what each keeper does, how often the model is run, and whether an evaluation, or an exception, comes before.
+LATE_KEEPS = {
+    5: ({2: "attribute"}, 1, ""),
+    6: ({2: "attribute"}, 2, ""),
+    9: ({0: "list", 3: "list attribute"}, 1, "evaluation"),
+    13: ({1: "list"}, 2, ""),
+    14: ({1: "attribute", 4: "list"}, 1, "exception"),
+    19: ({0: "attribute", 1: "list", 2: "list", 3: "attribute", 4: "attribute list"}, 2, "evaluation"),
+    20: ({}, 1, ""),
+}
+
+
+def late_keeps(is_sharded: bool, is_flat: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    keepers = [Keeper() for _ in range(3)]
+    keepers.append(Keeper(keepers[1], keepers[2]))
+    keepers.append(keepers[0])  # a module that is run twice
+    model = nn.Sequential(keepers[0], keepers[3], keepers[4], nn.Linear(4, 2))
+    if is_sharded:
+        for keeper in keepers[:4]:
+            fully_shard(keeper)
+        fully_shard(model)
+    params = flat_parameters(model) if is_flat and is_sharded else model.parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step in range(22):
+        torch.manual_seed(step)
+        hows, num_runs, before = LATE_KEEPS.get(step, ({}, 1, ""))
+        if before == "evaluation":
+            with torch.no_grad():
+                model(torch.randn(3, 4))
+        if before == "exception":
+            handle = model[2].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError), warnings.catch_warnings():
+                model(torch.randn(3, 4))
+            handle.remove()
+        for i, how in hows.items():
+            keepers[i].how = how
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*was interrupted")
+            loss = sum(model(torch.randn(3, 4)).square().mean() for _ in range(num_runs))
+        for keeper in keepers:
+            kept = [*keeper.losses, *([keeper.aux] if getattr(keeper, "aux", None) is not None else [])]
+            loss = loss + sum(kept)
+            keeper.losses, keeper.how = [], ""
+            if hasattr(keeper, "aux"):
+                del keeper.aux
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [(p.full_tensor() if is_sharded else p).detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@distributed(world_size=2)
+def test_losses_that_appear_late_here_and_there(is_flat):
+    for param, other in zip(late_keeps(True, is_flat), late_keeps(False, is_flat), strict=True):
+        torch.testing.assert_close(param, other)
+
+
+@distributed(world_size=2)
+def test_quiet_groups_are_looked_at_together_until_one_keeps_something():
+    keepers = [Keeper() for _ in range(3)]
+    model = fully_shard(nn.Sequential(*[fully_shard(keeper) for keeper in keepers]))
+    kept = [get_state(keeper).swap.kept for keeper in keepers]
+    for _ in range(5):
+        model(torch.randn(3, 4)).sum().backward()
+    assert [item.is_quiet for item in kept] == [True, True, True]
+    assert not get_state(model).swap.kept.is_quiet
+    keepers[1].how = "attribute"
+    loss = model(torch.randn(3, 4)).sum()
+    assert len(keepers[1].aux._backward_hooks) == 1
+    (loss + keepers[1].aux).backward()
+    assert [item.is_quiet for item in kept] == [True, False, True]
+    for _ in range(2):
+        loss = model(torch.randn(3, 4)).sum()
+        (loss + keepers[1].aux).backward()
+    assert [item.is_quiet for item in kept] == [True, False, True], "what keeps is looked at after each use"
+
+
+@distributed(world_size=1)
+def test_models_are_freed_with_their_last_reference_also_after_an_exception():
+    for fails in (False, True):
+        model = fully_shard(nn.Sequential(*[fully_shard(Keeper()) for _ in range(3)]))
+        for _ in range(5):
+            model(torch.randn(3, 4)).sum().backward()
+        if fails:
+            model[2].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(torch.randn(3, 4))
+        gc.collect()
+        gc.disable()
+        reference = weakref.ref(model)
+        del model
+        assert reference() is None
+        gc.enable()

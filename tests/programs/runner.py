@@ -155,7 +155,10 @@ class Runner:
         if term == "norm":
             ours, theirs = face.norm().full_tensor(), twin.norm()
         else:
-            ours, theirs = face.full_tensor().square().sum(), twin.square().sum()
+            # Plain autograd takes what forward writes to .data for what the term was computed from.
+            parts = [module.part.kind for module in self.reference.modules() if isinstance(module, Module)]
+            whole = twin.clone() if "edits data" in parts else twin
+            ours, theirs = face.full_tensor().square().sum(), whole.square().sum()
         return Losses(ours, [theirs / self.world_size] * self.world_size, with_terms)
 
     def backward(self, losses: Losses, retain: bool = False) -> None:
