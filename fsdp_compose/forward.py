@@ -117,6 +117,7 @@ def check_after_forward(root: RootContext) -> None:
         finally:
             if watch is not None:
                 watch_again(root)
+                watch = root.watch
     if watch is not None and torch.is_grad_enabled():
         for state, tensors in watch.newly_kept():
             if state.latest_use is not None:

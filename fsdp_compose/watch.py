@@ -23,7 +23,7 @@ from .state import _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
 _unsharded_version = attrgetter("unsharded_base._version")
-_grad, _requires_grad, _flags = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("flags")
+_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 
 class Watch:
@@ -40,6 +40,7 @@ class Watch:
         self._addresses = [*map(_data_ptr, self._filled)]
         self._unsharded = [param for handle in handles for param in handle.unsharded_params]
         self._no_grads = [None] * len(self._faces)
+        self._flags = [flag for handle in handles for flag in handle.flags]
         self._unsharded_dicts = [item for state in states for item in state.swap.unsharded_dicts()]
         self._unsharded_values = tuple(chain.from_iterable(map(dict.values, self._unsharded_dicts)))
         self._handles = handles
@@ -95,7 +96,7 @@ class Watch:
         return (
             _hold(self._unsharded_dicts, self._unsharded_values)
             and [*map(_unsharded_version, self._handles)] == self._versions
-            and [*map(_requires_grad, self._unsharded)] == [*chain.from_iterable(map(_flags, self._handles))]
+            and [*map(_requires_grad, self._unsharded)] == self._flags
         )
 
 
