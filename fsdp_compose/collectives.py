@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ._torch import AllgatherOptions, ReduceScatterOptions, foreach_copy_, foreach_zero_
 from .broken import give_up
+from .edits import writes
 from .flat_grad import Arrival
 from .flat_param import FlatParamHandle
 from .ranges import in_range
@@ -150,7 +151,9 @@ class Communicator:
 
     @in_range("all_gather")
     def _start_all_gather(self, handle: FlatParamHandle) -> None:
-        handle.note_gather()
+        handle.gathered_version, handle.gathered_writes = handle.shard._version, writes.count
+        if handle.segments:
+            handle.note_gathered_segments()
         if self._all_gather_stream is None:
             if handle.cast_shard is not None:
                 handle.cast_shard.copy_(handle.shard)

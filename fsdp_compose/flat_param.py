@@ -493,12 +493,9 @@ class FlatParamHandle:
 
     # ---- gathered copies and edits; see ``edits``
 
-    def note_gather(self) -> None:
-        """An all-gather of the shard as it is now is about to be issued."""
-        self.gathered_version = self.shard._version
-        self.gathered_writes = writes.count
-        if self.segments:
-            self.gathered_segments = self._segment_version()
+    def note_gathered_segments(self) -> None:
+        """An all-gather is about to be issued, of flat parameters as they are now."""
+        self.gathered_segments = self._segment_version()
 
     def is_stale(self) -> bool:
         """Whether the ranks have written to the sharded parameters since these were gathered. The same on all ranks.
