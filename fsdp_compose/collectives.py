@@ -180,7 +180,7 @@ class Communicator:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure("all-gather", handle, error) from error
-            if handle.mesh.is_simulated:
+            if self._all_gather_stream is not None and handle.mesh.is_simulated:
                 self._wait_for_stream(self._all_gather_stream)
             handle.memory.show()
 
@@ -271,7 +271,7 @@ class Communicator:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure("reduce-scatter", handle, error) from error
-            if handle.mesh.is_simulated:
+            if self._reduce_stream is not None and handle.mesh.is_simulated:
                 self._wait_for_stream(self._reduce_stream)
         target = handle.gradient.target
         assert target is not None
@@ -292,8 +292,7 @@ class Communicator:
     def _wait_for_stream(self, stream: Any) -> None:
         """Let compute wait for all of a side stream. The work of a simulated group does not wait: what it copies are
         kernels of the stream it was issued on."""
-        if stream is not None:
-            self._module.current_stream(self._device).wait_stream(stream)
+        self._module.current_stream(self._device).wait_stream(stream)
 
     def finish(self) -> None:
         """Wait for every reduction in flight and free the buffers."""

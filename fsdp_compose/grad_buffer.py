@@ -46,7 +46,9 @@ class GradientBuffer:
         self.views: list[torch.Tensor] = []
         self.locals: list[torch.Tensor] = []
         self.is_allocated = False
-        self._references = (0, 0)
+        self._objects: list[torch.Tensor] = []  # views and locals; and how often each is referred to
+        self._references: list[int] = []
+        self._num_others = (0, 0)  # references to the segments' views, and uses of the storage
 
     def run_of(self, flat: torch.Tensor | None, index: int) -> torch.Tensor:
         """The part of ``flat`` that belongs to a face, in its shape."""
@@ -98,10 +100,10 @@ class GradientBuffer:
         if not self.is_allocated:
             self._forget()
             return
-        before = self._count_references()
+        before = self._count_others()
         self._view_for(segment)
-        after, known = self._count_references(), self._references
-        self._references = (known[0] + after[0] - before[0], known[1] + after[1] - before[1])
+        after, known = self._count_others(), self._num_others
+        self._num_others = (known[0] + after[0] - before[0], known[1] + after[1] - before[1])
 
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -112,7 +114,8 @@ class GradientBuffer:
             self._view_for(segment)
         self._storage = flat.untyped_storage()
         self.is_allocated = True
-        self._references = self._count_references()
+        self._objects = [*self.views, *self.locals]
+        self._references, self._num_others = [*map(getrefcount, self._objects)], self._count_others()
 
     def _view_for(self, segment: FlatSegment) -> None:
         assert self.flat is not None
@@ -120,17 +123,21 @@ class GradientBuffer:
             segment.gradient = segment.make_gradient(self.flat)
 
     def _forget(self) -> None:
-        self.flat, self.views, self.locals = None, [], []
+        self.flat, self.views, self.locals, self._objects = None, [], [], []
         for segment in self._segments:
             segment.gradient = None
         del self._storage
         self.is_allocated = False
 
     def _is_held_elsewhere(self) -> bool:
-        return self._count_references() != self._references or not self.is_in_place()
+        return (
+            [*map(getrefcount, self._objects)] != self._references
+            or self._count_others() != self._num_others
+            or not self.is_in_place()
+        )
 
-    def _count_references(self) -> tuple[int, int]:
-        count = sum(map(getrefcount, self.views)) + sum(map(getrefcount, self.locals))
+    def _count_others(self) -> tuple[int, int]:
+        count = 0
         for segment in self._segments:
             if segment.gradient is not None:
                 count += getrefcount(segment.gradient) + getrefcount(local_of(segment.gradient))
