@@ -324,6 +324,8 @@ def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
             root.has_failed, root.caller = True, None
             for other in root.live_states():
                 other.latest_use = None
+            if root.watch is not None:
+                root.watch.newly_kept()  # a backward inside this forward may have needed it: next time it is hooked
         reshard(root, state)
 
 

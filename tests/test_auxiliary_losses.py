@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -218,6 +219,45 @@ def test_quiet_groups_are_looked_at_together_until_one_keeps_something():
         loss = model(torch.randn(3, 4)).sum()
         (loss + keepers[1].aux).backward()
     assert [item.is_quiet for item in kept] == [True, False, True], "what keeps is looked at after each use"
+
+
+class LearnsInside(nn.Module):
+    """Runs the backward of what its part has kept, in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.head = Keeper(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        y = self.part(x)
+        if self.part.how:
+            self.part.aux.backward()
+            del self.part.aux
+        return self.head(y.detach())
+
+
+@distributed(world_size=2)
+def test_loss_that_a_quiet_group_keeps_for_a_backward_inside_forward():
+    torch.manual_seed(0)
+    twin = LearnsInside()
+    model = copy.deepcopy(twin)
+    fully_shard(model.part)
+    fully_shard(model)
+    for _ in range(6):
+        model(torch.randn(3, 4)).sum().backward()
+    model.zero_grad()
+    model.part.how = twin.part.how = "attribute"
+    with pytest.raises(RuntimeError, match=REFUSED):
+        model(torch.randn(3, 4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*was interrupted")
+        for step in range(3):
+            torch.manual_seed(step)
+            x = torch.randn(3, 4)
+            for net in (model, twin):
+                net(x).square().mean().backward()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
 
 
 @distributed(world_size=1)
