@@ -10,6 +10,7 @@ PROCESSES ?= 2
 RESTARTS ?= 0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 FAULTS_ARGS ?=
 
 BIN := .venv/bin
@@ -24,7 +25,7 @@ demo: .venv/installed-examples
 		--nproc_per_node $(PROCESSES) --max-restarts $(RESTARTS) examples/train_gpt.py $(DEMO_ARGS)
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 faults: .venv/installed-test
 	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)

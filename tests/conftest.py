@@ -15,3 +15,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     harness.shutdown_pools()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What launches whole programs takes longest, and comes first: nothing else is left to do beside it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_train_gpt.py")
