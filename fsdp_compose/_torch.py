@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -76,6 +77,7 @@ __all__ = [
     "intercept_backward_inputs",
     "is_checkpoint_recomputing",
     "is_gloo_connection_closed",
+    "is_hook_in_functional_call",
     "is_in_functional_call",
     "is_part_of_multi_grad_hook",
     "is_profiling",
@@ -268,12 +270,30 @@ def in_forward_ad() -> bool:
     return _forward_ad._current_level >= 0
 
 
-def is_in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call()`` is on the stack: other tensors stand in parameter slots for a while."""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code is not _functional_call.__code__:
+_CODE_OF_FUNCTIONAL_CALL = _functional_call.__code__
+
+
+def is_in_functional_call(since: FrameType | None = None) -> bool:
+    """Whether ``torch.func.functional_call()`` is on the stack: other tensors stand in parameter slots for a while.
+    ``since``: one that has called this frame, or a caller of it, does not count."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not since:
+        if frame.f_code is _CODE_OF_FUNCTIONAL_CALL:
+            return True
         frame = frame.f_back
-    return frame is not None
+    return False
+
+
+def is_hook_in_functional_call(since: FrameType) -> bool:
+    """As ``is_in_functional_call(since)``, on the hot path: for what the forward pre-hook of a module calls, between
+    which and a ``functional_call()`` lie at least the hook and two frames of the module's own call. (To name a frame
+    costs as much as a small tensor operation.)"""
+    frame: FrameType | None = sys._getframe(5)
+    while frame is not None and frame is not since:
+        if frame.f_code is _CODE_OF_FUNCTIONAL_CALL:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_swapping_tensors() -> bool:

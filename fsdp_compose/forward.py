@@ -8,7 +8,7 @@ from types import FrameType
 import torch
 import torch.nn as nn
 
-from ._torch import backwards, current_graph_task_id
+from ._torch import backwards, current_graph_task_id, is_in_functional_call
 from .backward import publish_from_inside
 from .first_forward import initialise, is_running, tree
 from .given import own_values
@@ -27,16 +27,21 @@ def enter(state: _FSDPState, module: nn.Module) -> RootContext:
     if root is None:
         with own_values([item for item, _ in states_to_run(module)]):
             root = initialise(state, module)
+        root.is_given = is_in_functional_call()
         _begin_forward(root, state)
     elif root.depth == 0 or (state.is_outermost and not is_running(root.caller)):
         if root.is_dead:
             heal(root)
         if root.watch is None or root.generation != tree.generation:
             root = initialise(state, module)  # the module that was the root is gone, or a group was added somewhere
-        elif not root.watch.is_quiet():
+            root.is_given = is_in_functional_call()
+        elif root.watch.is_quiet():
+            root.is_given = False
+        else:
             with own_values(root.live_states()):
                 if not root.watch.is_quiet():
                     root = _follow_user(root, state, module)
+            root.is_given = is_in_functional_call()
         _begin_forward(root, state)
     return root
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
-from ._torch import is_in_functional_call, unwrapped
+from ._torch import is_hook_in_functional_call, is_in_functional_call, unwrapped
 from .flat_param import FlatParamHandle
 from .ragged import RaggedDTensor
 from .state import _FSDPState
@@ -80,9 +80,14 @@ def given_values(state: _FSDPState) -> GivenValues:
 
 
 def is_given(state: _FSDPState) -> bool:
-    """Whether this forward of the group's modules computes with other values than its own."""
-    swap = state.swap  # None in a copy that has not run
-    return swap is not None and swap.is_overridden() and is_in_functional_call()
+    """Whether this forward of the group's modules computes with other values than its own; on the hot path.
+
+    At the beginning of the outermost forward the slots of all groups were compared. So inside it a few frames of the
+    stack are looked at, and not the group's own slots, which no cache holds by then."""
+    swap, root = state.swap, state.root
+    if root is None or not root.depth or root.is_given or root.caller is None:
+        return swap is not None and swap.is_overridden() and is_in_functional_call()  # None in a copy that has not run
+    return is_hook_in_functional_call(root.caller) and swap.is_overridden()
 
 
 @contextmanager

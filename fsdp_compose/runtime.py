@@ -210,8 +210,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not is_recomputed:
         state.was_functional = state.is_functional
     has_grad_mode = _is_grad_enabled()
-    may_be_given = state.swap is None or state.swap.is_overridden()  # None in a copy that has not run
-    if (state.was_functional and has_grad_mode) or in_transform() or (may_be_given and is_given(state)):
+    if (state.was_functional and has_grad_mode) or in_transform() or is_given(state):
         return _pre_forward_functional(state, module, args, kwargs, is_recomputed)
     if not is_recomputed:
         root = state.root

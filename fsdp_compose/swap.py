@@ -148,7 +148,7 @@ class ParameterSwap:
             self._reconcile()
 
     def is_overridden(self) -> bool:
-        """Whether other values stand in the slots of parameters than ``fully_shard`` has put there; on the hot path."""
+        """Whether other values stand in the slots of parameters than ``fully_shard`` has put there."""
         return not self.num_shows and not all(map(is_, chain.from_iterable(self._views), self._sharded_values))
 
     def overrides(self) -> dict[int, torch.Tensor]:

@@ -3,8 +3,8 @@ equal what they give for the unsharded model, in either mode; or one error says 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch.autograd.forward_ad as fwad
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, distribute_ragged, flat_parameters, fully_shard, set_functional_mode
 from tests import harness
@@ -20,7 +21,7 @@ from tests.models import pair
 from tests.test_features import DIM, Layer, Net, Twins, inputs, mean_square, plain_sgd, shard_layers
 
 Values = dict[str, torch.Tensor]
-distributed = functools.partial(harness.distributed, timeout=120)  # seconds; torch imports much for its first jvp
+distributed = partial(harness.distributed, timeout=120)  # seconds; torch imports much for its first jvp
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,16 +227,33 @@ class CallsOther(Net):
         return self.head(self.layers[0](x))
 
 
+class CallsPart(CallsOther):
+    """The other weights are for groups some modules below what is called; from the third forward on alone."""
+
+    def __init__(self, is_checkpointed: bool = False) -> None:
+        super().__init__()
+        self.is_checkpointed, self.num_forwards = is_checkpointed, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        x = self.outer(x)
+        if self.num_forwards > 2:
+            call = partial(functional_call, nn.Sequential(*self.layers), {"1.linear.bias": self.outer.bias})
+            x = checkpoint(call, (x,), use_reentrant=False) if self.is_checkpointed else call((x,))
+        return self.head(self.layers[0](x))
+
+
 @pytest.mark.parametrize("is_functional", [False, True])
+@pytest.mark.parametrize("make", [CallsOther, CallsPart, partial(CallsPart, is_checkpointed=True)])
 @distributed(world_size=2)
-def test_functional_call_of_a_group_inside_a_forward(is_functional):
+def test_functional_call_of_a_group_inside_a_forward(is_functional, make):
     torch.manual_seed(0)
 
     def shard(model: nn.Module) -> None:
         shard_layers(model)
         set_functional_mode(model, is_functional)
 
-    Twins(CallsOther(), shard, plain_sgd).train()
+    Twins(make(), shard, plain_sgd).train(steps=5)
 
 
 @distributed(world_size=2)

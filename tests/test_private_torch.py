@@ -459,6 +459,54 @@ def test_is_in_functional_call():
     assert torch.nn.utils.stateless.functional_call(module, {}, (torch.ones(1),))
 
 
+def test_is_in_functional_call_since_a_frame():
+    class Outer(nn.Module):
+        """Looks before and inside a ``functional_call()`` of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self) -> list[bool]:
+            frame = sys._getframe()
+            return [_torch.is_in_functional_call(frame), torch.func.functional_call(self.inner, {}, (frame,))]
+
+    class Inner(nn.Module):
+        def forward(self, frame: Any) -> bool:
+            return _torch.is_in_functional_call(frame)
+
+    assert Outer()() == [False, True]
+    assert torch.func.functional_call(Outer(), {}) == [False, True]
+    assert torch.func.functional_call(Inner(), {}, (None,))
+
+
+def test_is_hook_in_functional_call():
+    found = []
+
+    def hook(*_: Any) -> None:
+        found.append(look())
+
+    def look() -> bool:  # a frame between, as in the package
+        return _torch.is_hook_in_functional_call(frames[0])
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            frames[:] = [sys._getframe()]
+            self.inner(x)
+            torch.func.functional_call(self.inner, {}, (x,))
+            return torch.func.functional_call(self.inner[0], {}, (x,))
+
+    frames: list[Any] = []
+    module = Outer()
+    module.inner[0].register_forward_pre_hook(hook)
+    torch.func.functional_call(module, {}, (torch.ones(1),))
+    assert found == [False, True, True]
+
+
 def test_is_swapping_tensors():
     class Looks(torch.Tensor):
         def view_as(self, other: torch.Tensor) -> torch.Tensor:  # which swap_tensors() calls
