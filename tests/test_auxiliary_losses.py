@@ -111,6 +111,62 @@ def test_loss_that_cannot_be_found_raises_and_publishes_nothing():
     assert all(param.grad is None for param in model.parameters())
 
 
+# Losses whose backward reads no parameter, only their sizes.
+WITHOUT_VALUES: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
+    "bias": lambda linear, x: (x.detach() + linear.bias).sum(),
+    "weight": lambda linear, _: linear.weight.mean() * 3,
+    "both, and the input": lambda linear, x: (x + linear.bias).mean() - linear.weight.t().sum(),
+}
+
+
+def train_on_hidden(
+    loss_of: Callable[..., torch.Tensor], is_sharded: bool, how: str
+) -> list[list[torch.Tensor | None]]:
+    """Gradients of each step."""
+    torch.manual_seed(0)
+    layer = Layer()
+    layer.keep = lambda layer, *_: _hidden.append(loss_of(layer.second, x.relu()))
+    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 2))
+    if is_sharded:
+        fully_shard(layer)
+        fully_shard(model)
+    gradients: list[list[torch.Tensor | None]] = []
+    for step in range(8):
+        torch.manual_seed(step)
+        x = torch.randn(4)
+        loss = model(x).pow(2).mean()
+        hidden = _hidden.pop() if _hidden else None
+        if hidden is not None and how == "before":
+            hidden.backward()
+        elif hidden is not None:
+            loss = hidden if how == "alone" else loss + hidden
+        loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        gradients.append([g.full_tensor() if is_sharded and g is not None else g for g in grads])
+        model.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("how", ["added", "before"])
+@distributed(world_size=2)
+def test_backward_past_all_hooks_that_reads_no_parameter_is_reduced_at_its_end(how):
+    for name, loss_of in WITHOUT_VALUES.items():
+        got, expected = (train_on_hidden(loss_of, is_sharded, how) for is_sharded in (True, False))
+        for step, (ours, others) in enumerate(zip(got, expected, strict=True)):
+            for i, (grad, other) in enumerate(zip(ours, others, strict=True)):
+                where = (name, step, i)
+                assert (grad is None) == (other is None), where
+                if grad is not None:
+                    torch.testing.assert_close(grad, other, msg=lambda text, where=where: f"{where}: {text}")
+
+
+@distributed(world_size=2)
+def test_backward_that_passes_no_hook_at_all_is_refused_by_the_next_forward():
+    for loss_of in (WITHOUT_VALUES["bias"], WITHOUT_VALUES["weight"]):
+        with pytest.raises(RuntimeError, match="group 1 without passing any of its module's outputs"):
+            train_on_hidden(loss_of, True, "alone")
+
+
 @distributed(world_size=2)
 def test_losses_that_are_never_cleared_are_hooked_once():
     layer = Layer()
