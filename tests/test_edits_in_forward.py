@@ -126,10 +126,10 @@ def check_training(model: Editing, edit: Edit, is_frozen: bool, unsharded_edit: 
 
 
 @distributed(world_size=(2, 3))
-def test_edit_of_the_next_group_shows_in_its_forward():
+def test_edit_of_the_next_group_shows_in_its_forward(world_size):
     for is_frozen in (False, True):
-        for name, edit in EDITS.items():
-            if is_frozen and "step" in name:
+        for i, (name, edit) in enumerate(EDITS.items()):
+            if (is_frozen and "step" in name) or (world_size == 3 and i % 2 == is_frozen):
                 continue
             try:
                 check_training(shard(Editing(is_frozen)), edit, is_frozen)

@@ -257,7 +257,7 @@ def check(program: Program, world_size: int, report: Path) -> bool:
     return not outcome
 
 
-@pytest.mark.parametrize(("world_size", "num_programs"), [(2, 160), (3, 60)])
+@pytest.mark.parametrize(("world_size", "num_programs"), [(2, 100), (3, 40)])
 @pytest.mark.timeout(max(300, NUM_PROGRAMS * 2))
 def test_random_programs_train_as_unsharded(world_size, num_programs, tmp_path):
     went_through: list[bool] = []
