@@ -110,7 +110,7 @@ def finish_backward(root: RootContext, is_inside: bool = False) -> None:
             state.swap.show_sharded()
         is_due = state.ran_backward or state.is_unhooked or (state.has_unsynced and state.requires_gradient_sync)
         if is_due and not state.is_reduced:
-            if state.unhooked_versions is not None and not state.ran_backward:
+            if state.unhooked_versions is not None and not state.ran_backward and _lateness(state):
                 # Of a forward that has not ended they are not known yet.
                 if not is_inside or (root.depth and state.index in root.record.begun and not state.entries):
                     state.check_versions(state.unhooked_versions)
@@ -173,9 +173,7 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
         exchange.late[:] = bytes(len(exchange.late))
         if may_be_late:
             for state in states:
-                exchange.late[state.index] = any(
-                    handle.has_unsharded_grad() or handle.outside_grads for handle in state._handles
-                )
+                exchange.late[state.index] = _lateness(state)
         root.communicator.announce_exchange(root, END_OF_BACKWARD)
         exchange.start(root.order.hash(root, END_OF_BACKWARD))
         root.communicator.finish()
@@ -193,7 +191,20 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
             return
         for state in states:
             if exchange.late[state.index]:
-                reduce(root, state)
+                reduce(root, state, exchange.late[state.index] == _LATE_THOUGH_FROZEN)
+
+
+_LATE, _LATE_THOUGH_FROZEN = 1, 2  # the ranks exchange the greatest
+
+
+def _lateness(state: _FSDPState) -> int:
+    """Whether gradients have come to a group since its reduction; and whether to a flat parameter that needs none as
+    far as is known, because forward has just thawed a part of it."""
+    late = 0
+    for handle in state._handles:
+        if handle.has_unsharded_grad() or handle.outside_grads:
+            late = max(late, _LATE if handle.is_trainable else _LATE_THOUGH_FROZEN)
+    return late
 
 
 def raise_different_order(root: RootContext, code: int) -> None:

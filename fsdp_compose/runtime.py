@@ -447,7 +447,8 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
         has_hooks |= use.hook_output(tensor)
     if not has_hooks:
         # Nothing to hook: what backward needs may have left by another way, such as an attribute.
-        is_opaque |= state.is_trainable or use.has_alias
+        # (Unless forward itself has frozen all.)
+        is_opaque |= use.has_alias or any(p.requires_grad for handle in state._handles for p in handle.unsharded_params)
     if is_opaque:
         _keep_unsharded(state, module, output)
         state.unhooked_versions = use.versions

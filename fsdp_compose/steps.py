@@ -43,15 +43,17 @@ def reshard(root: RootContext, state: _FSDPState) -> None:
             root.communicator.reshard(handle)
 
 
-def reduce(root: RootContext, state: _FSDPState) -> None:
+def reduce(root: RootContext, state: _FSDPState, with_frozen: bool = False) -> None:
     """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them. A group of
-    which a forward is running (the backward runs inside it) stays unsharded."""
+    which a forward is running (the backward runs inside it) stays unsharded. ``with_frozen``: also the flat parameters
+    of which no part requires grad."""
     is_running = bool(state.entries)
     state.phase = Phase.POST_BACKWARD
     state.is_reduced = True
     state.has_unsynced = not state.requires_gradient_sync
     for handle in state._handles:
-        if not (handle.is_trainable or (handle.accumulation is not None and state.requires_gradient_sync)):
+        is_due = handle.is_trainable or with_frozen
+        if not (is_due or (handle.accumulation is not None and state.requires_gradient_sync)):
             if not is_running:
                 root.communicator.reshard(handle)
         elif state.requires_gradient_sync:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp_compose import fully_shard, set_functional_mode
+from fsdp_compose import fully_shard, no_sync, set_functional_mode
 from tests.harness import distributed
 
 
@@ -99,6 +100,99 @@ def test_gradients_and_parameters_are_those_of_the_unsharded_model(sharding):
         pairs = zip(train(program, sharding), train(program, "unsharded"), strict=True)
         for i, ((grad, param, flag), (grad_expected, expected, flag_expected)) in enumerate(pairs):
             where = f"{program}: parameter {i % 6} in step {i // 6}"
+            assert flag == flag_expected, where
+            assert (grad is None) == (grad_expected is None), where
+            torch.testing.assert_close(param, expected, msg=where)
+            if grad is not None:
+                torch.testing.assert_close(grad, grad_expected, msg=where)
+
+
+class Toggling(nn.Module):
+    """Sets ``requires_grad`` of its own parameters inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.flags: tuple[bool, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for param, flag in zip(self.parameters(), self.flags, strict=False):
+            param.requires_grad_(flag)
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+class LearnsInside(nn.Module):
+    """Each layer learns by the backward of a loss of its own, inside forward; ``before`` is called before each of them,
+    ``again`` says whether the first layer runs, and learns, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Toggling() for _ in range(3)), nn.Linear(4, 2)
+        self.again = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, *self.layers[: self.again]]:
+            y = layer(x.detach())
+            if y.requires_grad:
+                y.square().mean().backward()
+            x = y
+        return self.head(x.detach())
+
+
+THAWED, FROZEN, WEIGHT = (True,) * 4, (False,) * 4, (True, False, False, False)
+# By step: the flags that each layer sets; and whether all are frozen before.
+INSIDE: dict[str, dict[int, tuple[list[tuple[bool, ...]], bool]]] = {
+    "thawed in its own forward": {1: ([THAWED, (), WEIGHT], True), 3: ([(), WEIGHT, WEIGHT], True)},
+    "frozen in its own forward": {0: ([FROZEN, WEIGHT, ()], False), 2: ([(), (), FROZEN], False)},
+    "in turn": {i: ([THAWED if (i + j) % 2 else FROZEN for j in range(3)], False) for i in range(5)},
+    "a weight, of frozen ones": {i: ([WEIGHT, (), (False, False, True)], i == 0) for i in range(4)},
+}
+
+
+def learn_inside(program: str, sharding: str) -> list[tuple[torch.Tensor | None, torch.Tensor, bool]]:
+    torch.manual_seed(0)
+    model = LearnsInside()
+    if sharding == "layers":
+        for layer in model.layers:
+            fully_shard(layer)
+    if sharding == "halves":
+        for layer in model.layers:
+            fully_shard(layer.second)
+    if sharding != "unsharded":
+        fully_shard(model)
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor if sharding == "unsharded" else tensor.full_tensor()).detach().clone()
+
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(5):
+        torch.manual_seed(step)
+        flags, are_frozen = INSIDE[program].get(step, ([(), (), ()], False))
+        if are_frozen:
+            model.requires_grad_(False)
+        model.again = step == 4
+        for layer, new in zip(model.layers, flags, strict=True):
+            layer.flags = new
+        has_sync = step % 2 == 1 or sharding == "unsharded"
+        with nullcontext() if has_sync else no_sync(model):
+            loss = model(torch.randn(3, 4)).pow(2).mean()
+            if loss.requires_grad:
+                loss.backward()
+        seen += [(None, full(p), p.requires_grad) for p in model.parameters()]
+        if step % 2 == 1:
+            seen += [(None if p.grad is None else full(p.grad), full(p), p.requires_grad) for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("sharding", ["root", "layers", "halves"])
+@distributed(world_size=2)
+def test_backward_inside_forward_of_what_that_forward_has_frozen_or_thawed(sharding):
+    for program in INSIDE:
+        pairs = zip(learn_inside(program, sharding), learn_inside(program, "unsharded"), strict=True)
+        for i, ((grad, param, flag), (grad_expected, expected, flag_expected)) in enumerate(pairs):
+            where = f"{program}: parameter {i % 14} at {i // 14}"
             assert flag == flag_expected, where
             assert (grad is None) == (grad_expected is None), where
             torch.testing.assert_close(param, expected, msg=where)
