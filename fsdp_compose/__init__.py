@@ -24,6 +24,7 @@ from .optim import declare_elementwise, flat_parameters
 from .placement import RaggedShard
 from .policy import MixedPrecisionPolicy
 from .ragged import RaggedDTensor, distribute_ragged
+from .ragged_spec import RaggedSpec as RaggedSpec  # pickles name it here
 from .summon import summon_full_params
 
 __version__ = "0.1.0"

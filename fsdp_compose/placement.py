@@ -32,6 +32,8 @@ class RaggedShard(Shard):
         flat: a unit is one element of the flattened tensor; else a row, an index of dim 0.
     """
 
+    __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
+
     counts: tuple[int, ...]
     flat: bool
     starts: tuple[int, ...]

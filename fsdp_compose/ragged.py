@@ -53,6 +53,7 @@ class RaggedDTensor(DTensor):
     Build one with ``RaggedDTensor.from_local`` or ``distribute_ragged``.
     """
 
+    __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
     # No __slots__: torch's checkpoint staging copies the attributes that type(tensor).__slots__ names.
 
     _local_tensor: torch.Tensor
@@ -578,4 +579,9 @@ def inference_mode_of(tensor: torch.Tensor) -> Any:
 
 
 allow_in_foreach(RaggedDTensor)
-torch.serialization.add_safe_globals([RaggedDTensor, RaggedSpec])
+_OLD_NAMES = {  # in files that were written earlier
+    "fsdp_compose.ragged.RaggedDTensor": RaggedDTensor,
+    "fsdp_compose.ragged_spec.RaggedSpec": RaggedSpec,
+    "fsdp_compose.placement.RaggedShard": RaggedShard,
+}
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedSpec, *[(cls, name) for name, cls in _OLD_NAMES.items()]])

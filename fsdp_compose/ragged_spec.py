@@ -25,6 +25,7 @@ Shape = tuple[int, ...]
 class RaggedSpec(DTensorSpec):
     """Mesh, placements, shape and dtype of a ``RaggedDTensor``, and what follows from them for this rank."""
 
+    __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
     __hash__ = DTensorSpec.__hash__
 
     @staticmethod
