@@ -41,15 +41,17 @@ from .modules import DIM, ROWS, ImpossibleError, Module, TripError, build, loss_
 
 class Losses(NamedTuple):
     """Of one forward: the loss of this rank, and those of all ranks of the unsharded model; the parameters on which it
-    has a term of its own."""
+    has a term of its own; and whether its backward comes to any group, or to such parameters alone."""
 
     ours: torch.Tensor
     theirs: list[torch.Tensor]
     with_terms: set[int]
+    reaches_groups: bool
 
     def plus(self, other: Losses) -> Losses:
         theirs = [a + b for a, b in zip(self.theirs, other.theirs, strict=True)]
-        return Losses(self.ours + other.ours, theirs, self.with_terms | other.with_terms)
+        reaches_groups = self.reaches_groups or other.reaches_groups
+        return Losses(self.ours + other.ours, theirs, self.with_terms | other.with_terms, reaches_groups)
 
 
 class Runner:
@@ -138,7 +140,7 @@ class Runner:
         self.check_close(ours.detach() / self.world_size, theirs[self.rank].detach(), "loss")
         if ours.requires_grad != theirs[self.rank].requires_grad:
             self.differences.append(f"loss.requires_grad is {ours.requires_grad}")
-        losses = Losses(ours, theirs, set())
+        losses = Losses(ours, theirs, set(), ours.requires_grad)
         return losses.plus(terms or self.terms_on(at, term)) if term else losses
 
     def terms_on(self, at: int, term: str) -> Losses:
@@ -151,7 +153,8 @@ class Runner:
         if term.startswith("product"):  # as a loss computed by F.linear(x, weight) outside of forward
             ours = (face.full_tensor().sum() * (self.rank + 1)).square()
             factors = range(1, self.world_size + 1)
-            return Losses(ours, [(twin.sum() * i).square() / self.world_size for i in factors], with_terms)
+            theirs = [(twin.sum() * i).square() / self.world_size for i in factors]
+            return Losses(ours, theirs, with_terms, goes_with_group)
         if term == "norm":
             ours, theirs = face.norm().full_tensor(), twin.norm()
         else:
@@ -159,7 +162,7 @@ class Runner:
             parts = [module.part.kind for module in self.reference.modules() if isinstance(module, Module)]
             whole = twin.clone() if "edits data" in parts else twin
             ours, theirs = face.full_tensor().square().sum(), whole.square().sum()
-        return Losses(ours, [theirs / self.world_size] * self.world_size, with_terms)
+        return Losses(ours, [theirs / self.world_size] * self.world_size, with_terms, goes_with_group)
 
     def backward(self, losses: Losses, retain: bool = False) -> None:
         if not all(loss.requires_grad for loss in losses.theirs):
@@ -170,15 +173,15 @@ class Runner:
         except RuntimeError as error:
             raise ImpossibleError from error
         losses.ours.backward(retain_graph=retain)
-        self.note_unreduced()
+        self.note_unreduced(losses.reaches_groups)
         self.differences += self.hooks.check(self.faces, losses.with_terms)
 
-    def note_unreduced(self) -> None:
+    def note_unreduced(self, reaches_groups: bool = True) -> None:
         """A backward has run."""
         had_unreduced = self.has_unreduced
         self.has_unreduced = not all(state.requires_gradient_sync for state in _get_fsdp_states(self.model))
-        if had_unreduced and not self.program.shards_root:
-            # Each child is a root of its own: those that no backward has reached keep what they have accumulated.
+        if had_unreduced and not (self.program.shards_root and reaches_groups):
+            # Each child may be a root of its own: those that no backward has reached keep what they have accumulated.
             self.has_unreduced |= any(type(param.grad) is UnreducedGradient for param in self.faces)
 
     def do_train(self, action: Action, what: str) -> None:
