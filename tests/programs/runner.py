@@ -267,7 +267,7 @@ class Runner:
             penalties.append(sum((grad.square().sum() for grad in whole), torch.zeros((), dtype=torch.float64)))
         ours, theirs = penalties
         self.check_close(ours.detach(), theirs.detach(), "penalty")
-        self.backward(losses.plus(Losses(0.1 * ours, [0.1 * theirs / self.world_size] * self.world_size, set())))
+        self.backward(losses.plus(Losses(0.1 * ours, [0.1 * theirs / self.world_size] * self.world_size, set(), True)))
 
     # ---- between iterations
 
