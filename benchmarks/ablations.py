@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_compose import exchange, grad_buffer, kept_tensors, state, swap, watch
+from fsdp_compose import exchange, grad_buffer, kept_tensors, runtime, state, watch
 
-# The methods that are replaced, and what they then answer.
-ABLATIONS: dict[str, list[tuple[type, str, Any]]] = {
+# What is replaced, of a class or a module, and what it then answers.
+ABLATIONS: dict[str, list[tuple[Any, str, Any]]] = {
     "what the user changed since (slots, memory, requires_grad)": [(watch.Watch, "is_quiet", True)],
     "gradients that came late, or past the outputs": [(watch.Watch, "has_unsharded_grads", False)],
     "gradients put on the sharded parameters meanwhile": [(watch.Watch, "has_grads", False)],
@@ -18,7 +18,7 @@ ABLATIONS: dict[str, list[tuple[type, str, Any]]] = {
         (kept_tensors.KeptTensors, "new_ones", []),
         (watch.Watch, "newly_kept", []),
     ],
-    "values that functional_call() puts in the place of parameters": [(swap.ParameterSwap, "is_overridden", False)],
+    "values that functional_call() puts in the place of parameters": [(runtime, "is_given", False)],
     "requires_grad set between forward and backward": [(watch.Watch, "was_toggled", False)],
     "gradient that the user holds": [(grad_buffer.GradientBuffer, "_is_held_elsewhere", False)],
     "control exchange (its bytes only: there are no ranks to talk to)": [
