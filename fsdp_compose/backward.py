@@ -18,7 +18,7 @@ from .ranges import follow_profiler
 from .records import last_of_every_rank
 from .recovery import recover_backward
 from .state import Phase, RootContext, _FSDPState
-from .steps import follow_toggles_before_backward, reduce, stays_unsharded
+from .steps import follow_toggles_before_backward, hide_shown, reduce, stays_unsharded
 
 _IDLE = Phase.IDLE
 
@@ -36,6 +36,17 @@ def begin_backward(root: RootContext) -> None:
     queue_end_of_backward(_EndOfBackward(root))
     if root.watch is None or root.watch.was_toggled():
         follow_toggles_before_backward(root)
+    for state in root.live_states():
+        if state.is_unhooked or not state.reshard_after_forward:
+            _show_throughout(root, state)
+
+
+def _show_throughout(root: RootContext, state: _FSDPState) -> None:
+    """Show the parameters of a group that has stayed unsharded, until they are reduced: past its outputs the backward
+    may come to modules of it, to run them again for activation checkpointing."""
+    if all([handle.is_unsharded for handle in state._handles]) and state not in root.shown:
+        root.shown[state] = None
+        state.swap.show_unsharded()
 
 
 def refuse_double_backward() -> None:
@@ -91,6 +102,7 @@ class _EndOfBackward:
 
 def _give_up_backward(root: RootContext) -> None:
     root.is_in_backward, root.has_failed_backward = False, True
+    root.shown.clear()
     for state in root.live_states():
         state.swap.restore(len(state.entries))
 
@@ -115,6 +127,7 @@ def finish_backward(root: RootContext, is_inside: bool = False) -> None:
                 if not is_inside or (root.depth and state.index in root.record.begun and not state.entries):
                     state.check_versions(state.unhooked_versions)
             reduce(root, state)
+    hide_shown(root)
     _exchange(root, states)
     root.has_added = True  # a hook of the user's that raises leaves some gradients shown, on each rank others
     has_others = root.watch is None or root.watch.has_grads()

@@ -324,6 +324,7 @@ class RootContext:
         has_added: this backward has added to a gradient that was there before, or has begun to show its own.
         has_outside_grads: this backward has brought gradients of uses outside a group's forward (``outside_use``).
         after_publication: what to call when the gradients of this backward have been published.
+        shown: groups that have been shown since this backward began, because they had stayed unsharded.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
         forward_exchange: the exchange at the end of forwards that have looked for unseen writes, of the size of the
             other one, so that the two meet where ranks differ; ``has_looked`` says that the present one has, and
@@ -334,7 +335,8 @@ class RootContext:
         "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
         "forward_exchange", "forward_task", "generation", "has_added", "has_failed", "has_failed_backward",
         "has_looked", "has_outside_grads", "is_given", "is_in_backward", "num_backwards", "num_forwards", "number",
-        "order", "parts", "previous", "recomputed", "record", "records", "states", "trace", "used_starts", "written",
+        "order", "parts", "previous", "recomputed", "record", "records", "shown", "states", "trace", "used_starts",
+        "written",
     )  # fmt: skip
 
     def __init__(
@@ -384,6 +386,7 @@ class RootContext:
         self.has_outside_grads = False
         self.after_publication: list[Callable[[], None]] = []
         self.recomputed: list[_FSDPState] = []
+        self.shown: dict[_FSDPState, None] = {}
 
     @property
     def watch(self) -> Any:

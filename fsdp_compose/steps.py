@@ -47,6 +47,8 @@ def reduce(root: RootContext, state: _FSDPState, with_frozen: bool = False) -> N
     """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them. A group of
     which a forward is running (the backward runs inside it) stays unsharded. ``with_frozen``: also the flat parameters
     of which no part requires grad."""
+    if state in root.shown:
+        hide_shown(root, state)
     is_running = bool(state.entries)
     state.phase = Phase.POST_BACKWARD
     state.is_reduced = True
@@ -64,6 +66,13 @@ def reduce(root: RootContext, state: _FSDPState, with_frozen: bool = False) -> N
         else:
             root.has_added = True
             root.communicator.accumulate(handle, is_running)
+
+
+def hide_shown(root: RootContext, only: _FSDPState | None = None) -> None:
+    """No longer show groups that were shown since backward began."""
+    for state in [*root.shown] if only is None else [only]:
+        del root.shown[state]
+        state.swap.show_sharded()
 
 
 def stays_unsharded(root: RootContext, state: _FSDPState) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
 from fsdp_compose.state import get_state
@@ -314,6 +315,47 @@ def test_loss_that_a_quiet_group_keeps_for_a_backward_inside_forward():
                 net(x).square().mean().backward()
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+class RunsAgain(nn.Module):
+    """Layers of the root's group, run again in backward, before a child that keeps a loss."""
+
+    def __init__(self, use_reentrant: bool, output: str) -> None:
+        super().__init__()
+        self.first, self.second, self.keeper, self.head = nn.Linear(4, 4), nn.Linear(4, 4), Keeper(), nn.Linear(4, 2)
+        self.keeper.how, self.output, self.use_reentrant = "attribute", output, use_reentrant
+
+    def forward(self, x):
+        y = checkpoint(self.second, self.first(x).relu(), use_reentrant=self.use_reentrant)
+        y = self.head(self.keeper(y))
+        return y.detach() if self.output == "detached" else y
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@distributed(world_size=2)
+def test_backward_that_runs_layers_of_the_root_again_past_its_outputs(use_reentrant):
+    for output in ("detached", "kept", "kept in turn"):
+        torch.manual_seed(0)
+        twin = RunsAgain(use_reentrant, output)
+        model = copy.deepcopy(twin)
+        fully_shard(model.keeper)
+        fully_shard(model)
+        shown = []
+        model.first.weight.register_hook(lambda _, model=model, shown=shown: shown.append(model.second.weight))
+        for step in range(5):
+            torch.manual_seed(step)
+            x = torch.randn(3, 4)
+            for net in (model, twin):
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*no output that requires grad")
+                    y = net(x)
+                loss = net.keeper.aux + (y.square().mean() if output == "kept in turn" and step % 2 else 0)
+                loss.backward()
+            for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+                assert (param.grad is None) == (other.grad is None), (output, step, name)
+                if other.grad is not None:
+                    torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+        assert all(value is model.second.weight for value in shown), "hooks of gradients see sharded parameters"
 
 
 @distributed(world_size=1)
