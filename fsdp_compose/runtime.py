@@ -417,11 +417,8 @@ def _enter_recompute(state: _FSDPState, module: nn.Module) -> RootContext:
 
 def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, is_recomputed: bool) -> bool:
     """Hook every output that requires grad; whether backward may reach this use."""
-    # Where no gradient can flow there is nothing to find, which shall not end the search.
-    is_tensor = isinstance(output, _Tensor)
-    may_keep = use.has_alias or state.is_trainable or not is_tensor or output.requires_grad or state.is_outermost
-    keeper = state.swap.kept
-    kept = keeper.new_ones() if may_keep and not keeper.is_quiet else []
+    is_tensor, keeper = isinstance(output, _Tensor), state.swap.kept
+    kept = [] if keeper.is_quiet else keeper.new_ones()
     if not is_recomputed:
         state.latest_use = use
     if use.containers is not None:
@@ -441,14 +438,15 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
             has_hooks = True
         else:
             is_opaque = True
-    if keeper.is_quiet and not has_hooks and may_keep:
+    # (Forward itself may have frozen all.)
+    may_need = use.has_alias or any(p.requires_grad for handle in state._handles for p in handle.unsharded_params)
+    if keeper.is_quiet and not has_hooks and may_need:
         kept += keeper.new_ones()
     for tensor in kept:
         has_hooks |= use.hook_output(tensor)
     if not has_hooks:
         # Nothing to hook: what backward needs may have left by another way, such as an attribute.
-        # (Unless forward itself has frozen all.)
-        is_opaque |= use.has_alias or any(p.requires_grad for handle in state._handles for p in handle.unsharded_params)
+        is_opaque |= may_need
     if is_opaque:
         _keep_unsharded(state, module, output)
         state.unhooked_versions = use.versions

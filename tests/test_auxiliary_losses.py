@@ -317,6 +317,43 @@ def test_loss_that_a_quiet_group_keeps_for_a_backward_inside_forward():
         torch.testing.assert_close(param.grad.full_tensor(), other.grad)
 
 
+class KeepsFrozen(nn.Module):
+    """A group that has frozen parameters only, around one that learns by a loss which the first keeps."""
+
+    def __init__(self, keeps_from: int) -> None:
+        super().__init__()
+        self.learns, self.gate = nn.Linear(4, 4), nn.Linear(4, 1).requires_grad_(False)
+        self.keeps_from, self.step = keeps_from, -1
+        self.aux: torch.Tensor | None = None
+
+    def forward(self, x):
+        self.step += 1
+        y = self.learns(x).tanh()
+        self.aux = self.gate(y).square().mean() if self.step >= self.keeps_from else None
+        return y.detach()
+
+
+@pytest.mark.parametrize("keeps_from", [0, 1, 5])
+@distributed(world_size=2)
+def test_loss_that_a_frozen_group_keeps_of_one_inside_it(keeps_from):
+    torch.manual_seed(0)
+    twin = nn.Sequential(KeepsFrozen(keeps_from), nn.Linear(4, 2))
+    model = copy.deepcopy(twin)
+    fully_shard(model[0].learns)
+    fully_shard(model[0])
+    fully_shard(model)
+    for step in range(8):
+        torch.manual_seed(step)
+        x = torch.randn(3, 4)
+        for net in (model, twin):
+            loss = net(x).square().mean()
+            (loss if net[0].aux is None else loss + net[0].aux).backward()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None)
+        if other.grad is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
 class RunsAgain(nn.Module):
     """Layers of the root's group, run again in backward, before a child that keeps a loss."""
 
