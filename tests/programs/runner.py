@@ -452,6 +452,8 @@ REFUSALS = (
     "flat parameters follow at the next one",
     "between a forward and its backward, whose gradients would be wrong",
 )
+# Of ranks that run different groups, collectives may not meet at all: then each rank names its own, after the timeout.
+DIVERGED = "another rank died, or did not"
 
 _meshes: dict[int, DeviceMesh] = {}  # by generation: after a failure others are used
 _present_generation = 0
@@ -492,6 +494,8 @@ def run_on_every_rank(program: Program, generation: int, report: str) -> None:
         error = "".join(traceback.format_exception(raised, limit=-5))
         if isinstance(raised, RuntimeError) and any(words in str(raised) for words in REFUSALS):
             error = f"refused: {raised}"
+        elif DIVERGED in str(raised) and any(part.kind == "switch" for part in parts_of(program.root)):
+            error = f"refused: {DIVERGED}"
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (differences, error))
     if dist.get_rank() == 0:
