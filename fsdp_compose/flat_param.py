@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,14 @@ class ManagedParameter:
     fqn: str
     parameter: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+class Summoned(Protocol):
+    """What stands in the place of the faces within ``summon_full_params``."""
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether there are full parameters on every rank."""
 
 
 class FlatParamHandle:
@@ -177,7 +185,7 @@ class FlatParamHandle:
         self.is_kept = False  # left unsharded by a forward (not by a prefetch): stale at the next forward
         self.awaits_publication = False  # reduced in this backward, not yet shown to the user
         self.segments: list[FlatSegment] = []
-        self.summoned: Any = None  # while full parameters stand in the place of the faces
+        self.summoned: Summoned | None = None  # while full parameters stand in the place of the faces
         self.all_gather_work: dist.Work | None = None
         # When the last all-gather was issued: the versions of what it read, and the writes of all ranks.
         self.gathered_version = self.gathered_segments = self.gathered_writes = 0
@@ -533,6 +541,11 @@ class FlatParamHandle:
         return sum([segment.parameter._version for segment in self.segments if not segment.is_local])
 
     # ---- facts
+
+    @property
+    def is_summoned_on_first_rank_only(self) -> bool:
+        """Whether this is inside ``summon_full_params(rank0_only=True)``; the same on every rank."""
+        return self.summoned is not None and not self.summoned.is_everywhere
 
     def unsharded_nbytes(self) -> int:
         """What the unsharded flat parameter takes now."""

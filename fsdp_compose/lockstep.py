@@ -29,7 +29,7 @@ from .flat_param import FlatParamHandle, face_owners, segment_owners
 from .meeting import RECOVERY_TIMEOUT, meet
 from .mesh import DataParallelMesh
 from .order import ENDS
-from .records import describe, is_on, last_of_every_rank, note
+from .records import is_on, last_of_every_rank, note
 from .step_hooks import after_every_step
 
 if TYPE_CHECKING:
@@ -83,12 +83,12 @@ class LockstepCommunicator(Communicator):
         """A collective, just noted in the order, is about to be issued."""
         if not handle.mesh.has_peers:
             return
-        note(handle, what)
-        state = handle.group()
+        text, state = _describe(handle, what), handle.group()
         root: RootContext | None = None if state is None else state.root
         label = "" if root is None else f" of {root.label}"
+        note(handle.mesh.shard_group, text if root is None else f"{text}, collective {root.order.count}")
         try:
-            _agree(handle.mesh, f"{describe(handle, what)}{label}", root)
+            _agree(handle.mesh, f"{text}{label}", root)
         except RuntimeError:
             if root is not None:
                 root.trace.pop()  # it is not issued
@@ -115,6 +115,18 @@ class LockstepCommunicator(Communicator):
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         failure = super()._failure(what, handle, error)
         return RuntimeError(f"{failure}{last_of_every_rank(handle.mesh.shard_group)}")
+
+
+def _describe(handle: FlatParamHandle, what: str) -> str:
+    """A collective of a handle, in words: the same on every rank that is about to issue it."""
+    state = handle.group()
+    root, phase = state.root, "outside forward"
+    if root is not None and root.is_in_backward:
+        phase = "backward"
+    elif root is not None and root.depth:
+        phase = "forward"
+    others = f" and {len(handle.fqns) - 1} more" if len(handle.fqns) > 1 else ""
+    return f"{what} of {state.name} ({handle.prefix}{handle.fqns[0]}{others}) in {phase}"
 
 
 def announce_first_forward(mesh: DataParallelMesh) -> None:

@@ -10,7 +10,6 @@ import os
 
 import torch.distributed as dist
 
-from .flat_param import FlatParamHandle
 from .namespace import known_namespace
 
 DEBUG_ENV = "FSDP_COMPOSE_DEBUG"
@@ -22,26 +21,11 @@ def is_on() -> bool:
     return os.environ.get(DEBUG_ENV) == "1"
 
 
-def describe(handle: FlatParamHandle, what: str) -> str:
-    """A collective of a handle, in words: the same on every rank that is about to issue it."""
-    state = handle.group()
-    root, phase = state.root, "outside forward"
-    if root is not None and root.is_in_backward:
-        phase = "backward"
-    elif root is not None and root.depth:
-        phase = "forward"
-    others = f" and {len(handle.fqns) - 1} more" if len(handle.fqns) > 1 else ""
-    return f"{what} of {state.name} ({handle.prefix}{handle.fqns[0]}{others}) in {phase}"
-
-
-def note(handle: FlatParamHandle, what: str) -> None:
-    """This rank is about to issue a collective."""
-    text, root, mesh = describe(handle, what), handle.group().root, handle.mesh
-    if root is not None:
-        text += f", collective {root.order.count}"
-    store = _store(mesh.shard_group)
+def note(group: dist.ProcessGroup, what: str) -> None:
+    """This rank is about to issue a collective on ``group``; ``what`` in words."""
+    store = _store(group)
     if store is not None:
-        store.set(str(mesh.shard_rank), text)
+        store.set(str(group.rank()), what)
 
 
 def last_of_every_rank(group: dist.ProcessGroup) -> str:

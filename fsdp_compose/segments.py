@@ -23,7 +23,8 @@ from .layout import FlatLayout
 from .placement import RaggedShard
 from .ragged import RaggedDTensor
 from .ragged_spec import RaggedSpec
-from .step_hooks import FLAT_ATTRIBUTE
+
+FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # on a parameter that ``flat_parameters()`` has made
 
 
 class FlatSegment:

@@ -16,9 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from .dynamo import never_traced
 from .ragged import OWNER_ATTRIBUTE
-
-# On a parameter that ``flat_parameters()`` has made.
-FLAT_ATTRIBUTE = "_fsdp_compose_flat"
+from .segments import FLAT_ATTRIBUTE
 
 _is_compiling = torch.compiler.is_compiling
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from .accumulation import UnreducedGradient
-from .direct import all_gather, gather
 from .edits import note_write_of_all_ranks
 from .faces import dress, face_local, make_gradient
 from .flat_param import FlatParamHandle, handle_of
 from .forward import enter_alone
+from .gather import gather_flat
 from .meeting import meet
 from .state import _FSDPState, _get_fsdp_states
 from .swap import SlotView
@@ -164,7 +163,8 @@ def summon_full_params(
         try:
             present = []
             if writeback and is_shown:
-                present = [(item, item.present()) for item in (*own, *(x for x in inherited if x is not _ELSEWHERE))]
+                there = [item for item in inherited if isinstance(item, _Summoned)]
+                present = [(item, item.present()) for item in (*own, *there)]
         finally:
             for view in views:
                 view.restore()
@@ -181,13 +181,13 @@ def summon_full_params(
             item.version = item.handle.shard._version
 
 
-_ELSEWHERE: Any = object()  # full parameters are on rank 0 only, and this is another one
+class _Elsewhere:
+    """Full parameters are on rank 0 only, and this is another one."""
+
+    is_everywhere = False
 
 
-def is_summoned_on_first_rank_only(handle: FlatParamHandle) -> bool:
-    """Whether this is inside ``summon_full_params(rank0_only=True)``; the same on every rank."""
-    summoned = handle.summoned
-    return summoned is _ELSEWHERE or (isinstance(summoned, _Summoned) and not summoned.is_everywhere)
+_ELSEWHERE = _Elsewhere()
 
 
 def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle, _Slot]]:
@@ -262,25 +262,6 @@ def _summon(
         params.append(param)
     is_everywhere = not rank0_only or handle.mesh.shard_world_size == 1
     return _Summoned(handle, slots, params, is_everywhere)
-
-
-def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
-    """The whole of a flat tensor cut like the flat parameter of ``handle``, of which this rank has ``shard``; ``None``
-    where it is not wanted. One collective."""
-    mesh = handle.mesh
-    with torch.no_grad():
-        flat = None
-        if not rank0_only or mesh.shard_rank == 0:
-            flat = shard.new_empty(handle.layout.flat_numel)
-        if mesh.shard_world_size == 1 or shard.numel() == 0:
-            if flat is not None:
-                flat.copy_(shard)
-        elif rank0_only:
-            gather(flat, shard, mesh.shard_group)
-        else:
-            assert flat is not None
-            all_gather(flat, shard, mesh.shard_group)
-        return flat.cpu() if flat is not None and to_cpu else flat
 
 
 def _put(summoned: Sequence[_Summoned]) -> list[SlotView]:

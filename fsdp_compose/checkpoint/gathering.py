@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from .._torch import dtensor_spec, local_tensor, make_dtensor
 from ..direct import exchange, is_better, others
 from ..flat_param import FlatParamHandle
+from ..gather import gather_flat
 from ..ragged import RaggedDTensor
 from ..segments import local_of
-from ..summon import gather_flat
 from .names import Place
 from .nested import leaves_of, map_leaves
 

@@ -13,7 +13,6 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import IncompatibleKeys, loads_as_torch_module, versions_of, with_versions
-from ..summon import is_summoned_on_first_rank_only
 from ..swap import before_load
 from .agreement import group_of, is_first, list_problems
 from .gathering import Key, copy_to_cpu, gather_values, same_elements, storage_of
@@ -59,7 +58,7 @@ def _by_fqn(names: ModelNames, state: Mapping[str, Any]) -> dict[str, tuple[str,
 
 def _refuse_summoned_elsewhere(names: ModelNames) -> None:
     for handle in names.handles():
-        if is_summoned_on_first_rank_only(handle):
+        if handle.is_summoned_on_first_rank_only:
             raise RuntimeError(
                 f"{handle.prefix}{handle.fqns[0]} is full on the first rank and sharded on the others, inside "
                 "summon_full_params(rank0_only=True): do it outside of that context. (A full state dict of the first "
