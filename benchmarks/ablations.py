@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_compose import exchange, grad_buffer, kept_tensors, runtime, state, watch
+from fsdp_compose.comm import control_exchange
+from fsdp_compose.flat import gradient_memory
+from fsdp_compose.group import kept_tensors, state, watch
+from fsdp_compose.runtime import hooks
 
 # What is replaced, of a class or a module, and what it then answers.
 ABLATIONS: dict[str, list[tuple[Any, str, Any]]] = {
@@ -18,12 +21,12 @@ ABLATIONS: dict[str, list[tuple[Any, str, Any]]] = {
         (kept_tensors.KeptTensors, "new_ones", []),
         (watch.Watch, "newly_kept", []),
     ],
-    "values that functional_call() puts in the place of parameters": [(runtime, "is_given", False)],
+    "values that functional_call() puts in the place of parameters": [(hooks, "is_given", False)],
     "requires_grad set between forward and backward": [(watch.Watch, "was_toggled", False)],
-    "gradient that the user holds": [(grad_buffer.GradientBuffer, "_is_held_elsewhere", False)],
+    "gradient that the user holds": [(gradient_memory.GradientBuffer, "_is_held_elsewhere", False)],
     "control exchange (its bytes only: there are no ranks to talk to)": [
-        (exchange.ControlExchange, "start", None),
-        (exchange.ControlExchange, "wait", True),
+        (control_exchange.ControlExchange, "start", None),
+        (control_exchange.ControlExchange, "wait", True),
     ],
 }
 

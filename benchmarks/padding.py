@@ -1,7 +1,7 @@
 """How much padding sharding adds to a group of parameters, in percent of the payload. Exact: nothing is timed.
 
-Three rules are compared: fsdp_compose's (``fsdp_compose.layout``); FSDP2's, which pads dim 0 of each parameter to a
-multiple of the ranks; and ``LCM``, a flat buffer whose shards are a multiple of every parameter's row, as in
+Three rules are compared: fsdp_compose's (``fsdp_compose.flat.layout``); FSDP2's, which pads dim 0 of each parameter to
+a multiple of the ranks; and ``LCM``, a flat buffer whose shards are a multiple of every parameter's row, as in
 Megatron-FSDP.
 
     python benchmarks/padding.py               # a few seconds, also without --quick, which changes nothing
@@ -18,7 +18,7 @@ from report import column
 from shapes import MODELS, Shape
 from systems import FSDP2, OURS
 
-from fsdp_compose.layout import ParamSpec, plan_layout
+from fsdp_compose.flat.layout import ParamSpec, plan_layout
 
 RANKS = (8, 64, 256, 1024, 4096)
 ALIGNMENT = 8  # 16 bytes of bfloat16

@@ -2,7 +2,7 @@
 
 On torch 2.11 operations do not reach a subclass of DTensor. ``FSDP_COMPOSE_ALLOW_TORCH_2_11=1`` lets the package be
 imported there all the same, to measure the runtime on a machine that carries it: sharded parameters are then plain
-tensors, this rank's elements, and only ``faces`` knows the difference.
+tensors, this rank's elements, and only ``flat.sharded_param`` knows the difference.
 """
 
 from __future__ import annotations

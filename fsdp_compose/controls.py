@@ -7,11 +7,10 @@ from contextlib import contextmanager
 
 import torch.nn as nn
 
-from .forward import enter_alone
-from .state import _FSDPState, get_state, states_to_run
-from .steps import reshard as _reshard
-from .steps import unshard as _unshard
-from .steps import wait_for_unshard
+from .group import _FSDPState, get_state, states_to_run
+from .runtime import enter_alone, wait_for_unshard
+from .runtime import reshard as _reshard
+from .runtime import unshard as _unshard
 
 
 class UnshardHandle:

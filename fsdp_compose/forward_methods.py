@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.nn as nn
 
+from .group import get_state
 from .runtime import post_forward, pre_forward
-from .state import get_state
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

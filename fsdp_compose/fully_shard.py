@@ -15,22 +15,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from . import backward_inputs, runtime
 from ._torch import composable_registry
-from .dynamo import _annotate_modules_for_dynamo
-from .first_forward import tree_has_changed
-from .flat_param import FlatParamHandle, Granularity, ManagedParameter, mark_owner
-from .groups import by_kind, group_modules, managed_parameters, ties_with_other_groups, unsharded_tensors
-from .lookalike import as_ours
-from .mesh import DataParallelMesh, data_parallel_mesh
-from .meta_buffers import watch_meta_buffers
-from .order import CollectiveOrder
-from .policy import MixedPrecisionPolicy
-from .replaced import stand_in
-from .shared_memory import Region, refuse_shared_memory, regions_of
-from .state import _FSDPState, get_state, register_state, state_of_hooked
-from .subclasses import check_class
-from .swap import ParameterSwap, guard_state_dict
+from .comm import DataParallelMesh, data_parallel_mesh
+from .flat import (
+    FlatParamHandle,
+    Granularity,
+    ManagedParameter,
+    MixedPrecisionPolicy,
+    Region,
+    as_ours,
+    check_class,
+    mark_owner,
+    refuse_shared_memory,
+    regions_of,
+)
+from .group import (
+    CollectiveOrder,
+    ParameterSwap,
+    _annotate_modules_for_dynamo,
+    _FSDPState,
+    by_kind,
+    get_state,
+    group_modules,
+    guard_state_dict,
+    managed_parameters,
+    register_state,
+    stand_in,
+    state_of_hooked,
+    ties_with_other_groups,
+    unsharded_tensors,
+    watch_meta_buffers,
+)
+from .runtime import notice_inputs, post_forward, pre_forward, tree_has_changed
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
 
@@ -118,12 +134,12 @@ def fully_shard(
         watch_meta_buffers(fqns)
         state.swap = ParameterSwap(modules, managed, handles, fqns)
         for item in modules:
-            item.register_forward_pre_hook(runtime.pre_forward, prepend=True, with_kwargs=True)
-            item.register_forward_hook(runtime.post_forward, always_call=True)
+            item.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+            item.register_forward_hook(post_forward, always_call=True)
             _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
 
     register_state(modules, install)
-    backward_inputs.install()
+    notice_inputs()
     if ties:  # only now: torch's registry refuses a call that changes FQNs, and a tied parameter has one name less
         for item, name, face in ties:
             item._parameters[name] = face

@@ -14,15 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from .accumulation import UnreducedGradient
-from .edits import note_write_of_all_ranks
-from .faces import dress, face_local, make_gradient
-from .flat_param import FlatParamHandle, handle_of
-from .forward import enter_alone
-from .gather import gather_flat
-from .meeting import meet
-from .state import _FSDPState, _get_fsdp_states
-from .swap import SlotView
+from .comm import meet
+from .flat import FlatParamHandle, UnreducedGradient, dress, face_local, gather_flat, handle_of, make_gradient
+from .group import SlotView, _FSDPState, _get_fsdp_states
+from .ragged import note_write_of_all_ranks
+from .runtime import enter_alone
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import fully_shard, reshard, unshard
-from fsdp_compose.state import _FSDPState, states_to_run
+from fsdp_compose.group.state import _FSDPState, states_to_run
 
 VOCAB, SEQ, GLOBAL_BATCH = 29, 6, 12  # the batch divides by 1, 2, 3 and 4 ranks; the vocabulary divides by none
 

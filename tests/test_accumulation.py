@@ -13,8 +13,8 @@ import torch
 import torch.nn as nn
 
 from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, clip_grad_norm_, flat_parameters, fully_shard, no_sync
-from fsdp_compose.accumulation import UnreducedGradient
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.flat.accumulation import UnreducedGradient
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_features import Branches, Net, Twins, inputs, mean_square, plain_sgd, shard_branches, shard_layers

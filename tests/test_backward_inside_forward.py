@@ -22,7 +22,7 @@ from fsdp_compose import (
     functional_mode,
     no_sync,
 )
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import full_gradients
 

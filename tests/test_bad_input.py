@@ -27,8 +27,8 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.meeting import TIMEOUT_ENV
-from fsdp_compose.state import _get_fsdp_states
+from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.group.state import _get_fsdp_states
 from tests.harness import distributed, fake_process_group
 
 

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fsdp_compose import (
     RaggedDTensor,
     RaggedShard,
-    direct,
     distribute_ragged,
     flat_parameters,
     fully_shard,
@@ -29,7 +28,6 @@ from fsdp_compose import (
 )
 from fsdp_compose.checkpoint import (
     StateDictOptions,
-    gathering,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -39,9 +37,11 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from fsdp_compose.checkpoint.pending import is_pending
-from fsdp_compose.meeting import TIMEOUT_ENV
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.checkpoint.moving import gathering
+from fsdp_compose.checkpoint.state.pending import is_pending
+from fsdp_compose.comm import point_to_point
+from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.test_invariants import environment, same_on_every_rank
 
@@ -200,7 +200,7 @@ def test_full_state_dicts_take_one_collective_for_each_flat_parameter():
     train(model, optimizer, 1)
     num_flat = len(_get_fsdp_handles(model))
     with pytest.MonkeyPatch.context() as no_messages:  # as on other backends than gloo
-        for file in (direct, gathering):
+        for file in (point_to_point, gathering):
             no_messages.setattr(file, "is_better", lambda *_: False)
         for options in (FULL, FULL_ON_CPU):
             with CommDebugMode() as comm:

@@ -28,11 +28,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compose import RaggedDTensor, RaggedShard, direct, distribute_ragged, flat_parameters, fully_shard
+from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, flat_parameters, fully_shard
 from fsdp_compose.checkpoint import (
     LoadPlanner,
     StateDictOptions,
-    gathering,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -42,9 +41,11 @@ from fsdp_compose.checkpoint import (
     save_hf,
     set_state_dict,
 )
-from fsdp_compose.checkpoint.folders import damage
-from fsdp_compose.checkpoint.hf import plan_files
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.checkpoint.files.folders import damage
+from fsdp_compose.checkpoint.files.hf import plan_files
+from fsdp_compose.checkpoint.moving import gathering
+from fsdp_compose.comm import point_to_point
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import ROOT, distributed, run_distributed
 from tests.test_checkpoint import FLATTENED, Net, adamw, assert_equal, build, shard, snapshot, train, whole
 from tests.test_invariants import same_on_every_rank
@@ -489,7 +490,7 @@ def check_that_flat_parameters_are_gathered_one_by_one(model: nn.Module, optimiz
 
     counts: list[int] = []
     with pytest.MonkeyPatch.context() as no_messages:
-        for file in (direct, gathering):
+        for file in (point_to_point, gathering):
             no_messages.setattr(file, "is_better", lambda *_: False)
         no_messages.setattr(gathering, "gather_flat", gather_flat)
         for cpu_offload in (False, True):

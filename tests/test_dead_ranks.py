@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp_compose import fully_shard, meeting, set_functional_mode
+from fsdp_compose import fully_shard, set_functional_mode
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, save
+from fsdp_compose.comm import rendezvous
 from tests.harness import end, start_forked
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -62,8 +63,8 @@ def die_at_write(event, arguments, folder):
 
 def survive(rank, size, port, victim, place, is_functional, folder):
     warnings.simplefilter("ignore")
-    meeting._BROKEN_TIMEOUT = meeting._GRACE = timedelta(seconds=1)
-    meeting._FIRST_LOOK = 1.0
+    rendezvous._BROKEN_TIMEOUT = rendezvous._GRACE = timedelta(seconds=1)
+    rendezvous._FIRST_LOOK = 1.0
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
     model = Mortal()

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compose import direct
-from fsdp_compose.direct import all_gather, gather
+from fsdp_compose.comm import point_to_point as direct
+from fsdp_compose.comm.point_to_point import all_gather, gather
 from tests.harness import distributed
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_compose
 from fsdp_compose import RaggedDTensor, clip_grad_norm_, distribute_ragged, flat_parameters, fully_shard, no_sync
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_features import Twins, inputs, plain_sgd

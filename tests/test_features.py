@@ -31,8 +31,8 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.accumulation import UnreducedGradient
-from fsdp_compose.state import _FSDPState, get_state, states_to_run
+from fsdp_compose.flat.accumulation import UnreducedGradient
+from fsdp_compose.group.state import _FSDPState, get_state, states_to_run
 from tests.harness import distributed, fake_process_group
 from tests.models import GLOBAL_BATCH, GPT, adamw, gpt_loss, local_part, mean_over_ranks, pair, shard_gpt
 from tests.models import batches as token_batches

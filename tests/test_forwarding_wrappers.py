@@ -21,7 +21,7 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.state import (
+from fsdp_compose.group.state import (
     _get_fsdp_states_with_modules,
     get_state,
     is_compatible,

@@ -27,7 +27,7 @@ from fsdp_compose import (
     set_functional_mode,
     unshard,
 )
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_features import Net, Twins, adamw, inputs, mean_square, plain_sgd, shard_layers

@@ -28,15 +28,15 @@ from fsdp_compose import (
     distribute_ragged,
     flat_parameters,
     fully_shard,
-    meeting,
     no_sync,
     set_functional_mode,
     unshard,
 )
-from fsdp_compose.accumulation import UnreducedGradient
-from fsdp_compose.exchange import EXCHANGE_ENV, FIRST_BACKWARDS, control_group
-from fsdp_compose.meeting import TIMEOUT_ENV
-from fsdp_compose.state import _get_fsdp_handles, _get_fsdp_states
+from fsdp_compose.comm import rendezvous
+from fsdp_compose.comm.control_exchange import EXCHANGE_ENV, FIRST_BACKWARDS, control_group
+from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.flat.accumulation import UnreducedGradient
+from fsdp_compose.group.state import _get_fsdp_handles, _get_fsdp_states
 from tests import harness
 from tests.models import assert_gradients_match, assert_parameters_match, local_part, pair
 
@@ -1294,7 +1294,7 @@ def test_interruption_on_one_rank_names_the_absent_rank_in_time(where, healer):
     model, _ = stacks(mesh=breakable_mesh())
     after_training(model)
     with environment(**{TIMEOUT_ENV: "1"}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_GRACE", timedelta(seconds=0.5))
+        patch.setattr(rendezvous, "_GRACE", timedelta(seconds=0.5))
         if dist.get_rank() == healer:
             interrupt(model, where, 1, ValueError("by the user"))
             begin = time.monotonic()
@@ -1367,7 +1367,7 @@ def raise_by_the_user(*_: Any) -> None:
 def test_interruptions_far_apart_name_the_absent_rank_and_never_hang():
     model, _ = stacks(mesh=breakable_mesh())
     with environment(**{TIMEOUT_ENV: "1"}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_GRACE", timedelta(seconds=0.5))
+        patch.setattr(rendezvous, "_GRACE", timedelta(seconds=0.5))
         if dist.get_rank() == 0:
             interrupt(model, "forward", 0, ValueError("by the user"))
             with pytest.raises(RuntimeError, match=r"rank\(s\) 1 did not come"):

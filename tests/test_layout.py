@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.shapes import MODELS
-from fsdp_compose import layout as layout_module
-from fsdp_compose.layout import FlatLayout, Granule, ParamSpec, Run, plan_layout
+from fsdp_compose.flat import layout as layout_module
+from fsdp_compose.flat.layout import FlatLayout, Granule, ParamSpec, Run, plan_layout
 
 settings.register_profile("layout", deadline=None, max_examples=300, derandomize="CI" in os.environ)
 properties = settings(settings.get_profile("layout"))

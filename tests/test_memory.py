@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, no_sync, unshard
-from fsdp_compose.flat_param import FlatParamHandle
-from fsdp_compose.state import _get_fsdp_handles, _get_fsdp_states, get_state
+from fsdp_compose.flat.flat_param import FlatParamHandle
+from fsdp_compose.group.state import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
 

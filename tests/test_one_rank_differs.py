@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp_compose import fully_shard, functional_mode, meeting
-from fsdp_compose.meeting import TIMEOUT_ENV
-from fsdp_compose.records import DEBUG_ENV
+from fsdp_compose import fully_shard, functional_mode
+from fsdp_compose.comm import rendezvous
+from fsdp_compose.comm.records import DEBUG_ENV
+from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_invariants import breakable_mesh, environment, same_on_every_rank
@@ -91,7 +92,7 @@ def error_of(loop, match):
 @contextlib.contextmanager
 def debugging(seconds="0.5"):
     with environment(**{DEBUG_ENV: "1", TIMEOUT_ENV: seconds}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_GRACE", timedelta(seconds=0.2))
+        patch.setattr(rendezvous, "_GRACE", timedelta(seconds=0.2))
         yield
 
 

@@ -23,14 +23,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_compose import (
     MixedPrecisionPolicy,
     RaggedDTensor,
-    clip,
     clip_grad_norm_,
     declare_elementwise,
     flat_parameters,
     fully_shard,
     no_sync,
 )
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.optim import clip
 from tests.harness import distributed, fake_process_group
 
 STEPS = 3

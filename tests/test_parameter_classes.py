@@ -12,8 +12,9 @@ import torch.nn as nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
-from fsdp_compose import flat_parameters, fully_shard, set_functional_mode, subclasses
-from fsdp_compose.state import _get_fsdp_states
+from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
+from fsdp_compose.flat import subclasses
+from fsdp_compose.group.state import _get_fsdp_states
 from tests.harness import distributed, fake_process_group
 from tests.test_features import DIM, Net, Twins, plain_sgd, shard_layers
 

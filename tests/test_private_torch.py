@@ -775,7 +775,7 @@ def test_annotations_are_what_dynamo_reads():
     """Equal modules with both annotations share a graph whose parameters are inputs, read anew at each call."""
     from torch._dynamo.testing import CompileCounter
 
-    from fsdp_compose.dynamo import _annotate_modules_for_dynamo
+    from fsdp_compose.group.dynamo import _annotate_modules_for_dynamo
 
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -1101,9 +1101,9 @@ def test_IncompatibleKeys():
 
 def test_backwards():
     """Counted from the first fully_shard() on; here, a part of the package has been imported that intercepts them."""
-    from fsdp_compose import backward_inputs
+    from fsdp_compose.runtime import notice_inputs
 
-    backward_inputs.install()
+    notice_inputs()
     before = _torch.backwards.count
     x = torch.ones(2, requires_grad=True)
     x.sum().backward()

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, fully_shard
-from fsdp_compose.placement import run_to_boxes
-from fsdp_compose.ragged_ops.gathered_view import GatheredView
+from fsdp_compose.ragged.ops.gathered_view import GatheredView
+from fsdp_compose.ragged.placement import run_to_boxes
 from tests.harness import distributed, fake_process_group
 
 # name -> (shape of the mesh, placements of a (10, 4) tensor); the last rank of 3 holds nothing

@@ -16,8 +16,8 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, unshard
-from fsdp_compose.dynamo import _annotate_modules_for_dynamo
-from fsdp_compose.state import (
+from fsdp_compose.group.dynamo import _annotate_modules_for_dynamo
+from fsdp_compose.group.state import (
     _get_fsdp_handles,
     _get_fsdp_root_states,
     _get_fsdp_states,

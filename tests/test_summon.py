@@ -24,8 +24,8 @@ from fsdp_compose import (
     set_requires_gradient_sync,
     summon_full_params,
 )
-from fsdp_compose.meeting import TIMEOUT_ENV
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import assert_parameters_match, local_part, pair
 from tests.test_features import DIM, Net, Twins, inputs, mean_square, plain_sgd, shard_layers, whole

@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, no_sync
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part, pair
 from tests.test_features import DIM, Layer, Net, Twins, inputs, mean_square, plain_sgd, shard_layers

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import RaggedDTensor, distribute_ragged, fully_shard, no_sync
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_features import Layer, Twins, plain_sgd

@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import fsdp_compose.checkpoint as ours
 from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, RaggedShard, flat_parameters, fully_shard
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.harness import distributed
 from tests.test_checkpoint import assert_equal, whole
 from tests.test_checkpoint_storage import shared_folder

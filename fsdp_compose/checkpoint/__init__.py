@@ -3,11 +3,12 @@
 The names, arguments and meaning of ``torch.distributed.checkpoint.state_dict``; see docs/checkpoints.md.
 """
 
-from .hf import load_hf, save_hf
-from .options import StateDictOptions
-from .patching import patch_model_state_dict, patch_optimizer_state_dict
-from .planner import LoadPlanner, SavePlanner
-from .state_dict import (
+from .files.hf import load_hf, save_hf
+from .files.planner import LoadPlanner, SavePlanner
+from .files.storage import load, save
+from .state.options import StateDictOptions
+from .state.patching import patch_model_state_dict, patch_optimizer_state_dict
+from .state.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -15,7 +16,6 @@ from .state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from .storage import load, save
 
 __all__ = [
     "LoadPlanner",

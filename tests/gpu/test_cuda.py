@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compose import MixedPrecisionPolicy
-from fsdp_compose.collectives import Communicator
-from fsdp_compose.state import _get_fsdp_handles
+from fsdp_compose.flat.reduction import Communicator
+from fsdp_compose.group.state import _get_fsdp_handles
 from tests.models import GPT, batches, gpt_loss, sgd, shard_gpt
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard
-from fsdp_compose.state import get_state
+from fsdp_compose.group.state import get_state
 
 from .description import EDITORS, INNER_BACKWARDS, LEAVES, Group, Part, Program
 

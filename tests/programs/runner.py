@@ -28,10 +28,10 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose._torch import default_store
-from fsdp_compose.accumulation import UnreducedGradient
 from fsdp_compose.checkpoint import StateDictOptions, get_state_dict, set_state_dict
-from fsdp_compose.flat_param import handle_of
-from fsdp_compose.state import _get_fsdp_handles, _get_fsdp_states, get_state
+from fsdp_compose.flat.accumulation import UnreducedGradient
+from fsdp_compose.flat.flat_param import handle_of
+from fsdp_compose.group.state import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.observed_hooks import ObservedHooks
 
 from .description import Action, Program, parts_of

@@ -1,0 +1,1 @@
+"""State dicts in folders: written aside, moved into place whole, verified, read without running code."""

@@ -1,0 +1,264 @@
+"""What a folder says that it holds, read without running anything: whoever could write to a file system, or has sent a
+checkpoint, does not thereby run code here.
+
+``.metadata`` is a pickle. It is read with classes of its own, which exist for that reading only, in the place of the
+few that ``torch.distributed.checkpoint`` needs; every other name in it is refused. What comes out is checked before it
+is used: files lie in the folder, also where links lead, and numbers make sense.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..._torch import StorageInfo
+from ..moving.agreement import in_words
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+NUMBERS = "integer_keys"
+"""in the manifest: where dicts are whose keys are integers"""
+
+_CHECKSUM = "checksum"  # in the manifest: its own
+_MARK = "fsdp_compose-"  # begins the identity that a save of ours has in the metadata
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by torch's numbers for them
+_LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a complete checkpoint says that it holds.
+
+    Attributes:
+        files: size and checksum by name; of checkpoints that torch wrote, the least size and no checksum.
+        numbers: paths of dicts with integers for keys.
+        is_verifiable: whether there is a manifest.
+    """
+
+    folder: Path
+    metadata: Metadata
+    files: dict[str, tuple[int, int | None]]
+    numbers: frozenset[tuple[Any, ...]] = field(default_factory=frozenset)
+    is_verifiable: bool = True
+
+
+def mark(save_id: str | None) -> str:
+    """The identity of a save of ours, by which its checkpoint is known if its manifest is lost."""
+    return f"{_MARK}{save_id}"
+
+
+def contents_of(folder: Path, allow_pickle: bool = False) -> Contents:
+    """Read the manifest and the metadata of a checkpoint.
+
+    Args:
+        allow_pickle: unpickle metadata of other classes too, which can run any code.
+
+    Raises:
+        ValueError: they make no sense, lead out of the folder, or ask for more than a list of tensors needs.
+    """
+    manifest = _read_manifest(folder)
+    metadata = _read_metadata(folder, None if manifest is None else manifest.files.get(METADATA), allow_pickle)
+    needed = _least_sizes(metadata)
+    if manifest is None:
+        if str(getattr(metadata.storage_meta, "save_id", "")).startswith(_MARK):
+            raise ValueError(f"its {MANIFEST}, with which it was saved, is lost, so that nothing can be verified")
+        files: dict[str, tuple[int, int | None]] = {name: (size, None) for name, size in needed.items()}
+        contents = Contents(folder, metadata, files, is_verifiable=False)
+    else:
+        unlisted = sorted(needed.keys() - manifest.files.keys())
+        if unlisted:
+            raise ValueError(f"{METADATA} refers to {unlisted[0]}, which {MANIFEST} does not list")
+        for name, size in needed.items():
+            _require(size <= manifest.files[name][0], f"{METADATA} refers to what is beyond the end of {name}")
+        contents = Contents(folder, metadata, dict(manifest.files), manifest.numbers)
+    for name in (*contents.files, METADATA):
+        _require_inside(folder, name)
+    return contents
+
+
+# ---- the manifest
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    files: dict[str, tuple[int, int]]
+    numbers: frozenset[tuple[Any, ...]]
+
+
+def as_text(manifest: Mapping[str, Any]) -> str:
+    """A manifest as it is written: with a checksum of itself."""
+    return json.dumps({**manifest, _CHECKSUM: _checksum_of(manifest)}, indent=1)
+
+
+def _checksum_of(manifest: Mapping[str, Any]) -> int:
+    """Of all that is in it but the checksum."""
+    rest = {key: value for key, value in manifest.items() if key != _CHECKSUM}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def _read_manifest(folder: Path) -> _Manifest | None:
+    if not (folder / MANIFEST).is_file():
+        return None
+    _require_inside(folder, MANIFEST)
+    try:
+        listed = json.loads((folder / MANIFEST).read_bytes().decode())
+        # Without a checksum: of an earlier version, unless it is the word that is damaged.
+        _require(listed.keys() <= {"files", NUMBERS, _CHECKSUM}, "it holds what no save writes there")
+        _require(listed.get(_CHECKSUM, _checksum_of(listed)) == _checksum_of(listed), "its checksum differs")
+        files = {str(name): (int(size), int(total)) for name, (size, total) in listed["files"].items()}
+        return _Manifest(files, frozenset(_path(path) for path in listed.get(NUMBERS, ())))
+    except OSError:
+        raise
+    except Exception as error:  # whatever damaged JSON raises
+        raise ValueError(f"{MANIFEST} does not hold what was written: {in_words(error)}") from error
+
+
+def _path(path: Any) -> tuple[Any, ...]:
+    if not isinstance(path, list) or not all(isinstance(part, (str, int)) for part in path):
+        raise ValueError(f"{path!r} is no path")
+    return tuple(path)
+
+
+def _require_inside(folder: Path, name: Any) -> None:
+    """Raises ValueError unless ``name`` is that of something in ``folder``, also if links are followed."""
+    if (
+        isinstance(name, str)
+        and name
+        and "\0" not in name
+        and not Path(name).is_absolute()
+        and ".." not in name.split("/")
+    ):
+        if (folder / name).resolve().is_relative_to(folder.resolve()):
+            return
+    raise ValueError(f"it refers to the file {name!r}, which is not in the folder")
+
+
+# ---- the metadata
+
+
+def _read_metadata(folder: Path, listed: tuple[int, int] | None, allow_pickle: bool) -> Metadata:
+    """``listed``: size and checksum, if they are known."""
+    content = (folder / METADATA).read_bytes()
+    if listed not in (None, (len(content), zlib.crc32(content))):
+        raise ValueError(f"{METADATA} does not hold what was written: its size or its checksum differs")
+    try:
+        return _checked(_Unpickler(io.BytesIO(content)).load())
+    except OSError:
+        raise
+    except Exception:  # whatever a strange pickle raises
+        if not allow_pickle:
+            raise
+    return _checked(pickle.loads(content))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what a list of tensors needs, of classes that no other code uses: pickles can set attributes of classes."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._known = _stand_ins()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if (module, name) in self._known:
+            return self._known[module, name]
+        raise pickle.UnpicklingError(
+            f"it refers to {module}.{name}, which a list of tensors does not need, and which could run any code"
+        )
+
+
+def _stand_ins() -> dict[tuple[str, str], Callable[..., Any]]:
+    """New classes and functions for the names that torch's metadata refer to."""
+    classes = (Metadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorStorageMetadata)
+    known: dict[tuple[str, str], Callable[..., Any]] = {
+        (cls.__module__, cls.__qualname__): type(cls.__name__, (cls,), {}) for cls in (*classes, StorageInfo)
+    }
+    properties = type("TensorProperties", (TensorProperties,), {"__setstate__": _set_properties})
+    for module in (TensorProperties.__module__, "torch.distributed._shard.sharded_tensor.metadata"):  # torch < 2.2
+        known[module, "TensorProperties"] = properties
+        for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
+            known[module, name] = lambda number: number
+    known["torch", "Size"] = lambda sizes=(): torch.Size(sizes)
+    known["torch.serialization", "_get_layout"] = lambda name: _LAYOUTS[name]
+    known["collections", "OrderedDict"] = lambda items=(): OrderedDict(items)
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
+            known[module, name] = lambda *parts: "/".join(map(str, parts))
+    return known
+
+
+def _set_properties(self: Any, state: Any) -> None:
+    self.dtype, self.layout, self.requires_grad, number, self.pin_memory = state
+    self.memory_format = _FORMATS[int(getattr(number, "value", number))]
+
+
+def _checked(metadata: Any) -> Metadata:
+    """Raises ValueError if something in it is not what torch writes there."""
+    _require(isinstance(metadata, Metadata), "it is no list of tensors")
+    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    _require(isinstance(entries, Mapping) and isinstance(places, Mapping), "it is no list of tensors")
+    for key, entry in entries.items():
+        _require(isinstance(key, str), f"{key!r} is no name")
+        if isinstance(entry, TensorStorageMetadata):
+            _require(isinstance(getattr(entry.properties, "dtype", None), torch.dtype), f"{key} has no dtype")
+            _require(_are_sizes(entry.size) and all(_is_chunk(chunk) for chunk in entry.chunks), f"{key} has no size")
+        else:
+            _require(isinstance(entry, BytesStorageMetadata), f"{key} is neither a tensor nor a value")
+    for key, path in dict(metadata.planner_data or {}).items():
+        _require(
+            isinstance(path, (tuple, list)) and all(_is_step(step, len(entries)) for step in path),
+            f"{path!r} is no place of {key!r}",
+        )
+    metadata.storage_data = {}
+    for index, info in places.items():
+        _require(isinstance(index, MetadataIndex) and isinstance(index.fqn, str), f"{index!r} is no name")
+        _require(isinstance(info, StorageInfo) and _are_sizes((info.offset, info.length)), f"{index.fqn} is in no file")
+        # A key that equals torch's own.
+        metadata.storage_data[MetadataIndex(index.fqn, index.offset, index.index)] = info
+    return metadata
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)
+
+
+def _are_sizes(sizes: Iterable[Any]) -> bool:
+    return all(type(size) is int and size >= 0 for size in sizes)
+
+
+def _is_chunk(chunk: Any) -> bool:
+    return isinstance(chunk, ChunkStorageMetadata) and _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes)
+
+
+def _is_step(step: Any, limit: int) -> bool:
+    """Whether this is a key, or an index in a list that can be in a checkpoint of so many values."""
+    return isinstance(step, str) or (type(step) is int and 0 <= step < limit)
+
+
+def _least_sizes(metadata: Metadata) -> dict[str, int]:
+    """How long each file is at least."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        _require(isinstance(info.relative_path, str), f"{info.relative_path!r} is no name of a file")
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    return ends

@@ -1,0 +1,265 @@
+"""``LoadPlanner``: loads optimizer dicts as they were saved, whatever state and groups the optimizer has now.
+``SavePlanner``: saves shards without copies of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.tensor import DTensor
+
+from ..state.flattened import GROUPS, PARAMS, STATE, is_flattened, longest_prefix
+from ..state.pending import pending_state
+from ..state.templates import StateKind
+from ..state.trained import is_shared_name
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """For ``torch.distributed.checkpoint.load(state_dict, planner=LoadPlanner())``.
+
+    What torch's own planner loads is decided by the dict it is given, key by key. This one takes from the checkpoint
+    which parameter groups there are, what is in them, and what state each parameter has; everything else is the same.
+
+    Args:
+        allow_pickle: unpickle values that are more than tensors and plain containers, as torch's own planner does. That
+            can run any code (as what ``torch.distributed.checkpoint.load`` does before it asks a planner).
+    """
+
+    def __init__(self, *arguments: Any, allow_pickle: bool = True, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.allow_pickle = allow_pickle
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if self.allow_pickle:
+            super().load_bytes(read_item, value)
+            return
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            _put(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        else:
+            self.state_dict[read_item.dest_index.fqn] = loaded
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        tensors = [*_tensors(state_dict, ())]
+        with torch.inference_mode(False):  # optimizers will write to what is loaded
+            for path, optimizer in _optimizer_dicts(state_dict, ()):
+                _follow(optimizer, _Saved(metadata, path, tensors))
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
+    """Not by ``state.`` alone: that may be the name of a submodule."""
+    return {STATE, GROUPS} <= state.keys() or (is_flattened(state) and _has_groups(state))
+
+
+def _has_groups(state: Mapping[Any, Any]) -> bool:
+    return any(str(key).startswith(f"{GROUPS}.") for key in state)
+
+
+def _optimizer_dicts(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    if not isinstance(state, dict):
+        return
+    if _is_optimizer_dict(state):
+        yield path, state
+        return
+    for key, value in state.items():
+        yield from _optimizer_dicts(value, (*path, str(key)))
+
+
+def _tensors(state: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors that are in no optimizer dict, and where."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield (*path, str(key)), value
+        elif isinstance(value, Mapping) and not _is_optimizer_dict(value):
+            yield from _tensors(value, (*path, str(key)))
+
+
+def _by_name(tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], path: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Tensors by the last part of their path: a model's by FQN. Of several models the one counts that is nearest to
+    ``path``, then one that is sharded."""
+    best: dict[str, tuple[tuple[int, bool], torch.Tensor]] = {}
+    for at, tensor in tensors:
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(at, path)))
+        rank = (shared, isinstance(tensor, DTensor))
+        if at[-1] not in best or rank > best[at[-1]][0]:
+            best[at[-1]] = (rank, tensor)
+    return {name: tensor for name, (_, tensor) in best.items()}
+
+
+class _Saved:
+    """What a checkpoint holds of one optimizer.
+
+    Attributes:
+        groups, state: where values are in the optimizer's dict, by key in the checkpoint.
+        tensors: of the model, by FQN.
+        name: of the dict, for messages.
+    """
+
+    def __init__(
+        self, metadata: Metadata, path: tuple[str, ...], tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]]
+    ) -> None:
+        self._metadata, self.tensors, self.name = metadata, _by_name(tensors, path), ".".join(path)
+        prefix = "".join(f"{part}." for part in path)
+        paths = {
+            key: tuple((metadata.planner_data or {})[key][len(path) :])
+            for key in metadata.state_dict_metadata
+            if key.startswith((f"{prefix}{STATE}.", f"{prefix}{GROUPS}."))
+        }
+        self.groups = {key: at for key, at in paths.items() if at[0].startswith(GROUPS)}
+        self.state = {key: at for key, at in paths.items() if key not in self.groups}
+
+    def place(self, key: str) -> Any:
+        """Something to load a value into that is not sharded."""
+        saved = self._metadata.state_dict_metadata[key]
+        if not isinstance(saved, TensorStorageMetadata):
+            return None
+        return torch.zeros(saved.size, dtype=saved.properties.dtype)
+
+    def state_place(self, key: str, fqn: str, rest: Sequence[Any], entries: Mapping[str, Any]) -> Any:
+        """Something to load state of a parameter into: what is there, if it can take it, or a place cut like the
+        parameter or like other state of it.
+
+        Args:
+            rest: where it is in the state of the parameter, which is ``entries`` now.
+        """
+        present = entries.get(rest[0]) if len(rest) == 1 else None
+        saved = self._metadata.state_dict_metadata[key]
+        if isinstance(present, torch.Tensor) or (present is not None and not isinstance(saved, TensorStorageMetadata)):
+            return present
+        if not isinstance(saved, TensorStorageMetadata) or not saved.size:
+            return self.place(key)
+        known = [tensor for tensor in (self.tensors.get(fqn), *entries.values()) if isinstance(tensor, torch.Tensor)]
+        like = next((tensor for tensor in known if tensor.shape == saved.size), None)
+        if like is not None and len(rest) > 1:  # in a list, say, which is copied as a whole
+            return torch.zeros_like(like, dtype=saved.properties.dtype)
+        if like is not None:
+            kind = StateKind((True,) * like.dim(), saved.properties.dtype, like.device)
+            return pending_state(like, {key: kind})[key]
+        if fqn not in self.tensors and not is_shared_name(fqn) and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"the checkpoint holds {key}, of shape {tuple(saved.size)}, for which the optimizer has no place "
+                f"before its first step, and how {fqn} is sharded is not known: load the model's state dict in the "
+                "same call"
+            )
+        return self.place(key)
+
+    def wanted(self, trained: Sequence[str], saved: Iterable[str]) -> list[str]:
+        """Of the names with saved state those of trained parameters, also if a tied one was saved by another name, and
+        those that stand for optimizers."""
+        saved = list(saved)
+        lacking = {self.tensors[fqn].shape for fqn in trained if fqn not in saved and fqn in self.tensors}
+        known = set(trained)
+        return [
+            fqn
+            for fqn in saved
+            if fqn in known or is_shared_name(fqn) or (fqn in self.tensors and self.tensors[fqn].shape in lacking)
+        ]
+
+
+def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
+    """Give an optimizer dict a place for everything that was saved of what it trains, and for nothing else."""
+    if not saved.groups:
+        return  # torch's planner names what is missing
+    was_flattened = not any(at[0] == GROUPS for at in saved.groups.values())
+    if was_flattened != is_flattened(optimizer):
+        raise ValueError(
+            f"the optimizer dict {saved.name!r} was saved with flatten_optimizer_state_dict={was_flattened}: get the "
+            "dict to load into with the same option"
+        )
+    if was_flattened:
+        _follow_flattened(optimizer, saved)
+        return
+    before = {str(name): (name, entries) for name, entries in optimizer[STATE].items()}
+    trained = [str(name) for group in optimizer[GROUPS] for name in group[PARAMS]]
+    groups: dict[int, dict[str, Any]] = {}
+    for key, (_, index, *inside) in saved.groups.items():
+        _put(groups.setdefault(int(index), {}), inside, saved.place(key))
+    by_fqn: dict[str, dict[str, list[Any]]] = {}
+    for key, (_, fqn, *rest) in saved.state.items():
+        by_fqn.setdefault(fqn, {})[key] = rest
+    if all(fqn.isdigit() for fqn in by_fqn) and by_fqn.keys().isdisjoint(trained) and by_fqn:
+        raise ValueError(
+            f"the optimizer dict {saved.name!r} was saved as an optimizer's own state_dict(), which numbers "
+            "parameters: load it into such a dict, of an optimizer that has taken a step, and give that to "
+            "set_optimizer_state_dict()"
+        )
+    state: dict[Any, dict[str, Any]] = {}
+    for fqn in saved.wanted(trained, by_fqn):
+        name, entries = before.get(fqn, (fqn, {}))
+        for key, at in by_fqn[fqn].items():
+            _put(state.setdefault(name, {}), at, saved.state_place(key, fqn, at, entries))
+    optimizer.update({STATE: state, GROUPS: [groups[index] for index in sorted(groups)]})
+
+
+def _follow_flattened(optimizer: dict[str, Any], saved: _Saved) -> None:
+    trained = [key.partition(".")[2].rpartition(".")[0] for key in optimizer if key.startswith(f"{GROUPS}.")]
+    known = {*trained, *saved.tensors}
+
+    def parameter_of(key: str) -> str | None:
+        name = key.partition(".")[2]
+        stem = ".".join(name.split(".")[:2])
+        return stem if is_shared_name(stem) else longest_prefix(name, known)
+
+    entries: dict[str | None, dict[str, Any]] = {}
+    present = [key for key in optimizer if key.startswith((f"{STATE}.", f"{GROUPS}."))]
+    for key in present:
+        entries.setdefault(parameter_of(key), {})[key] = optimizer[key]
+    places: dict[str, Any] = {}
+    for key, at in saved.groups.items():
+        _put(places, at, saved.place(key))
+    fqns = {key: parameter_of(at[0]) for key, at in saved.state.items()}
+    wanted = {*saved.wanted(trained, dict.fromkeys(fqn for fqn in fqns.values() if fqn is not None))}
+    for key, fqn in fqns.items():
+        if fqn is not None and fqn in wanted:
+            at = saved.state[key]
+            _put(places, at, saved.state_place(key, fqn, at, entries.get(fqn, {})))
+    for key in present:
+        del optimizer[key]
+    optimizer.update(places)
+
+
+def _put(container: Any, path: Sequence[Any], value: Any) -> None:
+    for here, below in pairwise(path):
+        if isinstance(container, list):
+            container.extend([None] * (here + 1 - len(container)))
+            if container[here] is None:
+                container[here] = [] if isinstance(below, int) else {}
+            container = container[here]
+        else:
+            container = container.setdefault(here, [] if isinstance(below, int) else {})
+    if isinstance(container, list):
+        container.extend([None] * (path[-1] + 1 - len(container)))
+    container[path[-1]] = value
+
+
+class SavePlanner(DefaultSavePlanner):
+    """For ``torch.distributed.checkpoint.save(state_dict, planner=SavePlanner())``.
+
+    torch's file writer copies whatever is a part of a larger storage, as sharded parameters are of their shard, and
+    keeps the copies until everything is written. This planner gives it the same memory as storages of their own. (Not
+    for ``async_save()``, which is to copy.)
+    """
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        value = super().transform_object(write_item, object)
+        return _with_own_storage(value) if isinstance(value, torch.Tensor) else value
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a part of a storage as a storage, which keeps the other one alive."""
+    is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+    if not is_part or not tensor.nbytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return tensor
+    as_bytes = torch.from_dlpack(tensor.detach().view(-1).view(torch.uint8))  # DLPack does not know every dtype
+    return as_bytes.view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,289 @@
+"""``save`` and ``load``: ``torch.distributed.checkpoint``, with folders that are whole or not there, and errors that
+every rank hears of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ...comm import noticing_loss
+from ..moving.agreement import agree, attempt, has_peers, in_words, or_problem, text_of_first_rank
+from ..moving.gathering import empty_on
+from ..moving.layouts import Target
+from .contents import MANIFEST, METADATA, NUMBERS, mark
+from .folders import abandon_folder, begin_folder, entries, finish_folder, inspect, local_folder, new_token, partial_of
+from .planner import LoadPlanner, SavePlanner
+from .reading import Reader, Refused, Told, telling
+from .string_keys import give_back, paths_of_numbers, with_string_keys
+
+
+def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: dist.ProcessGroup | None = None) -> None:
+    """Save a checkpoint: sharded state dicts, and whatever else ``torch.distributed.checkpoint.save`` takes.
+
+    The folder appears when everything in it has been written and noted in ``manifest.json`` with its size and checksum.
+    A save that is interrupted leaves ``<folder>.partial``, and earlier checkpoints as they are.
+
+    Ranks: all ranks of ``process_group``, which see the same file system.
+
+    Args:
+        state_dict: for example ``{"model": get_model_state_dict(model), "optimizer": ..., "step": step}``.
+        folder: must not exist.
+        process_group: the ranks; default: all.
+
+    Raises:
+        ValueError: ``folder`` is an address on a network.
+        RuntimeError: on every rank: the folder exists, a value cannot be saved, or a rank did not come or could not
+            write.
+    """
+    group, folder = _group(process_group), local_folder(folder)
+    state, problem = attempt(_plain, state_dict)
+    numbers = [] if state is None else [*paths_of_numbers(state)]
+    if state is not None:
+        state, problem = attempt(with_string_keys, state)
+    token = new_token()
+    if _is_first(group) and not problem:
+        problem = or_problem(begin_folder, folder, token)
+    agree(group, "save()", [str(folder), *(state or {})], problem)
+    assert state is not None
+    token = text_of_first_rank(group, "save()", "the owner of the folder", token)
+    writer = _Writer(partial_of(folder) / token, sync_files=True)
+    try:
+        try:
+            with nullcontext() if group is None else noticing_loss(group, "a collective of save()"):
+                _write(writer, state, process_group)
+                _complete(writer, folder, token, numbers, group)
+        except RuntimeError as error:
+            if isinstance(error, _Failed) or not has_peers(group):
+                raise
+            raise _Failed(f"save(): {_apart(error)}. The checkpoint was not completed") from error
+    except _Failed as error:
+        if _is_first(group):
+            abandon_folder(folder, token)
+        raise RuntimeError(str(error)) from error.__cause__
+
+
+def _apart(error: RuntimeError) -> str:
+    """Why a collective has failed, which itself names no rank."""
+    return f"the ranks could not go on together: another rank has died, hangs, or has raised ({str(error).rstrip('.')})"
+
+
+class _Failed(RuntimeError):
+    """A save has failed, on every rank."""
+
+
+def _write(writer: _Writer, state: dict[str, Any], process_group: dist.ProcessGroup | None) -> None:
+    try:
+        dcp.save(
+            state,
+            storage_writer=writer,
+            planner=SavePlanner(),
+            process_group=process_group,
+            no_dist=_group(process_group) is None,
+        )
+    except CheckpointException as error:
+        raise _Failed(f"save(): {_first_failure(error)}. The checkpoint was not completed") from error
+
+
+def _complete(
+    writer: _Writer, folder: Path, token: str, numbers: Sequence[Any], group: dist.ProcessGroup | None
+) -> None:
+    """Compare notes about what was written, and give the folder its name."""
+    rank = 0 if group is None else group.rank()
+    mine, problem = attempt(_written_by, writer.folder, rank)
+    _agree_to_save(group, folder, problem)
+    parts: list[Any] = [(mine, numbers)]
+    if has_peers(group):
+        assert group is not None
+        parts = [None] * group.size()
+        dist.all_gather_object(parts, (mine, numbers), group=group)
+    if rank == 0:
+        files = {name: entry for part, _ in parts for name, entry in part.items()}
+        everywhere = list(dict.fromkeys(path for _, paths in parts for path in paths))
+        problem = or_problem(_finish, writer, folder, token, files, everywhere)
+    _agree_to_save(group, folder, problem)
+
+
+def _agree_to_save(group: dist.ProcessGroup | None, folder: Path, problem: str | Exception) -> None:
+    try:
+        agree(group, "save()", [str(folder)], problem)
+    except RuntimeError as error:
+        raise _Failed(str(error)) from error.__cause__
+
+
+def _written_by(partial: Path, rank: int) -> dict[str, list[int]]:
+    return entries(path for path in partial.iterdir() if path.name.startswith(f"__{rank}_"))
+
+
+def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[int]], numbers: Sequence[Any]) -> str:
+    for name in {*files, *writer.names}:
+        path = writer.folder / name
+        if name not in files or not path.is_file() or path.stat().st_size != files[name][0]:
+            return (
+                f"{path} is not what its rank has written: all ranks must see the same file system, and no other job "
+                "may write there. The checkpoint was not completed"
+            )
+    everything = dict(files) | entries([writer.folder / METADATA])
+    return finish_folder(folder, token, {"files": everything, NUMBERS: numbers})
+
+
+def load(
+    state_dict: dict[str, Any],
+    folder: str | Path,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    planner: dcp.LoadPlanner | None = None,
+    allow_pickle: bool = False,
+) -> None:
+    """Load a checkpoint that ``save``, or ``torch.distributed.checkpoint.save``, has written, at any number of ranks.
+
+    Everything is verified before a tensor is written to: that the save was completed, sizes, and (if ``save`` wrote it)
+    checksums. No code in the checkpoint is run, and no file outside of the folder is read.
+
+    Values arrive in ``state_dict``, in whose sharded tensors they are loaded: give them to
+    ``set_state_dict`` then, for what is in no tensor (parameter groups, step counts).
+
+    Ranks: all ranks of ``process_group``, which see the same file system.
+
+    Args:
+        state_dict: what ``save`` was given, from the model and the optimizer to load into. Keys that it lacks are not
+            loaded, but optimizers get the state and the groups that were saved. Tensors on the meta device are replaced
+            by loaded ones.
+        folder: of the checkpoint.
+        process_group: the ranks; default: all.
+        planner: default: ``LoadPlanner()``.
+        allow_pickle: unpickle values that are more than tensors, numbers, texts and plain containers of such. That can
+            run any code: only for checkpoints of which nobody else could have changed a byte.
+
+    Raises:
+        ValueError: ``folder`` is an address on a network.
+        RuntimeError: on every rank: the checkpoint is incomplete or damaged, naming the file; it does not have what
+            ``state_dict`` asks for; or a rank did not come. Nothing was changed, unless the error says so.
+    """
+    group, folder = _group(process_group), local_folder(folder)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    plain, problem = attempt(_plain, state_dict)
+    state, failure = attempt(_places, plain)
+    found, damaged = attempt(inspect, folder, rank, size, allow_pickle)
+    contents, lack = found or (None, "")
+    agree(group, "load()", [str(folder), *(state or {})], problem or failure or damaged or lack)
+    assert plain is not None and state is not None and contents is not None
+    if rank == 0 and not contents.is_verifiable:
+        warnings.warn(f"{folder} has no {MANIFEST}: nothing that its files hold was verified, only how long they are")
+    try:
+        dcp.load(
+            state,
+            storage_reader=Reader(contents, allow_pickle),
+            planner=planner or LoadPlanner(allow_pickle=allow_pickle),
+            process_group=process_group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        is_torn = error.args[0] == "read" and not all(
+            isinstance(cause, Refused) for cause, _ in error.failures.values()
+        )
+        remedy = "What the state dict holds may be loaded in part: load again" if is_torn else "Nothing was changed"
+        raise RuntimeError(f"load(): {_first_failure(error)}. {remedy}") from error
+    except RuntimeError as error:
+        if not has_peers(group):
+            raise
+        remedy = "What the state dict holds may be loaded in part"
+        raise RuntimeError(f"load(): {_apart(error)}. {remedy}") from error
+    numbers = contents.numbers
+    loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
+    _, problem = attempt(_give_back, state_dict, loaded)
+    agree(group, "load()", [str(folder)], problem)
+
+
+def _places(plain: dict[str, Any] | None) -> dict[str, Any]:
+    """What torch.distributed.checkpoint may load into and change: the user's containers are not touched before
+    everything has been read."""
+    state: dict[str, Any] = with_string_keys(plain or {})
+    with torch.inference_mode(False):
+        _give_memory(state)
+    return state
+
+
+def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return process_group or (dist.group.WORLD if dist.is_initialized() else None)
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return group is None or group.rank() == 0
+
+
+def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with the ``state_dict()`` of objects that have one."""
+    plain = dict(state_dict)
+    for key, value in state_dict.items():
+        if isinstance(value, Stateful):
+            try:
+                plain[key] = value.state_dict()
+            except Exception as error:
+                raise RuntimeError(f"state_dict() of {key} raised {in_words(error)}") from error
+    return plain
+
+
+def _give_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Put what was loaded into the user's dict and objects."""
+    for key, value in loaded.items():
+        before = state_dict.get(key)
+        if not isinstance(before, Stateful):
+            state_dict[key] = value
+            continue
+        try:
+            before.load_state_dict(value)
+        except Exception as error:
+            raise RuntimeError(
+                f"everything was read, but load_state_dict() of {key} raised {in_words(error)}"
+            ) from error
+
+
+def _give_memory(state: dict[str, Any]) -> None:
+    """Put tensors with memory in the place of those on the meta device."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _give_memory(value)
+        elif isinstance(value, torch.Tensor) and value.is_meta:
+            state[key] = empty_on(value, Target(value).device)
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    text = str(cause) if isinstance(cause, Told) else f"{type(cause).__name__}: {cause}"
+    return f"on rank {rank}: {text.rstrip('.')}"
+
+
+class _Writer(FileSystemWriter):
+    """Attributes: ``names``: of the files that all ranks say to have written; on the first rank, at the end."""
+
+    names: frozenset[str] = frozenset()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path)
+
+    def write_data(self, *arguments: Any, **options: Any) -> Any:
+        with telling():
+            return super().write_data(*arguments, **options)
+
+    def storage_meta(self) -> StorageMeta | None:
+        meta = super().storage_meta()
+        assert meta is not None
+        meta.save_id = mark(meta.save_id)
+        return meta
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.names = frozenset(info.relative_path for info in metadata.storage_data.values())

@@ -1,0 +1,251 @@
+"""What setters do: meet, plan, compare plans, move values, and only then change something."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.optim.optimizer import Optimizer
+
+from ..._torch import group_device_types, versions_of, with_versions
+from ..moving.agreement import agree, attempt, group_of, group_of_values, has_peers, in_words, is_true_on_any
+from ..moving.gathering import in_words as in_words_of
+from ..moving.layouts import describe, on_cpu, share
+from ..moving.names import ModelNames
+from .flattened import GROUPS, STATE, is_flattened, is_numbered, name, require_form, unflatten
+from .model_state import ModelPlan, commit_model, fetch_model, is_extra_state, plan_model
+from .optimizer_plan import OptimizerPlan, commit_optimizers, fetch_optimizers, plan_optimizers
+from .options import StateDictOptions
+from .pending import pending_keys, settle
+from .trained import Optimizers, TrainedBy, listed, problem_of, trained_by
+
+
+@dataclass
+class _Given:
+    """What a user wants loaded: of a model, of optimizers, or both; keyed by FQN."""
+
+    model: Mapping[str, Any] | None = None
+    optimizers: Mapping[str, Any] | None = None
+
+
+def load_into(
+    call: str,
+    model: nn.Module,
+    optimizers: Optimizers | None,
+    model_state: Mapping[str, Any] | None,
+    optimizer_state: Mapping[str, Any] | None,
+    options: StateDictOptions,
+) -> Any:
+    """Load a model (unless ``model_state`` is ``None``) and optimizers (likewise): all that fits, on every rank, or
+    nothing."""
+    with torch.inference_mode(False):  # what is loaded will be written to
+        several = None if optimizers is None else listed(optimizers)
+        return _load_into(call, model, several, model_state, optimizer_state, options)
+
+
+def _load_into(
+    call: str,
+    model: nn.Module,
+    optimizers: list[Optimizer] | None,
+    model_state: Mapping[str, Any] | None,
+    optimizer_state: Mapping[str, Any] | None,
+    options: StateDictOptions,
+) -> Any:
+    names = ModelNames(model)
+    group = group_of(names) or group_of_values([model_state, optimizer_state])
+    if group is None and options.broadcast_from_rank0 and dist.is_initialized():
+        group = dist.group.WORLD
+    sending = group if options.broadcast_from_rank0 and has_peers(group) else None
+
+    ready, problem = attempt(_prepare, names, optimizers, _Given(model_state, optimizer_state), options, sending)
+    agree(group, call, [repr(options), *(ready.facts if ready else [])], problem)
+    assert ready is not None
+    sender = (sending, _message_device(names, sending)) if sending is not None else None
+    told = share(ready.told, *sender) if sender is not None else b""
+    given = ready.given
+    if sender is None and given.optimizers is not None:
+        given.optimizers = {**given.optimizers, STATE: settle(given.optimizers[STATE], group)}
+
+    plans, problem = attempt(_plan, names, ready, told, options, sending)
+    agree(group, call, plans.facts if plans else [], problem)
+    assert plans is not None
+    values, result = fetch_model(plans.model, sender), None
+    is_on_meta = any(by.on_meta(flat=False) for by in ready.trained)
+    is_first_loaded = optimizers is not None and is_true_on_any(group, call, "on the meta device", is_on_meta)
+    if is_first_loaded:  # what has no memory yet gives its state none
+        result = _load_model(group, call, plans, values)
+        plans, problem = attempt(_plan_again, ModelNames(model), optimizers, plans, options)
+        agree(group, call, plans.facts if plans else [], _after("the optimizers were not loaded", problem))
+        assert plans is not None
+    packed = fetch_optimizers(plans.optimizers, sender)
+    if not is_first_loaded:
+        result = _load_model(group, call, plans, values)
+    if optimizers is not None:
+        _, problem = attempt(commit_optimizers, plans.optimizers, packed)
+        agree(group, call, [], _after("some of the optimizers' state may be the new one, on any rank", problem))
+    return result
+
+
+@dataclass
+class _Ready:
+    """One rank before the others are met: what is loaded into what, and what the first rank will tell of it."""
+
+    trained: list[TrainedBy]
+    given: _Given
+    told: bytes
+
+    @property
+    def facts(self) -> list[str]:
+        state = self.given.optimizers[STATE] if self.given.optimizers is not None else {}
+        pending = [f"{in_words_of(key)}, for which there is no state yet" for key in pending_keys(state)]
+        return [f"{len(self.trained)} optimizers", *pending]
+
+
+def _prepare(
+    names: ModelNames,
+    optimizers: Optimizers | None,
+    given: _Given,
+    options: StateDictOptions,
+    sending: dist.ProcessGroup | None,
+) -> _Ready:
+    """Local. Raises RuntimeError, or what the user's objects raise, if something cannot be loaded."""
+    trained = trained_by(optimizers, names, options.keep_foreign_params)
+    problem = problem_of(trained, names)
+    if problem:
+        raise RuntimeError(problem)
+    if sending is not None and sending.rank() != 0:
+        return _Ready(trained, _Given(), b"")
+    for state, is_wanted in ((given.model, optimizers is None), (given.optimizers, optimizers is not None)):
+        if not isinstance(state, Mapping) and (is_wanted or state is not None):
+            raise RuntimeError(f"expected a dict, found a {type(state).__name__}")
+    if given.optimizers is not None:
+        given = _Given(given.model, _read(given.optimizers, names, trained, options))
+    return _Ready(trained, given, b"" if sending is None else _tell(given))
+
+
+def _read(
+    state: Mapping[str, Any], names: ModelNames, trained: list[TrainedBy], options: StateDictOptions
+) -> Mapping[str, Any]:
+    """An optimizer dict, in whatever form, by FQN."""
+    if not trained and not state:
+        return {STATE: {}, GROUPS: []}
+    fqns = [fqn for by in trained for fqn in by.fqns]
+    try:
+        if is_flattened(state):
+            known = {*names.parameters, *fqns, *(by.shared_name for by in trained)}
+            state = unflatten(state, known, strict=options.strict)
+        elif is_numbered(state):
+            if any(param.flat for by in trained for group in by.groups for param in group.params):
+                raise ValueError("an optimizer's own state_dict() numbers its parameters, and these are flat ones")
+            state = name(state, fqns, trained[0].shared_name)
+        require_form(state)
+    except ValueError as error:
+        raise RuntimeError(f"the optimizer dict cannot be read: {error}") from error
+    return state
+
+
+def _tell(given: _Given) -> bytes:
+    """What the other ranks are told of what the first one has."""
+    try:
+        model = optimizers = None
+        if given.model is not None:
+            told = {fqn: (on_cpu if is_extra_state(fqn) else describe)(value) for fqn, value in given.model.items()}
+            model = with_versions(told, versions_of(given.model))
+        if given.optimizers is not None:
+            given.optimizers = {**given.optimizers, STATE: settle(given.optimizers[STATE], None)}
+            state = {fqn: describe(dict(entries)) for fqn, entries in given.optimizers[STATE].items()}
+            optimizers = {STATE: state, GROUPS: on_cpu(given.optimizers[GROUPS])}
+        return pickle.dumps(_Given(model, optimizers))
+    except Exception as error:  # whatever objects of the user's raise
+        raise RuntimeError(
+            f"broadcast_from_rank0 cannot send this state dict: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _message_device(names: ModelNames, group: dist.ProcessGroup) -> torch.device:
+    for handle in names.handles():
+        return handle.mesh.device
+    if "cpu" in group_device_types(group):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+@dataclass
+class _Plans:
+    given: _Given
+    model: ModelPlan
+    optimizers: OptimizerPlan
+
+    @property
+    def facts(self) -> list[str]:
+        return [*self.model.facts, *self.optimizers.facts]
+
+
+def _plan(
+    names: ModelNames, ready: _Ready, told: bytes, options: StateDictOptions, sending: dist.ProcessGroup | None
+) -> _Plans:
+    """Local. Raises RuntimeError if something does not fit."""
+    given: _Given = ready.given if sending is None or sending.rank() == 0 else pickle.loads(told)
+    plans = _Plans(given, ModelPlan(names), OptimizerPlan(ready.trained))
+    if given.model is not None:
+        plans.model = plan_model(names, given.model, options, sending)
+    if given.optimizers is not None:
+        plans.optimizers = plan_optimizers(names, ready.trained, given.optimizers, options, sending)
+    problem = _meta_problem(ready.trained, plans.model) or plans.model.problem or plans.optimizers.problem
+    if problem:
+        raise RuntimeError(problem)
+    return plans
+
+
+def _plan_again(names: ModelNames, optimizers: Optimizers | None, plans: _Plans, options: StateDictOptions) -> _Plans:
+    """The plans after the model has been loaded, and has memory."""
+    assert plans.given.optimizers is not None
+    trained = trained_by(optimizers, names, options.keep_foreign_params)
+    again = plan_optimizers(names, trained, plans.given.optimizers, options, plans.optimizers.sending)
+    if again.problem:
+        raise RuntimeError(again.problem)
+    return _Plans(plans.given, plans.model, again)
+
+
+def _meta_problem(trained: list[TrainedBy], plan: ModelPlan) -> str:
+    """Why optimizer state cannot be loaded for parameters on the meta device; empty if it can."""
+    for by in trained:
+        flat = by.on_meta(flat=True)
+        if flat:
+            return (
+                f"the optimizer trains flat parameters on the meta device ({flat[0]}), which get memory at "
+                "the next forward: load the model first, run a forward, then load the optimizer"
+            )
+        stays = [fqn for fqn in by.on_meta(flat=False) if fqn not in plan.targets]
+        if stays:
+            return (
+                f"the optimizer trains {stays[0]}, which is on the meta device and is not in the model's state dict: "
+                "load the model first, or both with set_state_dict()"
+            )
+    return ""
+
+
+def _load_model(group: dist.ProcessGroup | None, call: str, plans: _Plans, values: Mapping[str, Any]) -> Any:
+    """Change the model. A rank where that fails is heard of on all, before optimizers are changed."""
+    if plans.given.model is None:
+        return None
+    result, problem = attempt(commit_model, plans.model, values)
+    optimizers = "; the optimizers are as they were" if plans.given.optimizers is not None else ""
+    agree(group, call, [], _after(f"some of the model's values may be the new ones, on any rank{optimizers}", problem))
+    return result
+
+
+def _after(consequence: str, problem: str | Exception) -> str | Exception:
+    """A problem that came when something had been changed already."""
+    if not problem:
+        return ""
+    failure = RuntimeError(f"{in_words(problem)}\n(raised while it was loaded: {consequence})")
+    failure.__cause__ = problem if isinstance(problem, Exception) else None
+    return failure

@@ -1,0 +1,232 @@
+"""Gradients of backwards without gradient sync (``no_sync``): unsharded, in the reduce dtype, on every rank by itself.
+
+Owned by a ``FlatParamHandle`` from the first such backward to the next reduction, whose input its buffer becomes;
+filled by ``reduction``. Meanwhile the faces show an ``UnreducedGradient``, which raises whenever it is read: no rank
+knows the gradient yet. And because it stands in ``.grad``, ``zero_grad()`` is noticed, and drops what was accumulated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from .._torch import DTensorSpec, TensorMeta, dtensor_spec, foreach_add_
+from ..ragged import RaggedDTensor, RaggedSpec
+
+
+class UnreducedGradient(RaggedDTensor):
+    """What ``.grad`` of a sharded parameter holds after a backward without gradient sync.
+
+    It has the shape, dtype and placement of the gradient and no elements. ``zero_()`` and dropping it work, as
+    ``zero_grad()`` does either, and so does adding to it, as autograd does with terms of the loss on the parameter
+    itself; everything else raises.
+    """
+
+    hidden: torch.Tensor | None  # what ``.grad`` was before, and what was added since
+    _name: str
+    _zero: Callable[[], None]
+
+    @staticmethod
+    def of(parameter: nn.Parameter, mesh: DeviceMesh, name: str, zero: Callable[[], None]) -> UnreducedGradient:
+        """``zero``: called when the user zeroes it in place."""
+        if isinstance(parameter, DTensor):
+            spec = dtensor_spec(parameter)
+        else:
+            meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
+            spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
+        with torch.inference_mode(False):  # an evaluation may run between two backwards
+            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            gradient: UnreducedGradient = UnreducedGradient(nothing, cast(RaggedSpec, spec))
+        gradient.hidden, gradient._name, gradient._zero = parameter.grad, name, zero
+        return gradient
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.zero_.default:
+            args[0]._zero()
+            return args[0]
+        if func is torch.ops.aten._foreach_zero_.default:
+            for item in args[0]:
+                item.zero_()
+            return None
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[1], torch.Tensor) and not isinstance(args[1], cls):
+            args[0]._add(args[1], **(kwargs or {}))
+            return args[0]
+        unreduced = next(item for item in _flatten((*args, *(kwargs or {}).values())) if isinstance(item, cls))
+        unreduced.refuse(str(func))
+        return None
+
+    def _add(self, other: Any, alpha: float = 1) -> None:
+        if self.hidden is None and other.shape == self.shape:
+            self.hidden = other * alpha
+        elif self.hidden is not None:
+            self.hidden.add_(other, alpha=alpha)
+        else:
+            self.refuse("add_() of another shape")
+
+    def refuse(self, what: str, *_: Any, **__: Any) -> Any:
+        """Raise, the same on every rank."""
+        raise RuntimeError(
+            f"{what}: the gradient of {self._name} has not been reduced: its last backward ran without gradient sync "
+            "(no_sync(), set_requires_gradient_sync(False)), so every rank holds a part of it, unsharded. Run the last "
+            "backward of an accumulation with gradient sync, and clip and step after it; zero_grad() drops what was "
+            "accumulated"
+        )
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        return self.refuse("to_local()")
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        return self.refuse("full_tensor()")
+
+    def all_gather(self) -> Any:
+        return self.refuse("all_gather()")
+
+    def redistribute(self, *_: Any, **__: Any) -> Any:
+        return self.refuse("redistribute()")
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        return self.refuse("pickle")
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        return self.refuse("deepcopy")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"UnreducedGradient({self._name}, shape={tuple(self.shape)})"
+
+
+def behind(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Of a gradient that ``.grad`` shows, what is reduced already."""
+    return gradient.hidden if isinstance(gradient, UnreducedGradient) else gradient
+
+
+def put_behind(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Make ``gradient`` what is reduced already of that of a parameter."""
+    if isinstance(parameter.grad, UnreducedGradient):
+        parameter.grad.hidden = gradient
+    else:
+        parameter.grad = gradient
+
+
+def _flatten(items: Sequence[Any]) -> list[Any]:
+    return [leaf for item in items for leaf in (_flatten(item) if isinstance(item, (list, tuple)) else [item])]
+
+
+# Accumulations that wait for a reduction; while there is one, gradients are looked at before they are used.
+waiting: weakref.WeakSet[Accumulation] = weakref.WeakSet()
+
+
+def refuse_unreduced(what: str, params: Iterable[torch.Tensor]) -> None:
+    """Raise if the gradient of a parameter was not reduced: before ``what`` changes anything (optimizers decay weights
+    before they read the gradient). What was dropped from a flat parameter, or from all faces of one, is dropped."""
+    for accumulation in [*waiting]:
+        accumulation.settle()
+        accumulation.show()
+    for param in params:
+        if isinstance(param.grad, UnreducedGradient):
+            param.grad.refuse(what)
+
+
+class Accumulation:
+    """The unsharded gradient of one flat parameter, summed over backwards without gradient sync.
+
+    Args:
+        flat: zeros, of the flat parameter's length, in the reduce dtype.
+        views: of ``flat``, with the parameters' shapes.
+        faces: the sharded parameters.
+        names: their FQNs.
+        is_used: which of them have contributed, on any rank; a parameter that is dropped is cleared there.
+        mesh: the ranks.
+    """
+
+    __slots__ = ("__weakref__", "_mesh", "_names", "_places", "_views", "flat", "is_used")
+
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        views: Sequence[torch.Tensor],
+        faces: Sequence[nn.Parameter],
+        names: Sequence[str],
+        is_used: bytearray | memoryview,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.flat, self._mesh = flat, mesh
+        self._views, self._names = views, names
+        self.is_used = is_used
+        self._places = [_Place(face, range(i, i + 1)) for i, face in enumerate(faces)]
+        waiting.add(self)
+
+    def shows_at(self, parameter: nn.Parameter, faces: range) -> None:
+        """``parameter`` stands for several of the faces, too: its gradient is theirs."""
+        self._places.append(_Place(parameter, faces))
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients that one backward has left on the unsharded parameters."""
+        present = [(view, grad) for view, grad in zip(self._views, grads, strict=True) if grad is not None]
+        if present:
+            foreach_add_([view for view, _ in present], [grad for _, grad in present])
+
+    def show(self) -> None:
+        """Let every parameter that has contributed, on any rank, say so."""
+        reference = weakref.ref(self)
+        for place in self._places:
+            if place.shown is None and any(self.is_used[i] for i in place.faces):
+                name, zero = self._names[place.faces[0]], _zero_of(reference, place)
+                place.shown = UnreducedGradient.of(place.parameter, self._mesh, name, zero)
+                place.parameter.grad = place.shown
+
+    def settle(self) -> bool:
+        """Put back what was shown before, and forget the parameters whose gradients the user has dropped.
+
+        Returns:
+            Whether anything is left.
+        """
+        places = [place for place in self._places if place.shown is not None]
+        dropped = {i for place in places if place.parameter.grad is not place.shown for i in place.faces}
+        for place in places:
+            shown = place.shown
+            assert shown is not None
+            if place.parameter.grad is shown:
+                place.parameter.grad = None if dropped.issuperset(place.faces) else shown.hidden
+            shown.hidden = place.shown = None
+        for i in dropped:
+            self._views[i].zero_()
+            self.is_used[i] = 0
+        return any(self.is_used)
+
+    def zero(self, place: _Place) -> None:
+        """The user has zeroed a gradient in place."""
+        for i in place.faces:
+            self._views[i].zero_()
+        if place.shown is not None and place.shown.hidden is not None:
+            place.shown.hidden.zero_()
+
+
+class _Place:
+    """A parameter that shows the gradient of one face, or of several neighbours."""
+
+    __slots__ = ("__weakref__", "faces", "parameter", "shown")
+
+    def __init__(self, parameter: nn.Parameter, faces: range) -> None:
+        self.parameter, self.faces = parameter, faces
+        self.shown: UnreducedGradient | None = None
+
+
+def _zero_of(reference: weakref.ref[Accumulation], place: _Place) -> Callable[[], None]:
+    """Refers weakly: the parameters hold their gradients, and must be freed without the garbage collector."""
+    first = weakref.ref(place)
+
+    def zero() -> None:
+        accumulation, present = reference(), first()
+        if accumulation is not None and present is not None:
+            accumulation.zero(present)
+
+    return zero

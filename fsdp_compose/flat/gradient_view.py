@@ -1,0 +1,112 @@
+"""Segments: contiguous parts of a flat parameter, each one leaf parameter, for optimizers that ask for no shapes.
+
+``FlatParamHandle`` owns the segments of its flat parameter, ``optim.flat_parameters`` asks for them, and
+``ShardedGradient`` gives them their gradients. Nothing here communicates::
+
+    flat parameter   |a a a a|b b|-|c c c|-|      two ranks, faces a, b and c
+    whole            |x x x x x x x x x x x x|    stock DTensor, Shard(0): the shards are equal, padding included
+    a and b only     |x x x x|x x|                RaggedDTensor: rank 0 holds 6 elements, rank 1 none
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor, set_local_tensor
+from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
+from .layout import FlatLayout
+from .sharded_param import copy_attributes
+
+FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # on a parameter that ``flat_parameters()`` has made
+
+
+class FlatSegment:
+    """Neighbouring faces of one flat parameter, as one 1-D parameter.
+
+    Args:
+        layout: of the flat parameter.
+        mesh: the ranks, 1-D.
+        rank: this rank's place in it.
+        faces: the neighbours, as a range of indices; all of them: the whole shard, with its padding.
+        is_local: the parameter is a plain tensor of what this rank holds, instead of a DTensor.
+        shard: this rank's shard, of which the parameter is a view.
+
+    Attributes:
+        start, stop: what it takes of the shard, in elements.
+        parameter: the leaf parameter; the same object for ever.
+        gradient: what ``parameter.grad`` is when there is a gradient: a view of the flat gradient, if that has memory.
+    """
+
+    __slots__ = (
+        "_mesh", "_placement", "_shape", "faces", "gradient", "is_local", "is_whole", "parameter", "start", "stop",
+    )  # fmt: skip
+
+    def __init__(
+        self, layout: FlatLayout, mesh: DeviceMesh, rank: int, faces: range, is_local: bool, shard: torch.Tensor
+    ) -> None:
+        self.faces, self.is_local = faces, is_local
+        self.is_whole = len(faces) == len(layout.params)
+        self._mesh = mesh
+        numel, last = layout.shard_numel, layout.params[faces[-1]]
+        begin, end = layout.params[faces[0]].offset, last.offset + last.numel
+        if self.is_whole:
+            begin, end = 0, layout.flat_numel
+        bounds = [
+            (min(max(begin - r * numel, 0), numel), min(max(end - r * numel, 0), numel))
+            for r in range(layout.world_size)
+        ]
+        self.start, self.stop = bounds[rank]
+        self._shape = (end - begin,)
+        self._placement = RaggedShard(tuple([stop - start for start, stop in bounds]), flat=True)
+        self.gradient: torch.Tensor | None = None
+        self.parameter = self._make_parameter(shard)
+        setattr(self.parameter, FLAT_ATTRIBUTE, True)
+
+    def rebind(self, shard: torch.Tensor) -> None:
+        """Make the parameter a view of another shard; its gradient is dropped."""
+        self.parameter.grad = None
+        fresh = self._make_parameter(shard)
+        torch.utils.swap_tensors(self.parameter, fresh)
+        copy_attributes(fresh, self.parameter)
+
+    def is_at(self, flat: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, the parameter or its gradient, still is a view of ``flat``, the shard or flat gradient:
+        nobody has assigned to its ``.data``."""
+        address = local_of(tensor).data_ptr()
+        return self.start == self.stop or address == flat.data_ptr() + self.start * flat.element_size()
+
+    def is_among(self, is_used: bytes) -> bool:
+        """Whether ``is_used``, one byte for each face, holds a 1 for one of this segment's."""
+        return 1 in is_used[self.faces.start : self.faces.stop]
+
+    def make_gradient(self, flat: torch.Tensor) -> torch.Tensor:
+        """What ``parameter.grad`` holds, over a flat gradient."""
+        return self.placed(flat[self.start : self.stop])
+
+    def _make_parameter(self, shard: torch.Tensor) -> nn.Parameter:
+        with torch.inference_mode(False), torch.no_grad():
+            local = shard[self.start : self.stop]
+            parameter = nn.Parameter(self.placed(local))
+            if not self.is_local:
+                set_local_tensor(parameter, local)  # type: ignore[arg-type]
+        return parameter
+
+    def placed(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor cut like the parameter, of which this rank has ``local``."""
+        if self.is_local:
+            return local
+        if not self.is_whole:
+            return RaggedDTensor(local, RaggedSpec.make(self._mesh, [self._placement], self._shape, local.dtype))
+        meta = TensorMeta(torch.Size(self._shape), (1,), local.dtype)
+        tensor: torch.Tensor = make_dtensor(DTensor, local, DTensorSpec(self._mesh, (Shard(0),), meta))
+        return tensor
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

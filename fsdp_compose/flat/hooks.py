@@ -1,0 +1,290 @@
+"""Gradient hooks of sharded parameters.
+
+The gradients of sharded parameters arrive by a reduction, not through autograd, which therefore never calls the hooks
+that users register on them. They are kept here instead, and called by the sharded gradient when it is published: once
+in each backward that reduces, with the sharded gradient.
+
+A term of the loss that was computed from a sharded parameter itself (a penalty on its weights) brings a gradient
+through autograd. Parameters that have hooks have two of autograd's own as well, which note it: the sum of both goes
+through the user's hooks when the group's gradient is published, or else at the end of backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn as nn
+from torch.utils.hooks import RemovableHandle
+
+from .._torch import gradient_hooks, is_part_of_multi_grad_hook, queue_end_of_backward, set_leaf_hooks
+from ..ragged import hook_owners
+from .accumulation import behind, put_behind
+from .sharded_param import like_face
+
+_REFUSED = (
+    "the sharded parameter {}: {} asks for the node of autograd that accumulates its gradient, and that node does not "
+    "run: the gradient arrives by a reduction, so hooks on the node would never be called. Register them after "
+    "fully_shard(), with the parameter's register_post_accumulate_grad_hook() or register_hook(), or in functional "
+    "mode (set_functional_mode(model) first)"
+)
+
+_Hooks = OrderedDict[int, Callable[[Any], Any]]
+
+
+class _Arrival(NamedTuple):
+    """What autograd brings to a parameter: the gradient of this backward, and a copy of what was in ``.grad`` before
+    (``None`` where there was nothing, or where no hook needs to see the new gradient by itself)."""
+
+    gradient: torch.Tensor
+    before: torch.Tensor | None
+
+
+class GradientHooks:
+    """The hooks of the parameters of one handle.
+
+    Args:
+        faces: the sharded parameters; from now on ``register_hook`` and ``register_post_accumulate_grad_hook`` on one
+            of them arrive here, also after ``module.to()`` has exchanged everything in it but its identity.
+        before: who has kept the hooks of each face until now, if somebody has.
+        owner: the handle, whose ``after_publication`` says when the gradients of a backward are there.
+
+    Attributes:
+        on_gradient, after_accumulation: the hooks of either kind, by index of the face.
+    """
+
+    def __init__(
+        self,
+        faces: Sequence[nn.Parameter],
+        before: Sequence[GradientHooks | None] = (),
+        *,
+        owner: Any,
+    ) -> None:
+        self._faces = faces
+        self._owner = weakref.ref(owner)
+        self._arrivals: dict[int, _Arrival] = {}  # by index of the face
+        self._accumulated: set[int] = set()  # of those, which autograd has added to ``.grad`` in this backward
+        self.on_gradient: dict[int, _Hooks] = {}
+        self.after_accumulation: dict[int, _Hooks] = {}
+        for i, owner in enumerate(before):
+            if owner is not None:
+                j = owner._index(faces[i])
+                for mine, theirs in (
+                    (self.on_gradient, owner.on_gradient),
+                    (self.after_accumulation, owner.after_accumulation),
+                ):
+                    if j in theirs:
+                        mine[i] = theirs[j]
+        for face in faces:
+            hook_owners[id(face)] = self
+        self.listen_again()
+
+    def move_over(self, index: int, original: nn.Parameter) -> None:
+        """Take over the hooks of the parameter that face ``index`` replaces. Handles to remove them stay valid."""
+        if any(map(is_part_of_multi_grad_hook, gradient_hooks(original))):
+            raise ValueError(_REFUSED.format(self._name_of(index), "fully_shard() after register_multi_grad_hook()"))
+        if original._backward_hooks:
+            self.on_gradient[index] = cast(_Hooks, original._backward_hooks)
+        after = getattr(original, "_post_accumulate_grad_hooks", None)
+        if after:
+            self.after_accumulation[index] = after
+        if not self.is_empty:
+            self._listen(index)
+
+    def register(self, face: nn.Parameter, hook: Callable[[Any], Any], after_accumulation: bool) -> RemovableHandle:
+        """What registering a hook on a face does."""
+        index = self._index(face)
+        kind = self.after_accumulation if after_accumulation else self.on_gradient
+        hooks = kind.setdefault(index, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        self._listen(index)
+        return handle
+
+    def is_forward_running(self) -> bool:
+        """Whether a forward of the model is running: whatever has gathered the parameters will not look where they are
+        before the next one."""
+        handle = self._owner()
+        state = None if handle is None or handle.group is None else handle.group()
+        return state is not None and state.root is not None and state.root.depth > 0
+
+    def refuse_accumulator(self, face: nn.Parameter) -> None:
+        """Raise RuntimeError if autograd, in the group's mode, does not run the node that accumulates the gradient."""
+        owner = self._owner()
+        state = owner.group() if owner is not None and owner.group is not None else None
+        if face.requires_grad and face.grad_fn is None and state is not None and not state.is_functional:
+            what = "view_as() or expand_as() of it with itself (as register_multi_grad_hook() calls it)"
+            raise RuntimeError(_REFUSED.format(self._name_of(self._index(face)), what))
+
+    def _name_of(self, index: int) -> str:
+        owner = self._owner()
+        return "?" if owner is None else f"{owner.prefix}{owner.fqns[index]}"
+
+    def _index(self, face: nn.Parameter) -> int:
+        return next(i for i, item in enumerate(self._faces) if item is face)
+
+    @property
+    def want_gradients(self) -> bool:
+        """Whether some hook must see the gradient of a backward by itself, before it is accumulated."""
+        return any(self.on_gradient.values())
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.on_gradient or self.after_accumulation)
+
+    # ---- called when a gradient is published
+
+    def replace(self, index: int, gradient: torch.Tensor) -> None:
+        """Call the hooks on a gradient; what they return takes its place, in its memory."""
+        with torch.no_grad():
+            for hook in [*self.on_gradient.get(index, {}).values()]:
+                result = hook(gradient)
+                if result is not None:
+                    gradient.copy_(result)
+
+    def accumulated(self, index: int) -> None:
+        """Call the hooks that follow the accumulation into ``.grad``."""
+        self._arrivals.pop(index, None)
+        self._accumulated.discard(index)
+        with torch.no_grad():
+            for hook in [*self.after_accumulation.get(index, {}).values()]:
+                hook(self._faces[index])
+
+    def add_to_grad(self, index: int, reduced: torch.Tensor) -> None:
+        """Accumulate a reduced gradient into ``.grad``, with all hooks."""
+        face = self._faces[index]
+        if index in self._accumulated and self.on_gradient.get(index):
+            reduced.add_(self._arrivals[index].gradient)
+            self._put(index, reduced)
+        else:
+            self.replace(index, reduced)
+            if face.grad is None:
+                face.grad = reduced
+            else:
+                face.grad.add_(reduced)
+        self.accumulated(index)
+
+    def take_arrival(self, index: int, reduced: torch.Tensor, into: torch.Tensor) -> bool:
+        """Add to ``reduced``, for the hooks, what autograd has brought to a face in this backward, and set ``into`` to
+        what the face's gradient was before; whether there is such a thing, and a hook that must see it."""
+        if index not in self._accumulated or not self.on_gradient.get(index):
+            return False
+        gradient, before = self._arrivals[index]
+        reduced.add_(gradient)
+        if before is None:
+            into.zero_()
+        else:
+            into.copy_(before)
+        return True
+
+    def _put(self, index: int, gradient: torch.Tensor) -> None:
+        """Make ``.grad``, to which autograd has added already, what it was before plus ``gradient`` after the hooks."""
+        self.replace(index, gradient)
+        face, before = self._faces[index], self._arrivals[index].before
+        with torch.no_grad():
+            if before is None:
+                put_behind(face, gradient)
+            else:
+                present = behind(face.grad)
+                assert present is not None
+                present.copy_(before.add_(gradient))
+
+    # ---- gradients that autograd brings
+
+    def listen_again(self) -> None:
+        """Called when the content of the faces may have been exchanged: autograd's hooks are lost with it."""
+        owner = self._owner()
+        if owner is not None and owner.segments:
+            self.listen_to_all()
+        else:
+            for index in self.on_gradient.keys() | self.after_accumulation.keys():
+                self._listen(index)
+
+    def listen_to_all(self) -> None:
+        """There are flat parameters: what autograd brings to a face is theirs too."""
+        for index in range(len(self._faces)):
+            self._listen(index)
+
+    def _listen(self, index: int) -> None:
+        """Let autograd say when it brings a gradient to a face."""
+        reference = weakref.ref(self)
+
+        def on_gradient(gradient: torch.Tensor) -> None:
+            owner = reference()
+            if owner is not None:
+                owner._note(index, gradient)
+
+        def after_accumulation(_face: torch.Tensor) -> None:
+            owner = reference()
+            if owner is not None:
+                owner._note_accumulated(index)
+
+        set_leaf_hooks(self._faces[index], on_gradient, after_accumulation)
+
+    def _note(self, index: int, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return  # of a parameter that the loss does not use
+        if not self._accumulated:
+            self._arrivals.clear()  # of an autograd.grad(), which accumulates nothing
+            owner = self._owner()
+            if owner is not None and owner.segments:
+                owner.follow_user()  # what was dropped from a flat parameter shall not be added to
+        before = behind(self._faces[index].grad)
+        if before is not None:
+            before = before.clone() if self.on_gradient.get(index) else None
+        self._arrivals[index] = _Arrival(gradient, before)
+
+    def _note_accumulated(self, index: int) -> None:
+        if index not in self._arrivals:
+            return
+        if not self._accumulated:
+            queue_end_of_backward(_EndOfBackward(self))
+        self._accumulated.add(index)
+
+    def end_of_backward(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.after_publication(self._call_for_the_rest)
+
+    def _call_for_the_rest(self) -> None:
+        """Call the hooks of faces to which autograd has brought a gradient that no publication has shown to them."""
+        accumulated = sorted(self._accumulated)
+        for index in accumulated:
+            if self.on_gradient.get(index):
+                self._put(index, like_face(self._arrivals[index].gradient, self._faces[index]))
+            self.accumulated(index)
+        self.forget_arrivals()
+        owner = self._owner()
+        if accumulated and owner is not None and owner.segments:
+            owner.follow_user()
+            owner.gradient.show_to_segments(accumulated)
+
+    def forget(self, is_published: bytes) -> None:
+        """What autograd has brought to these faces is in what was published."""
+        for index in [*self._accumulated]:
+            if is_published[index]:
+                del self._arrivals[index]
+                self._accumulated.discard(index)
+
+    def forget_arrivals(self) -> None:
+        self._arrivals.clear()
+        self._accumulated.clear()
+
+
+class _EndOfBackward:
+    """The callback at the end of a backward; autograd drops it uncalled when the backward raises."""
+
+    def __init__(self, hooks: GradientHooks) -> None:
+        self._hooks: GradientHooks | None = hooks
+
+    def __call__(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        assert hooks is not None
+        hooks.end_of_backward()
+
+    def __del__(self) -> None:
+        if self._hooks is not None:
+            self._hooks.forget_arrivals()

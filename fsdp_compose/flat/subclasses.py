@@ -1,0 +1,63 @@
+"""Parameters that are tensors of other classes: which can be sharded, and how.
+
+Plain data with a class on top (attributes, ``__torch_function__``) keeps its class inside forward. A wrapper around one
+tensor of its own shape and dtype (torchao's weights for float8 and int8 training) is sharded as that tensor: right, and
+gathered as it is, without the class's own all-gather in fewer bytes. A wrapper around anything else (NF4 and other
+quantised weights) is more than its elements, and is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn as nn
+
+from .._torch import is_wrapper
+
+_warned: set[type] = set()
+
+
+def plain_tensor(param: torch.Tensor) -> torch.Tensor:
+    """The tensor whose elements are those of ``param``, outside autograd."""
+    return _inner(param) if is_wrapper(param) else param.detach()
+
+
+def check_class(param: nn.Parameter, fqn: str) -> None:
+    """Raise ValueError if ``param`` cannot be sharded; warn, once a class, if it has a smaller all-gather."""
+    cls = type(param)
+    if not is_wrapper(param):
+        if param.layout != torch.strided or param.is_quantized:
+            kind = "quantized" if param.is_quantized else param.layout
+            raise ValueError(
+                f"fully_shard(): the parameter {fqn} is {kind}, which cannot be sharded: make it a dense tensor, or "
+                "leave it out by ignored_params"
+            )
+        return
+    inner = _inner(param)
+    if inner is param or (inner.shape, inner.dtype) != (param.shape, param.dtype) or is_wrapper(inner):
+        parts = ", ".join(f"{name}: {_describe(getattr(param, name))}" for name in param.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+        raise ValueError(
+            f"fully_shard(): the parameter {fqn} is a {cls.__name__} of shape {tuple(param.shape)} and {param.dtype}, "
+            f"which is kept as ({parts}) and cannot be sharded yet: leave it out by ignored_params (every rank then "
+            "keeps it whole), or shard the model before it is quantised"
+        )
+    if cls not in _warned and hasattr(param, "fsdp_pre_all_gather"):
+        _warned.add(cls)
+        warnings.warn(
+            f"fully_shard(): the parameter {fqn} is a {cls.__name__}, whose own all-gather (fsdp_pre_all_gather) is "
+            f"not used: it is gathered in {param.dtype}, or the policy's param_dtype, with the same results and more "
+            "bytes than its class would send (this is said once per class)",
+            stacklevel=4,
+        )
+
+
+def _inner(param: torch.Tensor) -> torch.Tensor:
+    """The one tensor inside a wrapper; ``param`` itself if there are several."""
+    names, _ = param.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = getattr(param, names[0]) if len(names) == 1 else param
+    return inner.detach() if isinstance(inner, torch.Tensor) and inner is not param else param
+
+
+def _describe(part: object) -> str:
+    return f"{part.dtype} {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__

@@ -1,0 +1,221 @@
+"""Tensors that require grad and that ``forward`` keeps on modules, as attributes or inside them: an auxiliary loss.
+
+Backward may enter a group through them, past the outputs. They are looked for in every forward under grad mode, by a
+pass over plain lists that compares identities, and searched for only where something has changed: after each use of a
+group; or, if its last uses have changed nothing, in one pass for all such groups before the outermost forward ends. (A
+backward inside that forward does not find what such a group has kept, and raises as below.) What is kept where
+this does not look (a global, a closure, deep inside an object) is not lost: a backward that then needs parameters which
+no hook has gathered raises, see ``flat.unsharded``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .._torch import REGISTRY_KEY, STATE_KEY
+
+Namespace = dict[str, Any]
+
+_MAX_ENTRIES = 256  # of a list that are looked at, from its end; of a list or dict that are compared one by one
+_MAX_DEPTH = 3  # lists in dicts in attributes
+_QUIET_AFTER = 3  # uses of a group that have changed nothing
+
+_num_same = attrgetter("num_same")
+
+# What every module has, of which only the buffers, which are looked at all the same, are written to by forward; and its
+# state, which must not be remembered
+# here: the state holds what is remembered, and a model is freed without the garbage collector.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {STATE_KEY, REGISTRY_KEY}
+
+
+class KeptTensors:
+    """The tensors that the modules of one group keep.
+
+    Args:
+        modules: with, of each, the names of attributes that never change.
+        held_weakly: those of them whose attributes must not be held.
+
+    Attributes:
+        num_same: uses of the group, until now, that have changed nothing on its modules.
+        is_quiet: the group is not looked at after each of its uses, but by ``QuietGroups``.
+    """
+
+    __slots__ = (
+        "_contents", "_empty", "_held", "_known", "_lengths", "_live", "_never_change", "_places", "_seen",
+        "_slots", "_weak", "is_quiet", "num_same",
+    )  # fmt: skip
+
+    def __init__(self, modules: Sequence[tuple[nn.Module, Iterable[str]]], held_weakly: Collection[nn.Module]) -> None:
+        ordered = sorted(modules, key=lambda item: item[0] in held_weakly)
+        self._held = [module.__dict__ for module, _ in ordered if module not in held_weakly]
+        self._weak = [weakref.ref(module) for module, _ in ordered if module in held_weakly]
+        self._never_change = [_OF_EVERY_MODULE.union(constants) for _, constants in ordered]
+        self._places: list[tuple[int, str]] = []  # where some were found, namespace and key: always read
+        self._seen: list[weakref.ref[torch.Tensor]] = []
+        self._empty: list[Collection[Any]] = []  # what may change inside attributes, and holds nothing
+        self._live: list[Collection[Any]] = []  # ... and holds something
+        self._contents: list[Collection[Any]] = []  # those of them that are compared one by one
+        self._slots: list[tuple[int, itemgetter[Any]]] = []  # namespace, and all its values that are compared
+        self._known: list[Any] = []  # what contents and slots held
+        self._lengths: list[int] = []  # of namespaces and live ones; as long as it is empty, nothing was prepared
+
+        self.num_same, self.is_quiet = 0, False
+
+    def new_ones(self) -> list[torch.Tensor]:
+        """Those that were not there at the last call."""
+        namespaces = self.namespaces()
+        if self._has_changed(namespaces):
+            self._search(namespaces)
+            self.num_same, self.is_quiet = 0, False
+        elif not self._places:
+            self.num_same += 1
+        if not self._places:
+            return []
+        found = [item for i, key in self._places for item in tensors_requiring_grad(namespaces[i].get(key))]
+        known = [ref() for ref in self._seen]
+        new = [item for item in found if not any(item is other for other in known)]
+        self._seen = [weakref.ref(item) for item in found]
+        return new
+
+    def namespaces(self) -> list[Namespace]:
+        """The attributes of the modules."""
+        modules = [ref() for ref in self._weak]
+        return [*self._held, *({} if module is None else module.__dict__ for module in modules)]
+
+    def _has_changed(self, namespaces: Sequence[Namespace]) -> bool:
+        if any(self._empty) or [*map(len, namespaces), *map(len, self._live)] != self._lengths:
+            return True
+        try:
+            values = [*self._contents, *[getter(namespaces[i]) for i, getter in self._slots]]
+        except KeyError:
+            return True
+        return not all(map(is_, chain.from_iterable(values), self._known))
+
+    def _search(self, namespaces: Sequence[Namespace]) -> None:
+        """Look at everything, and remember what was looked at."""
+        self._slots.clear()
+        known: list[Any] = []
+        collections: list[Collection[Any]] = []
+        for i, (namespace, never_change) in enumerate(zip(namespaces, self._never_change, strict=True)):
+            names = []
+            for name, value in namespace.items():
+                if (name in never_change and name != "_buffers") or (i, name) in self._places:
+                    continue
+                if tensors_requiring_grad(value):
+                    self._places.append((i, name))
+                elif name == "_buffers":
+                    collections.append(value.values())  # it stays the same dict
+                else:
+                    names.append(name)
+                    collections += _contents_of(value, _MAX_DEPTH)
+            if names:
+                getter = itemgetter(*names, names[0])  # of one name, it would make no tuple
+                self._slots.append((i, getter))
+                known += getter(namespace)
+        self._empty = [item for item in collections if not item]
+        self._live = [item for item in collections if item]
+        self._lengths = [*map(len, namespaces), *map(len, self._live)]
+        self._contents = [item for item in self._live if len(item) <= _MAX_ENTRIES]
+        self._known = [*chain.from_iterable(self._contents), *known]
+
+
+class QuietGroups:
+    """Those groups of a root on whose modules the last forwards have changed nothing. They are looked at together, at
+    the end of the outermost forward: group by group the same costs ten times as much, most of it for caches that have
+    forgotten the modules.
+
+    Args:
+        groups: of the root, but its own, whose module's attributes would hold what holds this.
+    """
+
+    def __init__(self, groups: Sequence[KeptTensors]) -> None:
+        self._groups = groups
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        for group in self._groups:
+            group.is_quiet = group.num_same >= _QUIET_AFTER
+        self._others = [group for group in self._groups if not group.is_quiet]
+        self._quiet = [group for group in self._groups if group.is_quiet]
+        self._empty = [item for group in self._quiet for item in group._empty]
+        self._slots: list[tuple[Namespace, itemgetter[Any]]] = []
+        sized: list[Collection[Any]] = []
+        lengths: list[int] = []
+        contents: list[Collection[Any]] = []
+        of_contents: list[Any] = []
+        of_slots: list[Any] = []
+        for group in self._quiet:
+            namespaces = group.namespaces()
+            sized += [*namespaces, *group._live]
+            lengths += group._lengths
+            self._slots += [(namespaces[i], getter) for i, getter in group._slots]
+            contents += group._contents
+            num = sum(map(len, group._contents))
+            of_contents += group._known[:num]
+            of_slots += group._known[num:]
+        self._sized, self._lengths, self._contents, self._known = sized, lengths, contents, [*of_contents, *of_slots]
+
+    def changed(self) -> Sequence[KeptTensors]:
+        """The groups on whose modules something has changed; from now on these are looked at one by one again."""
+        if max(map(_num_same, self._others), default=0) >= _QUIET_AFTER:
+            self._rebuild()
+        if self._are_same():
+            return ()
+        changed = [group for group in self._quiet if group._has_changed(group.namespaces())]
+        for group in changed:
+            group.num_same = 0
+        self._rebuild()
+        return changed
+
+    def _are_same(self) -> bool:
+        if any(self._empty) or [*map(len, self._sized)] != self._lengths:
+            return False
+        try:
+            values = [*self._contents, *[getter(namespace) for namespace, getter in self._slots]]
+        except KeyError:
+            return False
+        return all(map(is_, chain.from_iterable(values), self._known))
+
+
+def _contents_of(value: Any, depth: int) -> Iterable[Collection[Any]]:
+    """What is inside ``value`` and may change while ``value`` stays the same object, as live views."""
+    live: Collection[Any] | None = None
+    if isinstance(value, (list, deque)):
+        live = value
+    elif isinstance(value, dict):
+        live = value.values()
+    elif _is_plain_object(value):
+        live = vars(value).values()
+    if live is not None:
+        yield live
+        if depth > 1 and len(live) <= _MAX_ENTRIES:
+            for item in live:
+                yield from _contents_of(item, depth - 1)
+
+
+def _is_plain_object(value: Any) -> bool:
+    is_special = isinstance(value, (nn.Module, type, torch.Tensor)) or callable(value)
+    return not is_special and bool(getattr(value, "__dict__", None))
+
+
+def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
+    """The tensors that are part of a graph in ``value``: a tensor, collections of them, or an object's attributes."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.grad_fn is not None else []
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value[-_MAX_ENTRIES:] for tensor in tensors_requiring_grad(item)]
+    if isinstance(value, deque):
+        return [tensor for item in value for tensor in tensors_requiring_grad(item)]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in tensors_requiring_grad(item)]
+    if _is_plain_object(value):
+        return [item for item in vars(value).values() if isinstance(item, torch.Tensor) and item.grad_fn is not None]
+    return []

@@ -1,0 +1,207 @@
+"""Agreement before every collective: on with ``FSDP_COMPOSE_DEBUG=1``, set on all ranks before the first forward.
+
+A rank that leaves the common path (it skips the backward of a NaN loss, or a step; it runs one forward more, for its
+log) enters another collective than the others. gloo ends the process where their sizes differ, pairs them without a
+word where they do not, and waits where there is no partner. So ranks that run under this variable meet before each
+collective, and before each control exchange, through the key-value store: each tells what it is about to do, and how
+many optimizer steps it has made. If these differ, nothing is issued, and every rank raises one error, which tells what
+each of them was about to do. Since whatever was issued had been agreed on, the next forward can go on from there.
+
+An iteration that was interrupted on some ranks only is a difference too: ranks that are about to throw away what it
+left (``recovery``) come to the same meeting first, so that the others do not wait for them in vain.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer
+
+from ..comm import RECOVERY_TIMEOUT, DataParallelMesh, is_on, last_of_every_rank, meet, note
+from ..flat import Communicator, FlatParamHandle, face_owners, segment_owners
+from .order import ENDS
+from .state import RootContext
+from .step_hooks import after_every_step
+
+_PURPOSE = "agreeing on the next collective"
+_MAX_RANKS = 8  # that an error lists one by one
+_RECOVERY = "throwing away what an interrupted iteration left"
+_STEPS_DIFFER = "the ranks have made different numbers of optimizer steps"
+_HINT = (
+    "Every rank must run the same forwards, backwards and optimizer steps in the same order: where one rank would skip "
+    "(a loss that is NaN, an empty batch) or do more (a forward for its log), let all ranks decide together, by "
+    "all-reducing a flag"
+)
+
+_num_steps: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_counts_steps = False
+
+
+class LockstepCommunicator(Communicator):
+    """Notes each collective, and agrees on it with the other ranks, before it is issued."""
+
+    __slots__ = ()
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        _count_steps()
+
+    def unshard(self, handle: FlatParamHandle) -> None:
+        self.announce(handle, "all-gather")
+        super().unshard(handle)
+
+    def refresh(self, handle: FlatParamHandle) -> None:
+        if not handle.is_resident:
+            self.announce(handle, "all-gather")
+        super().refresh(handle)
+
+    def reduce(self, handle: FlatParamHandle, is_running: bool = False) -> None:
+        self.announce(handle, "reduce-scatter")
+        super().reduce(handle, is_running)
+
+    def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
+        self.announce(handle, "all-gather")
+        return super().all_gather_copy(handle, shard)
+
+    def reduce_scatter_copy(self, handle: FlatParamHandle, flat: torch.Tensor) -> torch.Tensor:
+        self.announce(handle, "reduce-scatter")
+        return super().reduce_scatter_copy(handle, flat)
+
+    def announce(self, handle: FlatParamHandle, what: str) -> None:
+        """A collective, just noted in the order, is about to be issued."""
+        if not handle.mesh.has_peers:
+            return
+        text, state = _describe(handle, what), handle.group()
+        root: RootContext | None = None if state is None else state.root
+        label = "" if root is None else f" of {root.label}"
+        note(handle.mesh.shard_group, text if root is None else f"{text}, collective {root.order.count}")
+        try:
+            _agree(handle.mesh, f"{text}{label}", root)
+        except RuntimeError:
+            if root is not None:
+                root.trace.pop()  # it is not issued
+                root.has_failed = True
+            raise
+
+    def announce_exchange(self, root: RootContext, code: int) -> None:
+        mesh = root.live_states()[0].mesh
+        if mesh.has_peers:
+            what = ENDS.get(code, "a reduction in functional mode")
+            try:
+                _agree(mesh, f"{what} of {root.label}", root)
+            except RuntimeError:
+                root.has_failed = True
+                raise
+
+    def announce_recovery(self, root: RootContext) -> None:
+        """Before all ranks throw away what an iteration left that was interrupted on this one: those that are
+        elsewhere learn of it, and raise; then they are expected here."""
+        mesh = root.live_states()[0].mesh
+        while mesh.has_peers and _compare(mesh, _RECOVERY, None, RECOVERY_TIMEOUT):
+            pass
+
+    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        failure = super()._failure(what, handle, error)
+        return RuntimeError(f"{failure}{last_of_every_rank(handle.mesh.shard_group)}")
+
+
+def _describe(handle: FlatParamHandle, what: str) -> str:
+    """A collective of a handle, in words: the same on every rank that is about to issue it."""
+    state = handle.group()
+    root, phase = state.root, "outside forward"
+    if root is not None and root.is_in_backward:
+        phase = "backward"
+    elif root is not None and root.depth:
+        phase = "forward"
+    others = f" and {len(handle.fqns) - 1} more" if len(handle.fqns) > 1 else ""
+    return f"{what} of {state.name} ({handle.prefix}{handle.fqns[0]}{others}) in {phase}"
+
+
+def announce_first_forward(mesh: DataParallelMesh) -> None:
+    """Before the ranks compare a model that runs for the first time."""
+    if is_on():
+        _agree(mesh, "the first forward of a model", None)
+
+
+def _agree(mesh: DataParallelMesh, what: str, root: RootContext | None) -> None:
+    verdict = _compare(mesh, what, root)
+    if verdict:
+        raise RuntimeError(verdict)
+
+
+def _compare(mesh: DataParallelMesh, what: str, root: RootContext | None, timeout: timedelta | None = None) -> str:
+    """Meet all ranks, each of which is about to do something; in words, how they differ."""
+    group = mesh.shard_group
+    steps = _num_steps.get(group, 0) if root is not None and _holds_elements(root) else None
+    payload = json.dumps([what, steps])
+    verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout, is_frequent=True)
+    if verdict.startswith(_STEPS_DIFFER):
+        _num_steps[group] = 0  # on all ranks: each difference is told once
+    return verdict
+
+
+def _judge(payloads: list[str]) -> str:
+    plans = [json.loads(payload) for payload in payloads]
+    whats, steps = [what for what, _ in plans], [count for _, count in plans]
+    if len(set(whats)) > 1:
+        return (
+            f"the ranks are about to do different things, and nothing of it was begun: {_listing(whats)}. {_HINT}. The "
+            "next forward goes on from here, if all ranks run it"
+        )
+    if len({count for count in steps if count is not None}) > 1:
+        counts = [f"{count} optimizer step(s)" for count in steps]
+        return (
+            f"{_STEPS_DIFFER} before {whats[0]}: {_listing(counts)} (of those "
+            "since the first forward, or since the last such error, of optimizers with sharded parameters). The shards "
+            f"of the parameters are no longer of one step: load a checkpoint. {_HINT}"
+        )
+    return ""
+
+
+def _listing(texts: Sequence[Any]) -> str:
+    """Which ranks have which text: those that few ranks have first."""
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, text in enumerate(texts):
+        ranks[text].append(rank)
+    order = sorted(Counter(texts).items(), key=lambda item: item[1])
+    return "; ".join(f"{_names(ranks[text])}: {text}" for text, _ in order)
+
+
+def _names(ranks: list[int]) -> str:
+    listed = ", ".join(map(str, ranks[:_MAX_RANKS]))
+    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
+
+
+# ---- optimizer steps
+
+
+def _holds_elements(root: RootContext) -> bool:
+    """Whether there is something on this rank for an optimizer to train: it may have none where there is not."""
+    return any(start < stop for state in root.live_states() for item in state._handles for start, stop, _ in item.runs)
+
+
+def _count_steps() -> None:
+    global _counts_steps
+    if not _counts_steps:
+        _counts_steps = True
+        after_every_step(_count_step)
+
+
+def _count_step(optimizer: Optimizer) -> None:
+    groups = set()
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            owner = face_owners.get(id(param)) or segment_owners.get(id(param))
+            handle = None if owner is None else owner()
+            if handle is not None and param.grad is not None:  # else it was left as it is
+                groups.add(handle.mesh.shard_group)
+    for group in groups:
+        _num_steps[group] = _num_steps.get(group, 0) + 1

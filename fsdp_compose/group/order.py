@@ -1,0 +1,189 @@
+"""The order in which one process group carries collectives, over all models that it carries: ranks must have the same.
+
+Two models on one process group share their communicator: where one rank runs the first and another rank the second,
+collectives of equal size pair without a word. So there is one order for each process group. It numbers the groups of
+all models as these run first, which all ranks do together, and notes what is issued; the control exchange compares it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+
+from ..flat import FlatParamHandle
+
+_MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
+ALL_GATHER, REDUCE_SCATTER = 0, 1  # the last bit of what the trace holds; the others: the number of the group
+END_OF_BACKWARD = -1  # no collective, but what an exchange may be for
+END_OF_FORWARD = 1 << 62  # likewise, of a forward that has looked for unseen writes
+ENDS = {END_OF_BACKWARD: "the end of backward", END_OF_FORWARD: "the end of forward"}
+_MAX_GROUPS = 1 << 24  # a code below END_OF_BACKWARD: a hash of the flags of requires_grad, and which group has them
+_FOLDED = 1 << 63  # a code from here on: a hash of many
+_KINDS = ("all-gather", "reduce-scatter")
+
+
+class Root(Protocol):
+    """What an order knows of a ``RootContext``."""
+
+    number: int
+
+    @property
+    def states(self) -> Sequence[Callable[[], Group | None]]: ...  # weak references
+
+    @property
+    def label(self) -> str: ...
+
+
+class Group(Protocol):
+    """What an order knows of an ``_FSDPState``."""
+
+    code: int
+    serial: int
+    _handles: list[FlatParamHandle]
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def root(self) -> Root | None: ...
+
+
+_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = weakref.WeakKeyDictionary()
+
+
+class CollectiveOrder:
+    """What one process group has carried.
+
+    Attributes:
+        trace: codes of the collectives issued since the last exchange; ``num_collectives`` those before.
+        num_roots: how many roots have run.
+    """
+
+    __slots__ = ("_next_number", "_serials", "_states", "_waiting", "num_collectives", "num_roots", "trace")
+
+    def __init__(self) -> None:
+        self.trace: list[int] = []
+        self.num_collectives = 0
+        self.num_roots = 0
+        self._next_number = 0
+        self._states: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+        self._serials: defaultdict[str, list[int]] = defaultdict(list)  # of the roots that have run, by their model
+        self._waiting: weakref.WeakSet[Group] = weakref.WeakSet()  # groups that no root has run
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> CollectiveOrder:
+        order = _orders.get(group)
+        if order is None:
+            order = _orders[group] = CollectiveOrder()
+        return order
+
+    @property
+    def count(self) -> int:
+        """How many collectives were issued in all."""
+        return self.num_collectives + self._num_in_trace()
+
+    def _num_in_trace(self) -> int:
+        """Without the codes that stand for no collective: a rank may have toggled ``requires_grad`` alone."""
+        return sum(map(END_OF_BACKWARD.__lt__, self.trace))
+
+    def hash(self, root: Root, code: int) -> int:
+        """A hash of what was issued since the last exchange, and of what ``root`` is about to do."""
+        return order_hash((code, *self.trace), root.number)
+
+    def close(self) -> None:
+        """All ranks have compared, or given up, what was issued."""
+        self.num_collectives += self._num_in_trace()
+        self.trace.clear()
+
+    def fold_if_long(self) -> None:
+        """Keep a hash of a long trace in place of it."""
+        if len(self.trace) > _MAX_TRACE:
+            self.num_collectives += self._num_in_trace() - 1
+            self.trace[:] = [_FOLDED + (order_hash(self.trace, 0) & (_FOLDED - 1))]
+
+    # ---- models
+
+    def expect(self, state: Group) -> None:
+        """A group was made that this process group will carry."""
+        self._waiting.add(state)
+
+    def place_of(self, root: Group, states: Sequence[Group], model: str) -> str:
+        """Where ``root`` stands among equal roots that have run and equal groups that have not, by when they were made:
+        tells ranks that begin with different ones of several equal models (``model``: a digest) from each other."""
+        earlier = sum(serial < root.serial for serial in self._serials[model])
+        shape = _shape_of(root)
+        others = [state.serial for state in self._waiting.difference(states) if _shape_of(state) == shape]
+        return f"{earlier} {sum(serial < root.serial for serial in others)} {len(others)}"
+
+    def admit(self, root: Group, states: Sequence[Group], model: str) -> int:
+        """Number the groups of a root that begins to run, the same way on all ranks; the number of the root."""
+        for state in states:
+            self._waiting.discard(state)
+            if state.code < 0:
+                state.code = self._next_number << 1
+                self._states[self._next_number] = state
+                self._next_number += 1
+        previous = root.root
+        if previous is not None and previous.states[0]() is root:
+            return previous.number
+        self._serials[model].append(root.serial)
+        self.num_roots += 1
+        return self.num_roots
+
+    def trace_in_words(self, root: Root, code: int) -> list[str]:
+        """What was issued since the last exchange, and what ``root`` is about to do, in words."""
+        now = f"{ENDS[code]}\t{root.label}" if code in ENDS else self._in_words(code)
+        return [*map(self._in_words, self.trace), now]
+
+    def _in_words(self, code: int) -> str:
+        if code >= _FOLDED:
+            return "the last of many collectives that are no longer remembered"
+        flags, number = divmod(-2 - code, _MAX_GROUPS) if code < END_OF_BACKWARD else (0, code >> 1)
+        state = self._states.get(number)
+        root = None if state is None else state.root
+        name = "a group that is gone\t" if state is None or root is None else f"{state.name}\t{root.label}"
+        if code < END_OF_BACKWARD:
+            return f"no collective but a change of requires_grad (to {flags:x}) in {name}"
+        return f"the {_KINDS[code & 1]} of {name}"
+
+
+def code_of_flags(code: int, text: str) -> int:
+    """The code of a change of ``requires_grad`` in the group of ``code``: ``text`` says in what, and to what."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - (code >> 1)
+
+
+def name_models(a: str, b: str) -> tuple[str, str]:
+    """Two lines of traces in words, as messages have them: with the models, if these differ."""
+    has_several = len({line.partition("\t")[2] for line in (a, b)} - {""}) > 1
+    named = [line.replace("\t", " of ") if has_several else line.partition("\t")[0] for line in (a, b)]
+    return named[0], named[1]
+
+
+def _shape_of(state: Group) -> list[tuple[list[str], int]]:
+    return [([*handle.fqns], handle.layout.flat_numel) for handle in state._handles]
+
+
+def judge_places(places: Sequence[str]) -> str:
+    """Whether the ranks begin to run the same one of equal models, by their ``place_of``: an error, or an empty text.
+    Ranks may have made models, or dropped them, that others have not: their numbers tell nothing then."""
+    earlier, positions, counts = zip(*(place.split() for place in places), strict=True)
+    for found, is_telling in ((earlier, True), (positions, len(set(counts)) == 1)):
+        if is_telling and len(set(found)) > 1:
+            rank = next(rank for rank, value in enumerate(found) if value != found[0])
+            return (
+                "first forward: the ranks begin to run different ones of several equal models: that of rank 0 was "
+                f"made after {found[0]} of the {'others' if found is positions else 'ones that have run'}, that of "
+                f"rank {rank} after {found[rank]}. Make the models, and run them, in the same order on every rank"
+            )
+    return ""
+
+
+def order_hash(trace: Sequence[int], seed: int) -> int:
+    """A hash of a sequence of integers that is the same in every process (integers are not salted)."""
+    return hash((seed, len(trace), *trace))

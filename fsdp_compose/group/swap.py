@@ -1,0 +1,395 @@
+"""Which face of its parameters a module shows: sharded outside ``forward``, unsharded inside.
+
+For every module that holds parameters of a group there are two prepared ``_parameters`` dicts: the module's own, with
+the sharded faces, and one with the unsharded parameters in the same slots. A swap assigns the one or the other to the
+module: one write per module, and the only way that Dynamo can trace (entry by entry fails there). Entries that the
+group does not own stand in both dicts. Lists in which a module caches its weights (``nn.RNN._flat_weights``) are
+swapped the same way.
+
+A parameter that was replaced, added or removed behind our back is an error that names it: outside forward seen at the
+begin of the next iteration, inside forward at the end of the outermost one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..flat import FlatParamHandle, ManagedParameter, check_content, note_write, take_content
+from ..ragged import RaggedDTensor
+from .dynamo import MARKS
+from .kept_tensors import KeptTensors, Namespace
+
+_Parameters = dict[str, "nn.Parameter | None"]
+
+
+class ParameterSwap:
+    """The prepared dicts of all modules of a group.
+
+    It writes to the modules' ``__dict__``, and holds those of the sharded module(s) themselves weakly: they hold the
+    state that holds this object, and a model must be freed without the garbage collector.
+
+    Args:
+        roots: the module(s) given to ``fully_shard``.
+        managed: the group's parameters, whose faces are already in place in the modules.
+        handles: the handles that hold them, by FQN.
+        fqns: name of every module of the group, relative to the sharded module.
+
+    Attributes:
+        kept: the tensors that ``forward`` keeps on the group's modules.
+        num_shows: forwards and backwards during which the modules show the unsharded parameters.
+        shown_instead: what ``show_instead`` shows at present, by the id of the unsharded parameter.
+    """
+
+    __slots__ = (
+        "_children",
+        "_fqns",
+        "_known_children",
+        "_namespaces",
+        "_owned",
+        "_prepared_names",
+        "_root_writes",
+        "_roots",
+        "_sharded",
+        "_sharded_values",
+        "_unsharded",
+        "_unsharded_values",
+        "_views",
+        "_writes",
+        "kept",
+        "num_shows",
+        "prefix",
+        "shown_instead",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        managed: Sequence[ManagedParameter],
+        handles: Sequence[FlatParamHandle],
+        fqns: dict[nn.Module, str],
+    ) -> None:
+        where = {fqn: (handle, i) for handle in handles for i, fqn in enumerate(handle.fqns)}
+        assert len(where) == sum(len(handle.fqns) for handle in handles), "two parameters of a group have one name"
+        owned: dict[nn.Module, dict[str, tuple[FlatParamHandle, int]]] = {}
+        for item in managed:
+            for module, name in item.slots:
+                owned.setdefault(module, {})[name] = where[item.fqn]
+        self._namespaces = [None if module in roots else module.__dict__ for module in owned]
+        self._roots = [weakref.ref(module) if module in roots else None for module in owned]
+        self.num_shows = 0
+        self.shown_instead: Mapping[int, torch.Tensor] = {}
+        self.prefix = ""  # what precedes the names of these modules in the root, once a root is known
+        self._fqns = [fqns[module] for module in owned]
+        self.kept = KeptTensors(
+            [(module, (*_OWN_ATTRIBUTES, *getattr(module, "__constants__", ()))) for module in fqns], held_weakly=roots
+        )
+        self._children = [module._modules for module in fqns]
+        self._known_children: tuple[Any, ...] = ()
+        self.note_children()
+        self._owned = list(owned.values())
+        self._sharded: list[_Parameters] = [module._parameters for module in owned]
+        self._views = [parameters.values() for parameters in self._sharded]
+        self._unsharded: list[_Parameters] = [{} for _ in owned]
+        for module, fqn in zip(owned, self._fqns, strict=True):
+            guard_state_dict(module, fqn)
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Prepare the unsharded dicts from the handles' present unsharded parameters."""
+        self._writes: list[tuple[Namespace, str, Any, Any]] = []  # (where, key, sharded value, unsharded value)
+        self._root_writes: list[tuple[weakref.ref[nn.Module], str, Any, Any]] = []
+        for namespace, root, owned, sharded, unsharded in zip(
+            self._namespaces, self._roots, self._owned, self._sharded, self._unsharded, strict=True
+        ):
+            params = {name: handle.unsharded_params[i] for name, (handle, i) in owned.items()}
+            unsharded.clear()  # the same dict: others remember it
+            unsharded.update((name, params.get(name, value)) for name, value in sharded.items())
+            by_face = {id(sharded[name]): param for name, param in params.items()}
+            writes: list[tuple[str, Any, Any]] = [("_parameters", sharded, unsharded)]
+            present = namespace if root is None else getattr(root(), "__dict__", {})
+            for key, value in present.items() if present is not None else ():
+                if isinstance(value, list) and any(id(item) in by_face for item in value):
+                    writes.append((key, value, [by_face.get(id(item), item) for item in value]))
+            if root is not None:
+                self._root_writes += [(root, *write) for write in writes]
+            elif namespace is not None:
+                self._writes += [(namespace, *write) for write in writes]
+        self._prepared_names = [list(parameters) for parameters in self._sharded]
+        self._sharded_values = tuple(_values(self._sharded))
+        self._unsharded_values = tuple(_values(self._unsharded))
+
+    def watched_dicts(self) -> list[dict[str, Any]]:
+        """The dicts of which an entry that changes between iterations matters: sharded parameters, and submodules."""
+        return [*self._sharded, *self._children]
+
+    def unsharded_dicts(self) -> list[dict[str, Any]]:
+        """The dicts that the modules show inside forward."""
+        return [*self._unsharded]
+
+    def note_children(self) -> None:
+        """Remember the modules below those of the group, as they are now."""
+        self._known_children = tuple(_values(self._children))
+
+    def children_changed(self) -> bool:
+        """Whether a submodule was added, replaced or removed since."""
+        return not _hold(self._children, self._known_children)
+
+    def check_slots(self) -> None:
+        """Raise if a parameter was replaced, added or removed since ``fully_shard``."""
+        if not _hold(self._sharded, self._sharded_values):
+            self._reconcile()
+
+    def is_overridden(self) -> bool:
+        """Whether other values stand in the slots of parameters than ``fully_shard`` has put there."""
+        return not self.num_shows and not all(map(is_, chain.from_iterable(self._views), self._sharded_values))
+
+    def overrides(self) -> dict[int, torch.Tensor]:
+        """Those values, by the id of what the modules would show inside forward.
+
+        Raises:
+            NotImplementedError: two names of one (tied) parameter hold different ones.
+        """
+        found: dict[int, Any] = {}
+        for fqn, names, sharded, unsharded in zip(
+            self._fqns, self._prepared_names, self._sharded, self._unsharded, strict=True
+        ):
+            for name in names:
+                shown, present = unsharded[name], sharded.get(name)
+                if shown is not None and found.setdefault(id(shown), present) is not present:
+                    raise NotImplementedError(
+                        f"functional_call(): {self.prefix}{_join(fqn, name)} and another name of the same (tied) "
+                        "parameter were given different values; give both the same (tie_weights=True does)"
+                    )
+        known = {id(shown): own for shown, own in zip(self._unsharded_values, self._sharded_values, strict=True)}
+        return {key: value for key, value in found.items() if value is not known[key]}
+
+    def take_overrides(self) -> list[tuple[_Parameters, str, Any]]:
+        """Put the prepared values back into the modules' own dicts.
+
+        Returns:
+            What stood there: (dict, name, value).
+        """
+        taken = []
+        values = iter(self._sharded_values)
+        for names, sharded in zip(self._prepared_names, self._sharded, strict=True):
+            for name, own in zip(names, values):
+                if name in sharded and sharded[name] is not own:
+                    taken.append((sharded, name, sharded[name]))
+                    sharded[name] = own
+        return taken
+
+    def show_unsharded(self) -> None:
+        """Called before ``forward``, and before backward, where activation checkpointing may run a part of forward
+        again without the hooks. Calls nest."""
+        self.num_shows += 1
+        if self.num_shows > 1:
+            return
+        for namespace, key, _, unsharded in self._writes:
+            namespace[key] = unsharded
+        for ref, key, _, unsharded in self._root_writes:
+            module = ref()
+            if module is not None:
+                module.__dict__[key] = unsharded
+
+    def show_instead(self, others: Mapping[int, torch.Tensor]) -> list[tuple[Any, tuple[Any, ...]]]:
+        """As ``show_unsharded``, with other tensors in the place of unsharded parameters (by the id of these).
+
+        Returns:
+            What the modules show now, and its content, for ``check_shown``; nothing if they showed full ones already.
+        """
+        self.num_shows += 1
+        shown: list[tuple[Any, tuple[Any, ...]]] = []
+        if self.num_shows > 1:
+            return shown
+        self.shown_instead = others
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, dict):
+                result: Any = {name: others.get(id(item), item) for name, item in value.items()}
+                shown.append((result, tuple(result.values())))
+                return result
+            return [others.get(id(item), item) for item in value]
+
+        for namespace, key, _, unsharded in self._writes:
+            namespace[key] = replaced(unsharded)
+        for ref, key, _, unsharded in self._root_writes:
+            module = ref()
+            if module is not None:
+                module.__dict__[key] = replaced(unsharded)
+        return shown
+
+    def check_shown(self, shown: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Raise if a forward replaced, added or removed what ``show_instead`` has shown."""
+        if not all(_hold([parameters], values) for parameters, values in shown):
+            raise RuntimeError(
+                f"forward replaced, added or removed parameters of a sharded module, {self.prefix or 'the root'}. Such "
+                "a change would be lost when the module is resharded; change parameters outside forward"
+            )
+
+    def show_sharded(self) -> None:
+        """Undo one ``show_unsharded``."""
+        self.num_shows -= 1
+        if self.num_shows:
+            return
+        self.shown_instead = {}
+        for namespace, key, sharded, _ in self._writes:
+            namespace[key] = sharded
+        for ref, key, sharded, _ in self._root_writes:
+            module = ref()
+            if module is not None:
+                module.__dict__[key] = sharded
+
+    def restore(self, num_running: int = 0) -> None:
+        """Put the sharded faces back after an interruption, whatever it left, and throw away what the interrupted
+        forward changed in the modules; but not while forwards of the group are running (``num_running``)."""
+        if num_running:
+            self.num_shows = num_running
+            return
+        if self.num_shows:
+            self.num_shows = 1
+            self.show_sharded()
+        if not _hold(self._unsharded, self._unsharded_values):
+            self.rebuild()
+
+    def check_unsharded_slots(self) -> None:
+        """Raise if a forward replaced, added or removed a parameter."""
+        if not _hold(self._unsharded, self._unsharded_values):
+            changed = self._changed(self._unsharded, self._unsharded_values)
+            self.rebuild()
+            raise RuntimeError(
+                f"forward replaced, added or removed parameters of a sharded module: {self._join_names(changed)}. "
+                "Such a change would be lost when the module is resharded; change parameters outside forward"
+            )
+
+    def _reconcile(self) -> None:
+        """The modules' own dicts have changed since they were prepared: accept what concerns only entries that the
+        group does not own, and that nobody would train."""
+        changed = self._changed(self._sharded, self._sharded_values)
+        owned = {_join(fqn, name) for fqn, names in zip(self._fqns, self._owned, strict=True) for name in names}
+        present = self._by_name(self._sharded)
+        known = {id(value) for value in self._sharded_values}
+        refused = []
+        for name in changed:
+            value = present.get(name)
+            if name in owned or (value is not None and value.requires_grad and id(value) not in known):
+                refused.append(name)
+        if refused:
+            raise RuntimeError(
+                "parameters of a sharded module were replaced, added or removed after fully_shard(): "
+                f"{self._join_names(refused)}. A new value would not be sharded, and would not train: change "
+                "parameters in place (under torch.no_grad()), or before fully_shard()"
+            )
+        self.rebuild()
+
+    def _changed(self, dicts: Sequence[_Parameters], values: Sequence[Any]) -> list[str]:
+        """Names of the entries that are not what was prepared."""
+        prepared = zip(self._fqns, self._prepared_names, strict=True)
+        before = dict(zip((_join(fqn, name) for fqn, names in prepared for name in names), values, strict=True))
+        now, missing = self._by_name(dicts), object()
+        return sorted(
+            name for name in before.keys() | now.keys() if before.get(name, missing) is not now.get(name, missing)
+        )
+
+    def _join_names(self, names: Iterable[str]) -> str:
+        return ", ".join(self.prefix + name for name in names)
+
+    def _by_name(self, dicts: Sequence[_Parameters]) -> dict[str, Any]:
+        return {
+            _join(fqn, name): value
+            for fqn, parameters in zip(self._fqns, dicts, strict=True)
+            for name, value in parameters.items()
+        }
+
+
+# ---- state dicts
+
+_FACES, _ASIDE, _OWN = "_fsdp_compose_faces", "_fsdp_compose_aside", "_fsdp_compose_own"
+_OWN_ATTRIBUTES = (_FACES, _ASIDE, _OWN, *MARKS)
+
+
+def guard_state_dict(module: nn.Module, fqn: str) -> None:
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded faces at any moment: also inside
+    forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
+    if _FACES not in module.__dict__:
+        module.register_state_dict_pre_hook(_show_faces)
+        module.register_state_dict_post_hook(_show_what_was)
+        module.register_load_state_dict_pre_hook(before_load)
+        module.register_load_state_dict_post_hook(_show_what_was)
+    module.__dict__[_FACES] = module._parameters
+    faces = {name: param for name, param in module._parameters.items() if isinstance(param, RaggedDTensor)}
+    module.__dict__[_OWN] = (fqn, faces)
+
+
+def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    """With ``assign=True`` the faces take over what would be put in their place, and are put there themselves: so that
+    optimizers keep training what the modules use."""
+    fqn, faces = module.__dict__[_OWN]
+    if metadata.get("assign_to_params_buffers"):
+        given = {name: state_dict[prefix + name] for name in faces if prefix + name in state_dict}
+        for name, value in given.items():
+            check_content(faces[name], value, _join(fqn, name))
+        for name, value in given.items():
+            take_content(faces[name], value)
+            note_write(faces[name])
+            state_dict[prefix + name] = faces[name]  # load_state_dict() works on a copy of the user's dict
+    _show_faces(module)
+
+
+def sharded_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
+    """The parameters of ``module`` itself as ``state_dict()`` sees them: sharded, also inside forward."""
+    faces: Mapping[str, nn.Parameter | None] = module.__dict__.get(_FACES, module._parameters)
+    return faces
+
+
+class SlotView:
+    """Other values in some of a module's parameter slots, until ``restore``: for ``state_dict()`` too."""
+
+    def __init__(self, module: nn.Module, values: Mapping[str, nn.Parameter]) -> None:
+        self._module, attributes = module, module.__dict__
+        self._before = {key: attributes[key] for key in ("_parameters", _FACES, _OWN) if key in attributes}
+        shown = {name: values.get(name, value) for name, value in module._parameters.items()}
+        attributes["_parameters"] = shown
+        if _FACES in attributes:
+            attributes[_FACES], attributes[_OWN] = shown, ("", {})
+
+    def restore(self) -> None:
+        parameters = self._before["_parameters"]
+        for name, value in self._module._parameters.items():
+            parameters.setdefault(name, value)  # one that was added meanwhile
+        self._module.__dict__.update(self._before)
+
+
+def _show_faces(module: nn.Module, *_: Any) -> None:
+    attributes = module.__dict__
+    if attributes["_parameters"] is not attributes[_FACES]:
+        attributes[_ASIDE] = attributes["_parameters"]
+        attributes["_parameters"] = attributes[_FACES]
+
+
+def _show_what_was(module: nn.Module, *_: Any) -> None:
+    aside = module.__dict__.pop(_ASIDE, None)
+    if aside is not None:
+        module.__dict__["_parameters"] = aside
+
+
+# ---- dicts
+
+
+def _values(dicts: Sequence[Mapping[str, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(map(dict.values, dicts))  # type: ignore[arg-type]
+
+
+def _hold(dicts: Sequence[Mapping[str, Any]], values: tuple[Any, ...]) -> bool:
+    """Whether the dicts hold these very values, in this order."""
+    return sum(map(len, dicts)) == len(values) and all(map(is_, _values(dicts), values))
+
+
+def _join(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name

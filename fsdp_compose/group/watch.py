@@ -1,0 +1,105 @@
+"""What the user may have done to a model between two iterations, or inside forward, noticed in a pass over plain lists.
+
+Built when a root is set up, and again after every change that it has noticed. The passes are on the hot path (each
+top-level forward, every parameter), so they compare and nothing more; who changed what is found out by the slow path
+in ``user_changes``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from .._torch import PlainAttributes, backwards
+from ..flat import face_local
+from ..ragged import toggles
+from .kept_tensors import QuietGroups
+from .state import _FSDPState
+
+_data_ptr = torch.Tensor.data_ptr
+_unsharded_version = attrgetter("unsharded_base._version")
+_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
+
+
+class Watch:
+    """A picture of the parameters and modules of all groups of a root."""
+
+    def __init__(self, states: Sequence[_FSDPState]) -> None:
+        handles = [handle for state in states for handle in state._handles]
+        self._dicts = [item for state in states for item in state.swap.watched_dicts()]
+        self._values = tuple(chain.from_iterable(map(dict.values, self._dicts)))
+        self._faces = [face for handle in handles for face in handle.faces]
+        # A face that is given other memory gets another local tensor; that itself may be pointed elsewhere too.
+        self._locals = [*map(face_local, self._faces)]
+        self._filled = [local for local in self._locals if local.numel()]
+        self._addresses = [*map(_data_ptr, self._filled)]
+        self._unsharded = [param for handle in handles for param in handle.unsharded_params]
+        self._no_grads = [None] * len(self._faces)
+        self._flags = [flag for handle in handles for flag in handle.flags]
+        self._unsharded_dicts = [item for state in states for item in state.swap.unsharded_dicts()]
+        self._unsharded_values = tuple(chain.from_iterable(map(dict.values, self._unsharded_dicts)))
+        self._handles = handles
+        self._num_toggles = self._ended_backward = -1
+        self._versions = [*map(_unsharded_version, handles)]
+        self._has_meta = any(handle.is_meta for handle in handles)
+        self._keepers = {id(state.swap.kept): weakref.ref(state) for state in states[1:]}
+        self._quiet = QuietGroups([state.swap.kept for state in states[1:]])
+
+    def is_quiet(self) -> bool:
+        """Whether every slot holds what it held, every parameter is where it was and requires grad as it did, and no
+        gradient was left on an unsharded parameter."""
+        with PlainAttributes():
+            return (
+                not self._has_meta
+                and _hold(self._dicts, self._values)
+                and not self.was_toggled()
+                and all(map(is_, map(face_local, self._faces), self._locals))
+                and [*map(_data_ptr, self._filled)] == self._addresses
+                and (self._ended_backward == backwards.count or not self.has_unsharded_grads())
+            )
+
+    def newly_kept(self) -> list[tuple[_FSDPState, list[torch.Tensor]]]:
+        """What a forward has kept on the modules of groups that had not kept anything in the forwards before."""
+        kept = [(self._keepers[id(item)](), item.new_ones()) for item in self._quiet.changed()]
+        return [(state, tensors) for state, tensors in kept if state is not None]
+
+    def backward_has_ended(self) -> None:
+        """All gradients of the present backward were taken: none is left until another one begins."""
+        self._ended_backward = backwards.count
+
+    def has_unsharded_grads(self) -> bool:
+        """Whether autograd has left a gradient on some unsharded parameter, not taken yet."""
+        return [*map(_grad, self._unsharded)] != self._no_grads  # "==" looks at identities first
+
+    def has_grads(self) -> bool:
+        """Whether some sharded parameter has a gradient."""
+        with PlainAttributes():
+            return [*map(_grad, self._faces)] != self._no_grads
+
+    def was_toggled(self) -> bool:
+        """Whether ``requires_grad`` of a sharded parameter was set, and differs from that of its unsharded one."""
+        count = toggles.count
+        if count == self._num_toggles:
+            return False
+        if any([handle.was_toggled() for handle in self._handles]):
+            return True
+        self._num_toggles = count
+        return False
+
+    def was_forward_quiet(self) -> bool:
+        """Whether no forward replaced, added, removed, froze, thawed or wrote to an unsharded parameter."""
+        return (
+            _hold(self._unsharded_dicts, self._unsharded_values)
+            and [*map(_unsharded_version, self._handles)] == self._versions
+            and [*map(_requires_grad, self._unsharded)] == self._flags
+        )
+
+
+def _hold(dicts: Sequence[dict[str, Any]], values: tuple[Any, ...]) -> bool:
+    """Whether the dicts hold these very values, in this order."""
+    return sum(map(len, dicts)) == len(values) and all(map(is_, chain.from_iterable(map(dict.values, dicts)), values))

@@ -1,0 +1,4 @@
+"""What a user can ask a model."""
+
+from .check import UnreducedParameter as UnreducedParameter
+from .check import check as check

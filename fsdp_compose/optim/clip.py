@@ -1,0 +1,226 @@
+"""Gradient clipping with one collective, over whole flat gradients where it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from operator import is_
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .._requirements import PLAIN_FACES
+from .._torch import foreach_mul_, foreach_norm
+from ..flat import (
+    FlatParamHandle,
+    ShardedGradient,
+    face_of,
+    face_owners,
+    local_of,
+    refuse_unreduced,
+    segment_owners,
+    waiting,
+)
+from ..ragged import accurate_dtype, combine_norms, finish_norm, total_norm_of
+
+# On the CPU a norm of fp32 adds up in fp32, one element after the other: pieces of this length keep it accurate.
+_PIECE_NUMEL = 1 << 16
+
+_Groups = tuple[dist.ProcessGroup, ...]
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm, over all parameters together, is at most ``max_norm``.
+
+    What ``torch.nn.utils.clip_grad_norm_`` does (which is right on sharded parameters too), with one all-reduce of one
+    number for all sharded parameters of a mesh, and with one kernel for each flat gradient of which all parameters are
+    given. Half-precision gradients are summed in fp32.
+
+    Ranks: all ranks of the mesh, with the same parameters.
+
+    Args:
+        parameters: sharded parameters, those that ``fully_shard`` has replaced by them, what ``flat_parameters()``
+            returns (also with ``local=True``), other DTensors, and plain tensors, which count as they are on this rank.
+        max_norm: of the gradients after clipping.
+        norm_type: order of the norm: ``inf`` for the largest magnitude; 0 counts the tensors that are not zero.
+        error_if_nonfinite: raise, on every rank, if the norm is NaN or infinite; gradients are unchanged.
+
+    Returns:
+        The norm before clipping: a 0-dim tensor, equal on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite``; or a gradient has not been reduced yet.
+    """
+    if PLAIN_FACES:
+        raise RuntimeError(
+            "clip_grad_norm_() needs sharded parameters that know they are sharded, so torch 2.12 or newer; this is "
+            f"torch {torch.__version__}"
+        )
+    if isinstance(parameters, torch.Tensor):
+        parameters = [parameters]
+    params, order = list(parameters), float(norm_type)
+    if not all(map(face_owners.__contains__, map(id, params))):
+        params = [face_of(param) for param in params]
+    if waiting:
+        refuse_unreduced("clip_grad_norm_()", params)
+    found = _Gradients(params, order)
+    partials = []
+    for groups, locals_ in found.locals_by_groups.items():
+        partial = _partial_norm(locals_, order)
+        for group in groups:
+            combine_norms(partial, order, group)
+        partials.append(partial.count_nonzero().to(partial.dtype) if order == 0 else partial)
+    for grad in found.unfinished:
+        norm = torch.linalg.vector_norm(grad, order)
+        partials.append(total_norm_of(norm.full_tensor().view(1), order))
+    if not partials:
+        return torch.tensor(0.0)
+    stacked = torch.stack([partial.to(partials[0].device) for partial in partials])
+    combined = stacked.amax() if order == inf else stacked.amin() if order == -inf else stacked.sum()
+    total = finish_norm(combined, order)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; to "
+            "clip them nevertheless, pass error_if_nonfinite=False"
+        )
+    found.scale_((max_norm / (total + 1e-6)).clamp(max=1.0))
+    return total
+
+
+class _Gradients:
+    """The gradients of some parameters, as tensors of this rank.
+
+    A handle of which all faces are given, each once, is taken as a whole, if every gradient is our view of the flat
+    gradient: what belongs to no gradient there (padding, parameters that nobody used) is zero.
+
+    Attributes:
+        locals_by_groups: what norms are made of, by the process groups whose ranks hold the rest of it; none for
+            tensors that this rank has alone. In the order of the parameters, which all ranks share.
+        unfinished: DTensors that still await a reduction.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], order: float) -> None:
+        self.locals_by_groups: dict[_Groups, list[torch.Tensor]] = {}
+        self.unfinished: list[DTensor] = []
+        self._scaled: list[torch.Tensor] = []
+        self._whole: list[ShardedGradient] = []
+        self._followed: set[FlatParamHandle] = set()
+        self._order = order
+        self._ids: set[int] | None = None
+        done: set[int] = set()
+        i = 0
+        while i < len(params):
+            param, start = params[i], i
+            i += 1
+            owner = face_owners.get(id(param))
+            handle = owner() if owner is not None else None
+            if id(param) in done:
+                continue
+            if handle is None or handle in self._followed or not self._may_add_whole(handle):
+                self._add(param)
+                continue
+            following = start + len(handle.faces)
+            if following <= len(params) and all(map(is_, params[start:following], handle.faces)):
+                self._add_whole(handle)  # in our order: nothing to remember
+                i = following
+            elif self._are_given_once(handle.face_ids, params):
+                self._add_whole(handle)
+                done.update(handle.face_ids)
+            else:
+                self._add(param)
+
+    def _may_add_whole(self, handle: FlatParamHandle) -> bool:
+        self._follow(handle)
+        return self._order != 0 and handle.gradient.is_untouched()
+
+    def _are_given_once(self, face_ids: list[int], params: Sequence[torch.Tensor]) -> bool:
+        if self._ids is None:
+            self._ids = {*map(id, params)}
+        return len(self._ids) == len(params) and self._ids.issuperset(face_ids)
+
+    def scale_(self, scale: torch.Tensor) -> None:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for local in self._scaled:
+            by_kind.setdefault((local.device, local.dtype), []).append(local)
+        with torch.no_grad():
+            for (device, _), locals_ in by_kind.items():
+                foreach_mul_(locals_, scale.to(device))
+            for gradient in self._whole:
+                gradient.zero_unpublished()  # zero times NaN
+
+    def _follow(self, handle: FlatParamHandle) -> None:
+        self._followed.add(handle)
+        if handle.segments:
+            handle.check_segments()
+            handle.follow_user()
+
+    def _add_whole(self, handle: FlatParamHandle) -> None:
+        gradient = handle.gradient
+        flat = gradient.flat
+        if flat is not None:
+            self._whole.append(gradient)
+            self._scaled.append(flat)
+            # Of negative orders zeros are not neutral.
+            parts = [flat] if self._order >= 0 else gradient.published_locals(range(len(handle.faces)))
+            self._locals_of((handle.mesh.shard_group,)).extend(parts)
+
+    def _add(self, param: torch.Tensor) -> None:
+        owner = segment_owners.get(id(param))
+        handle = owner() if owner is not None else None
+        if handle is not None:
+            self._follow(handle)
+        grad = param.grad
+        if grad is None:
+            return
+        local = local_of(grad)
+        self._scaled.append(local)
+        if handle is not None:
+            self._whole.append(handle.gradient)
+            faces = next(item.faces for item in handle.segments if item.parameter is param)
+            parts = [local] if self._order >= 0 else handle.gradient.published_locals(faces)
+            self._locals_of((handle.mesh.shard_group,)).extend(parts)
+        elif isinstance(grad, DTensor):
+            if any(item.is_partial() for item in grad.placements):
+                self.unfinished.append(grad)
+                return
+            cut = [dim for dim, item in enumerate(grad.placements) if not item.is_replicate()]
+            self._locals_of(tuple([grad.device_mesh.get_group(dim) for dim in cut])).append(local)
+        else:
+            self._locals_of(()).append(local)
+
+    def _locals_of(self, groups: _Groups) -> list[torch.Tensor]:
+        return self.locals_by_groups.setdefault(groups, [])
+
+
+def _partial_norm(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
+    """What of the norm of all ``locals_`` together adds up over ranks; in fp32, or fp64 if one of them is. Of order 0
+    how many elements of each are not zero."""
+    device, dtype = locals_[0].device, torch.float32
+    if order == 0:
+        return torch.stack([local.count_nonzero().to(device, dtype) for local in locals_])
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for local in locals_:
+        by_dtype.setdefault(local.dtype, []).extend(_pieces(local))
+    norms: list[torch.Tensor] = []
+    with torch.no_grad():
+        for kind, pieces in by_dtype.items():
+            dtype = torch.promote_types(dtype, kind.to_real())
+            norms += foreach_norm(pieces, order, dtype=accurate_dtype(kind)) if pieces else []
+        if not norms:
+            return total_norm_of(torch.empty(0, dtype=dtype, device=device), order)
+        together = torch.stack([norm.to(device, dtype) for norm in norms])
+        if order in (inf, -inf):
+            return together.amax() if order == inf else together.amin()
+        return total_norm_of(together, order)
+
+
+def _pieces(local: torch.Tensor) -> Sequence[torch.Tensor]:
+    if local.numel() <= _PIECE_NUMEL or local.device.type != "cpu":
+        return [local] if local.numel() else []
+    return local.reshape(-1).split(_PIECE_NUMEL)

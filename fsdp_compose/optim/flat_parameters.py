@@ -1,0 +1,228 @@
+"""Flat parameters for optimizers: as few tensors as possible in the place of thousands of sharded parameters.
+
+``flat_parameters`` makes them (``FlatSegment``); ``ShardedGradient`` gives them gradients and notices what the user
+does to those. Here are two global hooks around optimizer steps: before, optimizers that would give wrong results on
+flat parameters are refused and gradients brought together; after, the step is noted where a backward will look for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+import torch.nn as nn
+from torch.optim.optimizer import Optimizer
+
+from ..flat import FlatParamHandle, are_untouched, face_owners, segment_owners
+from ..group import _get_fsdp_states, after_every_step, before_every_step
+from ..ragged import note_write_of_all_ranks
+
+_Class = TypeVar("_Class", bound=type[Optimizer])
+
+elementwise_classes: list[type[Optimizer]] = [
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop,
+]  # fmt: skip
+
+_REFUSED: dict[type[Optimizer], str] = {
+    torch.optim.Adafactor: "it keeps averages of the rows and columns of each parameter",
+    torch.optim.Muon: "it orthogonalises each parameter as a matrix",
+    torch.optim.LBFGS: "it gathers the whole gradient, and its history, on every rank, where flat parameters gain "
+    "nothing, and takes inner products over it, which are wrong on local ones",
+    torch.optim.SparseAdam: "it takes sparse gradients only",
+}
+
+_has_hooks = False
+
+
+def flat_parameters(
+    model: nn.Module,
+    where: Callable[[str, nn.Parameter], bool] | None = None,
+    *,
+    local: bool = False,
+) -> list[nn.Parameter]:
+    """The trainable parameters of a sharded model as few flat tensors, for an optimizer whose steps then cost the host
+    next to nothing.
+
+    Each is a leaf parameter over the memory of the sharded parameters themselves: a step of the one is a step of the
+    other, and ``state_dict()`` of the model is the same as without. A flat parameter of a ``fully_shard`` group of
+    which all parameters are selected is one stock ``DTensor``, ``Shard(0)``, of 1-D shape, padding (always zero)
+    included; otherwise there is one 1-D ``RaggedDTensor`` for each maximal row of selected neighbours. Trainable
+    parameters that no group manages (``ignored_params``) are returned as they are.
+
+    For optimizers that treat every element alike: those of ``torch.optim`` that do are SGD, Adam, AdamW, Adamax, NAdam,
+    RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop, and subclasses of them. Others raise at their first step, unless
+    declared by ``declare_elementwise``. (torch 2.13 has no rules for Rprop, and for SGD and Adagrad with
+    ``fused=True``, on stock DTensors: these raise unless ``local``.) An optimizer's ``state_dict()`` fits models of the
+    same groups on as many ranks.
+
+    Gradients: ``.grad`` of flat and of sharded parameters are views of the same memory, which the reduce-scatter has
+    written. ``zero_grad()`` of the optimizer or of the model drops both, at the latest when the next forward or
+    backward begins. A gradient assigned to ``.grad`` of either is copied, when the next forward, backward, step or our
+    ``clip_grad_norm_`` begins: ``GradScaler.unscale_()`` and torch's clipping do not see one that was assigned to a
+    sharded parameter's, so change that in place (``.mul_()``, ``.copy_()``) before them. ``.grad`` is ``None`` if
+    nobody used any of the parameters; those that nobody used, beside others that were, count as having a zero gradient
+    (which weight decay and momentum move). Hooks on a flat parameter run once in each backward that reduces.
+
+    Flat parameters follow the model when it is moved or converted, from its next forward on. What is in one flat
+    parameter must be frozen together.
+
+    Ranks: every rank, with the same arguments; no communication. Outside ``forward``; before or after the first.
+
+    Args:
+        model: a module with ``fully_shard`` groups, or a part of one.
+        where: a function from (FQN in ``model``, parameter) to whether to select it; default: all. Call once for each
+            parameter group.
+        local: plain tensors of what this rank holds, instead of DTensors. Then norms are those of each rank alone:
+            ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` differ between ranks (``fsdp_compose.clip_grad_norm_``
+            is right).
+
+    Returns:
+        The flat parameters, in the order of the model; empty if nothing is selected. The same call returns the same
+        objects.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``where`` no function.
+        ValueError: nothing below ``model`` is sharded, or a parameter is in a flat parameter already that an earlier
+            call has made of another selection.
+        RuntimeError: called inside ``forward``.
+
+    Example::
+
+        decay = flat_parameters(model, lambda fqn, p: p.ndim > 1)
+        others = flat_parameters(model, lambda fqn, p: p.ndim <= 1)
+        optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], fused=True)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"flat_parameters(): expected an nn.Module, got {type(model).__name__}")
+    if where is not None and not callable(where):
+        raise TypeError(f"flat_parameters(where={where!r}): expected a function from (FQN, parameter) to a bool")
+    if any(state.swap.num_shows for state in _get_fsdp_states(model)):
+        raise RuntimeError("flat_parameters() was called inside forward or backward of the model; call it outside")
+    parts = _select(model, where)
+    for owner, ranges in parts:
+        if isinstance(owner, FlatParamHandle):
+            for faces in ranges:
+                owner.segment_over(faces, local)  # all refusals come before anything is made
+    _add_hooks()
+    result: list[nn.Parameter] = []
+    for owner, ranges in parts:
+        if isinstance(owner, FlatParamHandle):
+            segments = [owner.segment_over(faces, local) or owner.add_segment(faces, local) for faces in ranges]
+            result += [segment.parameter for segment in segments]
+        else:
+            result.append(owner)
+    return result
+
+
+def _select(
+    model: nn.Module, where: Callable[[str, nn.Parameter], bool] | None
+) -> list[tuple[FlatParamHandle | nn.Parameter, list[range]]]:
+    """What is selected of each handle, as maximal ranges of neighbours; and selected parameters of no handle."""
+    chosen: dict[FlatParamHandle | nn.Parameter, set[int]] = {}
+    is_sharded = False
+    for fqn, param in model.named_parameters():
+        owner = face_owners.get(id(param))
+        handle = owner() if owner is not None else None
+        is_sharded |= handle is not None
+        if not param.requires_grad or not (where is None or where(fqn, param)):
+            continue
+        if handle is None:
+            chosen[param] = set()
+        else:
+            chosen.setdefault(handle, set()).add(next(i for i, face in enumerate(handle.faces) if face is param))
+    if not is_sharded:
+        raise ValueError(
+            f"flat_parameters(): no parameter of this {type(model).__name__} is sharded: call fully_shard() first"
+        )
+    return [(owner, _ranges(indices)) for owner, indices in chosen.items()]
+
+
+def _ranges(indices: Iterable[int]) -> list[range]:
+    """Maximal ranges of consecutive indices."""
+    result: list[range] = []
+    for i in sorted(indices):
+        if result and result[-1].stop == i:
+            result[-1] = range(result[-1].start, i + 1)
+        else:
+            result.append(range(i, i + 1))
+    return result
+
+
+def declare_elementwise(optimizer: _Class) -> _Class:
+    """Declare that a class of optimizers, and its subclasses, can train flat parameters: what it does to an element
+    depends on the gradients and the state of that element only, never on a parameter's shape, norm or name.
+
+    Usable as a decorator. Ranks: no communication.
+
+    Args:
+        optimizer: a subclass of ``torch.optim.Optimizer``.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        TypeError: it is no such class.
+        ValueError: it is, or inherits from, one of ``torch.optim`` that is known not to be element-wise.
+    """
+    if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
+        raise TypeError(f"declare_elementwise(): expected a subclass of torch.optim.Optimizer, got {optimizer!r}")
+    for refused, reason in _REFUSED.items():
+        if issubclass(optimizer, refused):
+            raise ValueError(f"declare_elementwise({optimizer.__name__}): {refused.__name__} is not: {reason}")
+    elementwise_classes.append(optimizer)
+    return optimizer
+
+
+# ---- around the steps of optimizers
+
+
+def _add_hooks() -> None:
+    global _has_hooks
+    if not _has_hooks:
+        _has_hooks = True
+        before_every_step(_before_step)
+        after_every_step(_after_step)
+
+
+def _handles_of(optimizer: Optimizer) -> set[FlatParamHandle]:
+    """The handles whose flat parameters ``optimizer`` trains."""
+    if not segment_owners:
+        return set()
+    owners = {owner for group in optimizer.param_groups for owner in map(segment_owners.get, map(id, group["params"]))}
+    return {handle for owner in owners if owner is not None and (handle := owner()) is not None}
+
+
+def _before_step(optimizer: Optimizer) -> None:
+    handles = _handles_of(optimizer)
+    if not handles:
+        return
+    _refuse_unless_elementwise(optimizer)
+    for handle in handles:
+        handle.check_segments()
+    if not are_untouched([handle.gradient for handle in handles]):
+        for handle in handles:
+            handle.follow_user()
+
+
+def _after_step(optimizer: Optimizer) -> None:
+    """Fused and foreach kernels count no versions of DTensors, and nobody those of the other side."""
+    handles = _handles_of(optimizer)
+    if handles:
+        note_write_of_all_ranks([tensor for handle in handles for tensor in (handle.shard, *handle.faces)])
+
+
+def _refuse_unless_elementwise(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, tuple(elementwise_classes)):
+        return
+    kind = type(optimizer)
+    remedy = "Give it the sharded parameters themselves: model.parameters()"
+    for refused, reason in _REFUSED.items():
+        if isinstance(optimizer, refused):
+            raise TypeError(f"{kind.__name__} cannot train flat_parameters(): {reason}. {remedy}")
+    raise TypeError(
+        f"{kind.__name__} was given flat_parameters(), and nobody has said that it treats every element alike: if what "
+        "it does does not depend on the shapes or norms of parameters, declare it with "
+        f"fsdp_compose.declare_elementwise({kind.__name__}). {remedy}"
+    )

@@ -1,0 +1,173 @@
+"""``GatheredView``: what a view of a ``RaggedDTensor`` is where no ragged view exists.
+
+Made by ``views``; from then on it owns its dispatch: what is written to it reaches the sharded tensor, or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..._torch import dtensor_spec, local_tensor, make_dtensor
+from ..edits import note_write_of_all_ranks
+from ..tensor import OWNER_ATTRIBUTE, RaggedDTensor, averaged, cut_whole, describe_owner, inference_mode_of
+from .schema import map_tensors, writes_through, written
+
+
+class GatheredView(DTensor):
+    """What a view operation on a ``RaggedDTensor`` gives where no ragged view exists: a view of its gathered copy.
+
+    What is written to it is written to the sharded tensor too, by the operations in ``writes_through``; others raise.
+    When the sharded tensor has been written to in the meantime, every use of the copy raises (on the ranks where it
+    was: a write by some ranks only, through ``to_local()``, is their own affair).
+
+    Ranks: all ranks of the mesh make it, and write to it, together, as with any replicated DTensor.
+    """
+
+    _source: RaggedDTensor
+    _whole: torch.Tensor  # the gathered copy, of which this is a view
+    _seen: list[Any]  # the memory of the sharded tensor, and its version, when it was gathered; shared by all views
+
+    @staticmethod
+    def __new__(
+        cls: type[GatheredView], view: DTensor, source: RaggedDTensor, whole: torch.Tensor, seen: list[Any]
+    ) -> GatheredView:
+        result: GatheredView = make_dtensor(cls, local_tensor(view), dtensor_spec(view))
+        result._source, result._whole, result._seen = source, whole, seen
+        return result
+
+    def __init__(self, *_: Any) -> None:
+        """Everything has been done by ``__new__``."""
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """A copy: writes to it do not reach the sharded tensor."""
+        self.check()
+        if grad_placements is None and self._is_recorded():
+            return self._averaging().full_tensor()
+        return super().full_tensor(grad_placements=grad_placements).clone()
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """A copy: writes to it do not reach the sharded tensor."""
+        self.check()
+        if grad_placements is None and self._is_recorded():
+            return self._averaging().to_local()
+        return super().to_local(grad_placements=grad_placements).clone()
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        self.check()
+        if self._is_recorded():
+            return self._averaging().redistribute(*args, **kwargs)
+        return super().redistribute(*args, **kwargs)
+
+    def _is_recorded(self) -> bool:
+        return self.requires_grad and torch.is_grad_enabled()
+
+    def _averaging(self) -> DTensor:
+        """A copy, a plain DTensor, for each rank to use by itself: see ``RaggedDTensor.full_tensor``."""
+        copy: DTensor = _AverageGradient.apply(self)
+        return copy
+
+    def check(self) -> None:
+        """Raise if the sharded tensor has been written to since the copy was gathered."""
+        local = self._source._local_tensor
+        if local is not self._seen[0] or _version_of(local) != self._seen[1]:
+            raise RuntimeError(
+                f"this view of a gathered sharded tensor of shape {tuple(self._source.shape)} is out of date: the "
+                "sharded tensor was written to since it was made. Make the view again"
+            )
+
+    def note_version(self) -> None:
+        """The copy is up to date."""
+        local = self._source._local_tensor
+        self._seen[:] = local, _version_of(local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> DTensor:
+        return self.plain().clone()  # type: ignore[return-value]
+
+    def plain(self) -> DTensor:
+        """The same view as a plain DTensor, outside autograd, sharing memory."""
+        self.check()
+        return make_dtensor(DTensor, local_tensor(self), dtensor_spec(self))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        targets = [item for item in written(func, args, kwargs) if isinstance(item, GatheredView)]
+        if targets and not writes_through(func):
+            raise RuntimeError(
+                f"{func} would write to a gathered copy of (a part of) a sharded tensor, and the write would be lost. "
+                "Write to the sharded tensor itself, to a slice of its dim 0, or to its to_local()"
+            )
+        if targets:
+            # Everybody has the whole copy, so that plain tensors among the arguments (indices) are in order.
+            func(*map_tensors(DTensor, _whole_of, args), **map_tensors(DTensor, _whole_of, kwargs))
+            for target in targets:
+                target._source._local_tensor.copy_(cut_whole(target._whole, target._source._spec))
+                note_write_of_all_ranks(target._source._local_tensor)
+                target.note_version()
+            return targets[0]
+        _refuse_plain_tensors(func, (*args, *kwargs.values()))
+        result = func(
+            *map_tensors(GatheredView, GatheredView.plain, args),
+            **map_tensors(GatheredView, GatheredView.plain, kwargs),
+        )
+        source = next((item for item in args if isinstance(item, GatheredView)), None)
+        return source.view_as_well(result) if func.is_view and source is not None else result
+
+    def view_as_well(self, views: Any) -> Any:
+        """Further views of the same copy."""
+        with inference_mode_of(self._source):
+            return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
+
+
+class _AverageGradient(torch.autograd.Function):
+    """A gathered tensor that each rank is about to use by itself: the gradient is the ranks' average."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: GatheredView) -> torch.Tensor:
+        return tensor.plain().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        return _AverageOnce.apply(grad)
+
+
+class _AverageOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: DTensor) -> DTensor:
+        return averaged(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        return grad
+
+
+def _refuse_plain_tensors(func: Any, values: Sequence[Any]) -> None:
+    """Raise what stock DTensor would raise, with the name of the parameter."""
+    source = next((item._source for item in values if isinstance(item, GatheredView)), None)
+    if hasattr(source, OWNER_ATTRIBUTE):
+        for item in values:
+            if isinstance(item, torch.Tensor) and not isinstance(item, DTensor) and item.dim():
+                raise RuntimeError(
+                    f"{func}: got mixed a torch.Tensor of shape {tuple(item.shape)} and {describe_owner(source)}"
+                )
+
+
+def _version_of(local: torch.Tensor) -> int:
+    return 0 if local.is_inference() else local._version  # tensors of inference mode have none
+
+
+def _whole_of(tensor: DTensor) -> torch.Tensor:
+    """All elements: of a gathered view its memory, of another DTensor a copy."""
+    if isinstance(tensor, GatheredView):
+        tensor.check()
+        return local_tensor(tensor)
+    return tensor.full_tensor()

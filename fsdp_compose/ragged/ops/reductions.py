@@ -1,0 +1,205 @@
+"""Reductions of whole tensors: of the local runs, then over ranks at once, so that results are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ..._torch import dtensor_spec, foreach_norm, make_dtensor
+from ..norms import accurate_dtype, combine_extremes, combine_norms, finish_norm, total_norm_of
+from ..spec import RaggedSpec
+from ..tensor import Handler, RaggedDTensor
+from .gathering import gather_all
+from .operands import operand, replicated, scalar_operand
+from .schema import Args, Kwargs
+
+
+def reduction(
+    local: Callable[..., torch.Tensor],
+    op: Any,
+    finish: Callable[[torch.Tensor, RaggedDTensor], torch.Tensor] | None = None,
+) -> Handler:
+    """A handler for a reduction of a whole tensor: ``local`` of the run, all-reduced with ``op``."""
+
+    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        tensor = args[0]
+        if not isinstance(tensor, RaggedDTensor) or _names_dims(func, args, kwargs):
+            return gather_all(func, args, kwargs)
+        result = local(tensor, *args[1:], **kwargs)
+        _all_reduce(result, op, tensor._spec)
+        return replicated(finish(result, tensor) if finish is not None else result, tensor._spec)
+
+    return handler
+
+
+def _names_dims(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a reduction is asked for some dims only, or to keep them."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dim", "keepdim"):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if value is not None and value is not False and value != []:
+                return True
+    return False
+
+
+def _all_reduce(tensor: torch.Tensor, op: Any, spec: RaggedSpec) -> None:
+    for dim in spec.reduce_dims:
+        dist.all_reduce(tensor, op, group=spec.mesh.get_group(dim))
+
+
+def _sum(tensor: RaggedDTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
+    local = tensor._local_tensor
+    if dtype is None and not local.dtype.is_floating_point:
+        return local.sum()
+    return local.sum(dtype=accurate_dtype(dtype or local.dtype))
+
+
+def sum_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    result = reduction(_sum, dist.ReduceOp.SUM)(func, args, kwargs)
+    source = args[0].dtype
+    return result.to(kwargs.get("dtype") or (source if source.is_floating_point else result.dtype))
+
+
+def mean_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    if isinstance(args[0], RaggedDTensor) and not _names_dims(func, args, kwargs):
+        if not args[0].dtype.is_floating_point and not args[0].dtype.is_complex and kwargs.get("dtype") is None:
+            return func(args[0]._local_tensor)  # raises, as for any integer tensor
+        accumulated = reduction(_sum, dist.ReduceOp.SUM)(func, args, kwargs)
+        return (accumulated / args[0].numel()).to(kwargs.get("dtype") or args[0].dtype)
+    return gather_all(func, args, kwargs)
+
+
+def norm_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``linalg_vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None)`` and ``norm(x, p=2)``."""
+    tensor = args[0]
+    if not isinstance(tensor, RaggedDTensor) or _names_dims(func, args, kwargs):
+        return gather_all(func, args, kwargs)
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    order = 2.0 if order is None else float(order)
+    if not tensor.numel():
+        return _of_nothing(func, tensor, args[1:], kwargs)
+    dtype = kwargs.get("dtype")
+    local = tensor._local_tensor.to(accurate_dtype(dtype or tensor.dtype))
+    result = total_norm_of(local, order)
+    for dim in tensor._spec.reduce_dims:
+        combine_norms(result, order, tensor._spec.mesh.get_group(dim))
+    return replicated(finish_norm(result, order).to(_norm_dtype(tensor.dtype, dtype)), tensor._spec)
+
+
+def _of_nothing(func: Any, tensor: RaggedDTensor, args: Args, kwargs: Kwargs) -> DTensor:
+    """Of a tensor without elements: what torch says, which may be an error."""
+    return replicated(func(tensor._local_tensor.new_empty(tensor.shape), *args, **kwargs), tensor._spec)
+
+
+def _norm_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    dtype = asked or dtype
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def foreach_norms(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Norms of all tensors, complete, with one collective for all ragged ones of a mesh."""
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    tensors = args[0]
+    results: list[Any] = [None] * len(tensors)
+    alike: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, RaggedDTensor) and not tensor.numel():
+            norms = func([tensor._local_tensor.new_empty(tensor.shape)], *args[1:], **kwargs)
+            results[i] = replicated(norms[0], tensor._spec)
+            continue
+        if isinstance(tensor, RaggedDTensor):
+            key: Any = (tensor._spec.mesh, tensor._spec.reduce_dims, tensor.dtype)
+        else:
+            key = type(tensor)  # stock DTensors and plain tensors do not mix
+        alike.setdefault(key, []).append(i)
+    for key, indices in alike.items():
+        if isinstance(key, type):
+            norms = func([tensors[i] for i in indices], *args[1:], **kwargs)
+        else:
+            norms = _norms([tensors[i] for i in indices], order, dtype)
+        for i, norm in zip(indices, norms, strict=True):
+            results[i] = norm
+    return results
+
+
+def _norms(tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[DTensor]:
+    """Of tensors of one dtype, that the same ranks hold."""
+    spec, accurate = tensors[0]._spec, accurate_dtype(dtype or tensors[0].dtype)
+    # An empty run has no largest element, nor a norm of negative order: put in an element that does not change it.
+    neutral = inf if order < 0 else 0.0
+    locals_ = [tensor._local_tensor for tensor in tensors]
+    locals_ = [local if local.numel() else local.new_full((1,), neutral) for local in locals_]
+    partial = torch.stack(foreach_norm(locals_, order, dtype=accurate))
+    partial = partial if order in (0, inf, -inf) else partial.pow(order)
+    for dim in spec.reduce_dims:
+        combine_norms(partial, order, spec.mesh.get_group(dim))
+    norms = finish_norm(partial, order).to(_norm_dtype(tensors[0].dtype, dtype)).unbind()
+    scalar = dtensor_spec(replicated(norms[0], spec))
+    return [make_dtensor(DTensor, norm, scalar) for norm in norms]
+
+
+def extreme_handler(is_max: bool) -> Handler:
+    def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
+        tensor = args[0]
+        if not isinstance(tensor, RaggedDTensor) or _names_dims(func, args, kwargs):
+            return gather_all(func, args, kwargs)
+        local = tensor._local_tensor
+        if tensor.numel() == 0:
+            return _of_nothing(func, tensor, args[1:], kwargs)
+        is_bool = local.dtype == torch.bool
+        local = local.to(torch.uint8) if is_bool else local
+        if local.numel():
+            result = local.amax() if is_max else local.amin()
+        else:
+            limits = torch.finfo(local.dtype) if local.dtype.is_floating_point else torch.iinfo(local.dtype)
+            lowest, highest = (-inf, inf) if local.dtype.is_floating_point else (limits.min, limits.max)
+            result = local.new_full((), lowest if is_max else highest)
+        for dim in tensor._spec.reduce_dims:
+            combine_extremes(result, is_max, tensor._spec.mesh.get_group(dim))
+        return replicated(result.bool() if is_bool else result, tensor._spec)
+
+    return handler
+
+
+def foreach_max(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return [item.max() for item in args[0]]
+
+
+def any_handler(is_any: bool) -> Handler:
+    def local(tensor: RaggedDTensor, *_: Any, **__: Any) -> torch.Tensor:
+        elements = tensor._local_tensor
+        return (elements.any() if is_any else elements.all()).to(torch.uint8)
+
+    op = dist.ReduceOp.MAX if is_any else dist.ReduceOp.MIN
+    # Of bytes, torch makes a byte.
+    return reduction(local, op, lambda result, tensor: result if tensor.dtype == torch.uint8 else result.bool())
+
+
+def count_nonzero(tensor: RaggedDTensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor._local_tensor.count_nonzero()
+
+
+def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    """``torch.equal``: one answer for all ranks."""
+    first, second = args
+    if not isinstance(first, RaggedDTensor):
+        first, second = second, first
+    if first.shape != second.shape:
+        return False
+    if first.dim() == 0:
+        return torch.equal(scalar_operand(first), scalar_operand(second))
+    same = torch.equal(first._local_tensor, operand(func, second, first._spec))
+    answer = torch.tensor(int(same), device=first._local_tensor.device)
+    _all_reduce(answer, dist.ReduceOp.MIN, first._spec)
+    return bool(answer.item())
+
+
+def allclose(func: Any, args: Args, kwargs: Kwargs) -> bool:
+    answer: DTensor = torch.isclose(*args, **kwargs).all()  # type: ignore[assignment]
+    return bool(answer.full_tensor().item())

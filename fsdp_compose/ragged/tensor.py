@@ -1,0 +1,586 @@
+"""``RaggedDTensor``: a ``DTensor`` cut by a ``RaggedShard``: movement between layouts, serialization, checkpoint hooks.
+
+Stock DTensor cannot carry a ``RaggedShard``: sharding propagation rebuilds even ``Shard`` placements, and gives wrong
+values silently. So no operation on a ``RaggedDTensor`` reaches it with one: the class owns its dispatch, and the table
+of handlers (filled by ``ops``) decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from .._torch import (
+    DTensorSpec,
+    TensorMeta,
+    all_gather_single,
+    allow_in_foreach,
+    is_swapping_tensors,
+    local_tensor,
+    make_dtensor,
+    set_local_tensor,
+)
+from ..comm import wire
+from .edits import note_write_of_all_ranks, toggles
+from .old_names import known_as
+from .placement import RaggedShard
+from .spec import RaggedSpec
+
+
+class RaggedDTensor(DTensor):
+    """A tensor of which every rank holds one contiguous run; see ``RaggedShard``.
+
+    Every operation either gives the value that it would give on the full tensor or raises. Element-wise operations,
+    ``foreach`` and fused optimizer kernels, copies and conversions run on the local runs; full reductions (norms, sums)
+    communicate once and are complete; slices of dim 0 and reshapes are views; everything else all-gathers, with one
+    warning per operation. What would change the shape or the memory of a ``RaggedDTensor`` raises.
+
+    Ranks: what communicates must be called by all ranks of the mesh, as with any DTensor.
+
+    Build one with ``RaggedDTensor.from_local`` or ``distribute_ragged``.
+    """
+
+    __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
+    # No __slots__: torch's checkpoint staging copies the attributes that type(tensor).__slots__ names.
+
+    _local_tensor: torch.Tensor
+    _spec: RaggedSpec
+    is_part = False  # a view of a part of another one
+
+    @staticmethod
+    def __new__(
+        cls: type[RaggedDTensor], local: torch.Tensor, spec: RaggedSpec, *, requires_grad: bool = False
+    ) -> RaggedDTensor:
+        return make_dtensor(cls, local, spec, requires_grad)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Everything has been done by ``__new__``."""
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
+    ) -> RaggedDTensor:
+        """A ``RaggedDTensor`` over this rank's run, whose memory it shares. No communication.
+
+        Args:
+            local: this rank's run: contiguous, of the shape that the ``RaggedShard`` gives it.
+            mesh: the ranks.
+            placements: one for each mesh dimension, exactly one of them a ``RaggedShard``.
+            shape: of the whole tensor.
+
+        Raises:
+            ValueError: the placements do not fit the mesh or the shape, or ``local`` does not fit them.
+        """
+        spec = RaggedSpec.make(mesh, placements, shape, local.dtype)
+        if tuple(local.shape) != spec.local_shape or not local.is_contiguous():
+            raise ValueError(
+                f"RaggedDTensor.from_local(): got a local tensor of shape {tuple(local.shape)}"
+                f"{'' if local.is_contiguous() else ' that is not contiguous'}; a tensor of shape {tuple(shape)} "
+                f"placed {list(placements)} has a contiguous local tensor of shape {spec.local_shape} on rank "
+                f"{spec.rank}"
+            )
+        return RaggedDTensor(local, spec)
+
+    # ---- movement
+
+    def all_gather(self) -> DTensor:
+        """All-gather the runs: a plain DTensor, replicated over the ragged mesh dimension. Differentiable: see
+        ``full_tensor``.
+
+        Ranks: all ranks of the ragged mesh dimension.
+        """
+        whole = self._gather_as_parameter()
+        if whole is not None:
+            placements = self._spec.gathered_placements
+            return DTensor.from_local(whole, self.device_mesh, placements, run_check=False)
+        result: DTensor = _Gather.apply(self, True)
+        return result
+
+    def _gather_as_parameter(self) -> torch.Tensor | None:
+        """The whole tensor, if this is a parameter of a group and autograd records."""
+        if not (gather_parameter and self.requires_grad and self.is_leaf and torch.is_grad_enabled()):
+            return None
+        return gather_parameter[0](self)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, on every rank. Ranks: all ranks of the mesh.
+
+        Differentiable: each rank computes with the whole tensor on its own data, and the gradient of the sharded one is
+        the average over the ranks, as everywhere in data-parallel training (that of a term which is the same on every
+        rank is its own average). Of a parameter of a ``fully_shard`` group it is reduced together with the group's
+        other gradients. ``grad_placements`` says otherwise, as for any DTensor: ``[Replicate()]`` takes the gradient to
+        be the same on every rank, ``[Partial()]`` adds the ranks' gradients up.
+        """
+        if grad_placements is not None:
+            explicit: DTensor = _Gather.apply(self, False)
+            return explicit.full_tensor(grad_placements=grad_placements)
+        whole = self._gather_as_parameter()
+        return self.all_gather().full_tensor() if whole is None else whole
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
+    ) -> DTensor:
+        """The same tensor in another layout: ``Replicate``, ``Shard``, or another ``RaggedShard``.
+
+        The way back, from a plain DTensor, is ``distribute_ragged``. Ranks: all ranks of the mesh.
+        """
+        if placements is None:
+            raise ValueError("RaggedDTensor.redistribute(): expected placements")
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise NotImplementedError("RaggedDTensor.redistribute(): moving to another mesh is not supported")
+        if tuple(placements) == self._spec.placements:
+            return self
+        if any(isinstance(item, RaggedShard) for item in placements):
+            return distribute_ragged(self, placements=placements)
+        return self.all_gather().redistribute(placements=placements, **kwargs)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's run, sharing memory. Differentiable: its gradient arrives as a ``RaggedDTensor``."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            result: torch.Tensor = _ToLocal.apply(self)
+            return result
+        return self._local_tensor
+
+    # ---- views with gradients
+
+    # Autograd fills the gradients of parts that got none with plain zeros, and keeps indices as they are: stock DTensor
+    # mixes with neither. So each part is a view by itself, and indices are made DTensors.
+
+    def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return super().unbind(dim)
+        return tuple(self.select(dim, i) for i in range(self.shape[dim]))
+
+    def split(self, split_size: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        parts = super().split(split_size, dim)
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return parts
+        stops = [*accumulate(part.shape[dim] for part in parts)]
+        return tuple(self.narrow(dim, a, b - a) for a, b in zip([0, *stops], stops, strict=False))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        if chunks < 1 or not (torch.is_grad_enabled() and self.requires_grad and self.shape[dim]):
+            return super().chunk(chunks, dim)
+        return self.split(-(-self.shape[dim] // chunks), dim)
+
+    def __getitem__(self, indices: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.requires_grad:
+            parts = indices if isinstance(indices, tuple) else (indices,)
+            indices = tuple(self._replicate(item) if type(item) is torch.Tensor else item for item in parts)
+        return super().__getitem__(indices)
+
+    def _replicate(self, same: torch.Tensor) -> DTensor:
+        placements = [Replicate()] * self.device_mesh.ndim
+        return DTensor.from_local(same, self.device_mesh, placements, run_check=False)
+
+    # ---- attributes
+
+    def _set_requires_grad(self, value: bool) -> None:
+        toggles.count += 1
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    # Reading calls nothing of Python.
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
+
+    def requires_grad_(self, requires_grad: bool = True) -> RaggedDTensor:
+        """Set ``requires_grad``, in place."""
+        self.requires_grad = requires_grad
+        return self
+
+    def detach_(self) -> RaggedDTensor:
+        """Take it out of its graph; a leaf does not require grad any more."""
+        toggles.count += 1
+        return super().detach_()  # type: ignore[return-value]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor outside autograd, sharing memory. An equally cut ``RaggedDTensor`` can be assigned, or the whole
+        values, the same on every rank, as a plain tensor, of which this rank's run is copied. Inside a forward of the
+        model what is assigned is copied into the parameter's own memory, so that the forward goes on with it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if type(value) is torch.Tensor and value.shape == self.shape and value.layout == torch.strided:
+            value = RaggedDTensor(cut_whole(value, self._spec), self._spec.with_dtype(value.dtype))
+        if not isinstance(value, RaggedDTensor) or not self._spec.cuts_like(value._spec):
+            layout = value.placements if isinstance(value, DTensor) else type(value).__name__
+            raise TypeError(
+                f".data of a sharded parameter of shape {tuple(self.shape)}, placed {list(self.placements)}, cannot "
+                f"be set to a {tuple(value.shape)} tensor ({layout}): copy_() into the parameter under "
+                "torch.no_grad(), or assign a tensor made by distribute_ragged()"
+            )
+        if value.dtype != self.dtype or value.device != self.device:
+            raise TypeError(
+                f".data of a sharded parameter ({self.dtype}, {self.device}) cannot be set to {value.dtype} on "
+                f"{value.device}: convert the module with module.to()"
+            )
+        owner = hook_owners.get(id(self))
+        if owner is not None and owner.is_forward_running():
+            with torch.no_grad():
+                self.copy_(value)
+        else:
+            set_local_tensor(self, value._local_tensor)
+
+    def detach(self) -> RaggedDTensor:
+        """The tensor outside autograd, sharing memory. Errors about that of a parameter name the parameter."""
+        result: RaggedDTensor = super().detach()  # type: ignore[assignment]
+        owner = self.__dict__.get(OWNER_ATTRIBUTE)
+        if owner is not None:
+            result.__dict__[OWNER_ATTRIBUTE] = owner
+        return result
+
+    def data_ptr(self) -> int:
+        """0, which torch's own code understands. Of a sharded parameter, or what is detached from it, it raises for all
+        others: what they read, compare or save there would be nothing."""
+        self._refuse_address("data_ptr()")
+        return super().data_ptr()
+
+    def storage(self) -> Any:
+        """As ``data_ptr``."""
+        self._refuse_address("storage()")
+        return super().storage()
+
+    def _refuse_address(self, what: str) -> None:
+        owner = self.__dict__.get(OWNER_ATTRIBUTE)
+        if owner is None or sys._getframe(2).f_globals.get("__name__", "").startswith("torch."):
+            return
+        group, fqn = owner
+        raise RuntimeError(
+            f"{what} of the parameter {fqn} of the fully_shard group {group}: each rank holds a part of it, "
+            ".to_local(), and none the whole. To save a model as whole tensors (save_pretrained(), safetensors) gather "
+            "them on all ranks, inside summon_full_params(model, writeback=False), or by "
+            "fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
+            "which is then given to the saving function as its state_dict"
+        )
+
+    def share_memory_(self) -> RaggedDTensor:
+        """Raises: torch would crash, looking for memory behind the wrapper."""
+        raise NotImplementedError(
+            f"share_memory_() of a sharded tensor of shape {tuple(self.shape)}: give other processes .full_tensor() of "
+            "it, or what this rank holds, .to_local()"
+        )
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        owner = hook_owners.get(id(self))
+        return super().register_hook(hook) if owner is None else owner.register(self, hook, after_accumulation=False)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        owner = hook_owners.get(id(self))
+        if owner is None:
+            return super().register_post_accumulate_grad_hook(hook)
+        return owner.register(self, hook, after_accumulation=True)
+
+    # What finds the node that accumulates the gradient of a leaf: p.view_as(p).grad_fn.next_functions[0][0].
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        self._refuse_accumulator(other)
+        return super().view_as(other)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        self._refuse_accumulator(other)
+        return super().expand_as(other)
+
+    def _refuse_accumulator(self, other: torch.Tensor) -> None:
+        owner = hook_owners.get(id(self)) if other is self and torch.is_grad_enabled() else None
+        if owner is not None and not is_swapping_tensors():
+            owner.refuse_accumulator(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"RaggedDTensor(shape={tuple(self.shape)}, placements={list(self.placements)}, rank {self._spec.rank} "
+            f"holds {self._local_tensor})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        """As of any tensor; of a parameter, like ``nn.Parameter``'s, without its gradient."""
+        if not isinstance(self, torch.nn.Parameter):
+            return super().__deepcopy__(memo)
+        twin: Any = memo.get(id(self))
+        if twin is None:
+            local = self._local_tensor.detach().clone()
+            twin = torch.nn.Parameter(RaggedDTensor(local, self._spec), requires_grad=self.requires_grad)
+            set_local_tensor(twin, local)
+            memo[id(self)] = twin
+            for key, value in self.__dict__.items():
+                twin.__dict__.setdefault(key, copy.deepcopy(value, memo))
+        return twin
+
+    # ---- torch.compile
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, outer_size: Any, outer_stride: Any) -> RaggedDTensor:
+        placements, meta, _, requires_grad = context
+        spec = RaggedSpec(inner["device_mesh"], placements, TensorMeta(outer_size, outer_stride, meta.dtype))
+        return RaggedDTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    # ---- torch.distributed.checkpoint
+
+    def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
+        base, (start, _) = self._spec.inner_offsets, self._spec.element_run
+        local = self._local_tensor.detach().view(-1)
+        return [
+            (
+                ChunkStorageMetadata(
+                    offsets=torch.Size([a + b for a, b in zip(base, box.offsets, strict=True)]),
+                    sizes=torch.Size(box.sizes),
+                ),
+                local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes),
+            )
+            for box in self._spec.boxes()
+        ]
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk, _ in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Asked for on every rank, also where there is nothing to load, when torch.distributed.checkpoint is about to
+        # write to the local memory.
+        note_write_of_all_ranks(self._local_tensor)
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for chunk, view in self._chunks():
+            if chunk.offsets == index.offset:
+                return view
+        raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
+
+    # ---- dispatch
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = handlers.get(func)
+        if handler is None:
+            handler = handlers[func] = choose_handler[0](func)
+        return handler(func, args, kwargs or {})
+
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# Filled by ``ops``: the handler of each operator met so far, and what chooses one for another.
+handlers: dict[Any, Handler] = {}
+choose_handler: list[Callable[[Any], Handler]] = []
+
+# Where a sharded parameter, or one that was replaced by one, remembers who owns it: (name of the group, FQN).
+OWNER_ATTRIBUTE = "_fsdp_compose_owner"
+
+
+def describe_owner(tensor: Any) -> str:
+    """Which sharded tensor was mixed with a plain one, and what to do instead: the end of an error."""
+    owner = getattr(tensor, OWNER_ATTRIBUTE, None)
+    if owner is None:
+        return (
+            "a sharded one: make both DTensors (fsdp_compose.distribute_ragged()), or use .to_local() or "
+            ".full_tensor() of the sharded one"
+        )
+    group, fqn = owner
+    return (
+        f"the sharded parameter {fqn} of the fully_shard group {group}, which is whole only while that group's own "
+        "forward runs. Call that forward (or another method, registered with register_forward_method()); do not shard "
+        "by itself a module whose parameters another module computes with; or use .full_tensor(). Outside forward "
+        "(.grad, optimizer state) make the other one sharded too: fsdp_compose.distribute_ragged(tensor, "
+        "p.device_mesh, p.placements). In functional mode activation checkpointing must recompute whole groups"
+    )
+
+
+# How parameters of groups are gathered where autograd records, or ``None`` for a tensor that is none; set by
+# ``outside_use``.
+gather_parameter: list[Callable[[Any], torch.Tensor | None]] = []
+
+# Who keeps the gradient hooks of parameters whose gradients arrive without autograd (``GradientHooks``), by the id of
+# the parameter, which outlives everything else in it when ``module.to()`` exchanges its content.
+hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+# ---- movement between layouts
+
+
+def distribute_ragged(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> RaggedDTensor:
+    """Cut a tensor by a ``RaggedShard``: ``distribute_tensor`` and ``redistribute`` to a ragged layout.
+
+    Ranks: all ranks of the mesh.
+
+    Args:
+        tensor: a plain tensor (the whole one, of which ``src_data_rank``'s values count), or a DTensor in any layout.
+        mesh: the ranks; that of ``tensor`` if it is a DTensor.
+        placements: one for each mesh dimension, exactly one of them a ``RaggedShard``.
+        src_data_rank: as in ``torch.distributed.tensor.distribute_tensor``: ``None`` means that every rank has the same
+            values, and nothing is communicated.
+
+    Returns:
+        A detached ``RaggedDTensor`` with memory of its own.
+
+    Raises:
+        ValueError: the placements do not fit the mesh or the shape.
+    """
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh if mesh is None else mesh
+            if mesh != tensor.device_mesh:
+                raise NotImplementedError("distribute_ragged(): moving to another mesh is not supported")
+        if mesh is None or placements is None:
+            raise ValueError("distribute_ragged(): expected a mesh and placements")
+        spec = RaggedSpec.make(mesh, placements, tensor.shape, tensor.dtype)
+        if isinstance(tensor, RaggedDTensor):
+            if tensor._spec.cuts_like(spec):
+                return RaggedDTensor(tensor._local_tensor.clone(), spec)
+            tensor = tensor.all_gather()
+        if not isinstance(tensor, DTensor):
+            # A copy: distribute_tensor broadcasts into the memory it is given.
+            whole = tensor.detach() if src_data_rank is None else tensor.detach().clone()
+            tensor = distribute_tensor(whole, mesh, spec.gathered_placements, src_data_rank=src_data_rank)
+        else:
+            tensor = tensor.redistribute(placements=spec.gathered_placements)
+        return RaggedDTensor(cut(local_tensor(tensor), spec), spec)
+
+
+def cut(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's run of the inner tensor, with memory of its own."""
+    start, stop = spec.element_run
+    return inner.detach().reshape(-1)[start:stop].clone().view(spec.local_shape)
+
+
+def cut_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's run of the whole tensor, with memory of its own."""
+    places = zip(spec.inner_offsets, spec.inner_shape, strict=True)
+    return cut(whole[tuple([slice(offset, offset + size) for offset, size in places])], spec)
+
+
+def gather_runs(tensor: RaggedDTensor) -> torch.Tensor:
+    """The inner tensor, from the runs of all ranks of the ragged mesh dimension."""
+    spec, local = tensor._spec, tensor._local_tensor
+    group, shape = spec.group, spec.inner_shape
+    runs = [spec.ragged.element_run(shape, rank) for rank in range(len(spec.ragged.counts))]
+    owners = [rank for rank, (start, stop) in enumerate(runs) if stop > start]
+    flat = local.new_empty(prod(shape))
+    if len(runs) == 1 or local.device.type == "meta":
+        flat[slice(*runs[spec.rank])] = local.reshape(-1)
+    elif 2 * len(owners) <= len(runs):
+        # Few ranks hold anything: their runs go straight to where they belong.
+        flat[slice(*runs[spec.rank])] = local.reshape(-1)
+        works = [
+            dist.broadcast(wire(flat[slice(*runs[rank])]), group=group, group_src=rank, async_op=True)
+            for rank in owners
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+    else:
+        longest = max(stop - start for start, stop in runs)
+        padded = local.new_zeros(longest)
+        padded[: local.numel()] = local.reshape(-1)
+        everything = local.new_empty(longest * len(runs))
+        all_gather_single(wire(everything), wire(padded), group=group)
+        for rank, (start, stop) in enumerate(runs):
+            flat[start:stop] = everything[rank * longest : rank * longest + stop - start]
+    return flat.view(shape)
+
+
+def gathered(tensor: RaggedDTensor) -> DTensor:
+    """As ``all_gather``, below autograd."""
+    spec = tensor._spec
+    plain = DTensorSpec(spec.mesh, spec.gathered_placements, spec.tensor_meta)
+    result: DTensor = make_dtensor(DTensor, gather_runs(tensor), plain)
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    """A ragged tensor -> the whole one. ``averages``: each rank's gradient is its own, else the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor, averages: bool) -> DTensor:
+        ctx.placements, ctx.averages = tensor._spec.placements, averages
+        return gathered(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, None]:
+        return _Scatter.apply(grad, ctx.placements, ctx.averages), None
+
+
+class _Scatter(torch.autograd.Function):
+    """The gradient of a gathered tensor -> that of the ragged one. Its own derivative is the gathering without another
+    division: terms computed from an average are the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: DTensor, placements: Sequence[Placement], averages: bool) -> RaggedDTensor:
+        return distribute_ragged(averaged(grad) if averages else grad, placements=placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: RaggedDTensor) -> tuple[Any, None, None]:
+        return _Gather.apply(grad, True), None, None
+
+
+def averaged(grad: DTensor) -> Any:
+    """The average over the ranks of a gradient that each of them has computed by itself; in fp32 where it has less."""
+    placements = [Partial("avg") if item.is_replicate() else item for item in grad.placements]
+    local = local_tensor(grad)
+    if local.dtype.itemsize == 2:
+        local = local.float()
+    each = DTensor.from_local(
+        local, grad.device_mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride()
+    )
+    return each.redistribute(placements=grad.placements).to(grad.dtype)
+
+
+def scatter_average(grad: torch.Tensor, like: RaggedDTensor) -> RaggedDTensor:
+    """The average over the ranks of whole gradients, cut like a ragged tensor. Ranks: all ranks of the mesh."""
+    spec = like._spec
+    whole = DTensor.from_local(grad, spec.mesh, spec.gathered_placements, run_check=False)
+    result: RaggedDTensor = _Scatter.apply(whole, spec.placements, True)
+    return result
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
+        return RaggedDTensor(grad.contiguous(), ctx.spec.with_dtype(grad.dtype))
+
+
+def inference_mode_of(tensor: torch.Tensor) -> Any:
+    """A context in which a view of ``tensor`` can be made: views of ordinary tensors are none of inference mode."""
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    return torch.inference_mode(tensor.is_inference())
+
+
+allow_in_foreach(RaggedDTensor)
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedSpec])
+known_as(RaggedDTensor, "fsdp_compose.ragged")
+known_as(RaggedSpec, "fsdp_compose.ragged_spec")
+known_as(RaggedShard, "fsdp_compose.placement")

@@ -1,0 +1,213 @@
+"""The first forward of a root: it is set up, and the ranks compare what they have."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from types import FrameType
+
+import torch.nn as nn
+
+from .._torch import current_graph_task_id
+from ..comm import Carrier, ControlExchange, first_difference, is_on, meet
+from ..flat import Communicator, FlatParamHandle, handle_of, refuse_shared_memory, regions_of
+from ..group import (
+    CollectiveOrder,
+    LockstepCommunicator,
+    Move,
+    RootContext,
+    _FSDPState,
+    announce_first_forward,
+    carry_out,
+    contexts_of,
+    find_moves,
+    judge_places,
+    modules_to_run,
+    prepare_swap,
+    rebind_live_optimizers,
+    refuse_unwritten_buffers,
+    roots_together,
+    unsharded_tensors,
+)
+from .recovery import heal
+from .user_changes import take_over
+
+
+class _Tree:
+    """Counts the ``fully_shard`` calls: after each, roots look at their module tree again."""
+
+    generation = 0
+
+
+tree = _Tree()
+
+
+def tree_has_changed() -> None:
+    """Called when a group was added somewhere."""
+    tree.generation += 1
+
+
+def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
+    """Make ``state``, whose module begins a forward outside every other, the root of the groups below it; together with
+    the roots that share groups with it, if there are some.
+
+    All ranks of the mesh call this together; they compare what they have.
+
+    Raises:
+        ValueError: a trainable parameter below the root belongs to nobody, or parameters are on the meta device.
+        RuntimeError: on every rank, the ranks have different models; or a rank did not come.
+    """
+    roots = roots_together(module)
+    names: dict[_FSDPState, str] = {}
+    for part in roots:
+        for item, name in part.groups:
+            names.setdefault(item, name)
+    found, states, owners = list(names.items()), list(names), [part.state for part in roots]
+    earlier = contexts_of(states)
+    for context in earlier:
+        _make_joinable(context, module)
+    for item in states:
+        if not item.is_complete:
+            prepare_swap(item)
+    moves: list[Move] = []
+    for part in roots:
+        known = {face for move in moves for face in move.faces}
+        moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.faces)]
+    rebind_live_optimizers()
+    for part in roots:
+        _check_everything_is_managed(part.module, part.states)
+        refuse_unwritten_buffers(modules_to_run(part.module))
+        _refuse_shared_memory(part.module, part.groups)
+    mesh = state.mesh
+    for item, name in found:
+        if item.mesh.shard_group is not mesh.shard_group:
+            raise ValueError(
+                f"the fully_shard groups {name or '(root)'} and {state.name} below one root have different meshes "
+                f"({item.mesh.mesh} and {mesh.mesh}): use one mesh for all groups of a model"
+            )
+    for index, (item, name) in enumerate(found):
+        item.fqn, item.index = name, index
+        item.set_prefix(f"{name}." if name else "")
+        item.is_outermost = item in owners
+        item.reshard_after_forward = not item.is_outermost if item.reshard_option is None else item.reshard_option
+    order = CollectiveOrder.of(mesh.shard_group)
+    model = _meet_first_forward(order, state, states, moves) if mesh.has_peers else ""
+    carry_out(moves)
+    for item, name in found:
+        item.set_prefix(f"{name}." if name else "")
+    handles = [handle for item in states for handle in item._handles]
+    num_params = sum(len(item.fqns) for item in handles)
+    carrier = Carrier.of(mesh.shard_group) if mesh.has_peers else None
+    exchange = ControlExchange(num_params, len(states), carrier)
+    forward_exchange = ControlExchange(num_params, len(states), carrier, may_stop=False, end_of="forward")
+    starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
+    for handle, start in starts.items():
+        handle.write_used_to(exchange.used[start : start + len(handle.fqns)])
+    communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
+    number = order.admit(state, states, model)
+    parts = [part.states for part in roots]
+    root = RootContext(states, communicator, exchange, forward_exchange, tree.generation, parts, order, number)
+    root.used_starts.update(starts)
+    root.num_forwards = max((context.num_forwards for context in earlier), default=0)
+    take_over(root, states)  # what was changed since fully_shard()
+    for item in states:
+        item.root = root
+        item.swap.note_children()
+        outstanding = item.outstanding
+        item.reset()
+        if len(roots) > 1:
+            item.outstanding = outstanding  # of another root's forward, whose backward is to come
+    return root
+
+
+def _make_joinable(context: RootContext, module: nn.Module) -> None:
+    """The groups of a root are about to be those of another one, or of several together: between iterations only."""
+    is_in_backward = context.is_in_backward and current_graph_task_id() != -1
+    if is_in_backward or (context.depth and is_running(context.caller)):
+        where = "backward" if is_in_backward else "forward"
+        raise RuntimeError(
+            f"the first forward of the fully_shard'ed {type(module).__name__} runs inside the {where} of another "
+            "fully_shard'ed module, which is not around it and shares groups with it: run one forward of it before, "
+            "outside"
+        )
+    if context.is_dead:
+        heal(context)
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is on the stack: tells a root that calls itself from a forward that was interrupted."""
+    current: FrameType | None = sys._getframe() if frame is not None else None
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
+
+
+def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) -> None:
+    handles = {handle for item in states for handle in item._handles}
+    ignored = {param for item in states for param in item.ignored}
+    stray = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, submodule in modules_to_run(module)
+        for name, param in submodule._parameters.items()
+        if param is not None and param.requires_grad and not _is_held(param, handles) and param not in ignored
+    ]
+    if stray:
+        raise ValueError(
+            f"{len(stray)} trainable parameter(s) below a fully_shard'ed module belong to no group, so nobody would "
+            f"reduce their gradients: {', '.join(stray[:5])}{' ...' if len(stray) > 5 else ''}. They were added or "
+            "replaced after fully_shard(): build the module first, or pass them as ignored_params"
+        )
+
+
+def _refuse_shared_memory(module: nn.Module, found: Sequence[tuple[_FSDPState, str]]) -> None:
+    """Compare where the parameters of all groups were, and where all other tensors are."""
+    regions = [
+        replace(region, name=f"{name}.{region.name}" if name else region.name)
+        for state, name in found
+        for region in state.regions
+    ]
+    if regions:
+        fqns = {submodule: name for name, submodule in modules_to_run(module)}
+        refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, ()), are_sharded=False)])
+    for state, _ in found:
+        state.regions = []
+
+
+def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
+    """Whether ``param`` is one of the sharded parameters, or stands in the place of one."""
+    place = handle_of(param)
+    return place is not None and place[0] in handles
+
+
+def _meet_first_forward(order: CollectiveOrder, state: _FSDPState, states: list[_FSDPState], moves: list[Move]) -> str:
+    """Compare the models of all ranks; a digest of it."""
+    lines = [
+        json.dumps({"group": item.name, "reshard_after_forward": item.reshard_after_forward, **fact})
+        for item in states
+        for handle in item._handles
+        for fact in handle.describe()
+    ]
+    lines += [json.dumps({"group": move.target.name, "tied parameters": [*move.faces.values()]}) for move in moves]
+    details = "\n".join(lines)
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        difference = first_difference(ours.split("\n"), theirs.split("\n"))
+        assert difference is not None, "digests differ"
+        _, a, b = difference
+        return (
+            f"first forward: the ranks have different models. The first difference is between rank 0, which has {a}, "
+            f"and rank {rank}, which has {b}. Build the same model and call fully_shard() the same way on every rank"
+        )
+
+    digest = hashlib.sha256(details.encode()).hexdigest()
+
+    announce_first_forward(state.mesh)
+    place = order.place_of(state, states, digest)
+    verdict = meet(state.mesh.shard_group, "first forward", digest, judge_places, details, explain, aside=place)
+    if verdict:
+        raise RuntimeError(verdict)
+    return digest

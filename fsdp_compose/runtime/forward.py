@@ -1,0 +1,133 @@
+"""A top-level forward of a root: its begin, by a module or by the user's own ``unshard()``, and its end."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+import torch.nn as nn
+
+from .._torch import backwards, current_graph_task_id, is_in_functional_call
+from ..flat import follow_profiler
+from ..group import ALL_GATHER, ForwardRecord, RootContext, _FSDPState, states_to_run
+from .backward import publish_from_inside
+from .first_forward import initialise, is_running, tree
+from .given import own_values
+from .recovery import heal, recover_backward
+from .steps import follow_toggles_of_forward
+from .user_changes import take_over, watch_again
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def enter(state: _FSDPState, module: nn.Module) -> RootContext:
+    """Find the root of a forward that is being entered outside backward; begin an iteration when it is the first."""
+    follow_profiler()
+    root = state.root
+    if root is None:
+        with own_values([item for item, _ in states_to_run(module)]):
+            root = initialise(state, module)
+        root.is_given = is_in_functional_call()
+        _begin_forward(root, state)
+    elif root.depth == 0 or (state.is_outermost and not is_running(root.caller)):
+        if root.is_dead:
+            heal(root)
+        if root.watch is None or root.generation != tree.generation:
+            root = initialise(state, module)  # the module that was the root is gone, or a group was added somewhere
+            root.is_given = is_in_functional_call()
+        elif root.watch.is_quiet():
+            root.is_given = False
+        else:
+            with own_values(root.live_states()):
+                if not root.watch.is_quiet():
+                    root = _follow_user(root, state, module)
+            root.is_given = is_in_functional_call()
+        _begin_forward(root, state)
+    return root
+
+
+def _caller() -> FrameType | None:
+    """The frame outside this package that has called a hook."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and str(frame.f_globals.get("__package__")).partition(".")[0] == _PACKAGE:
+        frame = frame.f_back
+    return frame
+
+
+def enter_alone(state: _FSDPState, module: nn.Module) -> RootContext:
+    """The root of a group that the user drives by hand, outside forward and backward; ready to be unsharded."""
+    follow_profiler()
+    root = state.root
+    if root is None or root.watch is None:
+        return initialise(state, module)
+    if root.depth == 0 and not root.watch.is_quiet():
+        return _follow_user(root, state, module)
+    return root
+
+
+def _follow_user(root: RootContext, state: _FSDPState, module: nn.Module) -> RootContext:
+    """The user has changed something since the last iteration: take it over, or refuse it."""
+    states = root.live_states()
+    if any(item.swap.children_changed() for item in states):
+        return initialise(state, module)
+    take_over(root, states)
+    return root
+
+
+def _begin_forward(root: RootContext, outermost: _FSDPState) -> None:
+    """Free gradients that were dropped, gather again what stayed unsharded, and start a new record."""
+    may_release = not root.watch.has_grads()  # one look for all
+    for state in root.live_states():
+        for handle in state._handles:
+            if handle.summoned is not None:
+                raise RuntimeError(
+                    f"a forward of the fully_shard group {state.name} begins inside summon_full_params(), where its "
+                    "parameters are full ones that may have been edited: leave the context first"
+                )
+            if handle.accumulation is not None:
+                handle.settle_accumulation()
+            handle.gradient.release_if_dropped(may_release)
+            if handle.accumulation is not None:
+                handle.accumulation.show()
+            if handle.is_unsharded and not handle.is_resident:
+                if state.keeps_unsharded and handle.is_kept and not handle.is_stale():
+                    continue
+                # Its shard may have been edited, in ways that leave no trace or on some ranks only.
+                root.trace.append(state.code | ALL_GATHER)
+                root.communicator.refresh(handle)
+                handle.is_kept = False
+    root.caller, root.num_backwards = _caller(), backwards.count
+    root.forward_task = current_graph_task_id()
+    root.num_forwards += 1
+    if root.record.begun:
+        root.previous = root.records[root.record.outermost] = root.record
+    if root.previous.outermost != outermost.index:
+        root.previous = root.records.get(outermost.index, root.previous)
+    root.record = ForwardRecord(root.num_forwards, root.states, outermost.index)
+    root.order.fold_if_long()
+
+
+def check_after_forward(root: RootContext) -> None:
+    """Called at the end of an outermost forward: raise if it has changed an unsharded parameter, hook what it has kept
+    unexpectedly, and publish what backwards inside it have left."""
+    if root.has_failed_backward:
+        recover_backward(root)
+    watch = root.watch
+    if watch is None or not watch.was_forward_quiet():
+        states = root.live_states()
+        follow_toggles_of_forward(root, states)
+        try:
+            for state in states:
+                state.check_after_forward()
+        finally:
+            if watch is not None:
+                watch_again(root)
+                watch = root.watch
+    if watch is not None and torch.is_grad_enabled():
+        for state, tensors in watch.newly_kept():
+            if state.latest_use is not None:
+                for tensor in tensors:
+                    state.latest_use.hook_output(tensor)
+    if backwards.count != root.num_backwards and watch is not None and watch.has_unsharded_grads():
+        publish_from_inside(root)

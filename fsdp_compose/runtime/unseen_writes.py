@@ -1,0 +1,135 @@
+"""Writes to unsharded parameters inside forward that raise no version: through ``.data``, NumPy or an address.
+
+An unsharded parameter is a copy, so what forward writes to it is lost when the group is resharded. Where torch counts
+the write, ``watch`` sees it. A write through ``.data`` (initialisation from the first batch, clipping of a critic's
+weights, codebooks by moving averages) changes memory and nothing else, and an assignment to ``.data`` gives the
+parameter other memory without a word. Both are found by looking: at where the parameters are, and at whether this
+rank's slice of the gathered memory still is, bit for bit, what its shard says. The slices of all ranks together are the
+whole: what is missed is an edit that one rank makes, alone, of elements that others hold.
+
+That reads a shard, so it is not done at every use of a group but at the 1st, 2nd, 4th, 8th, ... under grad mode, and
+likewise without it; later at every ``_MAX_GAP``-th; and at all of them if ``FSDP_COMPOSE_DEBUG=1``. A forward that has
+looked at some group ends with an exchange, so that every rank raises what one rank has seen. Uses are counted alike on
+all ranks, from the first forward and again from an interruption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .._torch import same_storage, without_modes
+from ..comm import is_on
+from ..flat import FlatParamHandle
+from ..group import END_OF_FORWARD, RootContext, _FSDPState
+from .backward import raise_different_order
+from .functional import FunctionalUse
+
+_MAX_GAP = 97  # uses between two looks; a prime, for programs that edit every so many steps
+_CHUNK = 1 << 20  # elements that are compared at a time: what is made for it stays small
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def look_for_writes(root: RootContext, state: _FSDPState, has_grad_mode: bool, use: FunctionalUse | None) -> None:
+    """At the end of a use of a group, whose turn it is, find the parameters that forward has written to.
+
+    Args:
+        use: in functional mode, which gathers into memory of its own.
+    """
+    mode = not has_grad_mode
+    gap = state.look_gaps[mode]
+    state.uses_left[mode], state.look_gaps[mode] = gap, 1 if is_on() else min(2 * gap, _MAX_GAP)
+    if state.mesh.is_simulated or not root.exchange.is_on:
+        return  # nothing is gathered; or the ranks do not exchange any more
+    root.has_looked = True
+    with torch.no_grad(), without_modes():
+        if use is not None:
+            found = {handle: _written(handle, flat) for handle, flat in use.gathered(state).items()}
+        else:
+            present = [item for item in state._handles if item.is_unsharded and item.all_gather_work is None]
+            found = {handle: [*_put_back(handle), *_written_to_memory(handle)] for handle in present}
+    for handle, indexes in found.items():
+        if indexes:
+            root.written.setdefault(handle, set()).update(indexes)
+
+
+def refuse_unseen_writes(root: RootContext) -> None:
+    """At the end of a top-level forward that has looked: raise, on every rank, if one rank has found something."""
+    states, exchange = root.live_states(), root.forward_exchange
+    written, root.written, root.has_looked = root.written, {}, False
+    used, starts = exchange.used, root.used_starts
+    used[:] = bytes(len(used))
+    for handle, indexes in written.items():
+        for i in indexes:
+            used[starts[handle] + i] = 1
+    root.communicator.announce_exchange(root, END_OF_FORWARD)
+    exchange.start(root.order.hash(root, END_OF_FORWARD))
+    if not exchange.wait():
+        raise_different_order(root, END_OF_FORWARD)
+    if not any(used):
+        return
+    names = [
+        f"{handle.prefix}{fqn}"
+        for handle, start in starts.items()
+        for fqn, is_written in zip(handle.fqns, used[start:], strict=False)
+        if is_written
+    ]
+    groups = [state.name for state in states if not written.keys().isdisjoint(state._handles)]
+    where = f"on this rank in group {', '.join(groups)}" if groups else "seen on another rank"
+    raise RuntimeError(
+        f"rank {states[0].mesh.shard_rank}: unsharded parameters were modified in place inside forward, through .data "
+        f"or an address, or .data was assigned to: {', '.join(names)} ({where}). What was written would be lost when "
+        "their groups are resharded: the sharded parameters are authoritative. Modify these outside forward, under "
+        "torch.no_grad() or in summon_full_params(); keep what changes in forward (codebooks, averages) in buffers; "
+        "and run the first forward of modules that initialise themselves from data before fully_shard()"
+    )
+
+
+def _put_back(handle: FlatParamHandle) -> list[int]:
+    """Find the parameters that are not views of the gathered memory, each in its place, and make them be."""
+    displaced = [
+        i
+        for i, (param, place) in enumerate(zip(handle.unsharded_params, handle.layout.params, strict=True))
+        if not same_storage(param.untyped_storage(), handle.storage)
+        or param.storage_offset() != place.offset
+        or param.shape != place.shape
+        or not param.is_contiguous()
+    ]
+    if displaced:
+        views = handle.full_views_of(handle.unsharded_base)
+        for i in displaced:
+            handle.unsharded_params[i].data = views[i]
+    return displaced
+
+
+def _written_to_memory(handle: FlatParamHandle) -> list[int]:
+    if handle.is_resident or handle.was_written_since_gather():
+        return []  # it is the shard's own memory; or other writes are followed, or refused
+    return _written(handle, handle.memory.shown)
+
+
+def _written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
+    """The parameters of which this rank's slice of ``flat`` is not what was gathered from the shard."""
+    rank, numel = handle.mesh.shard_rank, handle.layout.shard_numel
+    own = flat[rank * numel : (rank + 1) * numel]
+    if not any(_differ(own, handle.shard)):
+        return []
+    # What lies between parameters is nobody's.
+    return [
+        i for i, (start, stop, _) in enumerate(handle.runs) if any(_differ(own[start:stop], handle.shard[start:stop]))
+    ]
+
+
+def _differ(own: torch.Tensor, shard: torch.Tensor) -> Iterator[bool]:
+    """For each chunk, whether it differs in some bit; of NaNs that were cast, the bits depend on where they lie."""
+    for mine, source in zip(own.split(_CHUNK), shard.split(_CHUNK), strict=True):
+        expected = source.to(mine.dtype)
+        bits = _INTEGERS[mine.dtype.itemsize]
+        if torch.equal(mine.view(bits), expected.view(bits)):
+            continue
+        if mine.dtype == shard.dtype:
+            yield True
+        else:
+            both_nan = mine.isnan() & expected.isnan()
+            yield bool(((mine.view(bits) != expected.view(bits)) & ~both_nan).any())

@@ -1,0 +1,58 @@
+"""What the user has changed between two iterations is taken over into the shards, or refused."""
+
+from __future__ import annotations
+
+from ..group import RootContext, Watch, _FSDPState
+from .steps import follow_requires_grad
+
+
+def take_over(root: RootContext, states: list[_FSDPState]) -> None:
+    for item in states:
+        for handle in item._handles:
+            if handle.has_unsharded_grad():
+                _refuse_stray_gradients(item)
+            if handle.was_toggled():
+                follow_requires_grad(root, item)
+            else:
+                handle.follow_requires_grad()
+        item.swap.check_slots()
+        if any(handle.faces_moved() for handle in item._handles):
+            _reflatten(root, item)
+    _refuse_meta(states)
+    watch_again(root)
+
+
+def watch_again(root: RootContext) -> None:
+    """Take a new picture of what the user may change."""
+    for part in root.parts:
+        owner = part[0]()
+        if owner is not None:
+            owner.watch = Watch([state for ref in part if (state := ref()) is not None])
+
+
+def _refuse_meta(states: list[_FSDPState]) -> None:
+    for state in states:
+        if any(handle.is_meta for handle in state._handles):
+            raise ValueError(
+                f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
+                "model.to_empty(device=...) and initialise them before the first forward"
+            )
+
+
+def _refuse_stray_gradients(state: _FSDPState) -> None:
+    for handle in state._handles:
+        handle.drop_iteration(is_tainted=False)
+    raise RuntimeError(
+        f"a backward reached parameters of the fully_shard group {state.name} without passing any of its module's "
+        "outputs, and their gradients were not reduced (they are thrown away now). Let forward return every tensor "
+        "that a loss is computed from, or keep it as an attribute of the module"
+    )
+
+
+def _reflatten(root: RootContext, state: _FSDPState) -> None:
+    for handle in state._handles:
+        if handle.faces_moved():
+            root.communicator.wait(handle)
+            handle.reflatten()
+    state.swap.rebuild()
+    state.is_unhooked = state.has_leaf_hooks = False  # the new unsharded parameters have no hooks yet
