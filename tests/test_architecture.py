@@ -28,21 +28,34 @@ def files() -> dict[File, ast.Module]:
     return {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
+def is_package(file: File) -> bool:
+    return (PACKAGE.joinpath(*file) / "__init__.py").exists()
+
+
+def start_of(file: File, node: ast.ImportFrom) -> File:
+    """What ``from ..x import`` names, in ``file``."""
+    up = node.level - is_package(file)
+    start = file[: len(file) - up] if up else file
+    return (*start, *node.module.split(".")) if node.module else start
+
+
+def offered(package: File) -> dict[str, ast.ImportFrom]:
+    """The names that a package's ``__init__`` imports from its own files, with where."""
+    imported = [node for node in files()[package].body if isinstance(node, ast.ImportFrom) and node.level == 1]
+    return {alias.asname or alias.name: node for node in imported for alias in node.names}
+
+
 def imports(file: File) -> Iterator[tuple[File, int]]:
     """What a file imports of the package, and in which line; inside functions and for annotations alone too."""
-    is_package = (PACKAGE.joinpath(*file) / "__init__.py").exists()
     for node in ast.walk(files()[file]):
         if isinstance(node, ast.ImportFrom) and node.level:
-            up = node.level - is_package
-            start = file[: len(file) - up] if up else file
-            target = (*start, *(node.module or "").split(".")) if node.module else start
+            target = start_of(file, node)
             for alias in node.names:
-                yield ((*target, alias.name) if (*target, alias.name) in files() else target), node.lineno
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE.name:
-            yield tuple((node.module or "").split("."))[1:], node.lineno
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                assert alias.name.split(".")[0] != PACKAGE.name, f"{file}, line {node.lineno}: write 'from . import'"
+                inner = (*target, alias.name)
+                yield (inner if inner in files() and alias.name not in offered(target) else target), node.lineno
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert all(name.split(".")[0] != PACKAGE.name for name in names), f"{file}, line {node.lineno}: 'from .'"
 
 
 def rank(file: File) -> int:
@@ -65,39 +78,31 @@ def test_a_wing_imports_only_wings_above_it_each_through_its_init():
             if rank(target) > rank(file):
                 wrong.append(f"{'/'.join(file)}, line {line}: {'.'.join(target)} is below")
             elif rank(target) != rank(file) and target[0] in WINGS and len(target) > 1:
-                if file or (PACKAGE.joinpath(*target[:-1]) / f"{target[-1]}.py").exists() is False:
-                    wrong.append(f"{'/'.join(file)}, line {line}: {'.'.join(target)} is inside another wing")
+                wrong.append(f"{'/'.join(file)}, line {line}: {'.'.join(target)} is inside another wing")
     assert not wrong, "\n".join(wrong)
 
 
-def without_facades(file: File) -> set[File]:
+def needs_of(file: File) -> set[File]:
     """The files that a file needs: of what it imports through a wing's ``__init__``, those where the names are made."""
-    found: set[File] = set()
-    for node in ast.walk(files()[file]):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            for alias in node.names:
-                found.add(origin(file, node, alias.name))
+    found = {
+        origin(start_of(file, node), alias.name)
+        for node in ast.walk(files()[file])
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
     return found - {file}
 
 
-def origin(file: File, node: ast.ImportFrom, name: str) -> File:
-    is_package = (PACKAGE.joinpath(*file) / "__init__.py").exists()
-    up = node.level - is_package
-    start = file[: len(file) - up] if up else file
-    target = (*start, *node.module.split(".")) if node.module else start
-    if (*target, name) in files():
-        return (*target, name)
-    if (PACKAGE.joinpath(*target) / "__init__.py").exists() and target:
-        for inner in files()[target].body:
-            if isinstance(inner, ast.ImportFrom) and inner.level:
-                for alias in inner.names:
-                    if (alias.asname or alias.name) == name:
-                        return origin(target, inner, alias.name)
-    return target
+def origin(target: File, name: str) -> File:
+    """Where ``name``, imported from ``target``, is made."""
+    if is_package(target) and name in offered(target):
+        inner = start_of(target, offered(target)[name])
+        return origin(inner, name) if inner != target else (*target, name)
+    return (*target, name) if (*target, name) in files() else target
 
 
 def test_no_file_needs_itself_and_the_floors_are_few():
-    needs = {file: without_facades(file) for file in files() if file and file not in {(wing,) for wing in WINGS}}
+    needs = {file: needs_of(file) for file in files() if not is_package(file)}
     floors: dict[File, int] = {}
     for file in TopologicalSorter(needs).static_order():  # raises CycleError, which names the files
         floors[file] = 1 + max((floors.get(other, 0) for other in needs.get(file, ())), default=0)
