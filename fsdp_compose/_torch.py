@@ -77,7 +77,6 @@ __all__ = [
     "intercept_backward_inputs",
     "is_checkpoint_recomputing",
     "is_gloo_connection_closed",
-    "is_hook_in_functional_call",
     "is_in_functional_call",
     "is_part_of_multi_grad_hook",
     "is_profiling",
@@ -273,22 +272,14 @@ def in_forward_ad() -> bool:
 _CODE_OF_FUNCTIONAL_CALL = _functional_call.__code__
 
 
-def is_in_functional_call(since: FrameType | None = None) -> bool:
+def is_in_functional_call(since: FrameType | None = None, num_skipped: int = 0) -> bool:
     """Whether ``torch.func.functional_call()`` is on the stack: other tensors stand in parameter slots for a while.
-    ``since``: one that has called this frame, or a caller of it, does not count."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not since:
-        if frame.f_code is _CODE_OF_FUNCTIONAL_CALL:
-            return True
-        frame = frame.f_back
-    return False
 
-
-def is_hook_in_functional_call(since: FrameType) -> bool:
-    """As ``is_in_functional_call(since)``, on the hot path: for what the forward pre-hook of a module calls, between
-    which and a ``functional_call()`` lie at least the hook and two frames of the module's own call. (To name a frame
-    costs as much as a small tensor operation.)"""
-    frame: FrameType | None = sys._getframe(5)
+    Args:
+        since: what has called this frame, or a caller of it, does not count.
+        num_skipped: so many frames, from the caller's on, are known to be none; naming a frame takes time.
+    """
+    frame: FrameType | None = sys._getframe(1 + num_skipped)
     while frame is not None and frame is not since:
         if frame.f_code is _CODE_OF_FUNCTIONAL_CALL:
             return True

@@ -480,14 +480,14 @@ def test_is_in_functional_call_since_a_frame():
     assert torch.func.functional_call(Inner(), {}, (None,))
 
 
-def test_is_hook_in_functional_call():
+def test_is_in_functional_call_past_the_frames_of_a_hook():
     found = []
 
     def hook(*_: Any) -> None:
         found.append(look())
 
     def look() -> bool:  # a frame between, as in the package
-        return _torch.is_hook_in_functional_call(frames[0])
+        return _torch.is_in_functional_call(frames[0], 4)
 
     class Outer(nn.Module):
         def __init__(self) -> None:

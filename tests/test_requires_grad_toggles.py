@@ -32,6 +32,7 @@ class Net(nn.Module):
 
 
 Call = Callable[[Net], object]
+Seen = list[tuple[torch.Tensor | None, torch.Tensor, bool]]  # gradient, parameter and requires_grad, of each step
 NOTHING: Call = lambda _: None  # noqa: E731
 # By step: what happens before the second layer, after it, between forward and backward, and after backward.
 PROGRAMS: dict[str, dict[int, tuple[Call, Call, Call, Call]]] = {
@@ -66,7 +67,7 @@ PROGRAMS: dict[str, dict[int, tuple[Call, Call, Call, Call]]] = {
 }
 
 
-def train(program: str, sharding: str) -> list[tuple[torch.Tensor | None, torch.Tensor, bool]]:
+def train(program: str, sharding: str) -> Seen:
     torch.manual_seed(0)
     model = Net()
     if sharding not in ("unsharded", "root"):
@@ -93,18 +94,22 @@ def train(program: str, sharding: str) -> list[tuple[torch.Tensor | None, torch.
     return seen
 
 
+def assert_same(program: str, found: Seen, expected: Seen, num_params: int) -> None:
+    pairs = zip(found, expected, strict=True)
+    for i, ((grad, param, flag), (grad_expected, param_expected, flag_expected)) in enumerate(pairs):
+        where = f"{program}: parameter {i % num_params} at {i // num_params}"
+        assert flag == flag_expected, where
+        assert (grad is None) == (grad_expected is None), where
+        torch.testing.assert_close(param, param_expected, msg=where)
+        if grad is not None:
+            torch.testing.assert_close(grad, grad_expected, msg=where)
+
+
 @pytest.mark.parametrize("sharding", ["root", "layers", "functional"])
 @distributed(world_size=2)
 def test_gradients_and_parameters_are_those_of_the_unsharded_model(sharding):
     for program in PROGRAMS:
-        pairs = zip(train(program, sharding), train(program, "unsharded"), strict=True)
-        for i, ((grad, param, flag), (grad_expected, expected, flag_expected)) in enumerate(pairs):
-            where = f"{program}: parameter {i % 6} in step {i // 6}"
-            assert flag == flag_expected, where
-            assert (grad is None) == (grad_expected is None), where
-            torch.testing.assert_close(param, expected, msg=where)
-            if grad is not None:
-                torch.testing.assert_close(grad, grad_expected, msg=where)
+        assert_same(program, train(program, sharding), train(program, "unsharded"), 6)
 
 
 class Toggling(nn.Module):
@@ -149,7 +154,7 @@ INSIDE: dict[str, dict[int, tuple[list[tuple[bool, ...]], bool]]] = {
 }
 
 
-def learn_inside(program: str, sharding: str) -> list[tuple[torch.Tensor | None, torch.Tensor, bool]]:
+def learn_inside(program: str, sharding: str) -> Seen:
     torch.manual_seed(0)
     model = LearnsInside()
     if sharding == "layers":
@@ -190,14 +195,7 @@ def learn_inside(program: str, sharding: str) -> list[tuple[torch.Tensor | None,
 @distributed(world_size=2)
 def test_backward_inside_forward_of_what_that_forward_has_frozen_or_thawed(sharding):
     for program in INSIDE:
-        pairs = zip(learn_inside(program, sharding), learn_inside(program, "unsharded"), strict=True)
-        for i, ((grad, param, flag), (grad_expected, expected, flag_expected)) in enumerate(pairs):
-            where = f"{program}: parameter {i % 14} at {i // 14}"
-            assert flag == flag_expected, where
-            assert (grad is None) == (grad_expected is None), where
-            torch.testing.assert_close(param, expected, msg=where)
-            if grad is not None:
-                torch.testing.assert_close(grad, grad_expected, msg=where)
+        assert_same(program, learn_inside(program, sharding), learn_inside(program, "unsharded"), 14)
 
 
 @pytest.mark.parametrize("when", ["before forward", "before backward"])

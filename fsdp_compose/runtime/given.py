@@ -13,10 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._torch import is_hook_in_functional_call, is_in_functional_call, unwrapped
+from .._torch import is_in_functional_call, unwrapped
 from ..flat import FlatParamHandle
 from ..group import _FSDPState
 from ..ragged import RaggedDTensor
+
+# is_given(), the pre-forward hook that calls it, and two or more of the module's own call (or a registered method and
+# what calls that): between these and a group's forward nobody calls functional_call().
+_NUM_FRAMES_OF_HOOK = 4
 
 
 class GivenValues:
@@ -87,7 +91,7 @@ def is_given(state: _FSDPState) -> bool:
     swap, root = state.swap, state.root
     if root is None or not root.depth or root.is_given or root.caller is None:
         return swap is not None and swap.is_overridden() and is_in_functional_call()  # None in a copy that has not run
-    return is_hook_in_functional_call(root.caller) and swap.is_overridden()
+    return is_in_functional_call(root.caller, _NUM_FRAMES_OF_HOOK) and swap.is_overridden()
 
 
 @contextmanager
