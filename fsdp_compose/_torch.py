@@ -76,6 +76,7 @@ __all__ = [
     "in_transform",
     "intercept_backward_inputs",
     "is_checkpoint_recomputing",
+    "is_destroyed",
     "is_gloo_connection_closed",
     "is_in_functional_call",
     "is_part_of_multi_grad_hook",
@@ -485,6 +486,11 @@ def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.Process
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return made
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether ``torch.distributed`` does not know ``group``: it was destroyed, or made past it."""
+    return group not in _distributed_c10d._world.pg_map
 
 
 def close_gloo_connections(group: dist.ProcessGroup) -> None:

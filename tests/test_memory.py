@@ -6,22 +6,43 @@ import contextlib
 import functools
 import gc
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecisionPolicy, fully_shard, no_sync, unshard
+from fsdp_compose import (
+    MixedPrecisionPolicy,
+    flat_parameters,
+    fully_shard,
+    functional_mode,
+    no_sync,
+    summon_full_params,
+    unshard,
+)
+from fsdp_compose.checkpoint import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from fsdp_compose.comm.control_exchange import _control_groups
 from fsdp_compose.flat.flat_param import FlatParamHandle
 from fsdp_compose.group.state import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
+from tests.test_invariants import environment
 
 
 def handles_of(model: nn.Module) -> list[FlatParamHandle]:
@@ -423,3 +444,101 @@ def test_rejected_call_keeps_nothing():
         reference = weakref.ref(model)
         del model
         assert reference() is None
+
+
+# ---- the end of a process group --------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for batch in batches(2):
+        optimizer.zero_grad()
+        gpt_loss(model, local_part(batch)).backward()
+        optimizer.step()
+
+
+def clip(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train(model, optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def checkpoint_into(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train(model, optimizer)
+    mesh = next(model.parameters()).device_mesh
+    states = get_state_dict(model, optimizer)
+    group = mesh.get_group()
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder, process_group=group)
+    dcp.load({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder, process_group=group)
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, get_model_state_dict(model, options=options), options=options)
+
+
+def interrupt(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    hook = model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        gpt_loss(model, local_part(next(batches(1))))
+    hook.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of recovery
+        train(model, optimizer)
+
+
+def penalise(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with functional_mode(model):
+        train(model, optimizer)
+
+
+def look_inside(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train(model, optimizer)
+    with summon_full_params(model):
+        assert all(type(param) is nn.Parameter for param in model.parameters())
+    sum(param.full_tensor().sum() for param in model.parameters()).backward()
+
+
+USES = {
+    "shard": lambda folder, model, optimizer: None,
+    "train": lambda folder, model, optimizer: train(model, optimizer),
+    "clip": lambda folder, model, optimizer: clip(model, optimizer),
+    "checkpoint": checkpoint_into,
+    "interrupted": lambda folder, model, optimizer: interrupt(model, optimizer),
+    "functional mode": lambda folder, model, optimizer: penalise(model, optimizer),
+    "whole parameters": lambda folder, model, optimizer: look_inside(model, optimizer),
+}
+
+
+def use_a_process_group(folder: Path, how: str, is_flat: bool) -> dict[str, weakref.ref[Any]]:
+    """A model on a process group of its own, used, dropped, and its group destroyed."""
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = GPT()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    USES[how](folder, model, adamw(flat_parameters(model) if is_flat else model.parameters()))
+    found = {"process group": group, "mesh": mesh, "control group": _control_groups.get(group)}
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    return {name: weakref.ref(item) for name, item in found.items() if item is not None}
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("how", ["shard", "train", "interrupted", "functional mode"])
+@distributed(world_size=2)
+def test_everything_goes_with_the_process_group(how, debug, tmp_path):
+    """Its connections and threads: a program that makes a group for each experiment would run out of them."""
+    first_optimizer_step()
+    with environment(FSDP_COMPOSE_DEBUG=debug):
+        references = use_a_process_group(tmp_path, how, is_flat=False)
+    gc.collect()
+    assert_gone(references)
+
+
+@pytest.mark.parametrize("is_flat", [False, True], ids=["sharded parameters", "flat views"])
+@pytest.mark.parametrize("how", ["train", "clip", "checkpoint", "whole parameters"])
+@distributed(world_size=2)
+def test_control_group_goes_when_another_is_made(how, is_flat, tmp_path):
+    """Where torch's own caches keep the process group, by the meshes of plain DTensors."""
+    references = use_a_process_group(tmp_path / "first", how, is_flat)
+    use_a_process_group(tmp_path / "second", "train", is_flat)
+    gc.collect()
+    assert_gone({"control group": references["control group"]})

@@ -943,6 +943,14 @@ def test_make_gloo_group():
         assert value.item() == 3 and made._get_sequence_number_for_group() == 1
 
 
+@distributed(world_size=2)
+def test_is_destroyed():
+    group = dist.new_group()
+    assert not _torch.is_destroyed(group) and not _torch.is_destroyed(dist.group.WORLD)
+    dist.destroy_process_group(group)
+    assert _torch.is_destroyed(group) and not _torch.is_destroyed(dist.group.WORLD)
+
+
 @distributed(world_size=3, fresh=True)
 def test_close_gloo_connections():
     """A rank that waits for one that has given up hears of it."""

@@ -23,7 +23,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from .._torch import AllreduceOptions, make_gloo_group
+from .._torch import AllreduceOptions, is_destroyed, make_gloo_group
 from .broken import carries, give_up
 from .rendezvous import own_store
 
@@ -32,17 +32,31 @@ FIRST_BACKWARDS = 10
 _HASH_BYTES = 8
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_destroyable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those of them that torch knew
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The gloo group over the ranks of ``group`` that carries the exchanges; made once, by all ranks of ``group``."""
     control = _control_groups.get(group)
     if control is None:
+        _forget_destroyed()
+        if not is_destroyed(group):
+            _destroyable.add(group)
         store = dist.PrefixStore("control", own_store(group, "making the control group"))
         control = make_gloo_group(group, store)
         _control_groups[group] = control
         carries(control, group)
     return control
+
+
+def _forget_destroyed() -> None:
+    """Close the control groups of process groups that were destroyed: torch's own caches may keep these for ever, by
+    the meshes of DTensors, and each control group has connections and threads."""
+    for group in [*_destroyable]:
+        if is_destroyed(group):
+            _destroyable.discard(group)
+            _control_groups.pop(group, None)
+            _carriers.pop(group, None)
 
 
 class Carrier:

@@ -43,8 +43,10 @@ face_local = _itself if PLAIN_FACES else attrgetter("_local_tensor")
 """The local elements behind a face: a view of the shard, unless somebody gave the face other memory."""
 
 _data_ptr = torch.Tensor.data_ptr
-# By process group, not by mesh: meshes are equal when their ranks are, also those of a process group that is gone.
-_specs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, RaggedSpec]] = weakref.WeakKeyDictionary()
+# By process group, not by mesh: meshes are equal when their ranks are, also those of a process group that is gone. Each
+# spec weakly: it knows its mesh, which knows the process group, and that has connections and threads.
+_Specs = weakref.WeakValueDictionary[Any, RaggedSpec]
+_specs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Specs] = weakref.WeakKeyDictionary()
 
 
 def face_spec(layout: FlatLayout, index: int, mesh: DeviceMesh, dtype: torch.dtype) -> RaggedSpec:
@@ -53,11 +55,12 @@ def face_spec(layout: FlatLayout, index: int, mesh: DeviceMesh, dtype: torch.dty
     row = param.row_numel
     is_rows = param.row_aligned and bool(param.shape) and row > 0
     placement = RaggedShard(tuple([n // row for n in counts]) if is_rows else counts, flat=not is_rows)
-    known = _specs.setdefault(mesh.get_group(), {})
+    known = _specs.setdefault(mesh.get_group(), weakref.WeakValueDictionary())
     key = (placement, param.shape, dtype)
-    if key not in known:
-        known[key] = RaggedSpec.make(mesh, [placement], param.shape, dtype)
-    return known[key]
+    spec = known.get(key)
+    if spec is None:
+        spec = known[key] = RaggedSpec.make(mesh, [placement], param.shape, dtype)
+    return spec
 
 
 def make_face(local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec) -> nn.Parameter:
