@@ -24,10 +24,11 @@ class ObservedHooks:
         wanted: (number of a parameter, ``ON_GRADIENT`` or ``AFTER_ACCUMULATION``) of each hook.
         may_repeat: parts of a backward run by themselves (reentrant checkpointing), so that hooks of parameters in
             functional mode, or of a root of which such a part is the whole backward, are called several times.
+        has_inner_roots: there are roots inside of the model, with groups of theirs, of which that may be so.
     """
 
-    def __init__(self, wanted: Sequence[tuple[int, str]], may_repeat: bool) -> None:
-        self._wanted, self._may_repeat = wanted, may_repeat
+    def __init__(self, wanted: Sequence[tuple[int, str]], may_repeat: bool, has_inner_roots: bool) -> None:
+        self._wanted, self._may_repeat, self._has_inner_roots = wanted, may_repeat, has_inner_roots
         self._hooked: dict[int, int] = {}  # by number of a hook, its parameter
         self._num_calls: dict[int, int] = {}  # by number of a hook, in the present backward
         self._seen: dict[int, torch.Tensor] = {}  # by number of a hook, this rank's gradient
@@ -71,10 +72,11 @@ class ObservedHooks:
         self._num_calls.clear()
         self._seen.clear()
 
-    def check(self, faces: Sequence[nn.Parameter], with_terms: set[int]) -> list[str]:
+    def check(self, faces: Sequence[nn.Parameter], with_terms: set[int], reaches_groups: bool) -> list[str]:
         """What is wrong after a backward. A hook is called once by a backward that reduces the gradient of its
         parameter, or in which the loss has a term on the parameter itself, and else not at all; after accumulation it
-        has seen the gradient as it is now."""
+        has seen the gradient as it is now. ``reaches_groups``: else the loss has terms on parameters alone, whose
+        backward reduces nothing."""
         differences = []
         reduced: set[int] = set()
         for number, index in self._hooked.items():
@@ -82,11 +84,12 @@ class ObservedHooks:
             assert place is not None
             state = place[0].group()
             expected = index in with_terms
-            if state.was_functional or state.requires_gradient_sync:
+            if reaches_groups and (state.was_functional or state.requires_gradient_sync):
                 expected |= index in self._reached | self._unreduced
                 reduced.add(index)
             num_calls = self._num_calls.get(number, 0)
-            may_be = num_calls > expected > 0 and (state.was_functional or state.is_root) and self._may_repeat
+            may_repeat = self._may_repeat and (state.was_functional or state.is_root or self._has_inner_roots)
+            may_be = num_calls > expected > 0 and may_repeat
             may_be |= index in self._unknown and index in reduced and num_calls == 1
             if num_calls != expected and not may_be:
                 differences.append(f"hook {number} was called {num_calls} times, expected {int(expected)}")

@@ -67,7 +67,8 @@ class Runner:
         self.twins = list(self.reference.parameters())
         self.reference_roots[0].trip.share = 1 / self.world_size
         num_early = len(program.hooks) // 2
-        self.hooks = ObservedHooks(program.hooks, any(part.recompute for part in parts_of(program.root)))
+        may_repeat = any(part.recompute for part in parts_of(program.root))
+        self.hooks = ObservedHooks(program.hooks, may_repeat, has_inner_roots=not program.shards_root)
         self.hooks.register(list(self.model.parameters()), self.twins, slice(0, num_early))
         self.shard(built, mesh)
         self.hooks.register(self.faces, self.twins, slice(num_early, None))
@@ -174,7 +175,7 @@ class Runner:
             raise ImpossibleError from error
         losses.ours.backward(retain_graph=retain)
         self.note_unreduced(losses.reaches_groups)
-        self.differences += self.hooks.check(self.faces, losses.with_terms)
+        self.differences += self.hooks.check(self.faces, losses.with_terms, losses.reaches_groups)
 
     def note_unreduced(self, reaches_groups: bool = True) -> None:
         """A backward has run."""
