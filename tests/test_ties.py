@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 
@@ -269,3 +270,40 @@ def test_a_tied_weight_comes_into_a_group_of_two_modules_that_have_equal_names_i
             torch.testing.assert_close(ours.full_tensor(), theirs)
     for handle in _get_fsdp_handles(model):
         assert len({*handle.fqns}) == len(handle.fqns)
+
+
+def square(model: nn.Module) -> torch.Tensor:
+    """A term of the loss on every parameter, gathered here and now."""
+    wholes = [param.full_tensor() if isinstance(param, RaggedDTensor) else param for param in model.parameters()]
+    return torch.stack([whole.square().sum() for whole in wholes]).sum()
+
+
+def norms(model: nn.Module) -> torch.Tensor:
+    return torch.stack([getattr(n, "full_tensor", lambda n=n: n)() for n in map(torch.norm, model.parameters())]).sum()
+
+
+@pytest.mark.parametrize("hook", [None, "on gradient", "after accumulation"])
+@pytest.mark.parametrize("first", ["with sync", "without sync", "of the term alone"])
+@pytest.mark.parametrize("term_of", [square, norms])
+@pytest.mark.parametrize("shard", WAYS)
+@distributed(world_size=3)
+def test_gradients_of_terms_computed_before_tied_weights_move(shard, term_of, first, hook):
+    """The first forward shards a tied weight anew; what autograd brings from before is sharded as it was then."""
+    twins, batches = Twins(TiedModel(), shard), tokens(3)
+    models = (twins.sharded, twins.reference)
+    for param in models[0].parameters() if hook else ():
+        if hook == "on gradient":
+            param.register_hook(lambda grad: None)
+        else:
+            param.register_post_accumulate_grad_hook(lambda param: None)
+    terms = [term_of(model) for model in models]
+    with no_sync(models[0]) if first == "without sync" else contextlib.nullcontext():
+        for model, term, is_ours in zip(models, terms, (True, False), strict=True):
+            loss = loss_of(model, local_part(batches[0]) if is_ours else batches[0])
+            (term if first == "of the term alone" else loss + term).backward()
+    for batch in batches[1:]:
+        loss_of(models[0], local_part(batch)).backward()
+        loss_of(models[1], batch).backward()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert ours.grad.placements == ours.placements and ours.grad.to_local().shape == ours.to_local().shape
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

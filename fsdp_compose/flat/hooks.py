@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import gradient_hooks, is_part_of_multi_grad_hook, queue_end_of_backward, set_leaf_hooks
 from ..ragged import hook_owners
 from .accumulation import behind, put_behind
-from .sharded_param import like_face
+from .sharded_param import is_sharded_like, like_face
 
 _REFUSED = (
     "the sharded parameter {}: {} asks for the node of autograd that accumulates its gradient, and that node does not "
@@ -161,10 +161,13 @@ class GradientHooks:
             self._put(index, reduced)
         else:
             self.replace(index, reduced)
-            if face.grad is None:
+            present = face.grad
+            if present is None:
                 face.grad = reduced
-            else:
-                face.grad.add_(reduced)
+            elif is_sharded_like(present, face):
+                present.add_(reduced)
+            else:  # autograd has brought it from before a tied parameter was sharded anew
+                face.grad = like_face(present, face).add_(reduced)
         self.accumulated(index)
 
     def take_arrival(self, index: int, reduced: torch.Tensor, into: torch.Tensor) -> bool:

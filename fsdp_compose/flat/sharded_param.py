@@ -162,6 +162,13 @@ def make_gradient(local: torch.Tensor, face: nn.Parameter) -> torch.Tensor:
     return RaggedDTensor(local, face._spec)  # type: ignore[attr-defined]
 
 
+def is_sharded_like(gradient: torch.Tensor, face: nn.Parameter) -> bool:
+    """Whether this rank has the elements of ``gradient`` that it has of ``face``."""
+    if not isinstance(face, RaggedDTensor):
+        return True
+    return isinstance(gradient, RaggedDTensor) and gradient._spec.cuts_like(face._spec)
+
+
 def like_face(gradient: torch.Tensor, face: nn.Parameter) -> torch.Tensor:
     """A copy of a gradient that autograd has brought to ``face``, cut like the face.
 
@@ -170,6 +177,6 @@ def like_face(gradient: torch.Tensor, face: nn.Parameter) -> torch.Tensor:
     if not isinstance(face, RaggedDTensor):
         return gradient.clone()
     with torch.no_grad():
-        if isinstance(gradient, RaggedDTensor) and gradient._spec.cuts_like(face._spec):
+        if is_sharded_like(gradient, face):
             return gradient.clone()
         return distribute_ragged(gradient, face.device_mesh, face.placements, src_data_rank=None)
