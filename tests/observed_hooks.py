@@ -66,6 +66,8 @@ class ObservedHooks:
 
     def begin_backward(self, theirs: Sequence[nn.Parameter]) -> None:
         """Called before a backward of both models."""
+        # A backward inside the forward that has just run may have reduced what was accumulated before.
+        self._unreduced -= {self._hooked[number] for number in self._num_calls}
         for known in (self._unreduced, self._unknown):
             known -= {i for i in known if theirs[i].grad is None}
         self._reached.clear()
@@ -98,4 +100,5 @@ class ObservedHooks:
                 differences.append(f"hook {number} saw {self._seen[number]}, and the gradient is {grad}")
         self._unreduced = (self._unreduced | self._reached - with_terms) - reduced
         self._unknown = (self._unknown | with_terms) - reduced
+        self._num_calls.clear()
         return differences
