@@ -395,6 +395,60 @@ def test_backward_that_runs_layers_of_the_root_again_past_its_outputs(use_reentr
         assert all(value is model.second.weight for value in shown), "hooks of gradients see sharded parameters"
 
 
+class PassesBy(nn.Module):
+    """``before`` comes first, then a layer of the outer group, then a child that keeps a loss; what is returned is
+    ``detached`` or not. ``frozen``: the parts of which no parameter requires grad."""
+
+    def __init__(self, frozen: str, is_detached: bool) -> None:
+        super().__init__()
+        self.before, self.inner, self.is_detached = nn.Linear(4, 4), Outer(), is_detached
+        for part in (self.inner.layer, self.inner.keeper, self.inner.last):
+            part.requires_grad_("all" not in frozen)
+        self.inner.layer.requires_grad_("layer" not in frozen and "all" not in frozen)
+
+    def forward(self, x):
+        y = self.inner(self.before(x).tanh())
+        return y.detach() if self.is_detached else y
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.keeper, self.last = nn.Linear(4, 4), Keeper(), nn.Linear(4, 2)
+        self.keeper.how = "attribute"
+
+    def forward(self, x):
+        return self.last(self.keeper(self.layer(x).tanh()).detach())
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("groups", ["all", "outer and keeper", "before and keeper", "keeper"])
+@pytest.mark.parametrize("frozen", ["none", "layer", "all"])
+@distributed(world_size=2)
+def test_loss_kept_inside_groups_whose_outputs_need_no_gradient(frozen, groups, reshard_after_forward):
+    for is_detached in (False, True):
+        torch.manual_seed(0)
+        twin = PassesBy(frozen, is_detached)
+        model = copy.deepcopy(twin)
+        for name, part in (("before", model.before), ("keeper", model.inner.keeper), ("outer", model.inner)):
+            if groups == "all" or name in groups:
+                fully_shard(part, reshard_after_forward=reshard_after_forward)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)
+        for step in range(6):
+            torch.manual_seed(step)
+            x = torch.randn(3, 4)
+            for net in (model, twin):
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*no output that requires grad")
+                    y = net(x)
+                loss = net.inner.keeper.aux + (y.square().mean() if y.requires_grad and step % 2 else 0)
+                loss.backward()
+            for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+                assert (param.grad is None) == (other.grad is None), (step, name)
+                if other.grad is not None:
+                    torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
 @distributed(world_size=1)
 def test_models_are_freed_with_their_last_reference_also_after_an_exception():
     for fails in (False, True):

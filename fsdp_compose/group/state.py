@@ -300,6 +300,7 @@ class RootContext:
             which drives prefetch; ``records`` those of all modules, by the index of their group.
         num_forwards: top-level forwards so far; ``num_backwards``: backwards of this process when the last one began.
         backward_number: of the present (or last) backward; 0 before the first.
+        innermost: of the uses whose forwards are running, in the default mode under grad mode.
         caller: the frame that has called the outermost module, while its forward runs.
         is_given: that forward began with other values than its own (see ``given``) in some slots of parameters.
         order: of the collectives of its process group; ``trace``: what was issued since the last exchange, the list of
@@ -323,9 +324,9 @@ class RootContext:
     __slots__ = (
         "__weakref__", "after_publication", "backward_number", "caller", "communicator", "depth", "exchange",
         "forward_exchange", "forward_task", "generation", "has_added", "has_failed", "has_failed_backward",
-        "has_looked", "has_outside_grads", "is_given", "is_in_backward", "num_backwards", "num_forwards", "number",
-        "order", "parts", "previous", "recomputed", "record", "records", "shown", "states", "trace", "used_starts",
-        "written",
+        "has_looked", "has_outside_grads", "innermost", "is_given", "is_in_backward", "num_backwards",
+        "num_forwards", "number", "order", "parts", "previous", "recomputed", "record", "records", "shown",
+        "states", "trace", "used_starts", "written",
     )  # fmt: skip
 
     def __init__(
@@ -358,6 +359,7 @@ class RootContext:
     def reset(self) -> None:
         """Forget the iteration that was going on."""
         self.depth = 0
+        self.innermost: Any = None
         self.caller = None
         self.is_given = False
         self.forward_task = -1

@@ -33,9 +33,10 @@ from .recovery import recover_backward
 class FunctionalUse:
     """One forward of one group in functional mode."""
 
-    __slots__ = ("_before", "_given", "_has_addresses", "_shard_versions", "_shown", "_whole")
+    __slots__ = ("_before", "_given", "_has_addresses", "_outer", "_shard_versions", "_shown", "_whole")
 
     def __init__(self, root: RootContext, state: _FSDPState, given: GivenValues | None = None) -> None:
+        self._outer = root.innermost
         given = given or GivenValues({})
         handles = [handle for handle in state._handles if not given.are_full(handle)]
         gather = Gather(root, state, handles)
@@ -50,6 +51,10 @@ class FunctionalUse:
         self._whole = {id(p): item for p, item in zip(params, whole, strict=True)}
         shown = {id(p): item for p, item in zip(params, dressed, strict=True)}
         self._shown = state.swap.show_instead({**shown, **given.full_values(state._handles)})
+
+    def end(self) -> Any:
+        """Forward has ended; the use around this one, which is still the innermost in the default mode."""
+        return self._outer
 
     def check(self, state: _FSDPState) -> None:
         """Raise if forward has written to a gathered parameter, or replaced one: the change would be lost."""

@@ -59,7 +59,9 @@ class _Use:
     __slots__ = (
         "_active_backward",
         "_backward",
+        "_has_ended",
         "_is_outstanding",
+        "_outer",
         "_position",
         "_record",
         "_state",
@@ -68,9 +70,11 @@ class _Use:
         "versions",
     )
 
-    def __init__(self, state: _FSDPState, record: ForwardRecord) -> None:
+    def __init__(self, state: _FSDPState, record: ForwardRecord, outer: _Use | None) -> None:
         self._state = state
         self._record = record
+        self._outer = outer
+        self._has_ended = False
         self.containers: list[tuple[Any, set[int]]] | None = None
         self.has_alias = False  # some input requires grad
         self._position = 0
@@ -84,6 +88,11 @@ class _Use:
         return self._state.mesh.device.type
 
     # ---- forward
+
+    def end(self) -> _Use | None:
+        """Forward has ended; the use around this one."""
+        self._has_ended = True
+        return self._outer
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias of an input that requires grad, whose gradient tells that this group's backward is done.
@@ -150,6 +159,9 @@ class _Use:
         if self._backward == number:
             state.is_iterated = True  # by autograd.grad() in a hook, say: this use had been left already
         self._backward = self._active_backward = number
+        outer = self._outer
+        if outer is not None and outer._active_backward != number and outer._has_ended:
+            outer.pre_backward(_grad)  # backward came past its outputs: it may go on to layers before this one
         state.check_versions(self.versions)
         if not state.ran_backward:
             if root.depth:
@@ -228,7 +240,9 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         else:
             unshard_for_use(root, state)
     wait_for_unshard(root, state)
-    use = _Use(state, root.record) if has_grad_mode else None
+    use = None
+    if has_grad_mode:
+        use = root.innermost = _Use(state, root.record, root.innermost)
     state.entries.append((sys.exc_info()[1], use, is_recomputed))
     state.swap.show_unsharded()
     policy = state.mp_policy
@@ -248,6 +262,8 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     entered_with, use, is_recomputed = state.entries.pop()
     root = state.root
     assert root is not None
+    if use is not None:
+        root.innermost = use.end()
     error = sys.exc_info()[1]
     has_failed = error is not None and error is not entered_with
     state.swap.show_sharded()
