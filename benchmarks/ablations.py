@@ -32,6 +32,6 @@ ABLATIONS: dict[str, list[tuple[Any, str, Any]]] = {
 
 
 def ablate(name: str) -> None:
-    """Switch a check off in this process, for ever; before any model is built."""
+    """Switch a check off in this process, permanently; before any model is built."""
     for owner, method, answer in ABLATIONS[name]:
         setattr(owner, method, lambda *_, answer=answer: answer)

@@ -1,4 +1,4 @@
-"""Time and memory of state dicts and checkpoints: fsdp_compose beside FSDP2 with torch's functions, on real processes.
+"""Time and memory of state dicts and checkpoints: fsdp_compose and FSDP2 with torch's functions, on real processes.
 
 Both hold copies of one GPT and an AdamW that has stepped. Timed, in turn, between two barriers: making sharded state
 dicts of model and optimizer, and full ones (on every rank; on the CPU of the first rank only), saving the sharded ones
@@ -112,7 +112,7 @@ class Subject:
         )
 
     def prepare(self, operation: str) -> None:
-        """What is not part of the operation."""
+        """Do what is not part of the operation."""
         self._target = None
         gc.collect()
         if operation in (LOAD, OWN_LOAD):

@@ -1,4 +1,4 @@
-"""What fsdp_compose and torch's FSDP2 do in the cases where sharded training goes wrong: two processes on gloo each.
+"""Compare fsdp_compose and torch's FSDP2 in the cases where sharded training goes wrong: two processes on gloo each.
 
     python benchmarks/compared.py             # prints the table of docs/compared.md; minutes
     python benchmarks/compared.py --only tied # the cases whose names contain a word
@@ -47,7 +47,7 @@ class WrongError(Exception):
 
 @dataclass(frozen=True)
 class System:
-    """What the cases need of a system, under one set of names."""
+    """The functions that the cases need of a system, under one set of names."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""What the control exchange costs: one all-reduce of a few bytes at the end of every backward, on real gloo.
+"""The cost of the control exchange: one all-reduce of a few bytes at the end of every backward, on real gloo.
 
 Two copies of one model train in the same processes, step by step in turn: one exchanges in every backward (the
 default), the other has stopped after its first backwards (``FSDP_COMPOSE_EXCHANGE=first``). ``direct`` is the time

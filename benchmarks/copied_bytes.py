@@ -1,4 +1,4 @@
-"""What sharding moves: bytes copied within a rank, collectives and their bytes between ranks.
+"""The bytes that sharding moves: bytes copied within a rank, collectives and their bytes between ranks.
 
 A copy between an all-gather's output and the parameters, or between gradients and a reduce-scatter's input, costs
 device memory bandwidth and memory. At 8 ranks one forward and backward of
@@ -10,8 +10,9 @@ device memory bandwidth and memory. At 8 ranks one forward and backward of
 Counted by a dispatch mode, which sees every operator on tensors and every collective, on rank 3 of 8 under torch's
 ``fake`` process group; what collectives do inside themselves is not seen. Activations are copied too (reshapes,
 gradients of views): the plain model does the same, and its count is subtracted. Everything is in units of the model's
-bytes in the dtype it was built with. On a real group fsdp_compose adds one all-reduce of a few bytes per backward, the
-control exchange (16 bytes, one for each parameter, one for each group), which has nobody to talk to here.
+bytes in the dtype it was built with. On a real process group fsdp_compose adds one all-reduce of a few bytes per
+backward, the control exchange (16 bytes, one for each parameter, one for each group of ``fully_shard``), which is local
+here, where no other rank exists.
 
     python benchmarks/copied_bytes.py
     python benchmarks/copied_bytes.py --quick    # a smaller model, the same proportions
@@ -91,7 +92,7 @@ class WrittenBytes(TorchDispatchMode):
         return result
 
     def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
-        kind, whole = COLLECTIVES[func._schema.name]  # another one: somebody must say what of it travels
+        kind, whole = COLLECTIVES[func._schema.name]  # KeyError: for another one it must be said what of it travels
         given = dict(zip((p.name for p in func._schema.arguments), args, strict=False))
         self.num_collectives[kind] += 1
         self.collective_bytes[kind] += sum(map(_num_bytes, tree_leaves(given[whole])))
@@ -115,7 +116,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one forward and backward moves.
+    """The bytes that one forward and backward moves.
 
     Attributes:
         excess: bytes written, by operator, beyond what the plain model writes.
@@ -135,8 +136,8 @@ class Traffic:
 
     @property
     def computed(self) -> float:
-        """What operators write that are neither copies nor fills, in model sizes: no copy hides under another name
-        where this is nothing."""
+        """Bytes that operators write that are neither copies nor fills, in model sizes: where this is nothing, no copy
+        hides under another name."""
         return sum(n for name, n in self.excess.items() if name not in COPIES | FILLS) / self.model_bytes
 
 

@@ -1,7 +1,7 @@
-"""Training steps on one accelerator, fsdp_compose beside FSDP2: tokens per second, memory, the share of copies.
+"""Training steps on one accelerator, fsdp_compose and FSDP2: tokens per second, memory, the share of copies.
 
 Llama-3-like blocks in bf16, reduction in fp32, under two process groups: ``fake`` with 64 ranks (one GPU does what one
-of 64 would, but waits for nobody), and the real backend with one rank. Eager, and compiled block by block.
+of 64 would, but waits for no other), and the real backend with one rank. Eager, and compiled block by block.
 
 - tokens/s: both systems in one process, step by step in turn, medians, each step between device synchronisations.
 - memory: each system in a process of its own, so that the caching allocator sees nothing else: peak allocated bytes,
@@ -184,7 +184,7 @@ def run_child(case: Case, whats: list[str]) -> dict[str, Any]:
         torch.cuda.set_device(DEVICE)
     else:
         torch.set_num_threads(1)
-        torch.set_flush_denormal(True)  # the fake group leaves arbitrary numbers behind
+        torch.set_flush_denormal(True)  # the fake process group leaves arbitrary numbers behind
     if case.group == "fake":
         dist.init_process_group("fake", rank=1, world_size=GROUPS["fake"], store=FakeStore())
     else:

@@ -143,7 +143,7 @@ def main() -> None:
     rebuilds = options.rebuilds or (1 if options.quick else 3)
     warnings.filterwarnings("ignore", message=".*returned a view tensor")  # FSDP2, about the head's output
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch, about its own use of its own functions
-    os.environ["FSDP_COMPOSE_SIMULATED"] = "1"  # there is nobody to meet
+    os.environ["FSDP_COMPOSE_SIMULATED"] = "1"  # no other rank exists
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # simulated collectives leave arbitrary numbers behind; denormal ones are slow
     torch.manual_seed(0)

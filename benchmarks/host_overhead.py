@@ -1,4 +1,4 @@
-"""What sharding costs the host: CPU time that a training step spends beyond the same step of the plain model.
+"""The cost of sharding on the host: CPU time that a training step spends beyond the same step of the plain model.
 
 48 blocks of 12 tiny parameters leave the kernels almost nothing to do, so the difference to the plain model, divided
 by the number of groups, is what one group costs the host per forward and backward. The figure of merit is
@@ -6,24 +6,24 @@ by the number of groups, is what one group costs the host per forward and backwa
     ratio = (system - plain) / (FSDP2 - plain)
 
 How it is measured: one process plays one of ``--world`` ranks under a simulated process group; process CPU time on one
-thread, so that waiting and other processes do not count. Each system is measured in a process of its own, beside the
+thread, so that waiting and other processes do not count. Each system is measured in a process of its own, next to the
 plain model and FSDP2 (a training process has one model; the more of them, the less of each is in the caches): in turn,
 each repeat in another random order, an untimed step directly before each timed one, the garbage collector off, medians
 over the repeats. (``--quick``: all in one process.)
 
-Two simulated groups:
+Two simulated process groups:
 
 - ``null`` does nothing (``null_process_group.py``).
 - ``fake`` is torch's. Its all-gather copies the shard into each rank's place, one small copy per rank, which no real
   backend does on the host. So the time inside the process group's methods is measured too (in a step of its own);
   "net ratio" has it subtracted from both sides.
 
-    python benchmarks/host_overhead.py                # both groups, 8 and 64 ranks, fp32 and bf16 parameters
+    python benchmarks/host_overhead.py                # both process groups, 8 and 64 ranks, fp32 and bf16 parameters
     python benchmarks/host_overhead.py --backend null --world 64
     python benchmarks/host_overhead.py --backend null --world 64 --compiled    # blocks compiled one by one
     python benchmarks/host_overhead.py --quick
     python benchmarks/host_overhead.py --ablate       # what each check of fsdp_compose costs
-    python benchmarks/host_overhead.py --against ../before --rounds 11    # this checkout beside another one, in turn
+    python benchmarks/host_overhead.py --against ../before --rounds 11    # this checkout and another one, in turn
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BACKENDS, WORLDS = ("null", "fake"), (64, 8)
 PRECISIONS = {"fp32": False, "bf16/fp32": True}  # parameter/reduction dtype; whether that is mixed precision
 OTHERS = [system for system in SYSTEMS if system not in (PLAIN, FSDP2)]
 SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
-GOAL = 0.10  # of FSDP2's overhead, and of its optimizer step for flat parameters
+GOAL = 0.10  # of FSDP2's overhead, and of its optimizer step over flat views
 
 Case = tuple[str, str]  # precision, system
 _CHECKOUT = Path(__file__).resolve().parents[1]
@@ -65,7 +65,7 @@ _CHECKOUT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Setting:
-    """What one process measures its cases under."""
+    """The conditions under which one process measures its cases."""
 
     backend: str
     world: int
@@ -207,7 +207,7 @@ def time_steps(
 def measure(
     setting: Setting, cases: Sequence[Case], turn: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> list[Row]:
-    """Time ``cases`` under a simulated group, torch's default group for that time; each repeat within ``turn``.
+    """Time ``cases`` under a simulated process group, torch's default one for that time; each repeat within ``turn``.
 
     Every precision among the cases needs plain; without FSDP2 there are no ratios to it.
     """
@@ -223,7 +223,7 @@ def measure(
 
 
 def _use_simulated_group(backend: str, world_size: int) -> None:
-    os.environ[SIMULATED_ENV] = "1"  # fsdp_compose: there is nobody to meet
+    os.environ[SIMULATED_ENV] = "1"  # fsdp_compose: no other rank exists
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # simulated collectives leave arbitrary numbers behind; denormal ones are slow
     torch.manual_seed(0)
@@ -266,7 +266,7 @@ def _row(setting: Setting, times: Mapping[Case, StepTime], precision: str, syste
 
 
 class Child:
-    """A process that measures one system beside others, by the fsdp_compose of a checkout.
+    """A process that measures one system next to others, by the fsdp_compose of a checkout.
 
     ``in_turn``: it waits before each repeat until it is given its turn, so that two of them can be measured together.
     """
@@ -297,7 +297,7 @@ class Child:
         self._answer()
 
     def rows(self) -> dict[str, Row]:
-        """What it measured, by system; waits until it has ended."""
+        """The rows it measured, by system; waits until it has ended."""
         rows = [Row(**row) for row in self._answer()]
         if self.process.wait() != 0:
             raise RuntimeError(f"the measuring process ended with {self.process.returncode}")
@@ -338,7 +338,7 @@ def measure_in_child(setting: Setting, precision: str, system: str, ablation: st
 
 
 def measure_in_children(setting: Setting, systems: Sequence[str]) -> list[Row]:
-    """Plain, FSDP2 and ``systems`` at every precision; plain and FSDP2 as they were beside fsdp_compose."""
+    """Plain, FSDP2 and ``systems`` at every precision; plain and FSDP2 as they were measured next to fsdp_compose."""
     rows: list[Row] = []
     for precision in PRECISIONS:
         found: dict[str, Row] = {}
@@ -468,13 +468,14 @@ def main() -> None:
     ]
     print(f"{options.blocks} blocks, medians of {options.repeats} repeats. Overhead: beyond plain, per group.\n")
     if options.ablate:
-        print(f"{settings[0].world} ranks, group {settings[0].backend}, fp32, {options.rounds} processes for each.\n")
+        where = f"{settings[0].world} ranks, process group {settings[0].backend}"
+        print(f"{where}, fp32, {options.rounds} processes for each.\n")
         checks = report.Report("host_overhead_checks", asdict(settings[0]), measure_checks(settings[0], options.rounds))
         print(checks.table())
         checks.write(options.out, report.bars("check", "overhead_us", unit="us per group"))
         return
     if options.against is not None:
-        print(f"{settings[0].world} ranks, group {settings[0].backend}, {options.rounds} processes for each.\n")
+        print(f"{settings[0].world} ranks, process group {settings[0].backend}, {options.rounds} processes for each.\n")
         rows_of_checkouts = measure_checkouts(settings[0], options.rounds, options.against)
         compared = report.Report("host_overhead_checkouts", asdict(settings[0]), rows_of_checkouts)
         print(compared.table())
@@ -497,12 +498,12 @@ def _parse_arguments() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--backend", choices=BACKENDS, nargs="+", help="default: both; --quick: null")
     parser.add_argument("--world", type=int, nargs="+", help="simulated ranks (default: 64 8; --quick: 64)")
-    parser.add_argument("--systems", choices=OTHERS, nargs="+", default=OTHERS, help="beside plain and FSDP2")
+    parser.add_argument("--systems", choices=OTHERS, nargs="+", default=OTHERS, help="next to plain and FSDP2")
     parser.add_argument("--blocks", type=int, help="blocks of the model (default: 48; --quick: 3)")
     parser.add_argument("--repeats", type=int, help="timed steps per system (default: 25; --quick: 3)")
     parser.add_argument("--compiled", action="store_true", help="compile each block (torch.compile)")
     parser.add_argument("--ablate", action="store_true", help="what each check of fsdp_compose costs")
-    parser.add_argument("--against", type=Path, help="another checkout, whose overhead is measured beside this one's")
+    parser.add_argument("--against", type=Path, help="another checkout, whose overhead is measured next to this one's")
     parser.add_argument(
         "--rounds", type=int, help="--ablate, --against: processes per check, or checkout (default: 3; --quick: 1)"
     )

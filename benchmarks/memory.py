@@ -1,4 +1,4 @@
-"""How much memory a forward and a training step take at their peak: fsdp_compose beside FSDP1, FSDP2 and plain.
+"""How much memory a forward and a training step take at their peak: fsdp_compose, FSDP1, FSDP2 and plain.
 
 Counted: the bytes that the CPU allocator hands out, minus those it takes back, since the start of the step; their
 maximum. Nothing escapes that count (storages that are resized, temporaries inside operators), and it is the same count

@@ -2,7 +2,7 @@
 
 torch's ``fake`` backend moves data (an all-gather over 64 ranks is 64 small copies), which on tiny parameters costs
 more than what is to be measured. Here every collective returns at once, and outputs keep whatever they held: numbers
-that a model computes under this group mean nothing.
+that a model computes under this process group mean nothing.
 
 The backend is a Python subclass of ``ProcessGroup``, which torch takes as it is, so calls do not pass torch's
 dispatcher: ``null`` shows the cost of the code around collectives, ``fake`` the cost of issuing them too.
@@ -54,7 +54,7 @@ class NullProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND_NAME
 
-    # The C++ properties ask a registered backend, which this group does not have.
+    # The C++ properties ask a registered backend, which this process group does not have.
     @property
     def pg_name(self) -> str:
         return distributed_c10d._world.pg_names[self]
@@ -71,7 +71,7 @@ class NullProcessGroup(dist.ProcessGroup):
         return self._work
 
     # torch 2.13 calls all_gather_single and reduce_scatter_single what 2.12 calls _allgather_base and
-    # _reduce_scatter_base; its groups answer to both.
+    # _reduce_scatter_base; its process groups answer to both.
     _allgather_base = all_gather_single = _do_nothing
     _reduce_scatter_base = reduce_scatter_single = _do_nothing
     allgather_into_tensor_coalesced = all_gather_single_coalesced = _do_nothing
@@ -92,6 +92,6 @@ def register() -> None:
 
 
 def init(rank: int, world_size: int) -> None:
-    """Make a null group torch's default group: this process plays ``rank`` of ``world_size`` ranks."""
+    """Make a null process group torch's default one: this process plays ``rank`` of ``world_size`` ranks."""
     register()
     dist.init_process_group(BACKEND_NAME, rank=rank, world_size=world_size, store=dist.HashStore())

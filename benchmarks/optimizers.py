@@ -1,5 +1,5 @@
-"""What optimizer steps and gradient clipping cost the host: many small parameters, plain, FSDP2's (stock DTensors),
-fsdp_compose's, and its flat parameters.
+"""The cost of optimizer steps and gradient clipping on the host: many small parameters, plain, FSDP2's (stock
+DTensors), fsdp_compose's, and its flat views.
 
 All in one process, in random order: of each the best of three runs, directly after an untimed one (short actions suffer
 most from other processes), and of these the median over the repeats. A step is ``step()`` and ``zero_grad()``. The
@@ -35,7 +35,7 @@ import fsdp_compose
 OURS_FLAT = "fsdp_compose flat"
 SYSTEMS = (PLAIN, FSDP2, OURS, OURS_FLAT)
 WORLD_SIZE, NUMEL_PER_RANK, COLUMNS = 8, 128, 8
-IN_A_GROUP = 12  # parameters, of the model of many groups
+IN_A_GROUP = 12  # parameters in a group of ``fully_shard``, of the model of many groups
 MODES: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
 TORCH_CLIP, OUR_CLIP = "torch's clip_grad_norm_", "our clip_grad_norm_"
 GOALS = {  # to FSDP2
@@ -103,7 +103,7 @@ class Step:
     """``step()`` and ``zero_grad()`` of one optimizer; the gradients are put back before, untimed."""
 
     def __init__(self, model: nn.Module, params: list[nn.Parameter], flags: dict[str, bool]) -> None:
-        self.model = model  # flat parameters have an owner only as long as it lives
+        self.model = model  # flat views have an owner only as long as it lives
         self.optimizer = torch.optim.AdamW(params, lr=1e-3, **flags)
         self.grads = [(param, param.grad) for param in {*params, *model.parameters()}]
 
@@ -132,7 +132,7 @@ Action = Step | Clip
 
 
 def build_actions(num_parameters: int, num_groups: int, num_clipped: int, mesh: DeviceMesh) -> dict[Key, Action]:
-    """What is timed: steps on parameters in one group and in many, and clipping."""
+    """The actions that are timed: steps on parameters in one group of ``fully_shard`` and in many, and clipping."""
     actions: dict[Key, Action] = {}
     for system in SYSTEMS:
         model, params = trained(system, 1, num_parameters, mesh)
@@ -177,7 +177,9 @@ def median_ms(actions: dict[Key, Action], repeats: int) -> dict[Key, float]:
 
 def main() -> None:
     parser = report.parser(__doc__)
-    parser.add_argument("--parameters", type=int, help="of steps on one group (default: 300; --quick: 12)")
+    parser.add_argument(
+        "--parameters", type=int, help="of steps on one group of fully_shard (default: 300; --quick: 12)"
+    )
     parser.add_argument("--groups", type=int, help=f"of {IN_A_GROUP} parameters (default: 49; --quick: 2)")
     parser.add_argument(
         "--clipped", type=int, help="parameters whose gradients are clipped (default: 2000; --quick: 24)"
@@ -187,7 +189,7 @@ def main() -> None:
     for name, usual, quick in (("parameters", 300, 12), ("groups", 49, 2), ("clipped", 2000, 24), ("repeats", 40, 2)):
         if getattr(options, name) is None:
             setattr(options, name, quick if options.quick else usual)
-    os.environ["FSDP_COMPOSE_SIMULATED"] = "1"  # there is nobody to meet
+    os.environ["FSDP_COMPOSE_SIMULATED"] = "1"  # no other rank exists
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)

@@ -1,4 +1,4 @@
-"""How much padding sharding adds to a group of parameters, in percent of the payload. Exact: nothing is timed.
+"""How much padding sharding adds to the parameters of a group, in percent of the payload. Exact: nothing is timed.
 
 Three rules are compared: fsdp_compose's (``fsdp_compose.flat.layout``); FSDP2's, which pads dim 0 of each parameter to
 a multiple of the ranks; and ``LCM``, a flat buffer whose shards are a multiple of every parameter's row, as in

@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: a table on the terminal, a JSON file, a plot.
+"""The output of every benchmark: a table on the terminal, a JSON file, a plot.
 
 A benchmark's result is a list of rows, instances of one dataclass. ``column()`` says how a field is headed and written
 in the table; JSON gets every field as it is. Files go to ``runs/benchmarks`` unless ``--out`` says otherwise::
@@ -68,7 +68,7 @@ class Report:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """What the JSON file holds."""
+        """The content of the JSON file."""
         machine = {"cpus": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
         if torch.cuda.is_available():
             machine["gpu"] = torch.cuda.get_device_name()

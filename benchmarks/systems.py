@@ -72,7 +72,7 @@ def _precision(mixed_precision: bool) -> Precision:
 
 
 def ours_flat(base: nn.Module, mixed_precision: bool = False) -> Trained:
-    """fsdp_compose's fully_shard, with an optimizer over flat parameters."""
+    """fsdp_compose's fully_shard, with an optimizer over flat views."""
     model, _ = ours(base, mixed_precision)
     return model, _optimizer(fsdp_compose.flat_parameters(model))
 

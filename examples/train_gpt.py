@@ -193,7 +193,7 @@ def peak_memory_mib(device: torch.device) -> float:
 
 
 class Run:
-    """What a checkpoint holds: model, optimizer, schedule, and the log so far."""
+    """The content of a checkpoint: model, optimizer, schedule, and the log so far."""
 
     def __init__(self, model: GPT, args: argparse.Namespace):
         self.model = model
@@ -387,7 +387,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         write_results(args, log, {"num_parameters": num_parameters, "seconds": seconds, "sample": sample})
         print(f"\n{sample}\n\n{num_parameters:,} parameters, {seconds:.0f} s; loss curve in {args.out}/loss.png")
-    dist.barrier()  # nobody leaves while another still needs it
+    dist.barrier()  # no rank leaves while another still needs it
     dist.destroy_process_group()
 
 

@@ -37,4 +37,4 @@ def check_torch(version: str) -> bool:
     raise ImportError(f"fsdp_compose needs torch {oldest} or newer; this is torch {version}: pip install -U torch")
 
 
-PLAIN_FACES = check_torch(str(torch.__version__))
+PLAIN_SHARDED_PARAMS = check_torch(str(torch.__version__))

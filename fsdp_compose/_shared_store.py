@@ -12,12 +12,12 @@ from collections.abc import Mapping
 
 
 def hint(environment: Mapping[str, str]) -> str:
-    """What the user should know of the store; empty if this process was not restarted beside an old one."""
+    """A warning about the store, as text; empty if this process was not restarted with an old one."""
     is_restarted = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not is_restarted or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return (
-        "torchrun has restarted this process beside the store of the earlier attempt. If init_process_group() fails or "
+        "torchrun has restarted this process with the store of the earlier attempt. If init_process_group() fails or "
         "hangs now, it has dialled the address of a dead process: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
         "torchrun (with --standalone or --rdzv-backend c10d), which makes a new store for each attempt"
     )

@@ -408,8 +408,8 @@ def loads_as_torch_module(module: nn.Module, known_hook: Callable[..., Any]) -> 
 
 
 def versions_of(state_dict: Any) -> dict[str, Any]:
-    """What ``module.state_dict()`` notes beside the values, by the path of each submodule: the version of its format,
-    by which ``_load_from_state_dict()`` of some modules decides how to read. Empty if there is none."""
+    """The notes of ``module.state_dict()`` next to the values, by the path of each submodule: the version of its
+    format, by which ``_load_from_state_dict()`` of some modules decides how to read. Empty if there is none."""
     return getattr(state_dict, "_metadata", None) or {}
 
 
@@ -479,7 +479,7 @@ def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.Process
     """A gloo group over the ranks of ``group``, which alone make it, and meet in ``store``: one that is new and theirs.
 
     ``dist.new_group(use_local_synchronization=True)`` makes the name from the number of groups that a rank is in
-    (torch 2.13): ranks in different numbers of groups wait for each other for ever.
+    (torch 2.13): ranks in different numbers of groups wait for each other without end.
     """
     backend = _c10d.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
     made = dist.ProcessGroup(store, group.rank(), group.size())
@@ -502,7 +502,7 @@ def close_gloo_connections(group: dist.ProcessGroup) -> None:
     for rank in range(group.size()):
         if backend is not None and rank != group.rank():
             with contextlib.suppress(RuntimeError):  # dead, closed, or now too late
-                backend.recv([torch.empty(1)], rank, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+                backend.recv([torch.empty(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int) -> bool:
@@ -515,7 +515,7 @@ def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int) -> bool:
     if backend is None or os.environ.get("TORCH_GLOO_LAZY_INIT"):  # there might be none yet
         return False
     try:
-        backend.recv([torch.empty(1)], rank, _NOBODY_SENDS)
+        backend.recv([torch.empty(1)], rank, _UNUSED_TAG)
     except RuntimeError:
         return True
     return False
@@ -527,7 +527,7 @@ def _gloo_backend(group: dist.ProcessGroup) -> Any:
     return backend if isinstance(backend, _c10d.ProcessGroupGloo) else None
 
 
-_NOBODY_SENDS = 7_502  # a tag
+_UNUSED_TAG = 7_502  # of messages that no rank sends
 
 
 # ---- DTensor
@@ -553,7 +553,7 @@ def dtensor_spec(tensor: DTensor) -> DTensorSpec:
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """What this rank holds of ``tensor``, the very object."""
+    """The part of ``tensor`` that this rank holds, the very object."""
     return tensor._local_tensor
 
 

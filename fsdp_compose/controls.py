@@ -1,10 +1,14 @@
-"""What a user may steer by hand: gradient synchronisation, resharding, explicit unshard and reshard."""
+"""Controls for the user: gradient synchronisation, resharding, explicit unshard and reshard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
+import torch
 import torch.nn as nn
 
 from .group import _FSDPState, get_state, states_to_run
@@ -26,25 +30,41 @@ class UnshardHandle:
             wait_for_unshard(state.root, state)
 
 
-def unshard(module: nn.Module, async_op: bool = False) -> UnshardHandle | None:
+def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = False) -> UnshardHandle | None:
     """All-gather the parameters of ``module``'s group ahead of its forward.
 
     Only storage is materialised: the module's next forward uses it, and frees it as it always does. Meant for use
     inside the outermost forward, ahead of a module's own: what is unsharded when the outermost forward begins is
     gathered again, since parameters may have been edited in between.
 
+    With ``until_reshard`` the group stays gathered over any number of forwards and backwards, until
+    ``reshard(module)``: one all-gather for all chunks of a loss::
+
+        unshard(model.head, until_reshard=True)
+        for part in hidden.detach().requires_grad_().chunk(8):
+            loss_of(model.head(part)).backward()
+        reshard(model.head)
+
+    Edits of the sharded parameters meanwhile are followed, or raise, as inside ``keep_unsharded``.
+
     Ranks: all ranks of the mesh must call it, in the same order among their other collectives.
 
     Args:
         module: a module given to ``fully_shard``. Nested groups are not touched.
         async_op: return at once, with a handle to wait for.
+        until_reshard: stay gathered until ``reshard(module)``.
 
     Raises:
         ValueError: ``fully_shard`` was not called on ``module``.
     """
     state = _own_state(module, "unshard")
+    if until_reshard:
+        state.set_options(is_held=True)
     root = enter_alone(state, module)
     _unshard(root, state)
+    if until_reshard:
+        for item in state._handles:
+            item.unsharded.be_left(not item.unsharded.never_freed)
     handle = UnshardHandle(state)
     if async_op:
         return handle
@@ -60,11 +80,12 @@ def reshard(module: nn.Module) -> None:
         RuntimeError: a forward or backward of the group is running.
     """
     state = _own_state(module, "reshard")
-    if state.entries or state.active_uses:
+    if state.progress.entries or state.backward.active_uses:
         raise RuntimeError(f"reshard(): a forward or backward of the fully_shard group {state.name} is running")
+    state.set_options(is_held=False)
     if state.root is not None:
         for handle in state._handles:
-            handle.is_pinned = handle.is_resident
+            handle.unsharded.keep_allocated(False)
         _reshard(state.root, state)
 
 
@@ -82,7 +103,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     keep what ``reshard_after_forward`` says.
 
     Edits inside the context are followed: what the ranks write to the sharded parameters (operations on them, on views
-    and ``.data`` of them, on flat parameters, steps of ``torch.optim`` optimizers, ``load_state_dict``, loading by
+    and ``.data`` of them, on flat views, steps of ``torch.optim`` optimizers, ``load_state_dict``, loading by
     ``torch.distributed.checkpoint``, ``summon_full_params``, ``module.to()``) shows in the next forward. A write to a
     rank's local memory (``to_local()``) raises at the next forward of that rank. A write that torch does not count
     (``.data`` of what ``to_local()`` returned, NumPy, a kernel that is given an address) cannot be noticed: call
@@ -93,17 +114,16 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     Args:
         module: root of the tree to keep.
     """
-    states = [
-        state for state in _states(module, recurse=True) if not state.keeps_unsharded
-    ]  # else: of an outer context
+    # The others are kept by an outer context.
+    states = [state for state in _states(module, recurse=True) if not state.options.keeps_unsharded]
     for state in states:
-        state.keeps_unsharded = True
+        state.set_options(keeps_unsharded=True)
     try:
         yield
     finally:
         for state in states:
-            state.keeps_unsharded = False
-            if state.root is not None and not state.entries and not state.active_uses:
+            state.set_options(keeps_unsharded=False)
+            if state.root is not None and not state.progress.entries and not state.backward.active_uses:
                 _reshard(state.root, state)
 
 
@@ -121,7 +141,7 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, 
         recurse: set it for all groups below ``module``, not only its own.
     """
     for state in _states(module, recurse):
-        state.requires_gradient_sync = requires_gradient_sync
+        state.set_options(requires_gradient_sync=requires_gradient_sync)
 
 
 @contextmanager
@@ -130,7 +150,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     The flags of all groups below ``module`` are restored at the end, also after an exception.
     """
-    with _flag_within(module, "requires_gradient_sync", False):
+    with _option_within(module, "requires_gradient_sync", False):
         yield
 
 
@@ -151,7 +171,7 @@ def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurs
         recurse: set it for all groups below ``module``, not only its own.
     """
     for state in _states(module, recurse):
-        state.is_functional = is_functional
+        state.set_options(is_functional=is_functional)
 
 
 @contextmanager
@@ -164,7 +184,7 @@ def functional_mode(module: nn.Module) -> Iterator[None]:
             (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         (score.mean() + (slope.norm() - 1) ** 2).backward()
     """
-    with _flag_within(module, "is_functional", True):
+    with _option_within(module, "is_functional", True):
         yield
 
 
@@ -177,20 +197,137 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, *,
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"set_reshard_after_forward(): expected True or False, got {reshard_after_forward!r}")
     for state in _states(module, recurse):
-        state.reshard_option = state.reshard_after_forward = reshard_after_forward
+        state.set_options(reshard_after_forward=reshard_after_forward)
+
+
+def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+    """Whether groups are freed after their backward, or stay gathered for the next forward: in accumulation over
+    several batches, memory for all-gathers.
+
+    A group that has stayed is gathered again in the next forward if the ranks have written to its sharded parameters
+    (an optimizer's step); a write to a rank's local memory alone raises there. See ``keep_unsharded``.
+
+    Ranks: all ranks must set the same. Local: no communication.
+    """
+    _check_flag("set_reshard_after_backward", reshard_after_backward)
+    for state in _states(module, recurse):
+        state.set_options(reshard_after_backward=reshard_after_backward)
+
+
+def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recurse: bool = True) -> None:
+    """Divide the sum of the ranks' gradients by ``factor`` in place of the number of ranks, from the next reduction on.
+
+    Ranks: all ranks must set the same; compared at the first forward. Local: no communication.
+
+    Args:
+        module: root of the tree to set.
+        factor: a positive number; ``None``: the number of ranks, so that gradients are averages.
+        recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        ValueError: ``factor`` is not a positive, finite number.
+    """
+    if factor is not None and not (isinstance(factor, (int, float)) and 0 < factor < float("inf")):
+        raise ValueError(f"set_gradient_divide_factor(): expected a positive number or None, got {factor!r}")
+    _set_reduction(module, recurse, divide_factor=factor)
+
+
+def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True, *, recurse: bool = True) -> None:
+    """Let the reduction sum, and divide after it, also where the backend could average: some communicate without a copy
+    only so.
+
+    Ranks: all ranks must set the same; compared at the first forward. Local: no communication.
+    """
+    _check_flag("set_force_sum_reduction_for_comms", forces_sum)
+    _set_reduction(module, recurse, forces_sum=forces_sum)
+
+
+def set_post_reduction_hook(
+    module: nn.Module, hook: Callable[[torch.Tensor], None] | None, *, recurse: bool = True
+) -> None:
+    """Call ``hook(gradient)`` on each reduced gradient, before it is added to ``.grad``: another reduction (over
+    replicas, say), noise, compression. The part of FSDP2's ``set_all_reduce_hook``.
+
+    Ranks: all ranks must set one, or none; compared at the first forward. A hook that communicates is called on all
+    ranks in the same order. Local by itself.
+
+    Args:
+        module: root of the tree to set.
+        hook: called once for each flat parameter and reduction, with this rank's part of the averaged gradient: 1-D,
+            contiguous, in the reduce dtype, with padding of zeros, to be changed in place.
+        recurse: set it for all groups below ``module``, not only its own.
+    """
+    if hook is not None and not callable(hook):
+        raise TypeError(f"set_post_reduction_hook(): expected a function or None, got {hook!r}")
+    _set_reduction(module, recurse, hook=hook)
+
+
+def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module] | None) -> None:
+    """Gather the groups of ``modules`` ahead when a forward of ``module``'s group begins, in place of the group that
+    came next in the last iteration; several, to gather further ahead. ``None``: as before.
+
+    What is gathered ahead and not used is freed when the outermost forward ends: a wrong list costs time and memory,
+    and nothing else.
+
+    Ranks: all ranks must set the same. Local: no communication.
+
+    Raises:
+        ValueError: ``fully_shard`` was not called on one of the modules.
+    """
+    _set_prefetch("set_modules_to_forward_prefetch", "forward_prefetch", module, modules)
+
+
+def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module] | None) -> None:
+    """As ``set_modules_to_forward_prefetch``, when backward comes to ``module``'s group; what is not used is freed when
+    that backward ends."""
+    _set_prefetch("set_modules_to_backward_prefetch", "backward_prefetch", module, modules)
+
+
+def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+    """Whether backwards all-reduce over replicas: taken, and without effect on a mesh of one dimension, which has
+    none."""
+    _check_flag("set_requires_all_reduce", requires_all_reduce)
+    for state in _states(module, recurse):
+        state.set_options(requires_all_reduce=requires_all_reduce)
+
+
+def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: bool = True) -> None:
+    """Whether the next backward is the last one of several: taken as by FSDP2, and without effect, for here every
+    backward is complete at its end."""
+    _check_flag("set_is_last_backward", is_last_backward)
+    for state in _states(module, recurse):
+        state.set_options(is_last_backward=is_last_backward)
+
+
+def _check_flag(call: str, flag: object) -> None:
+    if not isinstance(flag, bool):
+        raise TypeError(f"{call}(): expected True or False, got {flag!r}")
+
+
+def _set_reduction(module: nn.Module, recurse: bool, **changes: Any) -> None:
+    for state in _states(module, recurse):
+        state.set_options(reduction=replace(state.options.reduction, **changes))
+
+
+def _set_prefetch(call: str, option: str, module: nn.Module, modules: Sequence[nn.Module] | None) -> None:
+    state = _own_state(module, call)
+    for item in modules or ():
+        _own_state(item, call)
+    refs = None if modules is None else tuple([weakref.ref(item) for item in modules])
+    state.set_options(**{option: refs})
 
 
 @contextmanager
-def _flag_within(module: nn.Module, flag: str, value: bool) -> Iterator[None]:
-    """Set a flag of all groups below ``module`` for a while."""
-    before = [(state, getattr(state, flag)) for state in _states(module, recurse=True)]
+def _option_within(module: nn.Module, name: str, value: bool) -> Iterator[None]:
+    """Set an option of all groups below ``module`` for a while."""
+    before = [(state, getattr(state.options, name)) for state in _states(module, recurse=True)]
     try:
         for state, _ in before:
-            setattr(state, flag, value)
+            state.set_options(**{name: value})
         yield
     finally:
         for state, was in before:
-            setattr(state, flag, was)
+            state.set_options(**{name: was})
 
 
 def _own_state(module: nn.Module, call: str) -> _FSDPState:

@@ -5,7 +5,6 @@ Everything that can be refused is refused before the module is touched, so that 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from .flat import (
     regions_of,
 )
 from .group import (
-    CollectiveOrder,
+    GroupOptions,
     ParameterSwap,
     _annotate_modules_for_dynamo,
     _FSDPState,
@@ -80,10 +79,10 @@ def fully_shard(
             (``True``: least memory), or keep them (``False``: less communication). ``None``: ``False`` for the module
             whose forward is outermost, ``True`` for all others.
         granularity: a function from (FQN relative to ``module``, parameter) to the smallest piece of the parameter
-            that no shard boundary may cut: ``"elements"``, ``"rows"``, ``"whole"``, a number of elements, a block
+            that no shard boundary may split: ``"elements"``, ``"rows"``, ``"whole"``, a number of elements, a block
             shape, or ``None`` for the default (rows where that costs next to nothing, else elements).
         mp_policy: dtypes to compute, reduce and return in (``torch.distributed.fsdp.MixedPrecisionPolicy`` too).
-        ignored_params: parameters below ``module`` that stay as they are; nobody reduces their gradients.
+        ignored_params: parameters below ``module`` that stay as they are; their gradients are not reduced.
 
     Returns:
         ``module``.
@@ -119,20 +118,14 @@ def fully_shard(
     ties = ties_with_other_groups(fqns, ignored)
     _check_parameters(managed, data_mesh)
     regions = _check_memory(managed, fqns)
+    options = GroupOptions(mp_policy, granularity, reshard_after_forward)
     handles = [FlatParamHandle(part, data_mesh, mp_policy, granularity) for part in by_kind(managed)]
 
     def install(state: _FSDPState) -> None:
-        state.modules = tuple(weakref.ref(item) for item in modules)
-        state.fqn = label
-        state.mesh, state.mp_policy, state.reshard_option = data_mesh, mp_policy, reshard_after_forward
-        state.adopt(handles)
-        CollectiveOrder.of(state.mesh.shard_group).expect(state)
-        state.granularity = granularity
-        state.ignored = weakref.WeakSet(ignored)
-        state.regions = regions
-        _put_faces(managed, handles, label)
+        state.install(modules, label, data_mesh, options, handles, ignored, regions)
+        _put_sharded(managed, handles, label)
         watch_meta_buffers(fqns)
-        state.swap = ParameterSwap(modules, managed, handles, fqns)
+        state.show_by(ParameterSwap(modules, managed, handles, fqns))
         for item in modules:
             item.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
             item.register_forward_hook(post_forward, always_call=True)
@@ -141,8 +134,8 @@ def fully_shard(
     register_state(modules, install)
     notice_inputs()
     if ties:  # only now: torch's registry refuses a call that changes FQNs, and a tied parameter has one name less
-        for item, name, face in ties:
-            item._parameters[name] = face
+        for item, name, sharded in ties:
+            item._parameters[name] = sharded
             guard_state_dict(item, fqns[item])
         state_of_hooked(modules[0]).swap.rebuild()
     tree_has_changed()
@@ -222,7 +215,7 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMes
         if isinstance(param, DTensor):
             raise ValueError(
                 f"fully_shard(): the parameter {item.fqn} is a DTensor already, of placements {param.placements} on "
-                f"{param.device_mesh}: parameters that tensor parallelism has cut are not supported yet"
+                f"{param.device_mesh}: parameters that tensor parallelism has sharded are not supported yet"
             )
         check_class(param, item.fqn)
         grad_dtype = getattr(param, "grad_dtype", None)  # torch < 2.13 has none
@@ -247,26 +240,28 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DataParallelMes
 
 
 def _check_memory(managed: Sequence[ManagedParameter], fqns: dict[nn.Module, str]) -> list[Region]:
-    """Refuse parameters of the group that share memory; where they are."""
+    """Refuse parameters of the group that share memory. Return where the parameters lie."""
     regions = regions_of(((item.fqn, item.parameter) for item in managed), are_sharded=True)
     params = {item.parameter for item in managed}
     refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, params), are_sharded=False)])
     return regions
 
 
-def _put_faces(managed: Sequence[ManagedParameter], handles: Sequence[FlatParamHandle], label: str) -> None:
-    """Replace each parameter by its sharded face, wherever it stands in the group."""
-    faces = {fqn: face for handle in handles for fqn, face in zip(handle.fqns, handle.faces, strict=True)}
+def _put_sharded(managed: Sequence[ManagedParameter], handles: Sequence[FlatParamHandle], label: str) -> None:
+    """Replace each parameter by its sharded parameter, wherever it stands in the group."""
+    sharded_params = {
+        fqn: sharded for handle in handles for fqn, sharded in zip(handle.fqns, handle.sharded_params, strict=True)
+    }
     for item in managed:
-        face = faces[item.fqn]
+        sharded = sharded_params[item.fqn]
         mark_owner(item.parameter, label, item.fqn)  # to recognise a tie that points here from outside the group
-        mark_owner(face, label, item.fqn)
+        mark_owner(sharded, label, item.fqn)
         for module, name in item.slots:
             for key, value in module.__dict__.items():
                 if isinstance(value, list):
-                    module.__dict__[key] = _replaced(value, item.parameter, face)
-            module._parameters[name] = face
-        stand_in(item.parameter, face)
+                    module.__dict__[key] = _replaced(value, item.parameter, sharded)
+            module._parameters[name] = sharded
+        stand_in(item.parameter, sharded)
 
 
 def _replaced(items: list[Any], old: Any, new: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """``summon_full_params``: for a while, ordinary full parameters in the place of the sharded ones.
 
 A flat parameter is gathered as a whole, in its original dtype, and its full parameters are views of it. At the end each
-rank copies the elements of its own run back. The runtime sees nothing of it: no forward may run in between.
+rank copies the elements of its own local shards back. The runtime sees nothing of it: no forward may run in between.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .comm import meet
-from .flat import FlatParamHandle, UnreducedGradient, dress, face_local, gather_flat, handle_of, make_gradient
-from .group import SlotView, _FSDPState, _get_fsdp_states
+from .flat import (
+    FlatParamHandle,
+    UnreducedGradient,
+    gather_flat,
+    handle_of,
+    local_elements,
+    make_gradient,
+    restore_attributes,
+)
+from .group import SlotView, _FSDPState, _get_fsdp_states, state_of
 from .ragged import note_write_of_all_ranks
 from .runtime import enter_alone
 
@@ -43,19 +51,19 @@ class _Summoned:
         self.version = handle.shard._version
 
     def present(self) -> dict[int, nn.Parameter]:
-        """What stands now where the full parameters were put, by index.
+        """The parameters that stand now where the full ones were put, by index.
 
         Raises:
             ValueError: something that cannot be written back.
         """
         found: dict[int, list[nn.Parameter]] = {}
         for slot in self.slots:
-            value, face = slot.module._parameters.get(slot.name), self.handle.faces[slot.index]
-            if value is None or value.shape != face.shape:
+            value, sharded = slot.module._parameters.get(slot.name), self.handle.sharded_params[slot.index]
+            if value is None or value.shape != sharded.shape:
                 shape = None if value is None else tuple(value.shape)
                 raise ValueError(
                     f"summon_full_params(): {slot.fqn} was replaced by a value of shape {shape}, where the sharded "
-                    f"parameter has {tuple(face.shape)}: write into the parameter, or put one of its shape there"
+                    f"parameter has {tuple(sharded.shape)}: write into the parameter, or put one of its shape there"
                 )
             values = found.setdefault(slot.index, [])
             if values and values[0] is not value:
@@ -67,23 +75,23 @@ class _Summoned:
         return {index: values[0] for index, values in found.items()}
 
     def write_back(self, present: dict[int, nn.Parameter], with_grads: bool) -> None:
-        """Copy the elements of this rank's runs into the shard."""
+        """Copy the elements of this rank's local shards into the shard."""
         handle = self.handle
         with torch.no_grad():
             for i, param in present.items():
-                face, (start, stop, shape) = handle.faces[i], handle.runs[i]
-                first = handle.layout.run(i, handle.mesh.shard_rank).param_start
-                face_local(face).copy_(param.detach().reshape(-1)[first : first + stop - start].view(shape))
+                sharded, (start, stop, shape) = handle.sharded_params[i], handle.local_shards[i]
+                first = handle.layout.local_shard(i, handle.mesh.shard_rank).param_start
+                local_elements(sharded).copy_(param.detach().reshape(-1)[first : first + stop - start].view(shape))
                 if not with_grads:
                     continue
                 if param.grad is None:
-                    face.grad = None
+                    sharded.grad = None
                     continue
                 local = param.grad.reshape(-1)[first : first + stop - start].view(shape)
-                if face.grad is None:
-                    face.grad = make_gradient(local.to(handle.shard.device, handle.shard.dtype, copy=True), face)
+                if sharded.grad is None:
+                    sharded.grad = make_gradient(local.to(handle.shard.device, handle.shard.dtype, copy=True), sharded)
                 else:
-                    face_local(face.grad).copy_(local)
+                    local_elements(sharded.grad).copy_(local)
 
 
 @contextmanager
@@ -149,7 +157,7 @@ def summon_full_params(
             if handle.summoned is None:
                 own_slots = [slot for item, slot in slots if item is handle]
                 summoned = _summon(handle, own_slots, rank0_only, offload_to_cpu, with_grads)
-                handle.summoned = summoned if summoned is not None else _ELSEWHERE
+                handle.summon(summoned if summoned is not None else _ELSEWHERE)
                 if summoned is not None:
                     own.append(summoned)
         views = _put(own)
@@ -166,7 +174,7 @@ def summon_full_params(
                 view.restore()
             for handle in handles:
                 if handle.summoned is _ELSEWHERE or handle.summoned in own:
-                    handle.summoned = None
+                    handle.summon(None)
             for item in own:
                 for param in item.params:
                     item.handle.forget(param)
@@ -198,7 +206,7 @@ def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle
 
 
 def _state_of(handle: FlatParamHandle) -> _FSDPState:
-    state: _FSDPState | None = handle.group()
+    state = state_of(handle)
     if state is None:
         raise RuntimeError("summon_full_params(): the sharded module of a parameter is gone")
     return state
@@ -207,11 +215,11 @@ def _state_of(handle: FlatParamHandle) -> _FSDPState:
 def _make_ready(state: _FSDPState) -> None:
     """Take over what the user has changed; raise if the group is at work."""
     root = state.root
-    is_busy = root is not None and (root.depth or root.is_in_backward or root.has_failed_backward)
-    if state.entries or state.active_uses or is_busy:
+    is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
+    if state.progress.entries or state.backward.active_uses or is_busy:
         raise RuntimeError(
             f"summon_full_params(): a forward or backward of the fully_shard group {state.name} is running (or was "
-            "interrupted: run a forward first, which heals it)"
+            "interrupted: run a forward first, which recovers from it)"
         )
     if all(handle.summoned is None for handle in state._handles):
         owner = state.modules[0]()
@@ -235,7 +243,7 @@ def _summon(
     handle: FlatParamHandle, slots: Sequence[_Slot], rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> _Summoned | None:
     """Gather one flat parameter; ``None`` on the ranks that get nothing."""
-    grads = [face.grad for face in handle.faces]
+    grads = [sharded.grad for sharded in handle.sharded_params]
     for grad in grads:
         if isinstance(grad, UnreducedGradient) and with_grads:
             grad.refuse("summon_full_params(with_grads=True)")
@@ -243,16 +251,16 @@ def _summon(
     flat_grad = None
     if with_grads and any(grad is not None for grad in grads):
         shard_grad = torch.zeros_like(handle.shard)
-        for grad, (start, stop, shape) in zip(grads, handle.runs, strict=True):
+        for grad, (start, stop, shape) in zip(grads, handle.local_shards, strict=True):
             if grad is not None:
-                shard_grad[start:stop].view(shape).copy_(face_local(grad))
+                shard_grad[start:stop].view(shape).copy_(local_elements(grad))
         flat_grad = gather_flat(handle, shard_grad, rank0_only, offload_to_cpu)
     if flat is None:
         return None
     params = []
-    for i, (face, view) in enumerate(zip(handle.faces, handle.full_views_of(flat), strict=True)):
-        param = nn.Parameter(view, requires_grad=face.requires_grad)
-        dress(face, param)
+    for i, (sharded, view) in enumerate(zip(handle.sharded_params, handle.full_views_of(flat), strict=True)):
+        param = nn.Parameter(view, requires_grad=sharded.requires_grad)
+        restore_attributes(sharded, param)
         if flat_grad is not None and grads[i] is not None:
             param.grad = handle.full_views_of(flat_grad)[i]
         params.append(param)

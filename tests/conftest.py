@@ -18,5 +18,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What launches whole programs takes longest, and comes first: nothing else is left to do beside it at the end."""
+    """Tests that launch whole programs take longest, and come first: at the end nothing is left to do next to them."""
     items.sort(key=lambda item: item.path.name != "test_train_gpt.py")

@@ -48,7 +48,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ROOT = Path(__file__).resolve().parents[1]
-START_TIMEOUT = 90.0  # seconds for a pool to import torch and meet
+START_TIMEOUT = 90.0  # seconds for a pool to import torch and form its process group
 GRACE = 2.0  # seconds the other ranks get after the first failure, to fail in their own words
 GROUP_TIMEOUT = 600.0  # of gloo; far beyond a test's, so that a hang is reported with stacks and not as a gloo error
 MAX_OUTPUT = 20_000  # characters of one rank's output or stacks that a failure quotes
@@ -111,7 +111,7 @@ def run_distributed(
     """Runs ``body(**arguments)`` on ``world_size`` ranks; fails the calling test if any rank fails."""
     throw_away = fresh or pg_timeout is not None
     file = str(sys.modules[body.__module__].__file__)
-    task = _Task(file, body.__module__, body.__qualname__, arguments or {}, meet_after=not throw_away)
+    task = _Task(file, body.__module__, body.__qualname__, arguments or {}, barrier_after=not throw_away)
     pool = None if throw_away else _pools.pop(world_size, None)
     pool = pool or WorkerPool(world_size, pg_timeout or GROUP_TIMEOUT)
     try:
@@ -125,7 +125,7 @@ def run_distributed(
 
 @contextlib.contextmanager
 def fake_process_group(rank: int = 0, world_size: int = 64) -> Iterator[None]:
-    """Makes this process ``rank`` of a group whose collectives return at once and move nothing."""
+    """Makes this process ``rank`` of a process group whose collectives return at once and move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -187,7 +187,7 @@ class _Task(NamedTuple):
     module: str
     qualname: str
     arguments: dict[str, Any]
-    meet_after: bool
+    barrier_after: bool
 
 
 class _Worker:
@@ -214,7 +214,7 @@ class _Worker:
             return f"the process ended by itself, {f'signal {-code}' if code < 0 else f'exit code {code}'}\n"
 
     def new_output(self) -> str:
-        """What the rank printed since the last call."""
+        """The text that the rank printed since the last call."""
         text = self.output.read_bytes()[self.output_seen :]
         self.output_seen += len(text)
         return text.decode(errors="replace")[-MAX_OUTPUT:]
@@ -225,7 +225,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """The ranks of one process group. Owns their processes, the store they meet at and the files they write."""
+    """The ranks of one process group. Owns their processes, the store they share and the files they write."""
 
     def __init__(self, world_size: int, pg_timeout: float = GROUP_TIMEOUT):
         self._directory = tempfile.TemporaryDirectory(prefix="fsdp_compose_tests_", ignore_cleanup_errors=True)
@@ -246,7 +246,7 @@ class WorkerPool:
         self._collect(task.qualname, timeout)
 
     def shutdown(self) -> None:
-        """Lets idle ranks meet once more and exit; ends those that do not."""
+        """Lets idle ranks pass a last barrier and exit; ends those that do not."""
         self._send(None)
         for worker in self.workers:
             worker.connection.poll(5)  # becomes readable when the process ends
@@ -355,7 +355,7 @@ def _run_task(task: _Task, connection: Connection) -> str | None:
         _reset()
         _resolve(task)(**task.arguments)
         connection.send(BODY_DONE)
-        if task.meet_after:
+        if task.barrier_after:
             dist.barrier()  # fails or hangs here, not in the next test, if the ranks' collectives did not pair
     except BaseException as error:  # pytest.skip and sys.exit too: a rank that leaves early has failed
         frame = error.__traceback__

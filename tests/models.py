@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import fully_shard, reshard, unshard
-from fsdp_compose.group.state import _FSDPState, states_to_run
+from fsdp_compose.group.registry import states_to_run
+from fsdp_compose.group.state import _FSDPState
 
 VOCAB, SEQ, GLOBAL_BATCH = 29, 6, 12  # the batch divides by 1, 2, 3 and 4 ranks; the vocabulary divides by none
 
@@ -130,8 +131,8 @@ def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     for state, module in sharded_modules(model):
         unshard(module)
         for handle in state._handles:
-            for face, whole in zip(handle.faces, handle.unsharded_params, strict=True):
-                found[names[id(face)]] = whole.detach().clone()
+            for sharded, whole in zip(handle.sharded_params, handle.unsharded.params, strict=True):
+                found[names[id(sharded)]] = whole.detach().clone()
         reshard(module)
     return {name: found[name] for name in names.values()}
 
@@ -143,13 +144,13 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     for state, _ in sharded_modules(model):
         for handle in state._handles:
             flat = torch.zeros_like(handle.shard)
-            for face, (start, stop, _shape) in zip(handle.faces, handle.runs, strict=True):
-                if face.grad is not None:
-                    flat[start:stop] = face.grad.to_local().flatten()
+            for sharded, (start, stop, _shape) in zip(handle.sharded_params, handle.local_shards, strict=True):
+                if sharded.grad is not None:
+                    flat[start:stop] = sharded.grad.to_local().flatten()
             whole = torch.empty(handle.layout.flat_numel, dtype=flat.dtype)
             dist.all_gather_into_tensor(whole, flat)
-            for face, view in zip(handle.faces, handle.full_views_of(whole), strict=True):
-                found[names[id(face)]] = view.clone() if face.grad is not None else None
+            for sharded, view in zip(handle.sharded_params, handle.full_views_of(whole), strict=True):
+                found[names[id(sharded)]] = view.clone() if sharded.grad is not None else None
     return {name: found[name] for name in names.values()}
 
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from fsdp_compose import RaggedDTensor
 from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.flat.flat_param import handle_of
+from fsdp_compose.flat.registry import handle_of
 
 ON_GRADIENT, AFTER_ACCUMULATION = "on gradient", "after accumulation"
 
@@ -74,28 +74,28 @@ class ObservedHooks:
         self._num_calls.clear()
         self._seen.clear()
 
-    def check(self, faces: Sequence[nn.Parameter], with_terms: set[int], reaches_groups: bool) -> list[str]:
-        """What is wrong after a backward. A hook is called once by a backward that reduces the gradient of its
+    def check(self, sharded_params: Sequence[nn.Parameter], with_terms: set[int], reaches_groups: bool) -> list[str]:
+        """The differences after a backward. A hook is called once by a backward that reduces the gradient of its
         parameter, or in which the loss has a term on the parameter itself, and else not at all; after accumulation it
         has seen the gradient as it is now. ``reaches_groups``: else the loss has terms on parameters alone, whose
         backward reduces nothing."""
         differences = []
         reduced: set[int] = set()
         for number, index in self._hooked.items():
-            place = handle_of(faces[index])
+            place = handle_of(sharded_params[index])
             assert place is not None
-            state = place[0].group()
+            state = place[0].owner()
             expected = index in with_terms
-            if reaches_groups and (state.was_functional or state.requires_gradient_sync):
+            if reaches_groups and (state.past.was_functional or state.options.requires_gradient_sync):
                 expected |= index in self._reached | self._unreduced
                 reduced.add(index)
             num_calls = self._num_calls.get(number, 0)
-            may_repeat = self._may_repeat and (state.was_functional or state.is_root or self._has_inner_roots)
+            may_repeat = self._may_repeat and (state.past.was_functional or state.is_root or self._has_inner_roots)
             may_be = num_calls > expected > 0 and may_repeat
             may_be |= index in self._unknown and index in reduced and num_calls == 1
             if num_calls != expected and not may_be:
                 differences.append(f"hook {number} was called {num_calls} times, expected {int(expected)}")
-            grad = faces[index].grad
+            grad = sharded_params[index].grad
             if number in self._seen and not (grad is not None and torch.equal(grad.to_local(), self._seen[number])):
                 differences.append(f"hook {number} saw {self._seen[number]}, and the gradient is {grad}")
         self._unreduced = (self._unreduced | self._reached - with_terms) - reduced

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, clip_grad_norm_, flat_parameters, fully_shard, no_sync
 from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_features import Branches, Net, Twins, inputs, mean_square, plain_sgd, shard_branches, shard_layers
@@ -97,10 +97,10 @@ def test_dropped_gradients_without_sync_free_their_memory_at_the_next_forward():
     twins = Twins(Net(), make_optimizer=plain_sgd)
     (batch,) = inputs()
     backward_without_sync(twins, batch)
-    assert all(handle.accumulation is not None for handle in _get_fsdp_handles(twins.sharded))
+    assert all(handle.contributions.accumulation is not None for handle in _get_fsdp_handles(twins.sharded))
     twins.sharded.zero_grad()
     twins.sharded(local_part(batch))
-    assert all(handle.accumulation is None for handle in _get_fsdp_handles(twins.sharded))
+    assert all(handle.contributions.accumulation is None for handle in _get_fsdp_handles(twins.sharded))
 
 
 READS: dict[str, Callable[[nn.Parameter], object]] = {
@@ -225,7 +225,7 @@ def test_gradients_accumulate_in_reduce_dtype():
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
 @distributed(world_size=2)
-def test_flat_parameters_show_and_drop_what_is_not_reduced_too(local, set_to_none):
+def test_flat_views_show_and_drop_what_is_not_reduced_too(local, set_to_none):
     twins = Twins(Net(), make_optimizer=plain_sgd)
     flat = flat_parameters(twins.sharded, local=local)
     twins.optimizers[1] = plain_sgd(flat)

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
-from fsdp_compose.group.state import get_state
+from fsdp_compose.group.registry import get_state
 from tests.harness import distributed
 
 REFUSED = "Cannot access data pointer|while they are sharded|out of bounds for storage of size 0"

@@ -56,7 +56,7 @@ def test_backward_with_parameters_as_inputs(names: list[str] | None, mode: str) 
 
 
 @distributed(world_size=2)
-def test_with_flat_parameters_old_references_other_inputs_and_without_sync() -> None:
+def test_with_flat_views_old_references_other_inputs_and_without_sync() -> None:
     torch.manual_seed(0)
     model, reference = pair(nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(2)]).double())
     old = model[0].bias

@@ -22,7 +22,7 @@ from fsdp_compose import (
     functional_mode,
     no_sync,
 )
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import full_gradients
 
@@ -270,7 +270,7 @@ class Twins:
         for got, expected in zip(ours or (), theirs or (), strict=True):
             torch.testing.assert_close(got.detach(), expected.detach())
         for handle in _get_fsdp_handles(self.model):
-            assert not any(param.grad is not None for param in handle.unsharded_params), "an unsharded gradient is left"
+            assert not any(param.grad is not None for param in handle.unsharded.params), "an unsharded gradient is left"
         for param in self.reference.parameters():
             if param.grad is not None:
                 dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
@@ -284,8 +284,8 @@ class Twins:
                 torch.testing.assert_close(got, expected, msg=lambda text, name=name: f"gradient of {name}: {text}")
 
     def compare_parameters(self) -> None:
-        for (name, face), param in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
-            whole = face.detach().full_tensor()
+        for (name, sharded), param in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
+            whole = sharded.detach().full_tensor()
             torch.testing.assert_close(whole, param.detach(), msg=lambda text, name=name: f"{name}: {text}")
 
 

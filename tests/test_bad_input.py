@@ -28,7 +28,7 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
-from fsdp_compose.group.state import _get_fsdp_states
+from fsdp_compose.group.registry import _get_fsdp_states
 from tests.harness import distributed, fake_process_group
 
 
@@ -407,11 +407,11 @@ def test_parameter_replaced_after_fully_shard(fake_group, after_a_forward):
     model = fully_shard(Net())
     if after_a_forward:
         assert_trains(model)
-    face = model.layers[1][0].weight
+    sharded = model.layers[1][0].weight
     model.layers[1][0].weight = nn.Parameter(torch.ones(4, 4))
     with refused((ValueError, RuntimeError), "layers.1.0.weight", "replaced", r"fully_shard\(\)", model=model):
         model(torch.ones(2, 4))
-    model.layers[1][0].weight = face
+    model.layers[1][0].weight = sharded
     assert_trains(model)
 
 
@@ -422,10 +422,10 @@ def test_parameter_added_or_removed_after_the_first_forward(fake_group):
     with refused(RuntimeError, "head.late", "added", r"fully_shard\(\)", model=model):
         model(torch.ones(2, 4))
     del model.head.late
-    face, model.head.bias = model.head.bias, None
+    sharded, model.head.bias = model.head.bias, None
     with refused(RuntimeError, "head.bias", "removed", r"fully_shard\(\)", model=model):
         model(torch.ones(2, 4))
-    model.head.bias = face
+    model.head.bias = sharded
     assert_trains(model)
 
 
@@ -498,7 +498,7 @@ def test_forward_that_changes_its_parameters(fake_group, action, shards_layers):
 
 
 @contextmanager
-def meeting_timeout(seconds: float) -> Iterator[None]:
+def rendezvous_timeout(seconds: float) -> Iterator[None]:
     os.environ[TIMEOUT_ENV] = str(seconds)
     try:
         yield
@@ -507,9 +507,9 @@ def meeting_timeout(seconds: float) -> Iterator[None]:
 
 
 def error_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> str:
-    """What the forward of ``model`` raises, within a second, on every rank alike."""
+    """The error that the forward of ``model`` raises, on every rank alike and without waiting for the timeout."""
     start = time.monotonic()
-    with meeting_timeout(30), pytest.raises(RuntimeError) as caught:
+    with rendezvous_timeout(30), pytest.raises(RuntimeError) as caught:
         model(torch.ones(2, 4, dtype=dtype))
     assert time.monotonic() - start < 15, "waited for the timeout"
     texts: list[Any] = [None] * dist.get_world_size()
@@ -597,13 +597,13 @@ def test_rank_that_does_not_come_to_the_first_forward(absent):
     model = shard_two(two_layers())
     if dist.get_rank() != absent:
         start = time.monotonic()
-        with meeting_timeout(timeout), pytest.raises(RuntimeError) as caught:
+        with rendezvous_timeout(timeout), pytest.raises(RuntimeError) as caught:
             model(torch.ones(2, 4))
         assert time.monotonic() - start < timeout + grace + 2
         for word in ("first forward", rf"rank\(s\) {absent} did not come", f"within {timeout:g} s", TIMEOUT_ENV):
             assert re.search(word, str(caught.value)), f"no {word!r} in: {caught.value}"
     dist.barrier()
-    with meeting_timeout(20):
+    with rendezvous_timeout(20):
         assert_trains(model)
 
 
@@ -611,20 +611,20 @@ def test_rank_that_does_not_come_to_the_first_forward(absent):
 def test_all_ranks_that_do_not_come_are_named():
     model = fully_shard(nn.Linear(4, 4))
     if dist.get_rank() == 0:
-        with meeting_timeout(1), pytest.raises(RuntimeError, match=r"rank\(s\) 1, 2 did not come"):
+        with rendezvous_timeout(1), pytest.raises(RuntimeError, match=r"rank\(s\) 1, 2 did not come"):
             model(torch.ones(2, 4))
     dist.barrier()
-    with meeting_timeout(20):
+    with rendezvous_timeout(20):
         assert_trains(model)
 
 
 @distributed(world_size=3, timeout=30)
 def test_rank_that_comes_with_another_model_after_an_absence():
-    """What ranks brought to a meeting that failed is not judged at the next."""
+    """Payloads that ranks brought to a rendezvous that failed are not judged at the next."""
     rank = dist.get_rank()
     if rank != 1:
-        with meeting_timeout(1), pytest.raises(RuntimeError, match="did not come"):
+        with rendezvous_timeout(1), pytest.raises(RuntimeError, match="did not come"):
             fully_shard(nn.Linear(4, 4 if rank == 0 else 6))(torch.ones(2, 4))
     dist.barrier()
-    with meeting_timeout(20):
+    with rendezvous_timeout(20):
         assert_trains(fully_shard(nn.Linear(4, 4)))

@@ -1,6 +1,6 @@
-"""Nobody waits for ever: what meets the other ranks raises in bounded time when one of them is gone, and names it.
+"""No rank waits forever: a rendezvous of which one rank is gone raises in bounded time, and names it.
 
-One rank alone in a first forward: ``test_bad_input``; in healing: ``test_invariants``, section 8; in
+One rank alone in a first forward: ``test_bad_input``; in recovery: ``test_invariants``, section 8; in
 ``summon_full_params``: ``test_summon``.
 """
 
@@ -82,7 +82,7 @@ def test_rank_that_dies_in_backward_makes_the_others_raise_and_names_itself_at_t
     for rank in (0, 2):
         first, second = outputs[rank][0].splitlines() or [outputs[rank][1], ""]
         assert f"rank {rank}: the" in first and "another rank died" in first, first
-        assert "healing after an interrupted iteration: rank(s)" in second and "did not come" in second, second
+        assert "recovery after an interrupted iteration: rank(s)" in second and "did not come" in second, second
         # The first rank tells who is absent. The other one may be, too: in the collective, waiting for the first rank's
         # part, which never comes, until that one's connection is gone as well.
         assert rank != 0 or re.search(r"rank\(s\) 1(, 2)? did", second), second

@@ -41,7 +41,7 @@ from fsdp_compose.checkpoint.moving import gathering
 from fsdp_compose.checkpoint.state.pending import is_pending
 from fsdp_compose.comm import point_to_point
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.test_invariants import environment, same_on_every_rank
 
@@ -70,7 +70,7 @@ class Counter(nn.Module):
 
 
 class Net(nn.Module):
-    """Odd sizes, a scalar, a tie across groups, buffers, extra state, and an expert that nobody uses."""
+    """Odd sizes, a scalar, a tie across groups, buffers, extra state, and an expert that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Matrices(nn.Module):
-    """What every optimizer can train: two matrices."""
+    """Two matrices, which every optimizer can train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -458,7 +458,7 @@ def test_other_parameter_groups_get_hyperparameters_by_name():
         (7.0, None),
     ]
     assert_equal(snapshot(other, regrouped)[1]["state"], snapshot(model, optimizer)[1]["state"])
-    with pytest.raises(RuntimeError, match=r"missing: scale, which the optimizer trains, is in no group of the dict"):
+    with pytest.raises(RuntimeError, match=r"missing: scale, which the optimizer trains, is in no parameter group"):
         set_optimizer_state_dict(other, regrouped, {"state": {}, "param_groups": []})
     with pytest.raises(RuntimeError, match=r"unexpected: zzz, which the model does not have"):
         state = get_optimizer_state_dict(model, optimizer)
@@ -482,7 +482,7 @@ def test_an_optimizer_parameter_outside_the_model_is_an_error_that_names_it_or_k
         lambda: get_optimizer_state_dict(model, optimizer),
         lambda: set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []}),
     ):
-        with pytest.raises(RuntimeError, match=r"does not have parameter 0 of group 1 of the AdamW, of shape \(2,\)"):
+        with pytest.raises(RuntimeError, match=r"parameter 0 of parameter group 1 of the AdamW, of shape \(2,\)"):
             action()
     temperature.grad = torch.ones(2)
     train(model, optimizer, 1)
@@ -631,7 +631,7 @@ def test_flat_optimizers_and_those_over_parameters_load_each_other(where):
 
     def alive(seed: int) -> Net:
         model = build(seed)
-        del model.dead  # beside parameters that are used, a flat optimizer keeps state for it too
+        del model.dead  # next to parameters that are used, a flat optimizer keeps state for it too
         return shard(model)
 
     for make, make_other in ((flat, by_parameter), (by_parameter, flat), (flat, flat)):
@@ -649,7 +649,7 @@ def test_flat_optimizers_and_those_over_parameters_load_each_other(where):
 
 
 @distributed(world_size=2)
-def test_state_that_a_flat_parameter_cannot_hold_is_refused():
+def test_state_that_a_flat_view_cannot_hold_is_refused():
     model, other = shard(build(0)), shard(build(1))
     optimizer, flat = adamw(model.parameters()), adamw(flat_parameters(other))
     train(model, optimizer, 1)
@@ -824,7 +824,7 @@ def test_an_optimizer_whose_state_cannot_be_foreseen_still_saves_what_it_has():
 
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world_size=2)
-def test_optimizer_state_loads_beside_a_model_on_the_meta_device(broadcast):
+def test_optimizer_state_loads_next_to_a_model_on_the_meta_device(broadcast):
     """Plain and sharded; the parameters stay the objects that the optimizer trains."""
     source = build()
     optimizer = adamw(source.parameters())
@@ -842,7 +842,7 @@ def test_optimizer_state_loads_beside_a_model_on_the_meta_device(broadcast):
             set_optimizer_state_dict(model, resumed, optimizer_state, options=options)
         if is_sharded:
             flat = adamw(flat_parameters(model))
-            with pytest.raises(RuntimeError, match="flat parameters on the meta device"):
+            with pytest.raises(RuntimeError, match="flat views on the meta device"):
                 set_state_dict(
                     model, flat, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
                 )

@@ -187,8 +187,8 @@ def test_ranks_that_give_other_layouts_are_told_which():
     rows = distribute_tensor(full[0]["second.weight"], mesh, [Shard(0)])
     columns = distribute_tensor(full[0]["second.weight"], mesh, [Shard(1)])
     with told(
-        r"rank 0 has second\.weight of shape \(10, 10\), torch\.float32, whole or cut as it is here where rank 1 has "
-        r"second\.weight of shape \(10, 10\), torch\.float32, placed \[Shard\(dim=0\)\]"
+        r"rank 0 has second\.weight of shape \(10, 10\), torch\.float32, whole or sharded as it is here where rank 1 "
+        r"has second\.weight of shape \(10, 10\), torch\.float32, placed \[Shard\(dim=0\)\]"
     ):
         given = {**full[0], "second.weight": full[0]["second.weight"] if is_first else rows}
         set_state_dict(model, optimizer, model_state_dict=given, optim_state_dict=full[1])
@@ -223,7 +223,7 @@ def test_an_optimizer_dict_that_makes_no_sense_on_one_rank_is_told_to_all(broadc
             "state": {**good["state"], 77: good["state"][0]},
         },
         r"expected a dict as the state of scale; found a int": {"state": {"scale": 1}, "param_groups": []},
-        r"expected 'params' in each group; found one with the keys \['lr'\]": {
+        r"expected 'params' in each parameter group; found one with the keys \['lr'\]": {
             "state": {},
             "param_groups": [{"lr": 1}],
         },

@@ -132,21 +132,21 @@ def test_a_save_killed_at_any_event_leaves_the_old_or_the_new_checkpoint(before,
     assert seen == {"old", "new"} and number > 8, "it was killed before and after the decisive step"
 
 
-def stopped_at(number: int, folder: Path, meet: Connection) -> None:
+def stopped_at(number: int, folder: Path, connection: Connection) -> None:
     with tempfile.TemporaryDirectory() as other:
         save_state(0.0, Path(other) / "warm")
 
     def wait() -> None:
-        meet.send("stopped")
-        meet.recv()
+        connection.send("stopped")
+        connection.recv()
 
     at_event(number, wait)
     try:
         save_state(1.0, folder)
-        meet.send("saved")
+        connection.send("saved")
     except RuntimeError as error:
-        meet.send(f"error: {error}")
-    meet.recv()
+        connection.send(f"error: {error}")
+    connection.recv()
     os._exit(0)
 
 
@@ -159,7 +159,7 @@ def attempt(value: float, folder: Path) -> str:
 
 
 @pytest.mark.timeout(120)
-def test_of_two_jobs_that_save_to_one_path_one_gets_an_error_wherever_they_meet(tmp_path):
+def test_of_two_jobs_that_save_to_one_path_one_gets_an_error_wherever_they_collide(tmp_path):
     winners, number = set(), 0
     while True:
         number += 1

@@ -1,4 +1,4 @@
-"""What goes wrong while checkpoints are written and read, on one rank or in the folder, is one error on every rank."""
+"""A failure while checkpoints are written and read, on one rank or in the folder, is one error on every rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Raises:
 
 
 class Unpicklable:
-    """An object that nobody can write."""
+    """An object that cannot be written."""
 
     def __reduce__(self) -> Any:
         raise Trouble

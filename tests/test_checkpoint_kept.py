@@ -1,4 +1,4 @@
-"""What is saved is what is loaded: dtypes, keys, state of unusual optimizers and models. And what is given stays."""
+"""Loads bring back what was saved: dtypes, keys, state of unusual optimizers and models. And what is given stays."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_one_loaded_dict_makes_two_optimizers_that_share_nothing(is_sharded):
 
 
 class Master(torch.optim.Optimizer):
-    """Keeps fp32 weights beside bf16 ones, and counts in bytes."""
+    """Keeps fp32 weights next to bf16 ones, and counts in bytes."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -202,7 +202,7 @@ def test_getters_change_nothing_that_a_step_would():
 
 
 class Unforeseen(torch.optim.AdamW):
-    """As ``AdamW``, of a class whose step nobody may try out."""
+    """As ``AdamW``, of a class whose step must not be tried out."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)

@@ -44,7 +44,7 @@ def waves(seed: int) -> nn.Module:
 
 
 class Undeclared(torch.optim.SGD):
-    """Of a class whose step nobody may try out: it keeps a running mean, a count and a history."""
+    """Of a class whose step must not be tried out: it keeps a running mean, a count and a history."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

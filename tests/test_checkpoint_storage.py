@@ -45,7 +45,7 @@ from fsdp_compose.checkpoint.files.folders import damage
 from fsdp_compose.checkpoint.files.hf import plan_files
 from fsdp_compose.checkpoint.moving import gathering
 from fsdp_compose.comm import point_to_point
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import ROOT, distributed, run_distributed
 from tests.test_checkpoint import FLATTENED, Net, adamw, assert_equal, build, shard, snapshot, train, whole
 from tests.test_invariants import same_on_every_rank
@@ -181,7 +181,7 @@ def load_from_other_sizes(folder: str) -> None:
         set_state(model, optimizer, state)
         expected = torch.load(f"{folder}/{saved}.pt", weights_only=False)
         found = snapshot(model, optimizer)
-        for state in (found, expected):  # flat parameters are in another order
+        for state in (found, expected):  # flat views have another order
             state[1]["param_groups"][0]["params"].sort()
         assert_equal(found, expected)
 
@@ -204,7 +204,7 @@ def test_two_dimensional_layouts_load_in_any_other():
         "tensor parallel": [RaggedShard((13, 7), flat=True), Shard(0)],
         "columns": [RaggedShard((4, 1)), Shard(1)],
     }
-    # Runs are of what is local after the other placement, so the counts of the cut by elements differ between ranks.
+    # Counts are of the elements that are local after the other placement, so they differ between the ranks.
     layouts["tensor parallel"][0] = RaggedShard((20, 1) if mesh.get_local_rank(1) == 0 else (10, 4), flat=True)
     for name, placements in layouts.items():
         dcp.save({"w": distribute_ragged(values, mesh, placements)}, checkpoint_id=str(folder / name))
@@ -344,11 +344,11 @@ def test_damaged_and_incomplete_checkpoints_are_refused_on_every_rank():
         (path / "__0_0.distcp").write_bytes(data)
 
     cases = [
-        (damaged("cut", "good", truncate), r"__1_0\.distcp has \d+ bytes, where \d+ were written"),
+        (damaged("truncated", "good", truncate), r"__1_0\.distcp has \d+ bytes, where \d+ were written"),
         (damaged("flipped", "good", flip), r"__0_0\.distcp does not hold what was written"),
         (damaged("lost", "good", lambda path: (path / "__1_0.distcp").unlink()), r"__1_0\.distcp is missing"),
         (damaged("headless", "good", lambda path: (path / ".metadata").unlink()), r"no complete checkpoint"),
-        (damaged("cut too", "torch's", truncate), r"__1_0\.distcp has \d+ bytes, where \d+ were written"),
+        (damaged("truncated too", "torch's", truncate), r"__1_0\.distcp has \d+ bytes, where \d+ were written"),
         (damaged("x.partial", "good", lambda _: None).with_name("x"), r"a save that was interrupted"),
         (folder / "nowhere", r"there is no checkpoint at .*nowhere"),
     ]
@@ -446,7 +446,7 @@ def test_many_saves_keep_no_memory_and_a_model_is_freed_without_the_garbage_coll
 
 
 @distributed(world_size=2)
-def test_full_state_dicts_hold_one_flat_parameter_beside_the_result():
+def test_full_state_dicts_hold_one_flat_parameter_besides_the_result():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from memory import AllocatedBytes
 
@@ -504,7 +504,7 @@ def check_that_flat_parameters_are_gathered_one_by_one(model: nn.Module, optimiz
 
 
 class Typed(nn.Module):
-    """Several dtypes, a tie across groups, an int buffer, an odd cut, and a scalar."""
+    """Several dtypes, a tie across groups, an int buffer, uneven shards, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -562,16 +562,16 @@ def test_damaged_or_unfit_safetensors_are_refused_on_every_rank():
     model = shard_typed(typed(0))
     save_hf(model, folder / "good", max_file_bytes=100)
     if dist.get_rank() == 0:
-        for name in ("cut", "lost"):
+        for name in ("truncated", "lost"):
             subprocess.run(["cp", "-r", str(folder / "good"), str(folder / name)], check=True)
-        file = min((folder / "cut").glob("*.safetensors"))
+        file = min((folder / "truncated").glob("*.safetensors"))
         os.truncate(file, file.stat().st_size - 1)
         min((folder / "lost").glob("*.safetensors")).unlink()
     dist.barrier()
     other = shard_typed(typed(1))
     before = snapshot(other)
     for name, message in (
-        ("cut", "is damaged, or was not written to its end"),
+        ("truncated", "is damaged, or was not written to its end"),
         ("lost", "there is no"),
         ("no", "there is no"),
     ):

@@ -252,7 +252,7 @@ def test_inductor():
 
 
 @distributed(world_size=2)
-def test_exception_in_a_compiled_model_is_healed():
+def test_a_compiled_model_recovers_from_an_exception():
     model, reference = stacks()
     with Compilations() as compilations, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -50,7 +50,7 @@ def sharded_parameters(model: nn.Module) -> Any:
     return model.parameters()
 
 
-def local_flat_parameters(model: nn.Module) -> Any:
+def local_flat_views(model: nn.Module) -> Any:
     return flat_parameters(model, local=True)
 
 
@@ -79,7 +79,7 @@ def test_compiled_step_of_an_unsharded_model_is_as_if_nothing_were_sharded():
 
 @pytest.mark.parametrize(
     ("parameters", "make"),
-    [(sharded_parameters, adamw), (flat_parameters, adamw), (local_flat_parameters, sgd), (flat_in_two_groups, sgd)],
+    [(sharded_parameters, adamw), (flat_parameters, adamw), (local_flat_views, sgd), (flat_in_two_groups, sgd)],
 )
 @distributed(world_size=2)
 def test_compiled_step_of_a_sharded_model(parameters, make):

@@ -35,7 +35,7 @@ def check_gathering(dtype: torch.dtype) -> None:
 
 
 @distributed(world_size=4)
-def test_a_part_of_the_ranks_meets_beside_messages_of_the_users():
+def test_a_part_of_the_ranks_gathers_next_to_messages_of_the_users():
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
     group, peer = groups[rank % 2], (rank + 2) % 4

@@ -150,7 +150,7 @@ def test_edit_of_the_next_group_shows_in_every_mode(mode):
 
 @pytest.mark.parametrize("local", [False, True])
 @distributed(world_size=(2, 3))
-def test_step_of_flat_parameters_inside_forward_shows(local):
+def test_step_of_flat_views_inside_forward_shows(local):
     model = shard(Editing())
     optimizer = torch.optim.SGD(flat_parameters(model.target, local=local), lr=0.5)
 
@@ -166,7 +166,7 @@ def test_step_of_flat_parameters_inside_forward_shows(local):
 
 
 @distributed(world_size=(2, 3))
-def test_write_to_a_flat_parameter_inside_forward_shows():
+def test_write_to_a_flat_view_inside_forward_shows():
     model = shard(Editing())
     (flat,) = flat_parameters(model.target)
     unsharded = EDITS[".data.mul_"]

@@ -1,4 +1,4 @@
-"""What a user may do with a sharded model: each test does it to an equal unsharded model too, and compares."""
+"""Things that a user may do with a sharded model: each test does them to an equal unsharded model too, and compares."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.group.state import _FSDPState, get_state, states_to_run
+from fsdp_compose.group.registry import get_state, states_to_run
+from fsdp_compose.group.state import _FSDPState
 from tests.harness import distributed, fake_process_group
 from tests.models import GLOBAL_BATCH, GPT, adamw, gpt_loss, local_part, mean_over_ranks, pair, shard_gpt
 from tests.models import batches as token_batches
 
-DIM = 5  # divides by no world size above 1: runs are uneven and some are empty
+DIM = 5  # divides by no world size above 1: local shards are uneven and some are empty
 
 
 class Layer(nn.Module):
@@ -81,9 +82,9 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def whole(
     model: nn.Module, of: Callable[[nn.Parameter], RaggedDTensor | None], like: nn.Module
 ) -> dict[str, torch.Tensor | None]:
-    """What ``of`` gives for each parameter, put together from all ranks; ``None`` must be so on all of them.
+    """The results of ``of`` for each parameter, put together from all ranks; ``None`` must be so on all of them.
 
-    A run is contiguous, and runs follow each other in rank order: nothing of the runtime is needed for it.
+    Local shards are contiguous, and follow each other in rank order: nothing of the runtime is needed for it.
     """
     sharded = {name: of(param) for name, param in model.named_parameters()}
     for name, param in like.named_parameters():
@@ -93,12 +94,12 @@ def whole(
     dist.all_gather_object(everyone, mine)  # not of tensors, which take long to pickle
     result: dict[str, torch.Tensor | None] = {}
     for name, param in like.named_parameters():
-        runs = [theirs[name] for theirs in everyone]
-        missing = [rank for rank, run in enumerate(runs) if run is None]
-        assert len(missing) in (0, len(runs)), f"{name} is None on ranks {missing} only"
+        parts = [theirs[name] for theirs in everyone]
+        missing = [rank for rank, part in enumerate(parts) if part is None]
+        assert len(missing) in (0, len(parts)), f"{name} is None on ranks {missing} only"
         result[name] = None
         if not missing:
-            joined = torch.frombuffer(bytearray(b"".join(runs)), dtype=torch.uint8) if any(runs) else torch.empty(0)
+            joined = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8) if any(parts) else torch.empty(0)
             result[name] = joined.view(sharded[name].dtype).view(param.shape)
     return result
 
@@ -118,8 +119,8 @@ def plain_sgd(params: Any) -> torch.optim.Optimizer:
 
 
 class Twins:
-    """A sharded model beside an equal unsharded one. The same is done to both, and they must stay equal: the unsharded
-    one sees the whole batch, the sharded one on each rank its share. Losses are means over the batch."""
+    """A sharded model and an equal unsharded one. The same is done to both, and they must stay equal: the unsharded one
+    sees the whole batch, the sharded one on each rank its share. Losses are means over the batch."""
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ def unsharded_bytes(module: nn.Module) -> int:
     """Bytes of unsharded storage that ``module``'s own group holds now."""
     state = get_state(module)
     assert state is not None
-    return sum(handle.unsharded_nbytes() for handle in state._handles)
+    return sum(handle.unsharded.memory.nbytes() for handle in state._handles)
 
 
 def states_of(model: nn.Module) -> list[_FSDPState]:
@@ -238,7 +239,7 @@ def test_one_group_of_frozen_and_trainable_parameters():
     net.embed.weight.requires_grad_(False)
     net.layers[1].linear.bias.requires_grad_(False)
     twins = Twins(net, fully_shard)
-    assert [handle.is_trainable for handle in get_state(twins.sharded)._handles] == [False, True]
+    assert [handle.contributions.is_trainable for handle in get_state(twins.sharded)._handles] == [False, True]
     twins.train()
 
 
@@ -392,7 +393,7 @@ def test_frozen_group_in_the_middle_is_not_reduced_and_has_no_gradient_memory():
     (frozen,) = get_state(twins.sharded.layers[1])._handles
     assert collectives.count["reduce_scatter_base"] == 2 * 3, "root and two of the three layers, twice"
     assert frozen.gradient.buffer.flat is None
-    assert frozen.accumulation is None
+    assert frozen.contributions.accumulation is None
     assert all(param.grad is None for param in twins.sharded.layers[1].parameters())
 
 
@@ -1094,14 +1095,14 @@ def test_parameter_that_only_a_backward_without_sync_used():
 def test_no_sync_restores_each_groups_flag_also_after_an_exception():
     model = shard_layers(Net())
     set_requires_gradient_sync(model.layers[1], False)
-    before = [state.requires_gradient_sync for state in states_of(model)]
+    before = [state.options.requires_gradient_sync for state in states_of(model)]
     assert before == [True, True, False, True]
     with no_sync(model):
-        assert not any(state.requires_gradient_sync for state in states_of(model))
-    assert [state.requires_gradient_sync for state in states_of(model)] == before
+        assert not any(state.options.requires_gradient_sync for state in states_of(model))
+    assert [state.options.requires_gradient_sync for state in states_of(model)] == before
     with pytest.raises(ZeroDivisionError), no_sync(model):
         raise ZeroDivisionError
-    assert [state.requires_gradient_sync for state in states_of(model)] == before
+    assert [state.options.requires_gradient_sync for state in states_of(model)] == before
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
@@ -1627,7 +1628,7 @@ def test_unshard_ahead_of_forward_and_reshard(async_op):
             handle.wait()
             handle.wait()
         assert unsharded_bytes(layer) > 0
-        assert [id(param) for param in layer.parameters()] == identities, "faces change places only in forward"
+        assert [id(param) for param in layer.parameters()] == identities, "parameters are swapped only in forward"
         with Collectives() as collectives, torch.no_grad():
             assert_close(twins.sharded(batch), twins.reference(batch), 1e-5, "output")
         assert collectives.count["allgather_base"] == 4, "root and three layers: it may have been edited since"
@@ -1806,7 +1807,7 @@ def test_layers_sharded_inside_the_parents_constructor():
 
 
 def copy_from(model: nn.Module, reference: nn.Module) -> None:
-    """Give every sharded parameter of ``model`` this rank's run of the same parameter of ``reference``."""
+    """Give every sharded parameter of ``model`` this rank's local shard of the same parameter of ``reference``."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             source = reference.get_parameter(name)
@@ -1892,7 +1893,9 @@ class Events(TorchDispatchMode):
         self.model: nn.Module
 
     def note(self, text: str) -> None:
-        unsharded = [state.name for state in states_of(self.model) if any(h.unsharded_nbytes() for h in state._handles)]
+        unsharded = [
+            state.name for state in states_of(self.model) if any(h.unsharded.memory.nbytes() for h in state._handles)
+        ]
         self.lines.append(f"{text:32}{' '.join(name.removeprefix('layers.') for name in unsharded)}".rstrip())
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -1900,7 +1903,7 @@ class Events(TorchDispatchMode):
         if function.namespace == "c10d":
             root = get_state(self.model).root
             kind = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
-            self.note(f"    {kind[function._schema.name]} {root.states[root.trace[-1] >> 1]().name}")
+            self.note(f"    {kind[function._schema.name]} {root.states[root.order.trace[-1] >> 1]().name}")
         return result
 
 

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import fully_shard
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.test_backward_inside_forward import DIM, MODES, Block, Net, Output, Twins, by_value
 
@@ -106,7 +106,7 @@ def test_a_teacher_is_evaluated_inside_the_backward_of_a_student(mode: str) -> N
             for _ in range(2):
                 twins.step(program)
             if evaluate is without_grad:
-                gathered = [item for item in _get_fsdp_handles(twins.model) if item.is_unsharded]
+                gathered = [item for item in _get_fsdp_handles(twins.model) if item.unsharded.is_allocated]
                 assert not gathered, f"{gathered} are left unsharded"
 
 

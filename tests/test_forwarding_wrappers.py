@@ -21,12 +21,7 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.group.state import (
-    _get_fsdp_states_with_modules,
-    get_state,
-    is_compatible,
-    states_to_run,
-)
+from fsdp_compose.group.registry import _get_fsdp_states_with_modules, get_state, is_compatible, states_to_run
 from tests.harness import distributed, fake_process_group
 from tests.test_features import DIM, Layer, Net, Twins, inputs, mean_square
 
@@ -112,7 +107,7 @@ def test_controls_of_a_wrapper_that_is_not_sharded_do_not_reach_what_it_wraps(wr
         with pytest.raises(ValueError, match=r"fully_shard\(\) was not called on this"):
             control(wrapper)
     with no_sync(wrapper):  # this one is meant for all groups below
-        assert not get_state(inner(wrapper)).requires_gradient_sync
+        assert not get_state(inner(wrapper)).options.requires_gradient_sync
 
 
 def test_a_wrapper_of_a_replicated_module_can_be_sharded(one_process):

@@ -257,7 +257,7 @@ def test_functional_call_of_a_group_inside_a_forward(is_functional, make):
 
 
 @distributed(world_size=2)
-def test_with_flat_parameters_and_in_low_precision():
+def test_with_flat_views_and_in_low_precision():
     torch.manual_seed(0)
     model, reference = pair(Net(2))
     shard_layers(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))

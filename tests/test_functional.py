@@ -27,7 +27,7 @@ from fsdp_compose import (
     set_functional_mode,
     unshard,
 )
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_features import Net, Twins, adamw, inputs, mean_square, plain_sgd, shard_layers
@@ -145,7 +145,7 @@ def test_activation_checkpointing_recomputes_the_gather(use_reentrant):
     both = Twins(
         smooth_net(),
         lambda model: [set_functional_mode(fully_shard(layer)) for layer in model.layers],
-        lambda params: plain_sgd([*params][1:]),  # the first is frozen, and belongs to nobody
+        lambda params: plain_sgd([*params][1:]),  # the first is frozen, and is in no optimizer
         tolerance=1e-12,
     )
     for batch in batches(2):
@@ -157,7 +157,7 @@ def test_activation_checkpointing_recomputes_the_gather(use_reentrant):
 
 
 @distributed(world_size=3)
-def test_modes_alternate_and_mix_also_with_flat_parameters_and_clipping():
+def test_modes_alternate_and_mix_also_with_flat_views_and_clipping():
     both = Twins(smooth_net(), shard_layers, adamw, tolerance=1e-9)
     flat = torch.optim.AdamW(flat_parameters(both.sharded), lr=1e-2, eps=1e-3, weight_decay=0)
     reference = torch.optim.AdamW(both.reference.parameters(), lr=1e-2, eps=1e-3, weight_decay=0)
@@ -194,7 +194,7 @@ def test_gradient_hooks_and_optimizers_in_backward_work():
 
 
 @distributed(world_size=2)
-def test_gradients_are_cut_like_their_parameters_also_where_hooks_look_at_them():
+def test_gradients_are_sharded_like_their_parameters_also_where_hooks_look_at_them():
     model = functional_layers(smooth_net())
     weight, seen = model.layers[0].linear.weight, []
     weight.register_post_accumulate_grad_hook(lambda param: seen.append(type(param.grad)))
@@ -367,8 +367,8 @@ def test_gathered_memory_and_the_model_are_freed_without_the_garbage_collector()
 
 
 @distributed(world_size=2)
-def test_flat_parameters_have_what_backward_brings():
-    """``zero_grad()``, clipping and hooks of flat parameters know of gradients that come through autograd."""
+def test_flat_views_have_what_backward_brings():
+    """``zero_grad()``, clipping and hooks of flat views know of gradients that come through autograd."""
     both, seen = twins(), []
     flat = flat_parameters(both.sharded)
     optimizers = plain_sgd(flat), plain_sgd(both.reference.parameters())
@@ -395,7 +395,7 @@ def test_flat_parameters_have_what_backward_brings():
             optimizer.zero_grad()
         both.check_parameters()
     flat[0].register_hook(lambda grad: grad * 2)
-    with pytest.raises(RuntimeError, match="flat parameter has a hook by register_hook"):
+    with pytest.raises(RuntimeError, match="flat view has a hook by register_hook"):
         mean_square(both.sharded, local_part(batches(1)[0])).backward()
 
 
@@ -482,10 +482,10 @@ def test_parameters_unsharded_ahead_of_a_functional_forward_are_freed(reshard_af
     (batch,) = batches(1)
     mean_square(model, batch)
     for handle in _get_fsdp_handles(model):
-        unshard(handle.group().live_modules()[0], async_op=True)
+        unshard(handle.owner().live_modules()[0], async_op=True)
     with functional_mode(model):
         model(batch)
-    assert not any(handle.is_unsharded or handle.all_gather_work for handle in _get_fsdp_handles(model))
+    assert not any(handle.unsharded.is_allocated or handle.unsharded.work for handle in _get_fsdp_handles(model))
 
 
 @distributed(world_size=2)

@@ -1,4 +1,4 @@
-"""Random models, sharded in random ways, in random training loops, beside the unsharded model: see ``programs``.
+"""Random models, sharded in random ways, in random training loops, with the unsharded model: see ``programs``.
 
 ``FSDP_COMPOSE_FUZZ=5000 pytest tests/test_fuzz.py`` runs so many programs at each world size, other ones each time. A
 program that fails is printed as it is written in Python, so that it can become an ``@example`` below.
@@ -206,7 +206,7 @@ def _is_possible(program: Program) -> bool:
     if not program.shards_root:  # each child is a root
         if program.root.together or program.root.kind in ("auxiliary", "late auxiliary"):
             return False
-    if program.optimizer == "flat":  # what is tied moves, and what is in one flat parameter is frozen together
+    if program.optimizer == "flat":  # what is tied moves, and what is in one flat view is frozen together
         if program.ties or any(action.how == "toggle requires_grad" for action in program.actions):
             return False
     if kinds & {"input_gradient", "penalise"} and recomputes:
@@ -252,7 +252,7 @@ def check(program: Program, world_size: int, report: Path) -> bool:
     except pytest.fail.Exception as failure:  # a rank crashed or hangs
         outcome = str(failure)
     if outcome not in ("", "refused"):
-        _present[0] = next(_generation)  # whatever is still in flight, the next program does not meet it
+        _present[0] = next(_generation)  # whatever is still in flight does not reach the next program
         pytest.fail(f"{program}\n{outcome}", pytrace=False)
     return not outcome
 

@@ -1,4 +1,4 @@
-"""What the other tests rely on: reuse, attribution, bounded hangs, recovery, and nothing left running."""
+"""The harness that the other tests rely on: reuse, attribution, bounded hangs, recovery, and nothing left running."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _failure(body, world_size: int = 2, **options) -> str:
 
 
 def _section(failure: str, rank: int) -> str:
-    """What a failure says about one rank, its output included."""
+    """The part of a failure's text about one rank, its output included."""
     return failure.split(f" rank {rank} ===")[1].split(" ===")[0]
 
 
@@ -45,7 +45,7 @@ def _fails_on_rank_1() -> None:
     print(f"hello from rank {dist.get_rank()}")
     shape = (dist.get_rank(), 3)
     assert shape == (0, 3)
-    dist.barrier()  # where rank 0 now waits for ever
+    dist.barrier()  # where rank 0 now waits forever
 
 
 def _skips() -> None:

@@ -36,7 +36,7 @@ from fsdp_compose.comm import rendezvous
 from fsdp_compose.comm.control_exchange import EXCHANGE_ENV, FIRST_BACKWARDS, control_group
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
 from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.group.state import _get_fsdp_handles, _get_fsdp_states
+from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states
 from tests import harness
 from tests.models import assert_gradients_match, assert_parameters_match, local_part, pair
 
@@ -140,7 +140,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.
 
 def assert_trains_on(model: nn.Module, reference: nn.Module, steps: int = 2) -> None:
     """Both models take the same steps from here and stay equal."""
-    optimizers = torch.optim.SGD(faces(model), lr=0.1, momentum=0.9, weight_decay=0.01), sgd(reference)
+    optimizers = torch.optim.SGD(sharded_params(model), lr=0.1, momentum=0.9, weight_decay=0.01), sgd(reference)
     for i in range(steps):
         train_step(model, optimizers[0], local_part(inputs(100 + i)))
         train_step(reference, optimizers[1], inputs(100 + i))
@@ -154,13 +154,13 @@ def assert_no_gradients(model: nn.Module) -> None:
 
 def assert_nothing_is_unsharded(model: nn.Module) -> None:
     for handle in _get_fsdp_handles(model):
-        assert not handle.is_unsharded and handle.unsharded_nbytes() == 0, f"unsharded: {handle.fqns}"
-        assert handle.all_gather_work is None and handle.reduce_work is None
-        assert all(param.grad is None for param in handle.unsharded_params)
+        assert not handle.unsharded.is_allocated and handle.unsharded.memory.nbytes() == 0, f"unsharded: {handle.fqns}"
+        assert handle.unsharded.work is None and not handle.contributions.is_reducing
+        assert all(param.grad is None for param in handle.unsharded.params)
 
 
-def faces(model: nn.Module) -> list[nn.Parameter]:
-    return [face for handle in _get_fsdp_handles(model) for face in handle.faces]
+def sharded_params(model: nn.Module) -> list[nn.Parameter]:
+    return [sharded for handle in _get_fsdp_handles(model) for sharded in handle.sharded_params]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,7 +242,7 @@ def test_ranks_with_different_models_raise_the_same_error_at_first_forward(world
     error.match(names.replace(".*blocks", f".*rank {world_size - 1}.*blocks"))
     same_on_every_rank(str(error.value))
     assert [id(param) for param in model.parameters()] == [
-        id(face) for face in model.state_dict(keep_vars=True).values()
+        id(sharded) for sharded in model.state_dict(keep_vars=True).values()
     ]
     model, reference = stacks()
     assert_trains_on(model, reference)
@@ -430,7 +430,7 @@ def test_after_the_last_exchange_a_parameter_used_for_the_first_time_raises(viol
 
 
 class Branches(nn.Module):
-    """Parameters that some ranks use and some do not; the small ones have empty runs on most ranks."""
+    """Parameters that some ranks use and some do not; the small ones have empty local shards on most ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -455,8 +455,8 @@ def test_parameter_used_on_one_rank_has_gradients_on_all_and_one_used_nowhere_on
     if nested:
         fully_shard(model.always)
     fully_shard(model)
-    runs = [stop - start for handle in _get_fsdp_handles(model) for start, stop, _ in handle.runs]
-    assert 0 in runs, "a run should be empty on every rank"
+    numels = [stop - start for handle in _get_fsdp_handles(model) for start, stop, _ in handle.local_shards]
+    assert 0 in numels, "a local shard should be empty on every rank"
     for step in range(3):
         loss = sum(
             reference(part, branch_of(rank)).square().mean() for rank, part in enumerate(inputs(step).chunk(world_size))
@@ -545,7 +545,7 @@ class Bag(nn.Module):
 
 
 def padding_of(handle: Any, shard: torch.Tensor) -> torch.Tensor:
-    """What ``shard``, this rank's slice of a flat tensor, holds outside of every parameter."""
+    """The elements of ``shard``, this rank's slice of a flat tensor, that belong to no parameter."""
     is_padding = torch.zeros(handle.layout.flat_numel, dtype=torch.bool)
     for start, stop in handle.layout.gaps():
         is_padding[start:stop] = True
@@ -566,10 +566,9 @@ def test_padding_stays_zero_while_the_reduce_buffer_changes_between_layouts(worl
     seen = []
 
     def look_at_buffers() -> None:
-        for buffer in model_root().communicator._buffers.values():
-            if buffer.owner is not None:
-                flat, gaps = buffer.owner.reduce_input.flat, buffer.owner.layout.gaps()
-                seen.append(max(flat[start:stop].abs().max().item() for start, stop in gaps))
+        for handle, reduction in model_root().communicator._in_flight.values():
+            gaps = handle.layout.gaps()
+            seen.append(max(reduction.flat[start:stop].abs().max().item() for start, stop in gaps))
 
     def model_root() -> Any:
         return _get_fsdp_states(model)[0].root
@@ -734,12 +733,12 @@ MOVES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["default", "not resharded", "functional", "flat parameters"])
+@pytest.mark.parametrize("kind", ["default", "not resharded", "functional", "flat views"])
 @pytest.mark.parametrize("move", MOVES)
 @distributed(world_size=3)
 def test_gradients_are_those_of_the_forward_or_backward_raises_when_parameters_move_in_between(move, kind):
     model, reference = stacks(reshard_after_forward=False if kind == "not resharded" else None)
-    if kind == "flat parameters":
+    if kind == "flat views":
         flat_parameters(model)
     set_functional_mode(model, kind == "functional")
     loss_of(reference, inputs(0)).backward()
@@ -815,14 +814,14 @@ def test_replaced_removed_or_added_parameter_raises_with_its_name(change, when):
         after_training(model)
         after_training(reference)
     module = model.blocks[1].up
-    faces = dict(module._parameters)
+    before = dict(module._parameters)
     change(module)
     name = r"\bextra\b" if change is add else r"\bweight\b"
     for _ in range(2):  # it does not go through by trying again
         with pytest.raises((RuntimeError, ValueError), match=rf"blocks\.1\b.*\bup\.{name}.*fully_shard\(\)"):
             loss_of(model, local_part(inputs())).backward()
     module._parameters.clear()
-    module._parameters.update(faces)
+    module._parameters.update(before)
     assert_trains_on(model, reference)
 
 
@@ -867,7 +866,7 @@ def test_change_of_dtype_after_sharding(before, change):
     for module in (model, reference):
         before(module)
         DTYPE_CHANGES[change](module)
-    assert all(ours is face for ours, face in zip(model.parameters(), params))
+    assert all(ours is sharded for ours, sharded in zip(model.parameters(), params))
     dtype = params[0].dtype
     loss_of(model, local_part(inputs()).to(dtype)).backward()
     loss_of(reference, inputs().to(dtype)).backward()
@@ -906,7 +905,7 @@ def test_model_is_sharded_on_the_meta_device_and_filled_by_to_empty(world_size, 
     params = list(model.parameters())
     optimizer = sgd(model) if optimizer_is_built == "before to_empty" else None
     model.to_empty(device="cpu")
-    assert all(ours is face for ours, face in zip(model.parameters(), params, strict=True))
+    assert all(ours is sharded for ours, sharded in zip(model.parameters(), params, strict=True))
     optimizer = optimizer or sgd(model)
     reference = Stack()
     with torch.no_grad():
@@ -921,7 +920,7 @@ def test_model_is_sharded_on_the_meta_device_and_filled_by_to_empty(world_size, 
     assert_parameters_match(model, reference, 1e-6)
 
 
-def cut_otherwise(weight: RaggedDTensor) -> RaggedDTensor:
+def sharded_otherwise(weight: RaggedDTensor) -> RaggedDTensor:
     """A tensor like ``weight``, of which rank 0 holds everything."""
     counts = (weight.numel(), 0)
     placement = RaggedShard(counts, flat=True)
@@ -933,7 +932,7 @@ REFUSED_DATA: dict[str, tuple[Callable[[RaggedDTensor], torch.Tensor], str]] = {
     "another shape": (lambda weight: torch.zeros(3), r"\(7, 5\).*\(3,\) tensor"),
     "some rows": (lambda weight: torch.zeros(4, DIM), r"\(7, 5\).*\(4, 5\) tensor"),
     "the full shape in another dtype": (lambda weight: torch.zeros(7, DIM).double(), "float32.*float64.*module.to"),
-    "another cut": (cut_otherwise, r"\(7, 5\).*\(7, 5\) tensor.*35, 0"),
+    "other shards": (sharded_otherwise, r"\(7, 5\).*\(7, 5\) tensor.*35, 0"),
     "another dtype": (lambda weight: weight.detach().double(), "float32.*float64.*module.to"),
     "another device": (lambda weight: weight.detach().to("meta"), "cpu.*meta.*module.to"),
 }
@@ -1031,7 +1030,7 @@ def test_step_between_forward_and_backward_raises_where_outputs_cannot_be_hooked
             value.backward()
 
 
-# ---- 8. Healing ------------------------------------------------------------------------------------------------------
+# ---- 8. Recovery -----------------------------------------------------------------------------------------------------
 
 
 def interrupt(model: Stack, where: str, place: int, error: BaseException, step: int = 50) -> None:
@@ -1059,7 +1058,7 @@ def test_training_goes_on_after_an_interruption(world_size, kind, where, place, 
         train_step(reference, optimizers[1], inputs(step))
         assert len(texts) == bool(interruptions) and all("interrupted" in text for text in texts), texts
         assert_nothing_is_unsharded(model)
-        assert all(ours is face for ours, face in zip(model.parameters(), params, strict=True))
+        assert all(ours is sharded for ours, sharded in zip(model.parameters(), params, strict=True))
     assert_parameters_match(model, reference, 1e-6)
 
 
@@ -1097,7 +1096,7 @@ def test_interrupted_evaluation(kind):
 
 
 def give_other_data(model: nn.Module) -> None:
-    for param in faces(model) or model.parameters():
+    for param in sharded_params(model) or model.parameters():
         param.data = param.data * 1.5
 
 
@@ -1137,7 +1136,7 @@ def test_interrupted_recomputation(use_reentrant, kind):
         train_step(reference, optimizers[1], inputs(step))
         assert len(texts) == 1
         assert_nothing_is_unsharded(model)
-        assert all(ours is face for ours, face in zip(model.parameters(), params, strict=True))
+        assert all(ours is sharded for ours, sharded in zip(model.parameters(), params, strict=True))
     assert_parameters_match(model, reference, 1e-6)
 
 
@@ -1152,7 +1151,7 @@ def test_interruption_while_prefetched_groups_are_in_flight(kind):
     def prefetched() -> list[int]:
         found = []
         for i, state in enumerate(states[1:]):
-            if any(handle.all_gather_work is not None for handle in state._handles):
+            if any(handle.unsharded.work is not None for handle in state._handles):
                 found.append(i)
         return found
 
@@ -1161,7 +1160,7 @@ def test_interruption_while_prefetched_groups_are_in_flight(kind):
     interrupt(model, "forward", 0, kind("by the user"))
     assert in_flight == [[1]]
     model.blocks[0].trip.look = lambda: None
-    for param in [*faces(model), *reference.parameters()]:
+    for param in [*sharded_params(model), *reference.parameters()]:
         param.data.mul_(1.5)  # what was gathered for the interrupted iteration is stale
     with our_warnings(), torch.no_grad():
         torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
@@ -1288,23 +1287,25 @@ def test_interleaved_roots_are_no_interruption():
     assert_parameters_match(second, second_reference, 1e-6)
 
 
-@pytest.mark.parametrize("where, healer", [("forward", 0), ("backward", 1)])
+@pytest.mark.parametrize("where, recovering", [("forward", 0), ("backward", 1)])
 @distributed(world_size=2)
-def test_interruption_on_one_rank_names_the_absent_rank_in_time(where, healer):
+def test_interruption_on_one_rank_names_the_absent_rank_in_time(where, recovering):
     model, _ = stacks(mesh=breakable_mesh())
     after_training(model)
     with environment(**{TIMEOUT_ENV: "1"}), pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "_GRACE", timedelta(seconds=0.5))
-        if dist.get_rank() == healer:
+        if dist.get_rank() == recovering:
             interrupt(model, where, 1, ValueError("by the user"))
             begin = time.monotonic()
-            with pytest.raises(RuntimeError, match=rf"healing.*rank\(s\) {1 - healer} did not come.*{TIMEOUT_ENV}"):
+            with pytest.raises(
+                RuntimeError, match=rf"recovery.*rank\(s\) {1 - recovering} did not come.*{TIMEOUT_ENV}"
+            ):
                 model(inputs())
             assert 1 <= time.monotonic() - begin < 3
         else:  # its collective has no partner
             with pytest.raises(
                 RuntimeError,
-                match=f"rank {1 - healer}: the (all-gather|reduce-scatter) of the fully_shard|the control exchange",
+                match=f"rank {1 - recovering}: the (all-gather|reduce-scatter) of the fully_shard|the control exchange",
             ):
                 loss_of(model, local_part(inputs())).backward()
             assert_no_gradients(model)
@@ -1378,19 +1379,19 @@ def test_interruptions_far_apart_name_the_absent_rank_and_never_hang():
             with pytest.raises(RuntimeError, match="the all-gather of the fully_shard"):
                 model(inputs())
         with pytest.raises(
-            RuntimeError, match="different places on different ranks|come to the meeting|restart the processes"
+            RuntimeError, match="different places on different ranks|come to the rendezvous|restart the processes"
         ):
             model(inputs())
 
 
-# ---- 9. Faces are in place when anyone looks -------------------------------------------------------------------------
+# ---- 9. Sharded parameters are in place whenever the user looks ------------------------------------------------------
 
 
-def assert_shows_faces(module: nn.Module, expected: list[nn.Parameter]) -> None:
+def assert_shows_sharded(module: nn.Module, expected: list[nn.Parameter]) -> None:
     entries = list(module.state_dict().values())
     assert all(isinstance(entry, RaggedDTensor) for entry in entries)
-    assert [entry.placements for entry in entries] == [face.placements for face in expected]
-    assert [entry.shape for entry in entries] == [face.shape for face in expected]
+    assert [entry.placements for entry in entries] == [sharded.placements for sharded in expected]
+    assert [entry.shape for entry in entries] == [sharded.shape for sharded in expected]
     locals_, expected_locals = [*map(local_of, entries)], [*map(local_of, expected)]
     assert [local.shape for local in locals_] == [local.shape for local in expected_locals]
     assert [local.data_ptr() for local in locals_] == [local.data_ptr() for local in expected_locals]
@@ -1406,22 +1407,22 @@ def test_parameters_are_sharded_after_an_exception_in_forward(world_size, reshar
         for _ in range(2):
             interrupt(model, "forward", place, ValueError("by the user"))
             assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-            assert_shows_faces(model, params)
-    assert {id(param) for param in params} == {id(face) for face in faces(model)}
+            assert_shows_sharded(model, params)
+    assert {id(param) for param in params} == {id(sharded) for sharded in sharded_params(model)}
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("is_training", [True, False])
 @distributed(world_size=(2, 3))
-def test_state_dict_inside_forward_sees_sharded_faces(world_size, is_training, reshard_after_forward):
+def test_state_dict_inside_forward_sees_sharded_parameters(world_size, is_training, reshard_after_forward):
     model, reference = stacks(reshard_after_forward=reshard_after_forward)
     params, block_params = list(model.parameters()), list(model.blocks[1].parameters())
     looks = []
 
     def look() -> None:
         weight = model.blocks[1].up.weight
-        assert_shows_faces(model, params)
-        assert_shows_faces(model.blocks[1], block_params)
+        assert_shows_sharded(model, params)
+        assert_shows_sharded(model.blocks[1], block_params)
         assert model.blocks[1].up.weight is weight  # the running forward goes on with what it had
         looks.append(weight)
 
@@ -1436,15 +1437,15 @@ def test_state_dict_inside_forward_sees_sharded_faces(world_size, is_training, r
 
 @pytest.mark.parametrize("when", ["inside forward", "after a KeyboardInterrupt"])
 @distributed(world_size=2)
-def test_state_dict_of_an_inner_module_of_a_group_sees_sharded_faces(when):
+def test_state_dict_of_an_inner_module_of_a_group_sees_sharded_parameters(when):
     model, _ = stacks()
     up, params = model.blocks[1].up, list(model.blocks[1].up.parameters())
     if when == "inside forward":
-        model.blocks[1].trip.look = lambda: assert_shows_faces(up, params)
+        model.blocks[1].trip.look = lambda: assert_shows_sharded(up, params)
         model(inputs())
     else:
         interrupt(model, "forward", 1, KeyboardInterrupt("by the user"))
-        assert_shows_faces(up, params)
+        assert_shows_sharded(up, params)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
@@ -1471,7 +1472,7 @@ def test_load_state_dict_between_forward_and_backward_raises_there():
 @pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(world_size=(2, 3))
-def test_state_dicts_after_a_keyboard_interrupt_see_sharded_faces(world_size, reshard_after_forward, where):
+def test_state_dicts_after_a_keyboard_interrupt_see_sharded_parameters(world_size, reshard_after_forward, where):
     options = {"use_reentrant": False} if where == "recomputation" else {}
     model, reference = stacks(reshard_after_forward=reshard_after_forward, **options)
     params, block_params = list(model.parameters()), list(model.blocks[1].parameters())
@@ -1483,11 +1484,11 @@ def test_state_dicts_after_a_keyboard_interrupt_see_sharded_faces(world_size, re
     )
     with pytest.raises(KeyboardInterrupt):
         loss_of(model, local_part(inputs())).backward()
-    assert_shows_faces(model, params)
-    assert_shows_faces(model.blocks[1], block_params)
+    assert_shows_sharded(model, params)
+    assert_shows_sharded(model.blocks[1], block_params)
     edit_load_state_dict(model)
     edit_mul(reference)
-    assert_shows_faces(model, params)
+    assert_shows_sharded(model, params)
     with our_warnings() as texts:
         torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
     assert len(texts) == 1
@@ -1707,7 +1708,7 @@ def test_first_backward_through_two_forwards_of_a_root_that_returns_no_plain_ten
                 loss = module.read(module(first)).square().mean()
                 (loss + module.read(module(second)).square().mean()).backward()
             assert_gradients_match(model, reference, 1e-6)
-            assert all(ours is face for ours, face in zip(model.parameters(), params, strict=True))
+            assert all(ours is sharded for ours, sharded in zip(model.parameters(), params, strict=True))
 
 
 class Recomputing(Layer):

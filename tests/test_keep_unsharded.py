@@ -30,7 +30,7 @@ from tests.test_edits_in_forward import EDITS, Editing, inputs, own, shard
 
 def is_gathered(model: nn.Module) -> list[bool]:
     return [
-        handle.unsharded_nbytes() > 0 for state, _ in sharded_modules(model) for handle in state._handles
+        handle.unsharded.memory.nbytes() > 0 for state, _ in sharded_modules(model) for handle in state._handles
     ]  # of the root, first, target, last, source: the root has no parameters of its own
 
 
@@ -114,7 +114,7 @@ def test_values_that_come_from_elsewhere_show_in_the_next_forward(tmp_path):
 
 
 @distributed(world_size=(2, 3))
-def test_flat_parameters_and_training_in_between(world_size):
+def test_flat_views_and_training_in_between(world_size):
     model, reference = shard(Editing()), Editing()
     ours = torch.optim.SGD(flat_parameters(model), lr=0.1, momentum=0.9)
     theirs = torch.optim.SGD([p for p in reference.parameters() if p.requires_grad], lr=0.1, momentum=0.9)

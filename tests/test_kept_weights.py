@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, unshard
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 
 REFUSED = "Cannot access data pointer|while they are sharded|out of bounds for storage of size 0"
@@ -98,7 +98,7 @@ def test_parameters_cannot_be_read_while_an_all_gather_fills_them():
     model(torch.ones(2, 5)).sum().backward()
     handle = _get_fsdp_handles(model[0])[0]
     waiting = unshard(model[0], async_op=True)
-    assert waiting is not None and handle.is_unsharded
+    assert waiting is not None and handle.unsharded.is_allocated
     with pytest.raises(RuntimeError, match=REFUSED):
         kept[0].sum()
     waiting.wait()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.shapes import MODELS
 from fsdp_compose.flat import layout as layout_module
-from fsdp_compose.flat.layout import FlatLayout, Granule, ParamSpec, Run, plan_layout
+from fsdp_compose.flat.layout import FlatLayout, Granule, LocalShard, ParamSpec, plan_layout
 
 settings.register_profile("layout", deadline=None, max_examples=300, derandomize="CI" in os.environ)
 properties = settings(settings.get_profile("layout"))
@@ -52,8 +52,8 @@ budgets = st.sampled_from([0.0, 0.01, 0.1, 1.0])
 problems = {"specs": param_specs(), "world_size": world_sizes, "alignment": alignments, "budget": budgets}
 
 
-def runs(plan: FlatLayout, index: int) -> list[Run]:
-    return [plan.run(index, rank) for rank in range(plan.world_size)]
+def local_shards(plan: FlatLayout, index: int) -> list[LocalShard]:
+    return [plan.local_shard(index, rank) for rank in range(plan.world_size)]
 
 
 # --- Properties -------------------------------------------------------------------------------------------------------
@@ -66,14 +66,14 @@ def test_every_element_lies_in_exactly_one_place_and_in_order(specs, world_size,
     flat: list[object] = [None] * plan.flat_numel
     for index, spec in enumerate(specs):
         expected_start = 0
-        for rank, run in enumerate(runs(plan, index)):
-            assert 0 <= run.shard_start <= run.shard_start + run.numel <= plan.shard_numel
-            assert run.param_start == expected_start
-            for element in range(run.numel):
-                place = rank * plan.shard_numel + run.shard_start + element
+        for rank, part in enumerate(local_shards(plan, index)):
+            assert 0 <= part.shard_start <= part.shard_start + part.numel <= plan.shard_numel
+            assert part.param_start == expected_start
+            for element in range(part.numel):
+                place = rank * plan.shard_numel + part.shard_start + element
                 assert flat[place] is None
-                flat[place] = (index, run.param_start + element)
-            expected_start += run.numel
+                flat[place] = (index, part.param_start + element)
+            expected_start += part.numel
         assert expected_start == math.prod(spec.shape) == plan.params[index].numel
     placed = [owner for owner in flat if owner is not None]
     assert placed == [(index, element) for index, spec in enumerate(specs) for element in range(math.prod(spec.shape))]
@@ -81,12 +81,12 @@ def test_every_element_lies_in_exactly_one_place_and_in_order(specs, world_size,
 
 @properties
 @given(**problems)
-def test_no_granule_is_cut(specs, world_size, alignment, budget):
+def test_no_granule_spans_two_shards(specs, world_size, alignment, budget):
     plan = plan_layout(specs, world_size, alignment, budget)
     for index, spec in enumerate(specs):
         if spec.granule is None:
             continue
-        ranks = [rank for rank, run in enumerate(runs(plan, index)) for _ in range(run.numel)]
+        ranks = [rank for rank, part in enumerate(local_shards(plan, index)) for _ in range(part.numel)]
         rank_of_granule: dict[object, int] = {}
         for element, position in enumerate(itertools.product(*map(range, spec.shape))):
             granule = granule_of(spec.granule, position, element)
@@ -123,11 +123,11 @@ def test_parameters_and_shards_are_aligned_and_gaps_fill_the_rest(specs, world_s
 
 @properties
 @given(**problems)
-def test_local_shape_holds_the_run_and_stacks_up_to_the_parameter(specs, world_size, alignment, budget):
+def test_local_shape_holds_the_local_shard_and_stacks_up_to_the_parameter(specs, world_size, alignment, budget):
     plan = plan_layout(specs, world_size, alignment, budget)
     for index, (spec, param) in enumerate(zip(specs, plan.params, strict=True)):
         local_shapes = [plan.local_shape(index, rank) for rank in range(world_size)]
-        assert [math.prod(shape) for shape in local_shapes] == [run.numel for run in runs(plan, index)]
+        assert [math.prod(shape) for shape in local_shapes] == [part.numel for part in local_shards(plan, index)]
         if spec.shape == ():
             assert sorted(local_shapes) == [(), *[(0,)] * (world_size - 1)]
         elif param.row_aligned:
@@ -137,7 +137,8 @@ def test_local_shape_holds_the_run_and_stacks_up_to_the_parameter(specs, world_s
         else:
             assert {len(shape) for shape in local_shapes} == {1}
         inner = math.prod(spec.shape[1:])
-        assert param.row_aligned == all(run.param_start % inner == 0 for run in runs(plan, index) if run.numel)
+        parts = local_shards(plan, index)
+        assert param.row_aligned == all(part.param_start % inner == 0 for part in parts if part.numel)
 
 
 @properties
@@ -164,7 +165,7 @@ def fits(specs, granule_numels, world_size, alignment, shard_numel) -> bool:
     flat_numel, start = world_size * shard_numel, 0
     for spec, granule in zip(specs, granule_numels, strict=True):
         stop = start + math.prod(spec.shape)
-        while any((cut - start) % granule for cut in range(0, stop, shard_numel) if cut > start):
+        while any((boundary - start) % granule for boundary in range(0, stop, shard_numel) if boundary > start):
             start, stop = start + alignment, stop + alignment
             if stop > flat_numel:
                 return False
@@ -200,7 +201,7 @@ def render(plan: FlatLayout) -> str:
     return "\n".join(lines)
 
 
-def test_cuts_fall_between_rows_as_the_module_docstring_draws_it():
+def test_shard_boundaries_fall_between_rows_as_the_module_docstring_draws_it():
     plan = plan_layout([ParamSpec("a", (5, 4)), ParamSpec("b", (3,)), ParamSpec("c", (2, 4))], 3, alignment=4)
     picture = render(plan)
     assert picture.splitlines()[0] in layout_module.__doc__
@@ -214,9 +215,9 @@ c (2, 4): (0,4) (0,4) (2,4)""",
     )
 
 
-def test_the_budget_decides_whether_rows_are_cut():
+def test_the_budget_decides_whether_rows_stay_whole():
     specs = [ParamSpec("a", (7, 3)), ParamSpec("b", (2, 6))]
-    # `a` is cut on elements; the padding that remains in any case still brings the rows of `b` to a boundary.
+    # `a` is sharded by elements; the padding that remains in any case still brings the rows of `b` to a boundary.
     assert_expected_inline(
         render(plan_layout(specs, 5, alignment=1, padding_budget=0)),
         """\
@@ -245,7 +246,7 @@ c (1, 3): (0,3) (0,3) (0,3) (1,3)""",
     )
 
 
-def test_one_cut_inside_a_row_makes_all_runs_flat():
+def test_one_shard_boundary_inside_a_row_makes_all_local_shards_flat():
     specs = [ParamSpec("a", (2,)), ParamSpec("b", (5, 3))]
     assert_expected_inline(
         render(plan_layout(specs, 4, alignment=1, padding_budget=0)),
@@ -367,8 +368,8 @@ def test_padding_of_real_models_is_at_most_one_percent(name):
 def test_rows_are_kept_at_eight_ranks_unless_a_row_outweighs_the_budget(name):
     plan = plan_model(name, 8)
     # A fused expert's row is one expert: 1 / 24 of a shard.
-    num_cut = 2 if name == "128 fused experts" else 0
-    assert sum(not param.row_aligned for param in plan.params) == num_cut
+    num_by_elements = 2 if name == "128 fused experts" else 0
+    assert sum(not param.row_aligned for param in plan.params) == num_by_elements
 
 
 def test_tiny_group_on_many_ranks_pays_only_alignment():

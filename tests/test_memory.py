@@ -39,7 +39,7 @@ from fsdp_compose.checkpoint import (
 )
 from fsdp_compose.comm.control_exchange import _control_groups
 from fsdp_compose.flat.flat_param import FlatParamHandle
-from fsdp_compose.group.state import _get_fsdp_handles, _get_fsdp_states, get_state
+from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
 from tests.test_invariants import environment
@@ -52,13 +52,17 @@ def handles_of(model: nn.Module) -> list[FlatParamHandle]:
 
 
 def unsharded_bytes(module: nn.Module) -> int:
-    return sum(handle.unsharded_nbytes() for handle in handles_of(module))
+    return sum(handle.unsharded.memory.nbytes() for handle in handles_of(module))
 
 
 def gradient_bytes(model: nn.Module) -> int:
     """Bytes of sharded gradients, unsharded accumulated gradients and reduce buffers."""
     flats = [handle.gradient.buffer.flat for handle in handles_of(model)]
-    flats += [handle.accumulation.flat for handle in handles_of(model) if handle.accumulation is not None]
+    flats += [
+        handle.contributions.accumulation.flat
+        for handle in handles_of(model)
+        if handle.contributions.accumulation is not None
+    ]
     root = get_state(model).root
     buffers = root.communicator._buffers.values() if root is not None else ()
     storages = [flat.untyped_storage() for flat in flats if flat is not None] + [buffer.storage for buffer in buffers]
@@ -99,7 +103,7 @@ def test_each_unsharded_parameter_lies_in_the_output_of_an_all_gather(param_dtyp
     (batch,) = batches(1)
     with gathers:
         gpt_loss(model, local_part(batch)).backward()
-    # Where a parameter is used without its module's forward, nobody looks: the position table.
+    # A parameter that is used without its module's forward is not looked at: the position table.
     assert len(seen) == len(list(model.parameters())) - 1
 
 
@@ -152,7 +156,7 @@ class MostUnshardedAtOnce:
             module.register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
-        there = [any(handle.unsharded_nbytes() for handle in state._handles) for state in self._states]
+        there = [any(handle.unsharded.memory.nbytes() for handle in state._handles) for state in self._states]
         self.most = max(self.most, sum(there))
 
 
@@ -244,7 +248,8 @@ def test_accumulation_without_sync_holds_unsharded_gradients_until_they_are_redu
         assert gradient_bytes(model) == flat_bytes
     gpt_loss(model, local_part(second)).backward()
     assert gradient_bytes(model) == shard_bytes
-    assert not any(handle.reduce_output is not None or handle.reduce_input is not None for handle in handles_of(model))
+    assert not any(handle.contributions.is_reducing for handle in handles_of(model))
+    assert not get_state(model).root.communicator._in_flight
 
 
 @distributed(world_size=(2, 3))
@@ -310,7 +315,7 @@ def references_to(model: nn.Module) -> dict[str, weakref.ref[Any]]:
         for i, handle in enumerate(state._handles):
             references[f"handle {i} of {state.fqn}"] = weakref.ref(handle)
             references[f"shard {i} of {state.fqn}"] = weakref.ref(handle.shard)
-            references[f"unsharded storage {i} of {state.fqn}"] = weakref.ref(handle.storage)
+            references[f"unsharded storage {i} of {state.fqn}"] = weakref.ref(handle.unsharded.storage)
             if handle.gradient.buffer.flat is not None:
                 references[f"gradient {i} of {state.fqn}"] = weakref.ref(handle.gradient.buffer.flat)
         if state.root is not None:

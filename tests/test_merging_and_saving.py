@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 class Outer(nn.Module):
-    """What adapters are given to a model by: it passes everything on, and is what is sharded."""
+    """The wrapper by which a model is given adapters: it passes everything on, and is what is sharded."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

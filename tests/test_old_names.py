@@ -13,7 +13,7 @@ from fsdp_compose import RaggedDTensor, RaggedShard, RaggedSpec, fully_shard
 from fsdp_compose.checkpoint import get_optimizer_state_dict
 from tests.harness import ROOT, distributed
 
-# Written before the names were pinned, by one rank, with nn.Linear(3, 2) under fully_shard, of numbers 0, 1, 2, ...:
+# Written before the names were fixed, by one rank, with nn.Linear(3, 2) under fully_shard, of numbers 0, 1, 2, ...:
 # torch.save(model.state_dict()); torch.save() of a new AdamW's state, by get_state_dict(); and, of the weight,
 # pickle.dumps([placements, _spec], 2).
 DATA = ROOT / "tests" / "data" / "old_names"

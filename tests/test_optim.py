@@ -1,4 +1,4 @@
-"""Flat parameters: optimizers over whole shards, and clipping over whole flat gradients."""
+"""Flat views: optimizers over whole shards, and clipping over whole flat gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fsdp_compose import (
     fully_shard,
     no_sync,
 )
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.optim import clip
 from tests.harness import distributed, fake_process_group
 
@@ -138,9 +138,9 @@ def test_flat_training_equals_training_of_sharded_parameters_bit_for_bit(world_s
             flags = {"foreach": False} if mode == "loop" else {mode: True}
             # torch 2.13 has no rules for these on stock DTensors.
             local = name == "Rprop" or (mode == "fused" and name in ("SGD", "Adagrad"))
-            reference, by_face, flat = build(), shard(build()), shard(build())
-            tensors = [list(by_face.parameters()), flat_parameters(flat, local=local), list(reference.parameters())]
-            models = [by_face, flat, reference] if mode == "foreach" else [by_face, flat]
+            reference, sharded, flat = build(), shard(build()), shard(build())
+            tensors = [list(sharded.parameters()), flat_parameters(flat, local=local), list(reference.parameters())]
+            models = [sharded, flat, reference] if mode == "foreach" else [sharded, flat]
             optimizers = [cls(item, **options, **flags) for item in tensors]
             for step in range(STEPS):
                 for model, optimizer in zip(models, optimizers, strict=False):
@@ -149,7 +149,7 @@ def test_flat_training_equals_training_of_sharded_parameters_bit_for_bit(world_s
                     optimizer.zero_grad()
             try:
                 # Fused CPU kernels round the last few elements of a tensor in another way than the others.
-                assert_same(flat, by_face, 1e-6 if mode == "fused" else None)
+                assert_same(flat, sharded, 1e-6 if mode == "fused" else None)
                 # Rprop follows the signs of gradients, which rounding may flip where they are nearly zero.
                 if mode == "foreach":
                     assert_same(flat, reference, 1e-4)
@@ -161,13 +161,13 @@ def test_flat_training_equals_training_of_sharded_parameters_bit_for_bit(world_s
 
 def padded_with_zeros(handle: Any) -> torch.Tensor:
     result = torch.zeros_like(handle.shard)
-    for start, stop, _ in handle.runs:
+    for start, stop, _ in handle.local_shards:
         result[start:stop] = handle.shard[start:stop]
     return result
 
 
 @distributed(world_size=3)
-def test_flat_parameters_are_few_leaves_over_the_shards():
+def test_flat_views_are_few_leaves_over_the_shards():
     model = shard(build())
     flat = flat_parameters(model)
     handles = _get_fsdp_handles(model)
@@ -176,13 +176,14 @@ def test_flat_parameters_are_few_leaves_over_the_shards():
         assert type(param) is DTensor and isinstance(param, nn.Parameter) and param.is_leaf and param.requires_grad
         assert param.placements == (Shard(0),) and param.shape == (handle.layout.flat_numel,)
         assert param.to_local().data_ptr() == handle.shard.data_ptr()
-        assert torch.equal(param.full_tensor()[: handle.faces[0].numel()], handle.faces[0].full_tensor().flatten())
+        first = handle.sharded_params[0]
+        assert torch.equal(param.full_tensor()[: first.numel()], first.full_tensor().flatten())
     assert all(a is b for a, b in zip(flat, flat_parameters(model), strict=True))
     backward(model, mine(0))
     assert all(a is b for a, b in zip(flat, flat_parameters(model), strict=True))
     for param, handle in zip(flat, handles, strict=True):
-        for face, (start, stop, _) in zip(handle.faces, handle.runs, strict=True):
-            local = face.grad.to_local()
+        for sharded, (start, stop, _) in zip(handle.sharded_params, handle.local_shards, strict=True):
+            local = sharded.grad.to_local()
             assert torch.equal(local.flatten(), param.grad.to_local()[start:stop])
             assert local.untyped_storage().data_ptr() == param.grad.to_local().untyped_storage().data_ptr()
     (part,) = flat_parameters(shard(build()).second)
@@ -199,7 +200,7 @@ def test_parameter_groups_are_ragged_rows_of_neighbours():
     assert len(groups[1]) < sum(param.ndim <= 1 for param in model.parameters())
     assert groups[0] == [] or all(a is b for a, b in zip(groups[0], flat_parameters(model, is_matrix), strict=True))
     assert flat_parameters(model, lambda fqn, param: False) == []
-    with pytest.raises(ValueError, match=r"first\.weight is already in a flat parameter.*other neighbours"):
+    with pytest.raises(ValueError, match=r"first\.weight is already in a flat view.*other neighbours"):
         flat_parameters(model)
     with pytest.raises(ValueError, match=r"first\.weight is already .*local=False"):
         flat_parameters(model, is_matrix, local=True)
@@ -235,7 +236,7 @@ def test_mixed_dtypes_frozen_and_unmanaged_parameters_train():
         model.norm.bias.requires_grad_(False)  # of a handle whose other parameters are trained
         models.append(model)
         tensors.append(flat_parameters(model) if is_flat else [p for p in model.parameters() if p.requires_grad])
-    flat, faces = models
+    flat, sharded = models
     assert sum(item is flat.scale for item in tensors[0]) == 1
     assert {item.dtype for item in tensors[0]} == {torch.float32, torch.bfloat16}
     assert sum(type(item) is DTensor for item in tensors[0]) == 1  # the bfloat16 one, whole
@@ -247,12 +248,12 @@ def test_mixed_dtypes_frozen_and_unmanaged_parameters_train():
             dist.all_reduce(model.scale.grad)
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(flat, faces)
+    assert_same(flat, sharded)
     assert all(torch.equal(a, whole(flat)[name]) for a, name in zip(frozen, ("first.weight", "norm.bias"), strict=True))
 
 
 @distributed(world_size=2)
-def test_a_part_that_nobody_uses_has_no_gradient_or_zeros_beside_others():
+def test_an_unused_part_has_no_gradient_or_zeros_next_to_others():
     model = shard(build())
     flat = flat_parameters(model)
     optimizer = torch.optim.AdamW(flat, lr=0.01, weight_decay=0.1)
@@ -380,7 +381,7 @@ def test_a_gradient_that_the_user_holds_stays_his():
     del held
     backward(model, mine(0))
     memory = flat[0].grad.to_local().data_ptr()
-    for _ in range(2):  # nobody holds anything: recycled
+    for _ in range(2):  # nothing is held: recycled
         grad = id(flat[0].grad)
         model.zero_grad()
         backward(model, mine(1))
@@ -390,7 +391,7 @@ def test_a_gradient_that_the_user_holds_stays_his():
 
 @distributed(world_size=2)
 def test_gradients_that_the_user_puts_in_place_are_honoured():
-    def replace_face(model: Net, flat: list[Any] | None) -> None:
+    def replace_sharded_param(model: Net, flat: list[Any] | None) -> None:
         model.first.weight.grad = model.first.weight.grad * 3
 
     def replace_data(model: Net, flat: list[Any] | None) -> None:
@@ -399,7 +400,7 @@ def test_gradients_that_the_user_puts_in_place_are_honoured():
     def replace_all(model: Net, flat: list[Any] | None) -> None:
         grads = [param.grad * 2 for param in model.parameters()]
         for param in flat if flat is not None else model.parameters():
-            param.grad = None  # what comes now has no gradient of ours beside it
+            param.grad = None  # what comes now has no gradient of ours next to it
         for param, grad in zip(model.parameters(), grads, strict=True):
             param.grad = grad
 
@@ -407,7 +408,7 @@ def test_gradients_that_the_user_puts_in_place_are_honoured():
         for param in flat if flat is not None else model.parameters():
             param.grad = param.grad * 2
 
-    for replace in (replace_face, replace_data, replace_all, replace_flat):
+    for replace in (replace_sharded_param, replace_data, replace_all, replace_flat):
         for then_accumulate in (False, True):
             models = [shard(build()) for _ in range(2)]
             for model in models:
@@ -427,7 +428,7 @@ def test_gradients_that_the_user_puts_in_place_are_honoured():
     backward(model := models[0], mine(0))
     flat = flat_parameters(model)
     flat[0].grad, model.first.weight.grad = flat[0].grad * 2, model.first.weight.grad * 2
-    with pytest.raises(RuntimeError, match="both a flat parameter and a sharded parameter"):
+    with pytest.raises(RuntimeError, match="both a flat view and a sharded parameter"):
         backward(model, mine(0))
 
 
@@ -447,7 +448,7 @@ def test_gradients_changed_in_place_reach_the_grad_scaler_and_clipping_of_torch(
 
 
 @distributed(world_size=2)
-def test_terms_of_the_loss_on_a_flat_parameter():
+def test_terms_of_the_loss_on_a_flat_view():
     models = [shard(build()) for _ in range(2)]
     flat = flat_parameters(models[0])
     optimizers = [torch.optim.SGD(item, lr=0.1) for item in (flat, models[1].parameters())]
@@ -464,17 +465,17 @@ def test_terms_of_the_loss_on_a_flat_parameter():
 
 
 @distributed(world_size=2)
-def test_hooks_on_flat_parameters_run_once_per_reducing_backward():
+def test_hooks_on_flat_views_run_once_per_reducing_backward():
     models = [shard(build()) for _ in range(2)]
     flat, seen = flat_parameters(models[0]), []
     for param in flat:
         param.register_hook(lambda grad: seen.append("gradient") or grad * 2)
         param.register_post_accumulate_grad_hook(lambda param: seen.append("after"))
-    models[0].first.weight.register_hook(lambda grad: seen.append("face"))
+    models[0].first.weight.register_hook(lambda grad: seen.append("sharded parameter"))
     for step in range(2):  # the second accumulates
         seen.clear()
         backward(models[0], mine(step))
-        assert sorted(seen) == ["after"] * 3 + ["face"] + ["gradient"] * 3
+        assert sorted(seen) == ["after"] * 3 + ["gradient"] * 3 + ["sharded parameter"]
         backward(models[1], mine(step))
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor() * 2)
@@ -520,7 +521,7 @@ def test_a_step_between_forward_and_backward_raises():
             with pytest.raises(RuntimeError, match="modified .*between a forward and its backward"):
                 loss.backward()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of healing
+            warnings.simplefilter("ignore")  # of recovery
             loss = model(mine(1)).square().mean()
         with torch.no_grad():
             flat[0].mul_(0.5)
@@ -529,7 +530,7 @@ def test_a_step_between_forward_and_backward_raises():
 
 
 @distributed(world_size=2)
-def test_flat_parameters_follow_a_model_that_is_moved_or_loaded():
+def test_flat_views_follow_a_model_that_is_moved_or_loaded():
     def assign(model: Net) -> None:
         model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
 
@@ -585,7 +586,7 @@ def test_a_step_after_loading_by_assignment_where_a_rank_has_no_elements():
 
 
 @distributed(world_size=2)
-def test_freezing_a_part_of_a_flat_parameter_is_refused_and_freezing_all_of_it_is_not():
+def test_freezing_a_part_of_a_flat_view_is_refused_and_freezing_all_of_it_is_not():
     model = shard(build())
     optimizer = torch.optim.AdamW(flat_parameters(model), lr=0.1)
     model.second.requires_grad_(False)
@@ -605,7 +606,7 @@ def test_freezing_a_part_of_a_flat_parameter_is_refused_and_freezing_all_of_it_i
 
 
 @distributed(world_size=2)
-def test_local_flat_parameters_are_plain_tensors():
+def test_local_flat_views_are_plain_tensors():
     models = [shard(build()) for _ in range(2)]
     flat = flat_parameters(models[0], local=True)
     assert all(type(param) is nn.Parameter for param in flat)
@@ -686,7 +687,7 @@ def test_wrong_arguments_say_what_was_expected():
         backward(model := shard(build()), torch.ones(2, 6))
         flat = flat_parameters(model, local=True)
         flat[0].data = flat[0].data.clone()
-        with pytest.raises(RuntimeError, match=r"\.data of a flat parameter over scale and"):
+        with pytest.raises(RuntimeError, match=r"\.data of a flat view over scale and"):
             torch.optim.SGD(flat).step()
 
 
@@ -695,17 +696,17 @@ def test_wrong_arguments_say_what_was_expected():
 
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf, 0.0, 3.5, -math.inf])
 @distributed(world_size=3)
-def test_clipping_is_the_same_by_faces_by_flat_parameters_and_unsharded(order):
+def test_clipping_is_the_same_by_sharded_parameters_by_flat_views_and_unsharded(order):
     reference = build()
     backward(reference, batch(0), with_aside=False, with_extra=False)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05, order)
-    ways = ["faces"] if order == 0 else ["faces", "flat", "local", "groups", "torch's, flat"]  # 0 counts tensors
+    ways = ["sharded"] if order == 0 else ["sharded", "flat", "local", "groups", "torch's, flat"]  # 0 counts tensors
     for way in ways:
         model = shard(build())
         items: list[Any] = list(model.parameters())
         if way == "groups":
             items = [*flat_parameters(model, is_matrix), *flat_parameters(model, is_no_matrix)]
-        elif way != "faces":
+        elif way != "sharded":
             items = flat_parameters(model, local=way == "local")
         backward(model, mine(0), with_aside=False, with_extra=False)
         if way == "torch's, flat":

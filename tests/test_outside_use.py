@@ -157,7 +157,7 @@ def test_gradients_equal_those_of_unsharded_training(loss: Loss, mode: str) -> N
 
 
 @distributed(world_size=3)
-def test_on_three_ranks_with_flat_parameters_and_an_optimizer() -> None:
+def test_on_three_ranks_with_flat_views_and_an_optimizer() -> None:
     model, reference = trunks(apply_head=True)
     ours = torch.optim.AdamW(flat_parameters(model), lr=0.1)
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
 from fsdp_compose.flat import subclasses
-from fsdp_compose.group.state import _get_fsdp_states
+from fsdp_compose.group.registry import _get_fsdp_states
 from tests.harness import distributed, fake_process_group
 from tests.test_features import DIM, Net, Twins, plain_sgd, shard_layers
 

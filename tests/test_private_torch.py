@@ -611,7 +611,7 @@ def test_DTensorSpec(mesh):
     spec = plain_spec(mesh, (8, 2), Shard(0))
     assert spec.shape == (8, 2) and spec.placements == (Shard(0),) and spec.mesh is mesh
     assert callable(spec._verify_shard_order) and hash(spec) == hash(plain_spec(mesh, (8, 2), Shard(0)))
-    with pytest.raises(AssertionError):  # nobody but a RaggedSpec can carry a RaggedShard
+    with pytest.raises(AssertionError):  # only a RaggedSpec can carry a RaggedShard
         plain_spec(mesh, (8, 2), fsdp_compose.RaggedShard((2, 2, 2, 2)))
 
 
@@ -1176,7 +1176,7 @@ def test_StorageInfo(tmp_path):
 
 @distributed(world_size=2)
 def test_admit_placements():
-    """What torch's from_local, distribute_tensor and state-dict setters call is what _torch.py has replaced."""
+    """torch's from_local, distribute_tensor and state-dict setters call what _torch.py has replaced."""
     mesh = init_device_mesh("cpu", (2,))
     placement, rank = fsdp_compose.RaggedShard((5, 1), flat=True), dist.get_rank()
     full = torch.arange(6.0).view(2, 3)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, fully_shard
 from fsdp_compose.ragged.ops.gathered_view import GatheredView
-from fsdp_compose.ragged.placement import run_to_boxes
+from fsdp_compose.ragged.placement import range_to_boxes
 from tests.harness import distributed, fake_process_group
 
 # name -> (shape of the mesh, placements of a (10, 4) tensor); the last rank of 3 holds nothing
@@ -524,9 +524,9 @@ def test_copies_and_files_keep_layout_and_values(layout, how):
     buffer = torch.arange(100.0)
     whole = distribute_ragged(torch.arange(40.0).view(SHAPE), mesh, placements)
     # A view into a larger buffer, as parameters are.
-    run = buffer[16 : 16 + whole.to_local().numel()].view(whole.to_local().shape)
-    run.copy_(whole.to_local())
-    tensor = RaggedDTensor.from_local(run, mesh, placements, shape=SHAPE)
+    local = buffer[16 : 16 + whole.to_local().numel()].view(whole.to_local().shape)
+    local.copy_(whole.to_local())
+    tensor = RaggedDTensor.from_local(local, mesh, placements, shape=SHAPE)
     assert tensor.data_ptr() == 0 and tensor.storage_offset() == 0
     for item in (tensor, nn.Parameter(tensor)):
         other = roundtrip(item, how)
@@ -675,14 +675,14 @@ def test_optimizer_state_in_another_layout_raises_or_is_converted():
     full = torch.rand(SHAPE)
     dist.broadcast(full, 0)
 
-    def cut(placement: Any) -> torch.Tensor:
+    def sharded(placement: Any) -> torch.Tensor:
         if isinstance(placement, RaggedShard):
             return distribute_ragged(full, mesh, [placement])
         return distribute_tensor(full, mesh, [placement])
 
-    param, grad, other = cut(RaggedShard((7, 3, 0))), cut(RaggedShard((7, 3, 0))), cut(Shard(0))
+    param, grad, other = sharded(RaggedShard((7, 3, 0))), sharded(RaggedShard((7, 3, 0))), sharded(Shard(0))
     settings = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
-    for states in ([other], [other]), ([cut(RaggedShard((7, 3, 0)))], [other]):
+    for states in ([other], [other]), ([sharded(RaggedShard((7, 3, 0)))], [other]):
         with pytest.raises(RuntimeError, match=r"_fused_adamw_.*distribute_ragged"):
             torch._fused_adamw_(
                 [param], [grad], *states, [], [torch.tensor(1.0)], amsgrad=False, maximize=False, **settings
@@ -690,7 +690,7 @@ def test_optimizer_state_in_another_layout_raises_or_is_converted():
     assert torch.equal(param.full_tensor(), full)
     torch._foreach_add_([param], [other])  # an operand that is only read is converted
     assert torch.equal(param.full_tensor(), 2 * full)
-    torch._foreach_add_([other, param], [param.clone(), cut(Shard(0))])
+    torch._foreach_add_([other, param], [param.clone(), sharded(Shard(0))])
     assert other.placements == (Shard(0),)
     assert torch.equal(other.full_tensor(), 3 * full)
     assert torch.equal(param.full_tensor(), 3 * full)
@@ -737,11 +737,11 @@ def test_placements_equal_only_equal_ones():
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
 @settings(deadline=None, max_examples=200)
-def test_boxes_cover_a_run_in_order(shape, data):
+def test_boxes_cover_a_range_in_order(shape, data):
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
-    boxes = run_to_boxes(tuple(shape), start, stop)
+    boxes = range_to_boxes(tuple(shape), start, stop)
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     whole = torch.arange(numel).view(shape)
     found = [whole[tuple(map(slice, box.offsets, map(sum, zip(box.offsets, box.sizes))))].flatten() for box in boxes]
@@ -837,8 +837,8 @@ def test_copies_between_layouts():
     full = torch.rand(SHAPE)
     dist.broadcast(full, 0)
     small = (full * 100).to(torch.int16)  # not a dtype of gloo
-    cut = distribute_ragged(small, mesh, [RaggedShard((7, 3, 0))], src_data_rank=None)
-    assert torch.equal(cut.full_tensor(), small)
+    ragged = distribute_ragged(small, mesh, [RaggedShard((7, 3, 0))], src_data_rank=None)
+    assert torch.equal(ragged.full_tensor(), small)
     for source in (RaggedShard((7, 3, 0)), RaggedShard((2, 4, 4)), RaggedShard((17, 23, 0), flat=True)):
         for other in (Shard(0), Shard(1), Replicate()):
             ragged, plain = distribute_ragged(full, mesh, [source]), distribute_tensor(full * 2, mesh, [other])

@@ -11,7 +11,7 @@ from fsdp_compose import fully_shard
 from fsdp_compose.comm import rendezvous
 from fsdp_compose.comm.records import DEBUG_ENV, last_of_every_rank
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
-from fsdp_compose.flat.reduction import Communicator
+from fsdp_compose.flat.communicator import Communicator
 from fsdp_compose.group.lockstep import LockstepCommunicator
 from tests.harness import distributed
 from tests.models import local_part

@@ -1,4 +1,4 @@
-"""What others see of fully_shard: torch's composable registry, look-ups, traversal, names and identities."""
+"""The outside of fully_shard: torch's composable registry, look-ups, traversal, names and identities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, unshard
 from fsdp_compose.group.dynamo import _annotate_modules_for_dynamo
-from fsdp_compose.group.state import (
+from fsdp_compose.group.registry import (
     _get_fsdp_handles,
     _get_fsdp_root_states,
     _get_fsdp_states,
@@ -94,7 +94,7 @@ def test_modules_sharded_together_have_one_state(one_process):
     assert fully_shard.state(tree.left) is fully_shard.state(tree.middle) is not None
     assert _get_fsdp_states(tree) == [fully_shard.state(tree.left)]
     (handle,) = _get_fsdp_handles(tree)
-    assert len(handle.faces) == 6
+    assert len(handle.sharded_params) == 6
 
 
 NESTED = {
@@ -201,7 +201,7 @@ def test_traversal_does_not_descend_into_a_replicated_module(one_process):
     assert _get_fsdp_states(tree.left.first) == [fully_shard.state(tree.left.first)]
 
 
-# ---- torch's replicate beside fully_shard ----------------------------------------------------------------------------
+# ---- torch's replicate next to fully_shard ---------------------------------------------------------------------------
 
 
 def train(model: nn.Module, share: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
@@ -238,7 +238,7 @@ def test_replicated_child_of_a_sharded_parent_trains():
     model, reference = pair(Tree())
     replicate(model.left)
     fully_shard(model)
-    managed = {id(face) for handle in _get_fsdp_handles(model) for face in handle.faces}
+    managed = {id(sharded) for handle in _get_fsdp_handles(model) for sharded in handle.sharded_params}
     assert not managed & {id(param) for param in model.left.parameters()}
     train(model, local_part)
     train(reference, lambda batch: batch)
@@ -246,7 +246,7 @@ def test_replicated_child_of_a_sharded_parent_trains():
         torch.testing.assert_close(ours, theirs)
     unshard(model)
     for handle in _get_fsdp_handles(model):
-        for fqn, whole in zip(handle.fqns, handle.unsharded_params):
+        for fqn, whole in zip(handle.fqns, handle.unsharded.params):
             torch.testing.assert_close(whole.data, reference.get_parameter(fqn).data)
 
 

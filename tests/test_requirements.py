@@ -79,7 +79,7 @@ def test_the_variable_admits_2_11_and_nothing_older(monkeypatch):
         assert check_torch("2.11.0+cu130") is True
     with pytest.raises(ImportError):
         check_torch("2.10.0")
-    assert check_torch("2.13.0") is False, "what can have real sharded parameters has them"
+    assert check_torch("2.13.0") is False, "a torch that can have DTensors as sharded parameters has them"
 
 
 def test_plain_sharded_parameters_train_like_unsharded_ones():

@@ -1,4 +1,4 @@
-"""Process groups that are made again beside the keys of earlier ones: by new processes, and by the same ones.
+"""Process groups that are made again next to the keys of earlier ones: by new processes, and by the same ones.
 
 torch's own keys are removed before each attempt: gloo (torch 2.13) would dial the addresses of dead processes.
 """
@@ -44,7 +44,7 @@ def make_again(generation):
 @pytest.mark.parametrize("debug", ["0", "1"])
 @distributed(world_size=2, fresh=True)
 def test_process_group_that_is_made_again_has_a_store_of_its_own(debug):
-    """Groups differ, in number and in size, so that anything old would be noticed."""
+    """Groups of fully_shard differ, in number and in size, so that anything old would be noticed."""
     expected = trained(3)
     with environment(**{DEBUG_ENV: debug}):
         for generation in range(3):
@@ -73,7 +73,7 @@ def test_subgroups_that_are_made_again_have_stores_of_their_own():
 
 
 @distributed(world_size=3, fresh=True)
-def test_rank_that_does_not_come_is_named_beside_old_keys():
+def test_rank_that_does_not_come_is_named_next_to_old_keys():
     train_step(*build(init_device_mesh("cpu", (3,))), 0)
     make_again(0)
     mesh = init_device_mesh("cpu", (3,))
@@ -83,7 +83,7 @@ def test_rank_that_does_not_come_is_named_beside_old_keys():
             with pytest.raises(RuntimeError, match=r"first forward: rank\(s\) 1 did|rank\(s\) 0 did not come") as error:
                 train_step(model, optimizer, 0)
             if dist.get_rank() == 0:
-                assert "first forward: rank(s) 1 did not come to the meeting of 3 ranks" in str(error.value)
+                assert "first forward: rank(s) 1 did not come to the rendezvous of 3 ranks" in str(error.value)
     dist.barrier()
     train_step(model, optimizer, 0)  # all come now
 
@@ -107,7 +107,7 @@ def run_rank(rank, size, port, folder, death):
     os._exit(0)
 
 
-def test_killed_trainers_resume_bit_for_bit_beside_the_keys_of_the_dead(tmp_path):
+def test_killed_trainers_resume_bit_for_bit_next_to_the_keys_of_the_dead(tmp_path):
     """As under ``torchrun --max-restarts``: the store stays, all processes are new; the number of ranks may change."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     draw = random.Random(0)

@@ -94,7 +94,7 @@ def test_first_forwards_of_equal_models_in_different_order_raise():
 
 
 @distributed(world_size=2)
-def test_first_forwards_in_different_order_beside_a_model_of_one_rank_raise_at_the_second():
+def test_first_forwards_in_different_order_next_to_a_model_of_one_rank_raise_at_the_second():
     mesh = breakable_mesh()
     rank = dist.get_rank()
     if rank == 0:

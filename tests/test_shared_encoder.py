@@ -209,7 +209,7 @@ def test_accumulation_without_sync_over_both_roots():
 
 
 @distributed(world_size=2)
-def test_flat_parameters_of_both_roots():
+def test_flat_views_of_both_roots():
     expected, reference = unsharded(one_backward)
     models = shard(Models())
     optimizer = torch.optim.SGD(flat_parameters(models), lr=0.1, momentum=0.9)

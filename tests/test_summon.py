@@ -25,7 +25,7 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import assert_parameters_match, local_part, pair
 from tests.test_features import DIM, Net, Twins, inputs, mean_square, plain_sgd, shard_layers, whole
@@ -140,7 +140,7 @@ def test_summoned_gradients_are_full_and_can_be_written_back():
         pass
     twins.backward(mean_square, batch)
     twins.step()
-    for flag in (False, True):  # the first groups are reduced, and gathered before the one that is not is met
+    for flag in (False, True):  # the first groups are reduced, and gathered before the one that is not is reached
         set_requires_gradient_sync(twins.sharded.layers[2], flag)
         twins.backward(mean_square, batch)
         if not flag:
@@ -299,7 +299,7 @@ def test_registered_methods_compute_with_full_parameters_and_train():
 
 
 class Callables(Encoder):
-    """What ``module.name`` can be besides a method of its class."""
+    """Whatever ``module.name`` can be besides a method of its class."""
 
     @staticmethod
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -352,7 +352,7 @@ def test_register_forward_method_refuses_what_is_no_method_and_passes_unsharded_
 
 
 @distributed(world_size=2)
-def test_check_lists_trainable_parameters_that_nobody_reduces():
+def test_check_lists_trainable_parameters_that_are_not_reduced():
     model = Net()
     model.outside = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     model.outside[1].requires_grad_(False)

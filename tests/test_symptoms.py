@@ -10,16 +10,16 @@ self: gradients are never reduced                                   test_root_th
 an exception was caught, and the optimizer never updates again      test_invariants: test_training_goes_on_after_an_
                                                                     interruption, ...; here: out of memory
 reentrant checkpointing and two forwards before one backward        here
-an optimizer built after an evaluation trains nothing               test_faces: test_an_optimizer_built_after_a_warm_up_
-                                                                    forward_trains; here: identity of parameters
-an optimizer built before sharding trains nothing                   test_faces: test_an_optimizer_built_before_...
+an optimizer built after an evaluation trains nothing               test_sharded_params: test_an_optimizer_built_after_
+                                                                    a_warm_up_...; here: identity of parameters
+an optimizer built before sharding trains nothing                   test_sharded_params: test_an_optimizer_built_bef...
 ranks use different parameters: gradients of different parameters   test_invariants: sections 1 and 2; here: three ways
 are mixed                                                           to shard the same experts
 an edit of parameters after a forward is lost                       test_invariants: section 5; here: state_dict
-modules added later, ignored parameters, plain ones beside sharded  test_summon: test_check_lists_...; test_registry:
-ones: gradients are never reduced                                   test_sharded_child_of_a_replicated_parent_trains
+modules added later, ignored parameters, plain ones next to         test_summon: test_check_lists_...; test_registry:
+sharded ones: gradients are never reduced                           test_sharded_child_of_a_replicated_parent_trains
 a mesh with a degenerate dimension switches gradient sync off       here
-norms of gradients differ from rank to rank                         here; test_faces and test_optim: clipping
+norms of gradients differ from rank to rank                         here; test_sharded_params and test_optim: clipping
 non-persistent buffers are garbage after meta and to_empty          here
 reduce_dtype is not honoured                                        here
 ==================================================================  ===================================================
@@ -377,4 +377,4 @@ def test_gradients_are_summed_in_reduce_dtype_from_what_autograd_made_of_them():
             wanted += rounded.bfloat16().float() / 2
     assert model.weight.grad.dtype == torch.float32
     torch.testing.assert_close(model.weight.grad.full_tensor(), wanted, rtol=1e-6, atol=0)
-    assert states_of(model)[0]._handles[0].reduce_dtype == torch.float32
+    assert states_of(model)[0]._handles[0].contributions.dtype == torch.float32

@@ -15,7 +15,7 @@ methods other than forward, parameters used by another module       here; test_s
 a child's forward before the root's; parents sharded first          test_features: test_forward_of_a_child_before_...;
                                                                     test_bad_input: test_parent_sharded_before_its_child
 double backward                                                     test_summon: test_double_backward_raises_...
-hooks, attributes and classes of parameters are lost                here: classes; test_faces: hooks, attributes
+hooks, attributes and classes of parameters are lost                here: classes; test_sharded_params: hooks, ...
 scalars, small and empty parameters, lists of modules               test_features: test_parameters_of_odd_shapes, ...;
                                                                     test_bad_input: test_container_without_a_forward
 model.to() after sharding                                           test_invariants: test_change_of_dtype_..., section 5
@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, no_sync
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part, pair
 from tests.test_features import DIM, Layer, Net, Twins, inputs, mean_square, plain_sgd, shard_layers
@@ -119,7 +119,7 @@ def test_gradients_of_adapters_take_the_bytes_of_the_trainable_parameters_only(n
         twins.backward(mean_square, x)
         handles = _get_fsdp_handles(twins.sharded)
         gradients = [handle.gradient.buffer for handle in handles if handle.gradient.buffer.is_allocated]
-        padding = sum(handle.layout.flat_numel for handle in handles if handle.is_trainable) - trainable
+        padding = sum(handle.layout.flat_numel for handle in handles if handle.contributions.is_trainable) - trainable
         assert sum(buffer.flat.numel() for buffer in gradients) * world_size == trainable + padding
         assert padding < 16 * len(handles) * world_size
         assert all(param.grad is None for param in twins.sharded.parameters() if not param.requires_grad)
@@ -227,7 +227,7 @@ def test_class_of_a_parameter_survives_in_forward_conversions_and_copies():
 
 
 @distributed(world_size=2)
-def test_parameters_that_tensor_parallelism_has_cut_are_refused_by_name():
+def test_parameters_sharded_by_tensor_parallelism_are_refused_by_name():
     model, mesh = Net(), init_device_mesh("cpu", (2,))
     weight = model.layers[1].linear.weight
     model.layers[1].linear.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import RaggedDTensor, distribute_ragged, fully_shard, no_sync
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_features import Layer, Twins, plain_sgd
@@ -91,7 +91,7 @@ def test_tied_weights_across_groups_train_as_unsharded(shard, reshard_after_forw
     assert [id(param) for param in model.parameters()] == ids
     assert model.head.weight is model.embed.weight
     assert len({handle.shard.data_ptr() for handle in _get_fsdp_handles(model)}) == len(_get_fsdp_handles(model))
-    assert sum(len(handle.faces) for handle in _get_fsdp_handles(model)) == len(ids)
+    assert sum(len(handle.sharded_params) for handle in _get_fsdp_handles(model)) == len(ids)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import fsdp_compose.checkpoint as ours
 from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, RaggedShard, flat_parameters, fully_shard
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.test_checkpoint import assert_equal, whole
 from tests.test_checkpoint_storage import shared_folder
@@ -92,20 +92,20 @@ def test_torchs_setters_load_sharded_models_and_they_train_on(granularity, world
         other = build(1, granularity, "meta" if on_meta else "cpu")
         if on_meta and strict:
             other.to_empty(device="cpu")  # as the tutorial does; else the setter brings the memory
-        faces = [*other.parameters()]
+        params = [*other.parameters()]
         its = None if on_meta and not strict else adamw(other)
         theirs.set_model_state_dict(other, model_state, options=options)
         its = its or adamw(other)
         theirs.set_optimizer_state_dict(other, its, optimizer_state, options=options)
         where = f"{offload=} {broadcast=} {strict=} {on_meta=}"
-        assert all(a is b for a, b in zip(faces, other.parameters())), where
+        assert all(a is b for a, b in zip(params, other.parameters())), where
         assert_equal(values(other, its), before, where)
         step(other, its, 1)
         assert_equal(values(other, its), after, where)
 
 
 @distributed(world_size=2)
-def test_torchs_setter_with_flat_parameters_and_scalars():
+def test_torchs_setter_with_flat_views_and_scalars():
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -167,7 +167,7 @@ def test_dcp_loads_into_a_model_on_the_meta_device(granularity):
 def test_tensors_placed_like_a_parameter(granularity):
     model = build(0, granularity)
     for handle in _get_fsdp_handles(model):
-        assert handle.faces
+        assert handle.sharded_params
     for param in model.parameters():
         full = param.full_tensor().detach()
         local = param.to_local().detach().clone()
@@ -183,7 +183,7 @@ def test_tensors_placed_like_a_parameter(granularity):
             with torch.no_grad():
                 assert torch.equal((made + param).full_tensor(), 2 * full)
         wrong = torch.zeros(local.numel() + 1)
-        with pytest.raises(ValueError, match=r"from_local\(\).*a local tensor of shape|does not cut"):
+        with pytest.raises(ValueError, match=r"from_local\(\).*a local tensor of shape|does not shard a tensor"):
             DTensor.from_local(wrong, mesh, placements)
         source = full if dist.get_rank() == 0 else torch.zeros_like(full)
         assert torch.equal(distribute_tensor(source, mesh, placements).full_tensor(), full), "the first rank's"

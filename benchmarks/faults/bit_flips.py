@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .fault import Fault, Settings, Verdict, verdict
-from .jobs import LONG, in_words, run, values
+from .jobs import LONG, as_text, run, values
 from .systems import System
 from .training import Trainer, path_of
 
@@ -73,7 +73,7 @@ def damage_and_load(system: System, folder: Path, count: int, seed: int) -> list
         try:
             other.load(path_of(folder, 2))
         except BaseException as problem:  # DCP's own error is no Exception
-            error = in_words(problem)
+            error = as_text(problem)
         found.append([file, what, error, other.digest() != before])
         is_spoilt = torch.tensor(int(not error or found[-1][3]))
         dist.all_reduce(is_spoilt, dist.ReduceOp.MAX)

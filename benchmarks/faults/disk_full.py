@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .fault import Fault, Settings, Verdict, verdict
-from .jobs import LONG, in_words, run, values
+from .jobs import LONG, as_text, run, values
 from .systems import System
 from .training import Trainer, path_of
 
@@ -123,7 +123,7 @@ def _attempt(function: Any, *arguments: Any) -> str:
     try:
         function(*arguments)
     except BaseException as error:  # DCP's own error is no Exception
-        return in_words(error)
+        return as_text(error)
     return ""
 
 

@@ -1,7 +1,7 @@
 """Every file event of a stretch of a program, one by one: something can be done just before each of them.
 
 Opening, renaming, linking, removing, making and removing folders are heard of through Python's audit hooks, also when
-torch does it; writes, synchronizations through functions put in their place. An audit hook stays for ever: for
+torch does it; writes, synchronizations through functions put in their place. An audit hook stays permanently: for
 processes that end soon.
 """
 
@@ -51,7 +51,7 @@ class FileEvents:
             self._on_event(len(self.names), self.names[-1])
 
     def _is_below(self, path: Any) -> bool:
-        """What is named relative to an open folder counts: nothing else does that here."""
+        """A path relative to an open folder counts: nothing else uses those here."""
         if not isinstance(path, (str, bytes, os.PathLike)):
             return False
         text = os.fsdecode(path)

@@ -56,8 +56,8 @@ class Job:
     """Calls ``program(*arguments)`` on every rank of a gloo process group; a context manager.
 
     Args:
-        timeout: of the process group, once its ranks have met; and of what fsdp_compose waits for.
-        before: called with the rank while its process has one thread, before the ranks meet.
+        timeout: of the process group, once its ranks are connected; and of what fsdp_compose waits for.
+        before: called with the rank while its process has one thread, before the ranks connect.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def run(program: Callable[..., Any], *arguments: Any, limit: float = LIMIT, **op
 
 
 def values(results: list[Result]) -> list[Any]:
-    """What the ranks have returned, where nothing else is expected: the battery itself is broken otherwise."""
+    """The values that the ranks returned, where nothing else is expected: the battery itself is broken otherwise."""
     if any(result.kind != "returned" for result in results):
         raise RuntimeError("; ".join(f"rank {rank}: {result}" for rank, result in enumerate(results)))
     return [result.value for result in results]
@@ -146,11 +146,11 @@ def _main(settings: _Settings, rank: int, program: Callable[..., Any], arguments
     try:
         if settings.before is not None:
             settings.before(rank)
-        _meet(settings, rank)
+        _connect(settings, rank)
         report = {"kind": "returned", "value": program(*arguments)}
     except BaseException as error:  # DCP's own error is no Exception
         traceback.print_exc()
-        report = {"kind": "raised", "error": in_words(error)}
+        report = {"kind": "raised", "error": as_text(error)}
     path = Path(settings.folder, f"result-{rank}")
     path.with_suffix(".new").write_text(json.dumps(report))
     path.with_suffix(".new").rename(path)
@@ -158,7 +158,7 @@ def _main(settings: _Settings, rank: int, program: Callable[..., Any], arguments
     os._exit(0)  # taking gloo's threads down at interpreter exit aborts now and then
 
 
-def _meet(settings: _Settings, rank: int) -> None:
+def _connect(settings: _Settings, rank: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", settings.port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.world_size, timeout=PATIENCE)
@@ -168,9 +168,9 @@ def _meet(settings: _Settings, rank: int) -> None:
         os.environ["FSDP_COMPOSE_TIMEOUT"] = str(settings.timeout.total_seconds())
 
 
-def in_words(error: BaseException) -> str:
+def as_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def in_words_of(results: list[Result]) -> str:
+def results_as_text(results: list[Result]) -> str:
     return "; ".join(f"rank {rank} {result}" for rank, result in enumerate(results))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .fault import Fault, Settings, Verdict, verdict
 from .file_events import FileEvents
-from .jobs import Result, in_words_of, run, values
+from .jobs import Result, results_as_text, run, values
 from .systems import System
 from .training import Trainer, digests, newest_first, path_of, train_and_save
 
@@ -121,7 +121,7 @@ class _Killing:
 
     def judge(self, kill: Kill, results: list[Result]) -> None:
         if any(result.kind != "returned" for result in results):
-            self.problems.append(f"{kill}: cannot go on: {in_words_of(results)}")
+            self.problems.append(f"{kill}: cannot go on: {results_as_text(results)}")
             return
         for rank, (step, digest, next_step, next_digest) in enumerate(result.value for result in results):
             expected = self.expected[rank]
@@ -178,7 +178,7 @@ def over_an_existing_one(system: System, settings: Settings) -> Verdict:
         if all(result.kind == "raised" for result in results):
             refused = all("exists" in result.error for result in results)
             killing.judge(Kill(0, 0, True), run(resume, system, folder))
-            problems = killing.problems + ([] if refused else [f"no named error: {in_words_of(results)}"])
+            problems = killing.problems + ([] if refused else [f"no named error: {results_as_text(results)}"])
             return verdict("refused by name, the old one loads", problems)
     num_kills = 0
     for rank, names in enumerate(killing.events(before)):

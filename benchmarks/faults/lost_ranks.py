@@ -1,7 +1,7 @@
 """A rank that stops for a while (SIGSTOP, SIGCONT), stops for longer than the others wait, or dies (SIGKILL), at one
 place of training after another.
 
-Shorter than the timeout: everything goes on, to the same bits. Longer, or for ever: every rank that is left raises an
+Shorter than the timeout: everything goes on, to the same bits. Longer, or forever: every rank that is left raises an
 error in bounded time, at its next try too; the one that wakes up raises one too.
 """
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .fault import Fault, Settings, Verdict, verdict
 from .file_events import FileEvents
-from .jobs import LIMIT, PATIENCE, Job, Result, in_words, run, values
+from .jobs import LIMIT, PATIENCE, Job, Result, as_text, run, values
 from .systems import System
 from .training import Trainer, digests, path_of
 
@@ -91,13 +91,13 @@ def lose_a_rank(system: System, folder: Path, place: str, number: signal.Signals
         work(trainer, folder, place, lose)
         return [trainer.digest()]
     except BaseException as error:  # DCP's own error is no Exception
-        first = in_words(error)
+        first = as_text(error)
     start = time.monotonic()
     try:
         trainer.train(trainer.step + 1)
         second = ""
     except Exception as error:
-        second = in_words(error)
+        second = as_text(error)
     return [None, first, second, time.monotonic() - start]
 
 

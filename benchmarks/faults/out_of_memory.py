@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .fault import Fault, Settings, Verdict, verdict
-from .jobs import LONG, Job, in_words, run, values
+from .jobs import LONG, Job, as_text, run, values
 from .systems import System
 from .training import Trainer, batch
 
@@ -98,7 +98,7 @@ def run_out(system: System, cases: list[tuple[str, str]], on_all: bool) -> list[
                 try:
                     step(trainers[0], memory, False)
                 except Exception as problem:
-                    return [[place, error, in_words(problem), False]]
+                    return [[place, error, as_text(problem), False]]
                 continue
             step(trainers[0], memory, False)
             step(trainers[1], none, i == 1)

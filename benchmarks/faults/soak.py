@@ -1,4 +1,4 @@
-"""Thousands of steps with random events, beside the unsharded twin; memory stays flat.
+"""Thousands of steps with random events, next to an unsharded twin; memory stays flat.
 
 Every rank has the sharded model and an unsharded twin, which trains on the batches of all ranks. The events are drawn
 alike on all ranks: exceptions in forward, in backward and in hooks, caught; evaluation; checkpoints saved and loaded
@@ -58,7 +58,7 @@ class _RaisesInBackward(torch.autograd.Function):
 
 @dataclass
 class Alive:
-    """What a process holds."""
+    """The resources that a process holds."""
 
     rss_mib: float
     storages: int
@@ -152,7 +152,7 @@ class Soak:
         try:
             with contextlib.suppress(_Raised):
                 self.model(self.parts()[dist.get_rank()]).square().mean().backward()
-                raise RuntimeError("what a hook has raised did not arrive")
+                raise RuntimeError("the error that a hook raised did not reach the caller")
         finally:
             handle.remove()
         self.zero()
@@ -315,7 +315,7 @@ def long_run(system: System, settings: Settings) -> Verdict:
 
 
 def _growth(rank: int, samples: list[dict[str, float]]) -> list[str]:
-    """What is more at the end than it was when caches had filled."""
+    """The resources of which there are more at the end than when caches had filled."""
     if len(samples) <= WARM_UP + 2:
         return []
     warm, last = samples[WARM_UP : WARM_UP + 2], samples[-1]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .fault import Fault, Settings, Verdict, verdict
 from .file_events import FileEvents
-from .jobs import LIMIT, LONG, Job, in_words, run, values
+from .jobs import LIMIT, LONG, Job, as_text, run, values
 from .systems import System
 from .training import Trainer
 
@@ -60,7 +60,7 @@ def race(system: System, folder: Path, job: int, cases: list[_Case]) -> list[lis
             with FileEvents(target, pause).counted():
                 trainer.save(target)
         except BaseException as problem:  # DCP's own error is no Exception
-            error = in_words(problem)
+            error = as_text(problem)
         dist.barrier()
         if rank == 0:
             signals.give(f"saved-{i}-{job}")
@@ -81,7 +81,7 @@ def _digest_of(system: System, target: Path) -> str:
     try:
         other.load(target)
     except BaseException as problem:  # DCP's own error is no Exception
-        return in_words(problem)
+        return as_text(problem)
     return other.digest()
 
 

@@ -1,7 +1,7 @@
 """Process groups, and what goes between ranks; knows no parameter and no module.
 
-Each file is one way for ranks to meet: the groups themselves (``ranks``), small exchanges, rendezvous through the
-key-value store, direct messages; and what is noted for errors.
+Each file is one way for ranks to meet: the process groups themselves (``ranks``), small exchanges, rendezvous through
+the key-value store, direct messages; and what is noted for errors.
 """
 
 from .broken import failure_of as failure_of
@@ -23,4 +23,6 @@ from .records import note as note
 from .rendezvous import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT
 from .rendezvous import first_difference as first_difference
 from .rendezvous import meet as meet
-from .transferable import wire as wire
+from .transferable import as_transferable as as_transferable
+from .transport import TRANSPORT as TRANSPORT
+from .transport import Transport as Transport

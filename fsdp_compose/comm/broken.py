@@ -1,8 +1,9 @@
 """Process groups in which a collective of ours has failed: a rank died, or one did not come in time.
 
-Such a group carries nothing any more. Ranks that talk to the dead one hear of it at once; one that waits for the part
-of a rank that has given up would wait for the timeout of the group. So a rank that gives up closes its connections,
-which tells its neighbours, and so on. Meetings on the group, which go through the store, wait a few seconds only.
+Such a process group carries nothing any more. Ranks that talk to the dead one hear of it at once; one that waits for
+the part of a rank that has given up would wait for the timeout of the process group. So a rank that gives up closes its
+connections, which tells its neighbours, and so on. A rendezvous on the process group, which goes through the store,
+waits a few seconds only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def carries(control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 def give_up(group: dist.ProcessGroup, failure: str) -> None:
-    """A collective of ``group`` has failed."""
+    """Note that a collective of ``group`` has failed, and close the connections."""
     if group in _failures:
         return
     partner = _partners.get(group)

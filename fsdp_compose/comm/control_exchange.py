@@ -9,7 +9,7 @@ exchanges meet and differ, instead of failing by their size, which ends the proc
 
 Equal hashes mean that every rank issued the same collectives in the same order: collectives of equal size pair
 silently otherwise. ``used`` is how ranks agree which parameters have a gradient (``None`` is the same everywhere).
-``late`` marks groups that received gradients after they had been reduced on some rank.
+``late`` marks ``fully_shard`` groups that received gradients after they had been reduced on some rank.
 
 ``FSDP_COMPOSE_EXCHANGE=first`` stops exchanging after the first ``FIRST_BACKWARDS`` backwards of a root: from then on
 the set of used parameters is taken to be what was seen until then, and a rank that sees another one raises.
@@ -36,7 +36,7 @@ _destroyable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those of
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The gloo group over the ranks of ``group`` that carries the exchanges; made once, by all ranks of ``group``."""
+    """The gloo process group that carries the exchanges of ``group``; made once, by all ranks of ``group``."""
     control = _control_groups.get(group)
     if control is None:
         _forget_destroyed()

@@ -1,6 +1,6 @@
 """The part of the key-value store that belongs to one initialisation of a process group.
 
-A store can outlive the processes that use it: ``torchrun --max-restarts`` starts new ones beside the store of the dead
+A store can outlive the processes that use it: ``torchrun --max-restarts`` starts new ones on the store of the dead
 ones, and a program may destroy its process group and make another. What was written before then looks like an answer.
 So everything that this package keeps in the store lies under a name that the ranks of a process group agree on when
 they first meet, and that no other initialisation has.
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from .._torch import default_store
 
-_FIRST_LOOK, _SELDOMEST_LOOK = 0.002, 0.5  # seconds between looks for a newer challenge
+_FIRST_LOOK, _RAREST_LOOK = 0.002, 0.5  # seconds between looks for a newer challenge
 
 Absence = Callable[[Sequence[int]], Exception]
 """The error to raise when these ranks did not come."""
@@ -67,7 +67,7 @@ def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: time
 
 
 def _challenge(store: dist.Store, token: str, size: int, timeout: timedelta, absence: Absence) -> None:
-    """What the first rank does."""
+    """The first rank's part."""
     store.set("now", token)
     answers = [f"answer/{token}/{rank}" for rank in range(1, size)]
     if not answers:
@@ -79,7 +79,7 @@ def _challenge(store: dist.Store, token: str, size: int, timeout: timedelta, abs
 
 
 def _answer(store: dist.Store, token: str, rank: int, timeout: timedelta, absence: Absence) -> str:
-    """What the other ranks do; the challenge that holds."""
+    """The other ranks' part. Return the challenge that holds."""
     deadline = time.monotonic() + timeout.total_seconds()
     pause, granted, answered = _FIRST_LOOK, f"granted/{token}", ""
     if not wait_for(store, ["now"], timeout):
@@ -93,7 +93,7 @@ def _answer(store: dist.Store, token: str, rank: int, timeout: timedelta, absenc
         elif time.monotonic() > deadline:
             raise absence([0])
         time.sleep(pause)
-        pause = min(2 * pause, _SELDOMEST_LOOK)
+        pause = min(2 * pause, _RAREST_LOOK)
     challenge = store.get(granted).decode()
     _forget(store, answered, rank)
     store.delete_key(granted)

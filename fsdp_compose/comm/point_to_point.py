@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .._torch import all_gather_single, backend_name
 from .broken import noticing_loss
-from .transferable import wire
+from .transferable import as_transferable
 
 _TAG = 7_501  # of our messages, apart from the user's own
 
@@ -32,8 +32,10 @@ def exchange(sent: Iterable[Message], received: Iterable[Message], group: dist.P
     Ranks: those concerned.
     """
     with noticing_loss(group, "the exchange of tensors between the ranks"):
-        works = [dist.irecv(wire(tensor), group=group, group_src=rank, tag=_TAG) for rank, tensor in received]
-        works += [dist.isend(wire(tensor), group=group, group_dst=rank, tag=_TAG) for rank, tensor in sent]
+        works = [
+            dist.irecv(as_transferable(tensor), group=group, group_src=rank, tag=_TAG) for rank, tensor in received
+        ]
+        works += [dist.isend(as_transferable(tensor), group=group, group_dst=rank, tag=_TAG) for rank, tensor in sent]
         for work in works:
             assert work is not None, "this rank is in the group"
             work.wait()
@@ -53,7 +55,7 @@ def all_gather(flat: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
         flat, shard: contiguous, one-dimensional; equal shards.
     """
     if not is_better(group, shard.device):
-        all_gather_single(wire(flat), wire(shard), group=group)
+        all_gather_single(as_transferable(flat), as_transferable(shard), group=group)
         return
     parts, peers = flat.chunk(group.size()), others(group)
     parts[group.rank()].copy_(shard)
@@ -64,7 +66,9 @@ def gather(flat: torch.Tensor | None, shard: torch.Tensor, group: dist.ProcessGr
     """As ``all_gather``, on the first rank; ``flat`` is ``None`` on the others."""
     parts = None if flat is None else flat.chunk(group.size())
     if not is_better(group, shard.device):
-        dist.gather(wire(shard), None if parts is None else [*map(wire, parts)], group=group, group_dst=0)
+        dist.gather(
+            as_transferable(shard), None if parts is None else [*map(as_transferable, parts)], group=group, group_dst=0
+        )
     elif parts is None:
         exchange([(0, shard)], [], group)
     else:

@@ -1,4 +1,4 @@
-"""Which ranks share a group's shards: a checked view of the user's ``DeviceMesh``.
+"""The ranks that share the shards of a ``fully_shard`` group: a checked view of the user's ``DeviceMesh``.
 
 The runtime asks this object for process groups and ranks and never looks at the mesh itself, so that meshes of more
 dimensions (replication, tensor parallelism) can be added here.
@@ -20,7 +20,7 @@ SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
 
 @dataclass(frozen=True)
 class DataParallelMesh:
-    """The ranks over which a group's flat parameters are sharded.
+    """The ranks over which the flat parameters of a ``fully_shard`` group are sharded.
 
     Attributes:
         mesh: the user's mesh, 1-D.
@@ -28,7 +28,7 @@ class DataParallelMesh:
         shard_rank, shard_world_size: this rank's place in it.
         device: where shards and unsharded parameters live.
         is_simulated: the process group only pretends (backend ``fake``, or the variable ``FSDP_COMPOSE_SIMULATED=1``):
-            there is nobody to meet, and checks that need other ranks are local.
+            there are no ranks to meet, and checks that need other ranks are local.
     """
 
     mesh: DeviceMesh

@@ -1,4 +1,5 @@
-"""What every rank did last, for errors: on with ``FSDP_COMPOSE_DEBUG=1``, set on all ranks before the first forward.
+"""The last collective of every rank, for errors: on with ``FSDP_COMPOSE_DEBUG=1``, set on all ranks before the first
+forward.
 
 Each collective is then noted in the key-value store before it is issued: one round trip to the store. So an error can
 tell what every rank was at, also a rank that hangs or is gone. When it is off none of this code runs.
@@ -22,7 +23,7 @@ def is_on() -> bool:
 
 
 def note(group: dist.ProcessGroup, what: str) -> None:
-    """This rank is about to issue a collective on ``group``; ``what`` in words."""
+    """This rank is about to issue a collective on ``group``; ``what``: it, as text."""
     store = _store(group)
     if store is not None:
         store.set(str(group.rank()), what)

@@ -1,7 +1,7 @@
-"""Meetings of all ranks through the key-value store: rare, bounded in time, independent of the collectives.
+"""Rendezvous of all ranks through the key-value store: rare, bounded in time, independent of the collectives.
 
-A meeting compares what each rank brings and ends the same way on every rank: all return, or all raise one error. It is
-used where a collective would hang or pair wrongly: at the first forward, and after an interrupted iteration.
+A rendezvous compares what each rank brings and ends the same way on every rank: all return, or all raise one error. It
+is used where a collective would hang or pair wrongly: at the first forward, and after an interrupted iteration.
 
 Cost: every rank writes two keys and reads two; the first rank reads one small key per rank.
 """
@@ -25,10 +25,10 @@ from .namespace import agree_on_namespace, wait_for
 from .records import last_of_every_rank
 
 TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
-RECOVERY_TIMEOUT = timedelta(seconds=60)  # of meetings of ranks that were all interrupted
+RECOVERY_TIMEOUT = timedelta(seconds=60)  # of ranks that were all interrupted
 _BROKEN_TIMEOUT = timedelta(seconds=5)  # where a rank is known to be dead or stuck, and the others hear of it at once
 _GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
-_FIRST_LOOK, _SELDOMEST_LOOK = 5.0, 60.0  # seconds of waiting between looks whether ranks have died
+_FIRST_LOOK, _RAREST_LOOK = 5.0, 60.0  # seconds of waiting between looks whether ranks have died
 
 _Gone = Callable[[], str]
 """The error to raise because a rank that is waited for has died; empty if none has."""
@@ -54,7 +54,7 @@ def meet(
     is_frequent: bool = False,
     aside: str = "",
 ) -> str:
-    """Bring ``payload`` to a meeting of all ranks of ``group`` and return its verdict, the same on every rank.
+    """Bring ``payload`` to a rendezvous of all ranks of ``group`` and return its verdict, the same on every rank.
 
     Every rank of ``group`` must call it, for the same ``purpose``. The first rank opens a round, waits for the others
     and judges it. A round that failed stays closed: ranks that try again, and those that come late, meet in the next.
@@ -102,7 +102,7 @@ def _meet(
     rank = group.rank()
     first_is_absent = partial(_absence, [0], group, purpose + where, timeout)
     first_is_gone = partial(_is_gone, group, purpose + where, lambda: [0])
-    store = dist.PrefixStore(f"meetings/{purpose}", own_store(group, purpose + where, timeout))
+    store = dist.PrefixStore(f"rendezvous/{purpose}", own_store(group, purpose + where, timeout))
     rounds = _next_rounds.setdefault(group, Counter())
     number = rounds[purpose]
     if rank != 0:
@@ -186,7 +186,7 @@ def _tidy(store: dist.Store, number: int, size: int) -> None:
 def _wait(
     store: dist.Store, keys: Sequence[str], timeout: timedelta, absence: Callable[[], str], is_gone: _Gone
 ) -> None:
-    """Wait, and look now and then, more and more seldom, whether who is waited for has died."""
+    """Wait, and look now and then, less and less often, whether an awaited rank has died."""
     deadline, look = time.monotonic() + timeout.total_seconds(), _FIRST_LOOK
     while True:
         left = max(0.001, deadline - time.monotonic())
@@ -197,7 +197,7 @@ def _wait(
         error = is_gone()
         if error and not store.check(list(keys)):
             raise _RankGone(error)
-        look = min(2 * look, _SELDOMEST_LOOK)
+        look = min(2 * look, _RAREST_LOOK)
 
 
 def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Sequence[int]]) -> str:
@@ -206,16 +206,16 @@ def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Seque
         return ""
     return (
         f"{purpose}: rank(s) {', '.join(map(str, dead))} have died, or have given up because others did: their "
-        f"connections are closed, and they did not come to the meeting of {group.size()} ranks. Restart the processes "
-        f"from a checkpoint{last_of_every_rank(group)}"
+        f"connections are closed, and they did not come to the rendezvous of {group.size()} ranks. Restart the "
+        f"processes from a checkpoint{last_of_every_rank(group)}"
     )
 
 
 def _absence(absent: Sequence[int], group: dist.ProcessGroup, purpose: str, timeout: timedelta) -> str:
     return (
-        f"{purpose}: rank(s) {', '.join(map(str, absent))} did not come to the meeting of {group.size()} ranks within "
-        f"{timeout.total_seconds():g} s. Every rank must make this call; a rank that is missing has died, hangs in a "
-        f"collective, or took another path (set {TIMEOUT_ENV} to wait longer or shorter)"
+        f"{purpose}: rank(s) {', '.join(map(str, absent))} did not come to the rendezvous of {group.size()} ranks "
+        f"within {timeout.total_seconds():g} s. Every rank must make this call; a rank that is missing has died, "
+        f"hangs in a collective, or took another path (set {TIMEOUT_ENV} to wait longer or shorter)"
         f"{last_of_every_rank(group)}"
     )
 

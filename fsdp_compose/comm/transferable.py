@@ -8,7 +8,7 @@ import torch
 _AS_BYTES = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
-def wire(tensor: torch.Tensor) -> torch.Tensor:
+def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a dtype that every backend can gather, and reduce unless they are integers (complex numbers
     travel as pairs)."""
     if tensor.dtype.is_complex:

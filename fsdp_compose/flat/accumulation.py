@@ -1,8 +1,9 @@
 """Gradients of backwards without gradient sync (``no_sync``): unsharded, in the reduce dtype, on every rank by itself.
 
 Owned by a ``FlatParamHandle`` from the first such backward to the next reduction, whose input its buffer becomes;
-filled by ``reduction``. Meanwhile the faces show an ``UnreducedGradient``, which raises whenever it is read: no rank
-knows the gradient yet. And because it stands in ``.grad``, ``zero_grad()`` is noticed, and drops what was accumulated.
+filled by ``reduction``. Meanwhile the sharded parameters show an ``UnreducedGradient``, which raises whenever it is
+read: no rank knows the gradient yet. And because it stands in ``.grad``, ``zero_grad()`` is noticed, and drops what was
+accumulated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..ragged import RaggedDTensor, RaggedSpec
 
 
 class UnreducedGradient(RaggedDTensor):
-    """What ``.grad`` of a sharded parameter holds after a backward without gradient sync.
+    """The tensor in ``.grad`` of a sharded parameter after a backward without gradient sync.
 
     It has the shape, dtype and placement of the gradient and no elements. ``zero_()`` and dropping it work, as
     ``zero_grad()`` does either, and so does adding to it, as autograd does with terms of the loss on the parameter
@@ -126,9 +127,10 @@ waiting: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
 def refuse_unreduced(what: str, params: Iterable[torch.Tensor]) -> None:
     """Raise if the gradient of a parameter was not reduced: before ``what`` changes anything (optimizers decay weights
-    before they read the gradient). What was dropped from a flat parameter, or from all faces of one, is dropped."""
+    before they read the gradient). What was dropped from a flat view, or from all sharded parameters of one, is
+    dropped."""
     for accumulation in [*waiting]:
-        accumulation.settle()
+        accumulation.follow_zero_grad()
         accumulation.show()
     for param in params:
         if isinstance(param.grad, UnreducedGradient):
@@ -141,7 +143,7 @@ class Accumulation:
     Args:
         flat: zeros, of the flat parameter's length, in the reduce dtype.
         views: of ``flat``, with the parameters' shapes.
-        faces: the sharded parameters.
+        sharded_params: the sharded parameters.
         names: their FQNs.
         is_used: which of them have contributed, on any rank; a parameter that is dropped is cleared there.
         mesh: the ranks.
@@ -153,7 +155,7 @@ class Accumulation:
         self,
         flat: torch.Tensor,
         views: Sequence[torch.Tensor],
-        faces: Sequence[nn.Parameter],
+        sharded_params: Sequence[nn.Parameter],
         names: Sequence[str],
         is_used: bytearray | memoryview,
         mesh: DeviceMesh,
@@ -161,12 +163,12 @@ class Accumulation:
         self.flat, self._mesh = flat, mesh
         self._views, self._names = views, names
         self.is_used = is_used
-        self._places = [_Place(face, range(i, i + 1)) for i, face in enumerate(faces)]
+        self._places = [_Place(sharded, range(i, i + 1)) for i, sharded in enumerate(sharded_params)]
         waiting.add(self)
 
-    def shows_at(self, parameter: nn.Parameter, faces: range) -> None:
-        """``parameter`` stands for several of the faces, too: its gradient is theirs."""
-        self._places.append(_Place(parameter, faces))
+    def shows_at(self, parameter: nn.Parameter, sharded_params: range) -> None:
+        """``parameter`` stands for several of the sharded parameters, too: its gradient is theirs."""
+        self._places.append(_Place(parameter, sharded_params))
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients that one backward has left on the unsharded parameters."""
@@ -178,24 +180,24 @@ class Accumulation:
         """Let every parameter that has contributed, on any rank, say so."""
         reference = weakref.ref(self)
         for place in self._places:
-            if place.shown is None and any(self.is_used[i] for i in place.faces):
-                name, zero = self._names[place.faces[0]], _zero_of(reference, place)
+            if place.shown is None and any(self.is_used[i] for i in place.sharded_params):
+                name, zero = self._names[place.sharded_params[0]], _zero_of(reference, place)
                 place.shown = UnreducedGradient.of(place.parameter, self._mesh, name, zero)
                 place.parameter.grad = place.shown
 
-    def settle(self) -> bool:
+    def follow_zero_grad(self) -> bool:
         """Put back what was shown before, and forget the parameters whose gradients the user has dropped.
 
         Returns:
             Whether anything is left.
         """
         places = [place for place in self._places if place.shown is not None]
-        dropped = {i for place in places if place.parameter.grad is not place.shown for i in place.faces}
+        dropped = {i for place in places if place.parameter.grad is not place.shown for i in place.sharded_params}
         for place in places:
             shown = place.shown
             assert shown is not None
             if place.parameter.grad is shown:
-                place.parameter.grad = None if dropped.issuperset(place.faces) else shown.hidden
+                place.parameter.grad = None if dropped.issuperset(place.sharded_params) else shown.hidden
             shown.hidden = place.shown = None
         for i in dropped:
             self._views[i].zero_()
@@ -204,19 +206,19 @@ class Accumulation:
 
     def zero(self, place: _Place) -> None:
         """The user has zeroed a gradient in place."""
-        for i in place.faces:
+        for i in place.sharded_params:
             self._views[i].zero_()
         if place.shown is not None and place.shown.hidden is not None:
             place.shown.hidden.zero_()
 
 
 class _Place:
-    """A parameter that shows the gradient of one face, or of several neighbours."""
+    """A parameter that shows the gradient of one sharded parameter, or of several neighbours."""
 
-    __slots__ = ("__weakref__", "faces", "parameter", "shown")
+    __slots__ = ("__weakref__", "parameter", "sharded_params", "shown")
 
-    def __init__(self, parameter: nn.Parameter, faces: range) -> None:
-        self.parameter, self.faces = parameter, faces
+    def __init__(self, parameter: nn.Parameter, sharded_params: range) -> None:
+        self.parameter, self.sharded_params = parameter, sharded_params
         self.shown: UnreducedGradient | None = None
 
 

@@ -9,8 +9,8 @@ from .flat_param import FlatParamHandle
 
 
 def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
-    """The whole of a flat tensor cut like the flat parameter of ``handle``, of which this rank has ``shard``; ``None``
-    where it is not wanted. One collective."""
+    """The whole of a flat tensor sharded like the flat parameter of ``handle``, of which this rank has ``shard``;
+    ``None`` where it is not wanted. One collective."""
     mesh = handle.mesh
     with torch.no_grad():
         flat = None

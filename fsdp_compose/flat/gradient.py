@@ -1,13 +1,13 @@
 """The gradient of one shard: when the flat gradient is written, and when the user sees it.
 
-Owned by its ``FlatParamHandle``; written by ``reduction``; shown by ``publish`` at the end of backward, as views that
-``GradientBuffer`` keeps. A gradient that somebody kept is never written again. ``zero_grad()`` is noticed by looking,
-and frees the memory at the next forward.
+Owned by its ``FlatParamHandle``; written by ``communicator``; shown by ``publish`` at the end of backward, as views
+that ``GradientBuffer`` keeps. A gradient that the user keeps is never written again. ``zero_grad()`` is noticed by
+looking, and frees the memory at the next forward.
 
-Note [One owner]. Where an optimizer has flat parameters (``gradient_view``), their ``.grad`` and those of the faces are
-views of the same memory. Dropping one side drops the other, and tensors that the user has put in the place of views are
-copied into the flat gradient: when a forward begins, before a backward adds, and before the optimizer's step
-(``follow_user``).
+Note [One owner]. Where an optimizer has flat views (``gradient_view``), their ``.grad`` and those of the sharded
+parameters are views of the same memory. Dropping one side drops the other, and tensors that the user has put in the
+place of views are copied into the flat gradient: when a forward begins, before a backward adds, and before the
+optimizer's step (``follow_user``).
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ import torch
 import torch.nn as nn
 
 from .._torch import PlainAttributes, gradient_hooks, post_accumulate_hooks, set_local_tensor
-from .gradient_memory import GradientBuffer, Run
+from .gradient_memory import GradientBuffer, LocalShard
 from .gradient_view import FlatSegment
 from .hooks import GradientHooks
-from .sharded_param import face_local, make_gradient
+from .sharded_param import local_elements, make_gradient
 
 _grad = attrgetter("grad")
 
 
-class Arrival(Enum):
-    """How a newly reduced gradient meets what is already in ``face.grad``."""
+class WriteMode(Enum):
+    """How a newly reduced gradient meets what is already in ``sharded.grad``."""
 
-    FRESH = "no face has a gradient: the flat gradient is overwritten"
-    ADDED = "the faces' gradients are our views: the flat gradient is added to"
-    FOREIGN = "some face holds a gradient that the user put there: the result is added to each face's own"
+    FRESH = "no sharded parameter has a gradient: the flat gradient is overwritten"
+    ADDED = "the sharded parameters' gradients are our views: the flat gradient is added to"
+    FOREIGN = "a sharded parameter holds a gradient that the user put there: the result is added to each one's own"
 
 
 class ShardedGradient:
     """The flat gradient of a shard.
 
     Args:
-        faces: the sharded faces, in the order of the layout.
-        runs: for each face, (start, stop, shape) of its run inside the shard, in elements.
+        sharded_params: the sharded parameters, in the order of the layout.
+        local_shards: for each sharded parameter, (start, stop, shape) of its local shard inside the shard, in elements.
         shard: the shard, whose length, dtype and device the gradient has.
-        hooks: the gradient hooks of the faces, which ``publish`` calls.
-        segments: the flat parameters over the shard; the list is the handle's own.
+        hooks: the gradient hooks of the sharded parameters, which ``publish`` calls.
+        segments: the flat views over the shard; the list is the handle's own.
 
     Attributes:
         buffer: the memory, and its views.
@@ -53,90 +53,100 @@ class ShardedGradient:
             FOREIGN) or added to (ADDED).
     """
 
-    __slots__ = ("_arrival", "_faces", "_hooks", "_is_dropped", "_is_published", "_segments", "buffer", "target")
+    __slots__ = (
+        "_hooks",
+        "_is_dropped",
+        "_is_published",
+        "_segments",
+        "_sharded_params",
+        "_write_mode",
+        "buffer",
+        "target",
+    )
 
     def __init__(
         self,
-        faces: Sequence[nn.Parameter],
-        runs: Sequence[Run],
+        sharded_params: Sequence[nn.Parameter],
+        local_shards: Sequence[LocalShard],
         shard: torch.Tensor,
         hooks: GradientHooks,
         segments: list[FlatSegment],
     ) -> None:
-        self._faces = faces
+        self._sharded_params = sharded_params
         self._hooks = hooks
         self._segments = segments
-        self.buffer = GradientBuffer(faces, runs, shard, segments)
-        self._is_dropped = False  # no face had a gradient when the present forward began
-        self._is_published = bytes(len(faces))
-        self._arrival = Arrival.FRESH
+        self.buffer = GradientBuffer(sharded_params, local_shards, shard, segments)
+        self._is_dropped = False  # no sharded parameter had a gradient when the present forward began
+        self._is_published = bytes(len(sharded_params))
+        self._write_mode = WriteMode.FRESH
         self.target: torch.Tensor | None = None
 
     # ---- while a backward runs
 
-    def prepare(self) -> Arrival:
+    def prepare(self) -> WriteMode:
         """Decide where the gradient that is about to be reduced goes; called once per reduction. A second reduction
         in the same backward is added to the first."""
         if self.target is not None:
-            return Arrival.ADDED
+            return WriteMode.ADDED
         # On the hot path: asked only where there may be hooks. Where nothing is known, publish() looks again.
         if not self._is_dropped or ((self._hooks.on_gradient or self._segments) and self._want_gradients()):
             if self._segments:
                 self.follow_user()
-            for grad in map(_grad, self._faces):
+            for grad in map(_grad, self._sharded_params):
                 if grad is not None:
                     return self._prepare_to_add()
         self.buffer.ensure_writable()
-        self._arrival, self.target = Arrival.FRESH, self.buffer.flat
-        return Arrival.FRESH
+        self._write_mode, self.target = WriteMode.FRESH, self.buffer.flat
+        return WriteMode.FRESH
 
-    def _prepare_to_add(self) -> Arrival:
-        grads, buffer = [face.grad for face in self._faces], self.buffer
+    def _prepare_to_add(self) -> WriteMode:
+        grads, buffer = [sharded.grad for sharded in self._sharded_params], self.buffer
         is_ours = buffer.views and buffer.is_in_place() and not self._want_gradients()
         if is_ours and all(grad is None or grad is view for grad, view in zip(grads, buffer.views, strict=True)):
             for i, grad in enumerate(grads):
                 if grad is None and self._is_published[i]:  # dropped by the user since: starts from zero again
-                    buffer.run_of(buffer.flat, i).zero_()
+                    buffer.local_shard_of(buffer.flat, i).zero_()
             self._is_published = bytes(grad is not None for grad in grads)
-            self._arrival, self.target = Arrival.ADDED, buffer.flat
+            self._write_mode, self.target = WriteMode.ADDED, buffer.flat
             if self._segments:
-                buffer.zero_gaps()  # whoever scales a flat gradient by NaN makes its padding NaN
+                buffer.zero_gaps()  # a flat gradient that was scaled by NaN has NaN in its padding
         else:
-            self._arrival = Arrival.FOREIGN
+            self._write_mode = WriteMode.FOREIGN
             self.target = torch.empty(buffer.numel, dtype=buffer.dtype, device=buffer.device)
-        return self._arrival
+        return self._write_mode
 
     def publish(self, is_used: bytes, has_others: bool = True) -> None:
-        """Show the reduced gradient: ``face.grad`` of every face for which ``is_used`` holds a 1; the others stay as
-        they are, ``None`` when they had none. ``has_others``: faces may have gradients that are not ours."""
+        """Show the reduced gradient: ``sharded.grad`` of every sharded parameter for which ``is_used`` holds a 1; the
+        others stay as they are, ``None`` when they had none. ``has_others``: sharded parameters may have gradients that
+        are not ours."""
         self._is_dropped = False
         buffer = self.buffer
-        if self._arrival is Arrival.FOREIGN and self._segments:
+        if self._write_mode is WriteMode.FOREIGN and self._segments:
             self._publish_separately(is_used)
-        elif self._arrival is Arrival.FRESH:
+        elif self._write_mode is WriteMode.FRESH:
             if has_others:
                 is_used = self._add_others(is_used)
             if self._hooks.on_gradient or self._hooks.after_accumulation:
                 self._publish_through_hooks(is_used)
             elif 0 not in is_used:
                 with PlainAttributes():
-                    for face, view in zip(self._faces, buffer.views):
-                        face.grad = view
+                    for sharded, view in zip(self._sharded_params, buffer.views):
+                        sharded.grad = view
             else:
-                for used, face, view in zip(is_used, self._faces, buffer.views, strict=True):
+                for used, sharded, view in zip(is_used, self._sharded_params, buffer.views, strict=True):
                     if used:
-                        face.grad = view
+                        sharded.grad = view
             self._is_published = is_used
-        elif self._arrival is Arrival.FOREIGN:
-            for i, face in enumerate(self._faces):
+        elif self._write_mode is WriteMode.FOREIGN:
+            for i, sharded in enumerate(self._sharded_params):
                 if is_used[i]:
-                    self._hooks.add_to_grad(i, make_gradient(buffer.run_of(self.target, i), face))
+                    self._hooks.add_to_grad(i, make_gradient(buffer.local_shard_of(self.target, i), sharded))
         else:
             published = self._is_published
-            for i, (face, view) in enumerate(zip(self._faces, buffer.views, strict=True)):
+            for i, (sharded, view) in enumerate(zip(self._sharded_params, buffer.views, strict=True)):
                 if is_used[i] and not published[i]:
-                    _add_other(face, view)
-                    face.grad = view
+                    _add_other(sharded, view)
+                    sharded.grad = view
                 if is_used[i] and not self._hooks.is_empty:
                     self._hooks.accumulated(i)
             self._is_published = bytes(a | b for a, b in zip(published, is_used, strict=True))
@@ -146,22 +156,22 @@ class ShardedGradient:
         self.target = None
 
     def _publish_through_hooks(self, is_used: bytes) -> None:
-        for i, (face, view) in enumerate(zip(self._faces, self.buffer.views, strict=True)):
+        for i, (sharded, view) in enumerate(zip(self._sharded_params, self.buffer.views, strict=True)):
             if is_used[i]:
                 self._hooks.replace(i, view)
-                face.grad = view
+                sharded.grad = view
                 self._hooks.accumulated(i)
 
     def _publish_separately(self, is_used: bytes) -> None:
         """Add to the flat gradient what hooks want to see by itself."""
         buffer, result = self.buffer, self.target
         assert buffer.flat is not None and result is not None
-        used = [i for i in range(len(self._faces)) if is_used[i]]
+        used = [i for i in range(len(self._sharded_params)) if is_used[i]]
         with torch.no_grad():
             for i in used:
-                reduced = make_gradient(buffer.run_of(result, i), self._faces[i])
+                reduced = make_gradient(buffer.local_shard_of(result, i), self._sharded_params[i])
                 if not self._hooks.take_arrival(i, reduced, buffer.views[i]):
-                    _add_other(self._faces[i], buffer.views[i])
+                    _add_other(self._sharded_params[i], buffer.views[i])
                 self._hooks.replace(i, reduced)
             for segment in self._segments:
                 if segment.is_among(is_used):
@@ -169,18 +179,18 @@ class ShardedGradient:
             buffer.flat.add_(result)
         self._is_published = bytes(a | b for a, b in zip(self._is_published, is_used, strict=True))
         for i in used:
-            self._faces[i].grad = buffer.views[i]
+            self._sharded_params[i].grad = buffer.views[i]
             self._hooks.accumulated(i)
 
     def _publish_segments(self, is_used: bytes) -> None:
-        """Show the gradient of the flat parameters of which somebody has used a part."""
+        """Show the gradient of the flat views of which a part was used."""
         for segment in self._segments:
             if not segment.is_among(is_used):
                 continue
             param, gradient = segment.parameter, segment.gradient
             assert gradient is not None
-            _add_other(param, gradient)  # terms of the loss on the flat parameter itself
-            if self._arrival is Arrival.FRESH:
+            _add_other(param, gradient)  # terms of the loss on the flat view itself
+            if self._write_mode is WriteMode.FRESH:
                 _call_gradient_hooks(param, gradient)
             param.grad = gradient
             hooks = post_accumulate_hooks(param)
@@ -207,22 +217,23 @@ class ShardedGradient:
         if not self.buffer.is_allocated:
             return
         if not is_known_to_be:
-            for grad in map(_grad, self._faces):
+            for grad in map(_grad, self._sharded_params):
                 if grad is not None:
                     return
         self.buffer.release()
-        self._is_published = bytes(len(self._faces))
+        self._is_published = bytes(len(self._sharded_params))
 
     def _add_others(self, is_used: bytes) -> bytes:
-        """Add what the same backward has put into ``face.grad`` by itself: terms of the loss on the faces.
+        """Add what the same backward has put into ``sharded.grad`` by itself: terms of the loss on the sharded
+        parameters.
 
         Returns:
-            Which faces have a gradient now.
+            Which sharded parameters have a gradient now.
         """
         used = bytearray(is_used)
-        for i, (face, view) in enumerate(zip(self._faces, self.buffer.views, strict=True)):
-            if face.grad is not None:
-                _add_other(face, view)
+        for i, (sharded, view) in enumerate(zip(self._sharded_params, self.buffer.views, strict=True)):
+            if sharded.grad is not None:
+                _add_other(sharded, view)
                 used[i] = 1
         return bytes(used)
 
@@ -231,39 +242,41 @@ class ShardedGradient:
         self.target = None
 
     def discard(self) -> None:
-        """Make every face's gradient ``None``."""
-        for face in self._faces:
-            face.grad = None
+        """Make every sharded parameter's gradient ``None``."""
+        for sharded in self._sharded_params:
+            sharded.grad = None
         for segment in self._segments:
             segment.parameter.grad = None
-        self._is_published = bytes(len(self._faces))
+        self._is_published = bytes(len(self._sharded_params))
         self.target = None
 
-    # ---- together with flat parameters; Note [One owner]
+    # ---- together with flat views; Note [One owner]
 
     def attach(self, segment: FlatSegment) -> None:
         """Give a new segment, the last of the list, the gradient that there may be already."""
         self.buffer.attach(segment)
         views = self.buffer.views
-        if views and any(self._faces[i].grad is views[i] for i in segment.faces):
+        if views and any(self._sharded_params[i].grad is views[i] for i in segment.sharded_params):
             segment.parameter.grad = segment.gradient
 
     def detach_segments(self) -> None:
-        """Before the shard is replaced. What flat parameters have dropped is dropped; what is left is the faces'."""
+        """Before the shard is replaced. What flat views have dropped is dropped; what is left is the sharded
+        parameters'."""
         for segment in self._segments:
             if segment.parameter.grad is None:
                 self._drop_views(segment)
-            segment.parameter.grad = segment.gradient = None
+            segment.parameter.grad = None
+            segment.have_gradient(None)
 
     def is_untouched(self) -> bool:
         """Whether every gradient is our view in our memory, or ``None`` where none was published."""
         return are_untouched((self,))
 
     def _shown(self) -> Sequence[torch.Tensor | None]:
-        """What ``.grad`` of the faces is if the user has done nothing to it."""
+        """``.grad`` of the sharded parameters, if the user has done nothing to it."""
         buffer, published = self.buffer, self._is_published
         if not buffer.is_allocated:
-            return [None] * len(self._faces)
+            return [None] * len(self._sharded_params)
         if 0 in published:
             return [view if done else None for done, view in zip(published, buffer.views)]
         return buffer.views
@@ -279,15 +292,15 @@ class ShardedGradient:
 
     @property
     def flat(self) -> torch.Tensor | None:
-        """The flat gradient, if some face has a part of it; only while ``is_untouched``."""
+        """The flat gradient, if some sharded parameter has a part of it; only while ``is_untouched``."""
         return self.buffer.flat if self.buffer.is_allocated and 1 in self._is_published else None
 
-    def published_locals(self, faces: range) -> list[torch.Tensor]:
-        """What this rank holds of the gradients of some faces; without those that have none."""
-        return [self.buffer.locals[i] for i in faces if self._is_published[i]]
+    def published_locals(self, sharded_params: range) -> list[torch.Tensor]:
+        """This rank's part of the gradients of some sharded parameters; without those that have none."""
+        return [self.buffer.locals[i] for i in sharded_params if self._is_published[i]]
 
     def zero_unpublished(self) -> None:
-        """Zero padding and the parts of faces without a gradient, after the flat gradient was scaled."""
+        """Zero padding and the parts of sharded parameters without a gradient, after the flat gradient was scaled."""
         buffer = self.buffer
         buffer.zero_gaps()
         if 0 in self._is_published:
@@ -296,13 +309,13 @@ class ShardedGradient:
                     local.zero_()
 
     def follow_user(self) -> bool:
-        """Make faces and flat parameters agree after what the user did to the gradients of either.
+        """Make sharded parameters and flat views agree after what the user did to the gradients of either.
 
         Returns:
             Whether there is a gradient.
 
         Raises:
-            RuntimeError: the user gave gradients of his own both to a flat parameter and to one of its faces.
+            RuntimeError: the user gave gradients of his own both to a flat view and to one of its sharded parameters.
         """
         if self.is_untouched():
             return self.flat is not None
@@ -312,29 +325,29 @@ class ShardedGradient:
             if given is None:
                 self._drop_views(segment)
                 continue
-            if given is segment.gradient and all(self._faces[i].grad is None for i in segment.faces):
+            if given is segment.gradient and all(self._sharded_params[i].grad is None for i in segment.sharded_params):
                 segment.parameter.grad = None
             else:
                 has_gradient = True
         if not has_gradient:
-            for grad in map(_grad, self._faces):
+            for grad in map(_grad, self._sharded_params):
                 if grad is not None:
                     break
             else:
-                self._is_published = bytes(len(self._faces))
+                self._is_published = bytes(len(self._sharded_params))
                 return False
         if not self.is_untouched():
             self._take_in()
         return True
 
-    def show_to_segments(self, faces: Sequence[int]) -> None:
-        """Call the hooks of flat parameters, which have what autograd has brought to some faces."""
+    def show_to_segments(self, sharded_params: Sequence[int]) -> None:
+        """Call the hooks of flat views, which have what autograd has brought to some sharded parameters."""
         for segment in self._segments:
-            if any(i in segment.faces for i in faces):
+            if any(i in segment.sharded_params for i in sharded_params):
                 if gradient_hooks(segment.parameter):
                     raise RuntimeError(
                         "a gradient has come to a sharded parameter through autograd (functional mode, or a term of "
-                        "the loss computed from the parameter itself), and its flat parameter has a hook by "
+                        "the loss computed from the parameter itself), and its flat view has a hook by "
                         "register_hook(), which cannot see it by itself: register it on the model's parameters"
                     )
                 with torch.no_grad():
@@ -343,21 +356,21 @@ class ShardedGradient:
 
     def _drop_views(self, segment: FlatSegment) -> None:
         if self.buffer.views:
-            part = slice(segment.faces.start, segment.faces.stop)
-            for face, view in zip(self._faces[part], self.buffer.views[part], strict=True):
-                if face.grad is view:
-                    face.grad = None
+            part = slice(segment.sharded_params.start, segment.sharded_params.stop)
+            for sharded, view in zip(self._sharded_params[part], self.buffer.views[part], strict=True):
+                if sharded.grad is view:
+                    sharded.grad = None
 
     @torch.no_grad()
     def _take_in(self) -> None:
-        """Copy what the user has put in the place of our views into the flat gradient, and zero what he has dropped."""
-        buffer, faces = self.buffer, self._faces
+        """Copy what the user has put in the place of our views into the flat gradient, and zero what was dropped."""
+        buffer, sharded_params = self.buffer, self._sharded_params
         replaced = [
             (item, item.parameter.grad)
             for item in self._segments
             if item.parameter.grad is not None and not (item.parameter.grad is item.gradient and buffer.holds(item))
         ]
-        is_ours = [face.grad is view for face, view in zip(faces, buffer.views)] or [False] * len(faces)
+        is_ours = [p.grad is view for p, view in zip(sharded_params, buffer.views)] or [False] * len(sharded_params)
         self._refuse_two_owners([item for item, _ in replaced], is_ours)
         self._is_dropped = False
         given_ours = [item for item in self._segments if item.parameter.grad is item.gradient is not None]
@@ -365,42 +378,42 @@ class ShardedGradient:
             buffer.ensure_writable()
             assert buffer.flat is not None
             buffer.flat.zero_()
-        for face, view, local in zip(faces, buffer.views, buffer.locals, strict=True):
-            if face.grad is None:
+        for sharded, view, local in zip(sharded_params, buffer.views, buffer.locals, strict=True):
+            if sharded.grad is None:
                 local.zero_()
-            elif face.grad is not view:
-                view.copy_(face.grad)
-                face.grad = view
-            elif face_local(view) is not local:  # its .data was assigned to
-                local.copy_(face_local(view))
+            elif sharded.grad is not view:
+                view.copy_(sharded.grad)
+                sharded.grad = view
+            elif local_elements(view) is not local:  # its .data was assigned to
+                local.copy_(local_elements(view))
                 set_local_tensor(view, local)  # type: ignore[arg-type]
         for segment, given in replaced:
             buffer.take_in(segment, given)
-            for i in segment.faces:
-                faces[i].grad = buffer.views[i]
-        self._is_published = bytes(face.grad is not None for face in faces)
+            for i in segment.sharded_params:
+                sharded_params[i].grad = buffer.views[i]
+        self._is_published = bytes(sharded.grad is not None for sharded in sharded_params)
         for segment in self._segments:
             segment.parameter.grad = segment.gradient if segment.is_among(self._is_published) else None
 
     def _refuse_two_owners(self, replaced: Sequence[FlatSegment], is_ours: Sequence[bool]) -> None:
         for segment in replaced:
-            for i in segment.faces:
-                if self._faces[i].grad is not None and not is_ours[i]:
+            for i in segment.sharded_params:
+                if self._sharded_params[i].grad is not None and not is_ours[i]:
                     raise RuntimeError(
-                        "both a flat parameter and a sharded parameter that is a part of it (of shape "
-                        f"{tuple(self._faces[i].shape)}) were given a gradient by assignment: assign to .grad of one "
-                        "of them, or change gradients in place"
+                        "both a flat view and a sharded parameter that is a part of it (of shape "
+                        f"{tuple(self._sharded_params[i].shape)}) were given a gradient by assignment: assign to "
+                        ".grad of one of them, or change gradients in place"
                     )
 
 
 def are_untouched(gradients: Sequence[ShardedGradient]) -> bool:
-    """Whether all of them are untouched, in one pass: before its step an optimizer asks for all its groups."""
+    """Whether all of them are untouched, in one pass: before its step an optimizer asks for all its handles."""
     with PlainAttributes():
-        faces = chain.from_iterable([gradient._faces for gradient in gradients])
+        sharded_params = chain.from_iterable([gradient._sharded_params for gradient in gradients])
         shown = chain.from_iterable([gradient._shown() for gradient in gradients])
         return (
             all([gradient._are_segments_untouched() for gradient in gradients])
-            and all(map(is_, map(_grad, faces), shown))
+            and all(map(is_, map(_grad, sharded_params), shown))
             and all([gradient.buffer.is_in_place() for gradient in gradients])
         )
 

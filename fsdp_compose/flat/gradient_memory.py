@@ -1,4 +1,4 @@
-"""The memory of a flat gradient, and its views: what ``.grad`` of the faces and of flat parameters holds.
+"""The memory of a flat gradient, and its views: what ``.grad`` of the sharded parameters and of flat views holds.
 
 Owned by the ``ShardedGradient`` of a handle, which decides when gradients are shown. The views are built once and
 recycled, unless the user still holds one: then the memory is left to him, and made anew.
@@ -16,30 +16,35 @@ import torch.nn as nn
 
 from .._torch import storage_use_count
 from .gradient_view import FlatSegment, local_of
-from .sharded_param import face_local, make_gradient
+from .sharded_param import local_elements, make_gradient
 
-Run = tuple[int, int, tuple[int, ...]]
+LocalShard = tuple[int, int, tuple[int, ...]]
 
 
 class GradientBuffer:
     """One flat tensor of a shard's length, dtype and device, whose memory comes and goes.
 
     Args:
-        faces: the sharded faces, in the order of the layout.
-        runs: for each face, (start, stop, shape) of its run inside the shard, in elements.
+        sharded_params: the sharded parameters, in the order of the layout.
+        local_shards: for each sharded parameter, (start, stop, shape) of its local shard inside the shard, in elements.
         shard: the shard.
-        segments: the flat parameters over the shard; the list is the handle's own.
+        segments: the flat views over the shard; the list is the handle's own.
 
     Attributes:
         flat: the tensor; ``None`` before its first use, and after it was left to the user.
-        views: for each face; ``locals`` are their local tensors, as they were made. Empty without ``flat``.
+        views: for each sharded parameter; ``locals`` are their local tensors, as they were made. Empty without
+            ``flat``.
         is_allocated: there is memory behind ``flat``.
     """
 
     def __init__(
-        self, faces: Sequence[nn.Parameter], runs: Sequence[Run], shard: torch.Tensor, segments: list[FlatSegment]
+        self,
+        sharded_params: Sequence[nn.Parameter],
+        local_shards: Sequence[LocalShard],
+        shard: torch.Tensor,
+        segments: list[FlatSegment],
     ) -> None:
-        self._faces, self._runs, self._segments = faces, runs, segments
+        self._sharded_params, self._local_shards, self._segments = sharded_params, local_shards, segments
         self.numel, self.dtype, self.device = shard.numel(), shard.dtype, shard.device
         self._nbytes = shard.numel() * shard.element_size()
         self.flat: torch.Tensor | None = None
@@ -50,21 +55,21 @@ class GradientBuffer:
         self._references: list[int] = []
         self._num_others = (0, 0)  # references to the segments' views, and uses of the storage
 
-    def run_of(self, flat: torch.Tensor | None, index: int) -> torch.Tensor:
-        """The part of ``flat`` that belongs to a face, in its shape."""
+    def local_shard_of(self, flat: torch.Tensor | None, index: int) -> torch.Tensor:
+        """The part of ``flat`` that belongs to a sharded parameter, in its shape."""
         assert flat is not None
-        start, stop, shape = self._runs[index]
+        start, stop, shape = self._local_shards[index]
         return flat[start:stop].view(shape)
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """The padding: (start, stop) of what belongs to no face."""
-        runs = sorted((start, stop) for start, stop, _ in self._runs if stop > start)
-        starts, stops = [0, *(stop for _, stop in runs)], [*(start for start, _ in runs), self.numel]
+        """The padding: (start, stop) of what belongs to no sharded parameter."""
+        ranges = sorted((start, stop) for start, stop, _ in self._local_shards if stop > start)
+        starts, stops = [0, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), self.numel]
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
     def zero_gaps(self) -> None:
-        """Padding is zero: for whoever has scaled or written to the flat gradient as a whole."""
+        """Make the padding zero again, after the flat gradient was scaled or written to as a whole."""
         assert self.flat is not None
         for start, stop in self.gaps:
             self.flat[start:stop].zero_()
@@ -72,7 +77,7 @@ class GradientBuffer:
     # ---- memory
 
     def ensure_writable(self) -> None:
-        """Have memory, and views of it, that nobody else holds."""
+        """Have memory, and views of it, that are not held elsewhere."""
         if self.is_allocated and self._is_held_elsewhere():
             self._forget()
         if self.flat is None:
@@ -82,7 +87,7 @@ class GradientBuffer:
             self.is_allocated = True
 
     def release(self) -> None:
-        """Free the memory, or leave it to whoever holds it."""
+        """Free the memory, or leave it where it is held elsewhere."""
         if self._is_held_elsewhere():
             self._forget()
             return
@@ -108,8 +113,8 @@ class GradientBuffer:
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             flat = self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-            self.locals = [self.run_of(flat, i) for i in range(len(self._faces))]
-            self.views = [make_gradient(*item) for item in zip(self.locals, self._faces, strict=True)]
+            self.locals = [self.local_shard_of(flat, i) for i in range(len(self._sharded_params))]
+            self.views = [make_gradient(*item) for item in zip(self.locals, self._sharded_params, strict=True)]
         for segment in self._segments:
             self._view_for(segment)
         self._storage = flat.untyped_storage()
@@ -120,12 +125,12 @@ class GradientBuffer:
     def _view_for(self, segment: FlatSegment) -> None:
         assert self.flat is not None
         with torch.inference_mode(False), torch.no_grad():
-            segment.gradient = segment.make_gradient(self.flat)
+            segment.have_gradient(self.flat)
 
     def _forget(self) -> None:
         self.flat, self.views, self.locals, self._objects = None, [], [], []
         for segment in self._segments:
-            segment.gradient = None
+            segment.have_gradient(None)
         del self._storage
         self.is_allocated = False
 
@@ -146,8 +151,8 @@ class GradientBuffer:
     # ---- what the user may have done to the views
 
     def is_in_place(self) -> bool:
-        """Whether the faces' views have their memory (nobody has assigned to their ``.data``)."""
-        return all(map(is_, map(face_local, self.views), self.locals))
+        """Whether the sharded parameters' views have their memory (their ``.data`` was not assigned to)."""
+        return all(map(is_, map(local_elements, self.views), self.locals))
 
     def holds(self, segment: FlatSegment) -> bool:
         """Whether a segment's view has its memory."""

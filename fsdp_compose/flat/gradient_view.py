@@ -1,15 +1,17 @@
-"""Segments: contiguous parts of a flat parameter, each one leaf parameter, for optimizers that ask for no shapes.
+"""Segments: contiguous parts of a flat parameter, each with a flat view: one leaf parameter, for optimizers that ask
+for no shapes.
 
 ``FlatParamHandle`` owns the segments of its flat parameter, ``optim.flat_parameters`` asks for them, and
 ``ShardedGradient`` gives them their gradients. Nothing here communicates::
 
-    flat parameter   |a a a a|b b|-|c c c|-|      two ranks, faces a, b and c
+    flat parameter   |a a a a|b b|-|c c c|-|      two ranks, sharded parameters a, b and c
     whole            |x x x x x x x x x x x x|    stock DTensor, Shard(0): the shards are equal, padding included
     a and b only     |x x x x|x x|                RaggedDTensor: rank 0 holds 6 elements, rank 1 none
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,38 +24,45 @@ from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
 from .layout import FlatLayout
 from .sharded_param import copy_attributes
 
-FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # on a parameter that ``flat_parameters()`` has made
+FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # on the flat views that ``flat_parameters()`` has made
 
 
 class FlatSegment:
-    """Neighbouring faces of one flat parameter, as one 1-D parameter.
+    """Neighbouring sharded parameters of one flat parameter, as one 1-D parameter: a flat view.
 
     Args:
         layout: of the flat parameter.
         mesh: the ranks, 1-D.
         rank: this rank's place in it.
-        faces: the neighbours, as a range of indices; all of them: the whole shard, with its padding.
-        is_local: the parameter is a plain tensor of what this rank holds, instead of a DTensor.
-        shard: this rank's shard, of which the parameter is a view.
+        sharded_params: the neighbours, as a range of indices; all of them: the whole shard, with its padding.
+        is_local: the flat view is a plain tensor of what this rank holds, instead of a DTensor.
+        shard: this rank's shard, of which the flat view shows a part.
 
     Attributes:
         start, stop: what it takes of the shard, in elements.
-        parameter: the leaf parameter; the same object for ever.
+        parameter: the flat view, a leaf parameter; permanently the same object.
         gradient: what ``parameter.grad`` is when there is a gradient: a view of the flat gradient, if that has memory.
     """
 
     __slots__ = (
-        "_mesh", "_placement", "_shape", "faces", "gradient", "is_local", "is_whole", "parameter", "start", "stop",
+        "_mesh", "_placement", "_shape", "gradient", "is_local", "is_whole", "parameter", "sharded_params",
+        "start", "stop",
     )  # fmt: skip
 
     def __init__(
-        self, layout: FlatLayout, mesh: DeviceMesh, rank: int, faces: range, is_local: bool, shard: torch.Tensor
+        self,
+        layout: FlatLayout,
+        mesh: DeviceMesh,
+        rank: int,
+        sharded_params: range,
+        is_local: bool,
+        shard: torch.Tensor,
     ) -> None:
-        self.faces, self.is_local = faces, is_local
-        self.is_whole = len(faces) == len(layout.params)
+        self.sharded_params, self.is_local = sharded_params, is_local
+        self.is_whole = len(sharded_params) == len(layout.params)
         self._mesh = mesh
-        numel, last = layout.shard_numel, layout.params[faces[-1]]
-        begin, end = layout.params[faces[0]].offset, last.offset + last.numel
+        numel, last = layout.shard_numel, layout.params[sharded_params[-1]]
+        begin, end = layout.params[sharded_params[0]].offset, last.offset + last.numel
         if self.is_whole:
             begin, end = 0, layout.flat_numel
         bounds = [
@@ -76,16 +85,20 @@ class FlatSegment:
 
     def is_at(self, flat: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, the parameter or its gradient, still is a view of ``flat``, the shard or flat gradient:
-        nobody has assigned to its ``.data``."""
+        its ``.data`` was not assigned to."""
         address = local_of(tensor).data_ptr()
         return self.start == self.stop or address == flat.data_ptr() + self.start * flat.element_size()
 
     def is_among(self, is_used: bytes) -> bool:
-        """Whether ``is_used``, one byte for each face, holds a 1 for one of this segment's."""
-        return 1 in is_used[self.faces.start : self.faces.stop]
+        """Whether ``is_used``, one byte for each sharded parameter, holds a 1 for one of this segment's."""
+        return 1 in is_used[self.sharded_params.start : self.sharded_params.stop]
+
+    def have_gradient(self, flat: torch.Tensor | None) -> None:
+        """``gradient`` is a view of ``flat``, the flat gradient, from now on, or nothing."""
+        self.gradient = None if flat is None else self.make_gradient(flat)
 
     def make_gradient(self, flat: torch.Tensor) -> torch.Tensor:
-        """What ``parameter.grad`` holds, over a flat gradient."""
+        """The tensor for ``parameter.grad``, over a flat gradient."""
         return self.placed(flat[self.start : self.stop])
 
     def _make_parameter(self, shard: torch.Tensor) -> nn.Parameter:
@@ -97,7 +110,7 @@ class FlatSegment:
         return parameter
 
     def placed(self, local: torch.Tensor) -> torch.Tensor:
-        """A tensor cut like the parameter, of which this rank has ``local``."""
+        """A tensor sharded like the flat view, of which this rank has ``local``."""
         if self.is_local:
             return local
         if not self.is_whole:
@@ -108,5 +121,20 @@ class FlatSegment:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """The part of a tensor that this rank holds."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def check_segments_agree(segments: Sequence[FlatSegment], flags: Sequence[bool], names: Sequence[str]) -> None:
+    """Raise ValueError if ``requires_grad`` differs within a flat view."""
+    for segment in segments:
+        those = {
+            flag: names[i]
+            for i, flag in zip(segment.sharded_params, flags[segment.sharded_params.start :], strict=False)
+        }
+        if len(those) > 1:
+            raise ValueError(
+                f"requires_grad of {those[False]} is now False and that of {those[True]} "
+                "is True, but flat_parameters() has put both into one flat view, which an optimizer moves as a "
+                "whole: freeze parameters before flat_parameters(), or make two selections of them (where=...)"
+            )

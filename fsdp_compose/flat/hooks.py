@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn as nn
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import gradient_hooks, is_part_of_multi_grad_hook, queue_end_of_backward, set_leaf_hooks
 from ..ragged import hook_owners
 from .accumulation import behind, put_behind
-from .sharded_param import is_sharded_like, like_face
+from .sharded_param import is_sharded_like, like_sharded_param
 
 _REFUSED = (
     "the sharded parameter {}: {} asks for the node of autograd that accumulates its gradient, and that node does not "
@@ -36,54 +36,76 @@ _Hooks = OrderedDict[int, Callable[[Any], Any]]
 
 
 class _Arrival(NamedTuple):
-    """What autograd brings to a parameter: the gradient of this backward, and a copy of what was in ``.grad`` before
+    """The gradient that autograd brings to a parameter in this backward, and a copy of what was in ``.grad`` before
     (``None`` where there was nothing, or where no hook needs to see the new gradient by itself)."""
 
     gradient: torch.Tensor
     before: torch.Tensor | None
 
 
+class HookedFlatParam(Protocol):
+    """The flat parameter whose sharded parameters have the hooks."""
+
+    @property
+    def segments(self) -> Sequence[object]: ...
+
+    @property
+    def is_in_forward(self) -> bool: ...
+
+    @property
+    def is_functional(self) -> bool: ...
+
+    def name_of(self, index: int) -> str: ...
+
+    def follow_user(self) -> None: ...
+
+    def show_to_segments(self, sharded_params: Sequence[int]) -> None: ...
+
+    def after_publication(self, call: Callable[[], None]) -> None: ...
+
+
 class GradientHooks:
     """The hooks of the parameters of one handle.
 
     Args:
-        faces: the sharded parameters; from now on ``register_hook`` and ``register_post_accumulate_grad_hook`` on one
-            of them arrive here, also after ``module.to()`` has exchanged everything in it but its identity.
-        before: who has kept the hooks of each face until now, if somebody has.
+        sharded_params: the sharded parameters; from now on ``register_hook`` and ``register_post_accumulate_grad_hook``
+            on one of them arrive here, also after ``module.to()`` has exchanged everything in it but its identity.
+        before: the object that has kept the hooks of each sharded parameter until now, or ``None``.
         owner: the handle, whose ``after_publication`` says when the gradients of a backward are there.
 
     Attributes:
-        on_gradient, after_accumulation: the hooks of either kind, by index of the face.
+        on_gradient, after_accumulation: the hooks of either kind, by index of the sharded parameter.
     """
 
     def __init__(
         self,
-        faces: Sequence[nn.Parameter],
+        sharded_params: Sequence[nn.Parameter],
         before: Sequence[GradientHooks | None] = (),
         *,
-        owner: Any,
+        owner: HookedFlatParam,
     ) -> None:
-        self._faces = faces
+        self._sharded_params = sharded_params
         self._owner = weakref.ref(owner)
-        self._arrivals: dict[int, _Arrival] = {}  # by index of the face
+        self._arrivals: dict[int, _Arrival] = {}  # by index of the sharded parameter
         self._accumulated: set[int] = set()  # of those, which autograd has added to ``.grad`` in this backward
         self.on_gradient: dict[int, _Hooks] = {}
         self.after_accumulation: dict[int, _Hooks] = {}
-        for i, owner in enumerate(before):
-            if owner is not None:
-                j = owner._index(faces[i])
+        for i, earlier in enumerate(before):
+            if earlier is not None:
+                j = earlier._index(sharded_params[i])
                 for mine, theirs in (
-                    (self.on_gradient, owner.on_gradient),
-                    (self.after_accumulation, owner.after_accumulation),
+                    (self.on_gradient, earlier.on_gradient),
+                    (self.after_accumulation, earlier.after_accumulation),
                 ):
                     if j in theirs:
                         mine[i] = theirs[j]
-        for face in faces:
-            hook_owners[id(face)] = self
+        for sharded in sharded_params:
+            hook_owners[id(sharded)] = self
         self.listen_again()
 
     def move_over(self, index: int, original: nn.Parameter) -> None:
-        """Take over the hooks of the parameter that face ``index`` replaces. Handles to remove them stay valid."""
+        """Take over the hooks of the parameter that sharded parameter ``index`` replaces. Handles to remove them stay
+        valid."""
         if any(map(is_part_of_multi_grad_hook, gradient_hooks(original))):
             raise ValueError(_REFUSED.format(self._name_of(index), "fully_shard() after register_multi_grad_hook()"))
         if original._backward_hooks:
@@ -94,9 +116,9 @@ class GradientHooks:
         if not self.is_empty:
             self._listen(index)
 
-    def register(self, face: nn.Parameter, hook: Callable[[Any], Any], after_accumulation: bool) -> RemovableHandle:
-        """What registering a hook on a face does."""
-        index = self._index(face)
+    def register(self, sharded: nn.Parameter, hook: Callable[[Any], Any], after_accumulation: bool) -> RemovableHandle:
+        """Register a hook on a sharded parameter; called by the parameter's own methods."""
+        index = self._index(sharded)
         kind = self.after_accumulation if after_accumulation else self.on_gradient
         hooks = kind.setdefault(index, OrderedDict())
         handle = RemovableHandle(hooks)
@@ -107,24 +129,22 @@ class GradientHooks:
     def is_forward_running(self) -> bool:
         """Whether a forward of the model is running: whatever has gathered the parameters will not look where they are
         before the next one."""
-        handle = self._owner()
-        state = None if handle is None or handle.group is None else handle.group()
-        return state is not None and state.root is not None and state.root.depth > 0
+        owner = self._owner()
+        return owner is not None and owner.is_in_forward
 
-    def refuse_accumulator(self, face: nn.Parameter) -> None:
+    def refuse_accumulator(self, sharded: nn.Parameter) -> None:
         """Raise RuntimeError if autograd, in the group's mode, does not run the node that accumulates the gradient."""
         owner = self._owner()
-        state = owner.group() if owner is not None and owner.group is not None else None
-        if face.requires_grad and face.grad_fn is None and state is not None and not state.is_functional:
+        if sharded.requires_grad and sharded.grad_fn is None and owner is not None and not owner.is_functional:
             what = "view_as() or expand_as() of it with itself (as register_multi_grad_hook() calls it)"
-            raise RuntimeError(_REFUSED.format(self._name_of(self._index(face)), what))
+            raise RuntimeError(_REFUSED.format(self._name_of(self._index(sharded)), what))
 
     def _name_of(self, index: int) -> str:
         owner = self._owner()
-        return "?" if owner is None else f"{owner.prefix}{owner.fqns[index]}"
+        return "?" if owner is None else owner.name_of(index)
 
-    def _index(self, face: nn.Parameter) -> int:
-        return next(i for i, item in enumerate(self._faces) if item is face)
+    def _index(self, sharded: nn.Parameter) -> int:
+        return next(i for i, item in enumerate(self._sharded_params) if item is sharded)
 
     @property
     def want_gradients(self) -> bool:
@@ -151,28 +171,28 @@ class GradientHooks:
         self._accumulated.discard(index)
         with torch.no_grad():
             for hook in [*self.after_accumulation.get(index, {}).values()]:
-                hook(self._faces[index])
+                hook(self._sharded_params[index])
 
     def add_to_grad(self, index: int, reduced: torch.Tensor) -> None:
         """Accumulate a reduced gradient into ``.grad``, with all hooks."""
-        face = self._faces[index]
+        sharded = self._sharded_params[index]
         if index in self._accumulated and self.on_gradient.get(index):
             reduced.add_(self._arrivals[index].gradient)
             self._put(index, reduced)
         else:
             self.replace(index, reduced)
-            present = face.grad
+            present = sharded.grad
             if present is None:
-                face.grad = reduced
-            elif is_sharded_like(present, face):
+                sharded.grad = reduced
+            elif is_sharded_like(present, sharded):
                 present.add_(reduced)
             else:  # autograd has brought it from before a tied parameter was sharded anew
-                face.grad = like_face(present, face).add_(reduced)
+                sharded.grad = like_sharded_param(present, sharded).add_(reduced)
         self.accumulated(index)
 
     def take_arrival(self, index: int, reduced: torch.Tensor, into: torch.Tensor) -> bool:
-        """Add to ``reduced``, for the hooks, what autograd has brought to a face in this backward, and set ``into`` to
-        what the face's gradient was before; whether there is such a thing, and a hook that must see it."""
+        """Add to ``reduced``, for the hooks, what autograd has brought to a sharded parameter in this backward, and set
+        ``into`` to what its gradient was before; whether there is such a thing, and a hook that must see it."""
         if index not in self._accumulated or not self.on_gradient.get(index):
             return False
         gradient, before = self._arrivals[index]
@@ -186,19 +206,19 @@ class GradientHooks:
     def _put(self, index: int, gradient: torch.Tensor) -> None:
         """Make ``.grad``, to which autograd has added already, what it was before plus ``gradient`` after the hooks."""
         self.replace(index, gradient)
-        face, before = self._faces[index], self._arrivals[index].before
+        sharded, before = self._sharded_params[index], self._arrivals[index].before
         with torch.no_grad():
             if before is None:
-                put_behind(face, gradient)
+                put_behind(sharded, gradient)
             else:
-                present = behind(face.grad)
+                present = behind(sharded.grad)
                 assert present is not None
                 present.copy_(before.add_(gradient))
 
     # ---- gradients that autograd brings
 
     def listen_again(self) -> None:
-        """Called when the content of the faces may have been exchanged: autograd's hooks are lost with it."""
+        """Called when the content of sharded parameters may have been exchanged: autograd's hooks are lost with it."""
         owner = self._owner()
         if owner is not None and owner.segments:
             self.listen_to_all()
@@ -207,12 +227,12 @@ class GradientHooks:
                 self._listen(index)
 
     def listen_to_all(self) -> None:
-        """There are flat parameters: what autograd brings to a face is theirs too."""
-        for index in range(len(self._faces)):
+        """There are flat views: what autograd brings to a sharded parameter is theirs too."""
+        for index in range(len(self._sharded_params)):
             self._listen(index)
 
     def _listen(self, index: int) -> None:
-        """Let autograd say when it brings a gradient to a face."""
+        """Let autograd say when it brings a gradient to a sharded parameter."""
         reference = weakref.ref(self)
 
         def on_gradient(gradient: torch.Tensor) -> None:
@@ -220,12 +240,12 @@ class GradientHooks:
             if owner is not None:
                 owner._note(index, gradient)
 
-        def after_accumulation(_face: torch.Tensor) -> None:
+        def after_accumulation(_sharded: torch.Tensor) -> None:
             owner = reference()
             if owner is not None:
                 owner._note_accumulated(index)
 
-        set_leaf_hooks(self._faces[index], on_gradient, after_accumulation)
+        set_leaf_hooks(self._sharded_params[index], on_gradient, after_accumulation)
 
     def _note(self, index: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:
@@ -234,8 +254,8 @@ class GradientHooks:
             self._arrivals.clear()  # of an autograd.grad(), which accumulates nothing
             owner = self._owner()
             if owner is not None and owner.segments:
-                owner.follow_user()  # what was dropped from a flat parameter shall not be added to
-        before = behind(self._faces[index].grad)
+                owner.follow_user()  # what was dropped from a flat view shall not be added to
+        before = behind(self._sharded_params[index].grad)
         if before is not None:
             before = before.clone() if self.on_gradient.get(index) else None
         self._arrivals[index] = _Arrival(gradient, before)
@@ -253,20 +273,21 @@ class GradientHooks:
             owner.after_publication(self._call_for_the_rest)
 
     def _call_for_the_rest(self) -> None:
-        """Call the hooks of faces to which autograd has brought a gradient that no publication has shown to them."""
+        """Call the hooks of sharded parameters to which autograd has brought a gradient that no publication has shown
+        to them."""
         accumulated = sorted(self._accumulated)
         for index in accumulated:
             if self.on_gradient.get(index):
-                self._put(index, like_face(self._arrivals[index].gradient, self._faces[index]))
+                self._put(index, like_sharded_param(self._arrivals[index].gradient, self._sharded_params[index]))
             self.accumulated(index)
         self.forget_arrivals()
         owner = self._owner()
         if accumulated and owner is not None and owner.segments:
             owner.follow_user()
-            owner.gradient.show_to_segments(accumulated)
+            owner.show_to_segments(accumulated)
 
     def forget(self, is_published: bytes) -> None:
-        """What autograd has brought to these faces is in what was published."""
+        """Forget what autograd has brought to these sharded parameters: it is in what was published."""
         for index in [*self._accumulated]:
             if is_published[index]:
                 del self._arrivals[index]

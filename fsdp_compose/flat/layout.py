@@ -4,18 +4,18 @@ A flat parameter is one buffer of `world_size` equal shards. The parameters lie 
 one piece. A shard boundary may fall inside a parameter, but never inside one of its granules. Here `a` of shape
 (5, 4), `b` of shape (3,) and `c` of shape (2, 4) lie on 3 ranks, aligned to 4 elements, one letter an element:
 
-    flat parameter   |aaaaaaaaaaaa|aaaaaaaabbb.|cccccccc....|      . padding, always zero
-    shard            |rank 0      |rank 1      |rank 2      |
-    runs of a        |3 rows      |2 rows      |none        |      the cut lies between two rows
+    flat parameter     |aaaaaaaaaaaa|aaaaaaaabbb.|cccccccc....|      . padding, always zero
+    shard              |rank 0      |rank 1      |rank 2      |
+    local shards of a  |3 rows      |2 rows      |none        |      the shard boundary lies between two rows
 
-The part of a parameter inside one shard is a run: contiguous in the parameter, in the flat parameter and in the
-shard; possibly empty. Every parameter and every shard starts on a multiple of `alignment` elements.
+The part of a parameter inside one shard is a local shard: contiguous in the parameter, in the flat parameter and in
+the shard; possibly empty. Every parameter and every shard starts on a multiple of `alignment` elements.
 
 Planning finds the smallest shard length at which the granules that the user asked for stay whole. Within a budget of
-padding it then looks for a length at which as many of the other parameters as possible are cut between rows of dim 0,
-so that their runs keep a natural N-D shape. What remains is cut between any two elements, which costs no padding but
-alignment's. Given a shard length, placing each parameter in turn as early as is legal is optimal: a later start
-never lets the next parameter start earlier. So only the length needs a search.
+padding it then looks for a length at which as many of the other parameters as possible are sharded between rows of
+dim 0, so that their local shards keep a natural N-D shape. What remains is sharded between any two elements, which
+costs no padding but alignment's. Given a shard length, placing each parameter in turn as early as is legal is optimal:
+a later start never lets the next parameter start earlier. So only the length needs a search.
 
 Everything here is a pure function of shapes and sizes: no tensors, no process groups, no state, and the same answer
 on every rank. `fully_shard` plans once per flat parameter; buffers, DTensors and checkpoints only read the plan.
@@ -28,11 +28,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["FlatLayout", "Granule", "ParamPlacement", "ParamSpec", "Run", "plan_layout"]
+__all__ = ["FlatLayout", "Granule", "LocalShard", "ParamPlacement", "ParamSpec", "plan_layout"]
 
 Granule: TypeAlias = Literal["elements", "rows", "whole"] | int | tuple[int, ...]
-"""What a shard boundary must not cut: nothing (`"elements"`), an index of dim 0 (`"rows"`), the parameter (`"whole"`),
-N consecutive elements (an int), or a block of this shape, aligned to the parameter's trailing dims (a tuple)."""
+"""The unit that no shard boundary splits: an element (`"elements"`), an index of dim 0 (`"rows"`), the parameter
+(`"whole"`), N consecutive elements (an int), or a block of this shape, aligned to the parameter's trailing dims (a
+tuple)."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
-class Run:
+class LocalShard:
     """The elements of one parameter in one shard: `param.view(-1)[param_start:][:numel]` is
-    `shard[shard_start:][:numel]`. An empty run has `shard_start` 0."""
+    `shard[shard_start:][:numel]`. An empty local shard has `shard_start` 0."""
 
     param_start: int
     numel: int
@@ -63,8 +64,8 @@ class Run:
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """Where a parameter lies. Runs that are not empty start on a multiple of `granule` elements, counted from the
-    parameter's start. `row_aligned`: every shard boundary inside the parameter lies between two rows of dim 0."""
+    """Where a parameter lies. Local shards that are not empty start on a multiple of `granule` elements, counted from
+    the parameter's start. `row_aligned`: every shard boundary inside the parameter lies between two rows of dim 0."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -88,7 +89,7 @@ class FlatLayout:
     shard_numel: int
     params: tuple[ParamPlacement, ...]
     granule_padding_numel: int
-    """What the granules that the user asked for add to the shortest possible flat parameter."""
+    """The padding that the granules the user asked for add to the shortest possible flat parameter."""
 
     @property
     def flat_numel(self) -> int:
@@ -108,18 +109,18 @@ class FlatLayout:
         payload = self.payload_numel
         return (self.flat_numel - payload) / payload if payload else 0.0
 
-    def run(self, index: int, rank: int) -> Run:
+    def local_shard(self, index: int, rank: int) -> LocalShard:
         """The part of parameter `index` that `rank` holds."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         param = self.params[index]
         shard_offset = rank * self.shard_numel
         start = min(max(shard_offset - param.offset, 0), param.numel)
         stop = min(max(shard_offset + self.shard_numel - param.offset, 0), param.numel)
-        return Run(start, stop - start, param.offset + start - shard_offset if stop > start else 0)
+        return LocalShard(start, stop - start, param.offset + start - shard_offset if stop > start else 0)
 
-    def runs_of(self, index: int) -> list[Run]:
+    def local_shards_of(self, index: int) -> list[LocalShard]:
         """The part of parameter `index` that each rank holds."""
-        return [self.run(index, rank) for rank in range(self.world_size)]
+        return [self.local_shard(index, rank) for rank in range(self.world_size)]
 
     def counts(self, index: int) -> tuple[int, ...]:
         """How many elements of parameter `index` each rank holds."""
@@ -135,8 +136,8 @@ class FlatLayout:
         return (*[0] * first, *held, *[0] * (self.world_size - last - 1))
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """The shape of `rank`'s run: N-D where the cuts lie between rows, else 1-D."""
-        param, numel = self.params[index], self.run(index, rank).numel
+        """The shape of `rank`'s local shard: N-D where the shard boundaries lie between rows, else 1-D."""
+        param, numel = self.params[index], self.local_shard(index, rank).numel
         if not param.shape:
             return () if numel else (0,)
         if not param.row_aligned:
@@ -156,11 +157,11 @@ def plan_layout(
     """Place `params`, in this order, in a flat parameter of `world_size` equal shards.
 
     Args:
-        params: the parameters. A granule they name is never cut, whatever that costs.
+        params: the parameters. A granule they name is never split, whatever that costs.
         world_size: number of shards.
         alignment: every parameter and every shard starts on a multiple of this many elements.
         padding_budget: how much padding, as a fraction of the payload, parameters without a granule may cost for being
-            cut on rows. Padding that alignment or the named granules cause in any case counts against it.
+            sharded between rows. Padding that alignment or the named granules cause in any case counts against it.
 
     The shards are never empty, even if all parameters are: a buffer without bytes has no address of its own.
 
@@ -196,7 +197,7 @@ def _row_numel(shape: tuple[int, ...]) -> int:
 
 
 def _expected_granule(spec: ParamSpec) -> str:
-    """What a legal granule would have been; empty if the given one is."""
+    """A description of the legal granules; empty if the given one is legal."""
     granule, ndim = spec.granule, len(spec.shape)
     if granule is None or granule in ("elements", "rows", "whole"):
         return ""
@@ -207,10 +208,10 @@ def _expected_granule(spec: ParamSpec) -> str:
 
 
 def _granule_numel(granule: Granule, shape: tuple[int, ...]) -> int:
-    """The distance between neighbouring legal cuts, counted from the parameter's start."""
+    """The distance between neighbouring legal shard boundaries, counted from the parameter's start."""
     numel = math.prod(shape)
     if isinstance(granule, tuple):
-        wanted = _block_run_numel(granule, shape)
+        wanted = _block_stride(granule, shape)
     elif isinstance(granule, int):
         wanted = granule
     else:
@@ -218,12 +219,12 @@ def _granule_numel(granule: Granule, shape: tuple[int, ...]) -> int:
     return max(1, min(wanted, numel))
 
 
-def _block_run_numel(block: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The contiguous elements at whose multiples no block is cut.
+def _block_stride(block: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The contiguous elements at whose multiples no block is split.
 
-    Blocks side by side share their rows, so only the block's outermost size above 1 counts: a cut is legal after that
-    many whole indices of its dim. Blocks start anew at every index of the dims before it; if they do not fill the dim
-    evenly, their starts are not multiples of one number, and the cut moves out by one dim.
+    Blocks side by side share their rows, so only the block's outermost size above 1 counts: a boundary is legal after
+    that many whole indices of its dim. Blocks start anew at every index of the dims before it; if they do not fill the
+    dim evenly, their starts are not multiples of one number, and the boundary moves out by one dim.
 
         block (2, 3) in (4, 6): 2 rows = 12        block (3,) in (4, 6): 3         block (4,) in (4, 6): a row = 6
     """
@@ -267,7 +268,7 @@ class _Draft(NamedTuple):
 
 
 def _request(spec: ParamSpec) -> _Request:
-    """What `spec` asks for; without a granule of its own it wishes for rows."""
+    """The request that `spec` makes; without a granule of its own it wishes for rows."""
     wanted = "rows" if spec.granule is None else spec.granule
     return _Request(math.prod(spec.shape), _granule_numel(wanted, spec.shape), spec.granule is not None)
 
@@ -278,15 +279,15 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _placement(spec: ParamSpec, offset: int, granule: int, shard_numel: int) -> ParamPlacement:
     shape, numel = tuple(spec.shape), math.prod(spec.shape)
-    first_cut = shard_numel - offset % shard_numel
-    # Two neighbouring cuts between rows are a whole number of rows apart: then so are all others.
-    cuts = [cut for cut in (first_cut, first_cut + shard_numel) if cut < numel]
-    row_aligned = all(cut % _row_numel(shape) == 0 for cut in cuts)
+    first_boundary = shard_numel - offset % shard_numel
+    # Two neighbouring boundaries between rows are a whole number of rows apart: then so are all others.
+    boundaries = [boundary for boundary in (first_boundary, first_boundary + shard_numel) if boundary < numel]
+    row_aligned = all(boundary % _row_numel(shape) == 0 for boundary in boundaries)
     return ParamPlacement(spec.fqn, shape, numel, offset, granule, row_aligned)
 
 
 def _earliest_start(cursor: int, numel: int, granule: int, shard_numel: int, alignment: int) -> int | None:
-    """The first aligned place from `cursor` (aligned) on where no granule is cut; None if there is none."""
+    """The first aligned place from `cursor` (aligned) on where no granule is split; None if there is none."""
     boundary = (cursor // shard_numel + 1) * shard_numel
     if granule == 1 or cursor + numel <= boundary:
         return cursor
@@ -330,7 +331,7 @@ _MAX_STEPS = 24
 def _smallest_shard(problem: _Problem) -> int:
     """The smallest shard length (as far as searched) at which everything required fits."""
     lower = problem.packed_shard_numel
-    best = _round_up(problem.packed_numel, problem.alignment)  # all in one shard: nothing is cut
+    best = _round_up(problem.packed_numel, problem.alignment)  # all in one shard: nothing is split
     required = [request for request in problem.requests if request.required]
     for step in _shard_steps(required, problem.alignment, lower, best):
         best = _first_fitting(problem, range(_round_up(lower, step), best, step), fallback=best)
@@ -370,7 +371,7 @@ def _keep_most_wishes(problem: _Problem, shard_numel: int, best: _Draft) -> _Dra
 
 
 def _shard_steps(requests: Sequence[_Request], alignment: int, smallest: int, largest: int) -> list[int]:
-    """Numbers worth trying multiples of: a parameter over three shards or more can only be cut between granules if
+    """Numbers worth trying multiples of: a parameter over three shards or more can only be sharded between granules if
     the shard length is a multiple of the granule. Required granules first, then the most wanted."""
     demand = Counter((request.required, request.granule) for request in requests if request.numel > smallest)
     steps = [alignment]

@@ -1,4 +1,4 @@
-"""What a user decides about numbers: the mixed-precision policy of a group. Plain data, checked when it is made."""
+"""The mixed-precision policy of a group: what a user decides about numbers. Plain data, checked when it is made."""
 
 from __future__ import annotations
 

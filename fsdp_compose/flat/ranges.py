@@ -54,7 +54,7 @@ def in_range(what: str) -> Callable[[_F], _F]:
 
 
 def follow_profiler() -> None:
-    """From now on there are ranges if a profiler runs; asked at the begin of iterations and backwards."""
+    """From now on there are ranges if a profiler runs; asked at the start of iterations and backwards."""
     global _have_ranges
     if is_profiling() is not _have_ranges:
         _have_ranges = not _have_ranges
@@ -63,5 +63,5 @@ def follow_profiler() -> None:
 
 
 def _name(handle: FlatParamHandle) -> str:
-    state = handle.group() if handle.group is not None else None
+    state = handle.owner() if handle.owner is not None else None
     return handle.prefix.rstrip(".") if state is None else state.name

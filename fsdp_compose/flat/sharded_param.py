@@ -1,15 +1,15 @@
-"""The one factory of sharded faces: what users, optimizers and checkpoints see of a sharded parameter.
+"""The one factory of sharded parameters: what users, optimizers and checkpoints see of a group's parameters.
 
-A face is a leaf ``nn.Parameter`` and a ``RaggedDTensor`` whose local tensor is a view of this rank's shard. The runtime
-reads and writes shards and never calls an operation on a face, so what kind of tensor a face is can change here and
-nowhere else.
+A sharded parameter is a leaf ``nn.Parameter`` and a ``RaggedDTensor`` whose local tensor is a view of this rank's
+shard. The runtime reads and writes shards and never calls an operation on a sharded parameter, so what kind of tensor
+it is can change here and nowhere else.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,29 +18,29 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._requirements import PLAIN_FACES
+from .._requirements import PLAIN_SHARDED_PARAMS
 from .._torch import is_wrapper, set_local_tensor
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged
 from .layout import FlatLayout
 
-# Where a face remembers which subclass of nn.Parameter the original was an instance of.
+# Where a sharded parameter remembers which subclass of nn.Parameter the original was an instance of.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
-# Where an original parameter remembers the face that has taken its place.
-FACE_ATTRIBUTE = "_fsdp_compose_face"
+# Where an original parameter remembers the sharded parameter that has taken its place.
+SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
 
 
-def face_of(param: torch.Tensor) -> torch.Tensor:
-    """The sharded face that has taken the place of ``param``; ``param`` itself if none has."""
-    face: torch.Tensor = param.__dict__.get(FACE_ATTRIBUTE, param)
-    return face
+def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
+    """The sharded parameter that has taken the place of ``param``; ``param`` itself if none has."""
+    sharded: torch.Tensor = param.__dict__.get(SHARDED_PARAM_ATTRIBUTE, param)
+    return sharded
 
 
-def _itself(face: Any) -> Any:
-    return face
+def _itself(sharded: Any) -> Any:
+    return sharded
 
 
-face_local = _itself if PLAIN_FACES else attrgetter("_local_tensor")
-"""The local elements behind a face: a view of the shard, unless somebody gave the face other memory."""
+local_elements = _itself if PLAIN_SHARDED_PARAMS else attrgetter("_local_tensor")
+"""The local elements behind a sharded parameter: a view of the shard, unless it was given other memory."""
 
 _data_ptr = torch.Tensor.data_ptr
 # By process group, not by mesh: meshes are equal when their ranks are, also those of a process group that is gone. Each
@@ -49,8 +49,8 @@ _Specs = weakref.WeakValueDictionary[Any, RaggedSpec]
 _specs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Specs] = weakref.WeakKeyDictionary()
 
 
-def face_spec(layout: FlatLayout, index: int, mesh: DeviceMesh, dtype: torch.dtype) -> RaggedSpec:
-    """How parameter ``index`` is cut over ``mesh``; equal cuts are one object, so that comparing them is fast."""
+def sharded_spec(layout: FlatLayout, index: int, mesh: DeviceMesh, dtype: torch.dtype) -> RaggedSpec:
+    """How parameter ``index`` is sharded over ``mesh``; equal specs are one object, so that comparing them is fast."""
     param, counts = layout.params[index], layout.counts(index)
     row = param.row_numel
     is_rows = param.row_aligned and bool(param.shape) and row > 0
@@ -63,17 +63,17 @@ def face_spec(layout: FlatLayout, index: int, mesh: DeviceMesh, dtype: torch.dty
     return spec
 
 
-def make_face(local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec) -> nn.Parameter:
-    """A sharded face over ``local``, a view of the shard, with the attributes the user had set on ``original``."""
-    if PLAIN_FACES:
-        face = nn.Parameter(local, requires_grad=original.requires_grad)
+def make_sharded_param(local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec) -> nn.Parameter:
+    """A sharded parameter over ``local``, a view of the shard, with the attributes the user had set on ``original``."""
+    if PLAIN_SHARDED_PARAMS:
+        sharded = nn.Parameter(local, requires_grad=original.requires_grad)
     else:
-        face = nn.Parameter(RaggedDTensor(local, spec), requires_grad=original.requires_grad)
-        set_local_tensor(face, local)  # type: ignore[arg-type]
-    copy_attributes(original, face)
+        sharded = nn.Parameter(RaggedDTensor(local, spec), requires_grad=original.requires_grad)
+        set_local_tensor(sharded, local)  # type: ignore[arg-type]
+    copy_attributes(original, sharded)
     if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
-        face.__dict__[_CLASS_ATTRIBUTE] = type(original)
-    return face
+        sharded.__dict__[_CLASS_ATTRIBUTE] = type(original)
+    return sharded
 
 
 def copy_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
@@ -83,100 +83,122 @@ def copy_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
             to.__dict__.setdefault(key, value)
 
 
-def dress(face: nn.Parameter, full: nn.Parameter) -> None:
+def restore_attributes(sharded: nn.Parameter, full: nn.Parameter) -> None:
     """Make a full parameter what the original was: its attributes, and its class if that is the user's own."""
-    copy_attributes(face, full)
-    cls = face.__dict__.get(_CLASS_ATTRIBUTE)
+    copy_attributes(sharded, full)
+    cls = sharded.__dict__.get(_CLASS_ATTRIBUTE)
     if cls is not None:
         full.__class__ = cls
 
 
-def whole_like_original(face: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """As ``dress``, for a tensor that autograd knows how it was made."""
-    cls = face.__dict__.get(_CLASS_ATTRIBUTE)
+def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """As ``restore_attributes``, for a tensor of which autograd knows how it was made."""
+    cls = sharded.__dict__.get(_CLASS_ATTRIBUTE)
     if cls is not None:
         whole = whole.as_subclass(cls)
-    copy_attributes(face, whole)  # type: ignore[arg-type]
+    copy_attributes(sharded, whole)  # type: ignore[arg-type]
     return whole
 
 
-_NOT_COPIED = {"_is_param", FACE_ATTRIBUTE}
+_NOT_COPIED = {"_is_param", SHARDED_PARAM_ATTRIBUTE}
 
 
-def check_content(face: nn.Parameter, source: Any, name: str) -> None:
+def check_content(sharded: nn.Parameter, source: Any, name: str) -> None:
     """Raise ValueError if ``take_content`` cannot take ``source``."""
-    is_number = (
-        isinstance(source, torch.Tensor) and not source.dim()
-    )  # which every rank has: torch's setters shard none
-    if not (isinstance(source, DTensor) or is_number) or source.shape != face.shape:
+    # A number is on every rank: torch's setters shard none.
+    is_number = isinstance(source, torch.Tensor) and not source.dim()
+    if not (isinstance(source, DTensor) or is_number) or source.shape != sharded.shape:
         kind = "DTensor" if isinstance(source, DTensor) else "plain tensor"
         raise ValueError(
-            f"load_state_dict(assign=True): the sharded parameter {name} of shape {tuple(face.shape)} was given a "
+            f"load_state_dict(assign=True): the sharded parameter {name} of shape {tuple(sharded.shape)} was given a "
             f"{kind} of shape {tuple(source.shape)}: give it a DTensor of its shape (see distribute_ragged()), or "
             "load full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict()"
         )
 
 
-def take_content(face: nn.Parameter, source: torch.Tensor) -> None:
-    """Give ``face`` the elements, dtype and memory of a tensor that would take its place; it keeps its identity and its
-    attributes. Its gradient is dropped, as it would be with the parameter.
+def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
+    """Give ``sharded`` the elements, dtype and memory of a tensor that would take its place; it keeps its identity and
+    its attributes. Its gradient is dropped, as it would be with the parameter.
 
-    Ranks: if ``source`` is cut in another way, all ranks of the mesh (it is redistributed).
+    Ranks: if ``source`` is sharded in another way, all ranks of the mesh (it is redistributed).
     """
-    assert isinstance(face, RaggedDTensor)
+    assert isinstance(sharded, RaggedDTensor)
     with torch.no_grad():
-        if not isinstance(source, RaggedDTensor) or not source._spec.cuts_like(face._spec):
-            source = distribute_ragged(source, face.device_mesh, face.placements, src_data_rank=None)
-        fresh = nn.Parameter(source.detach(), requires_grad=face.requires_grad)
+        if not isinstance(source, RaggedDTensor) or not source._spec.is_sharded_like(sharded._spec):
+            source = distribute_ragged(source, sharded.device_mesh, sharded.placements, src_data_rank=None)
+        fresh = nn.Parameter(source.detach(), requires_grad=sharded.requires_grad)
         set_local_tensor(fresh, source._local_tensor)  # type: ignore[arg-type]
-        face.grad = None
-        torch.utils.swap_tensors(face, fresh)
-        copy_attributes(fresh, face)
+        sharded.grad = None
+        torch.utils.swap_tensors(sharded, fresh)
+        copy_attributes(fresh, sharded)
 
 
-def rebind_face(face: nn.Parameter, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
-    """Make ``face`` a view of another shard of its dtype and device, cut by ``spec`` if given, keeping the object."""
-    if PLAIN_FACES:
-        face.data = local
+def rebind_sharded_param(sharded: nn.Parameter, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
+    """Make ``sharded``, the same object, a view of another shard of its dtype and device, by ``spec`` if given."""
+    if PLAIN_SHARDED_PARAMS:
+        sharded.data = local
         return
-    set_local_tensor(face, local)  # type: ignore[arg-type]
+    set_local_tensor(sharded, local)  # type: ignore[arg-type]
     if spec is not None:
-        face._spec = spec  # type: ignore[attr-defined]
+        sharded._spec = spec  # type: ignore[attr-defined]
 
 
-def face_whole(face: nn.Parameter) -> torch.Tensor:
-    """All elements of ``face``, outside autograd. Ranks: all ranks of the mesh."""
-    return face.detach().full_tensor()  # type: ignore[attr-defined]
+def whole_of_sharded_param(sharded: nn.Parameter) -> torch.Tensor:
+    """All elements of ``sharded``, outside autograd. Ranks: all ranks of the mesh."""
+    return sharded.detach().full_tensor()  # type: ignore[attr-defined]
 
 
-def face_memory(faces: Sequence[nn.Parameter]) -> tuple[list[int], set[tuple[torch.dtype, torch.device]]]:
-    """Where the faces' elements are: differs from an earlier answer when somebody gave a face other memory
-    (``module.to()``, ``to_empty()``, ``p.data = ...``). Empty faces have no address; their kind must do."""
-    return [*map(_data_ptr, map(face_local, faces))], {(face.dtype, face.device) for face in faces}
+class Snapshot:
+    """Where the elements of some sharded parameters are.
 
-
-def make_gradient(local: torch.Tensor, face: nn.Parameter) -> torch.Tensor:
-    """What ``face.grad`` holds, over ``local``, a view of the flat gradient."""
-    if PLAIN_FACES:
-        return local
-    return RaggedDTensor(local, face._spec)  # type: ignore[attr-defined]
-
-
-def is_sharded_like(gradient: torch.Tensor, face: nn.Parameter) -> bool:
-    """Whether this rank has the elements of ``gradient`` that it has of ``face``."""
-    if not isinstance(face, RaggedDTensor):
-        return True
-    return isinstance(gradient, RaggedDTensor) and gradient._spec.cuts_like(face._spec)
-
-
-def like_face(gradient: torch.Tensor, face: nn.Parameter) -> torch.Tensor:
-    """A copy of a gradient that autograd has brought to ``face``, cut like the face.
-
-    Ranks: if ``gradient`` is cut in another way, all ranks of the mesh (it is redistributed).
+    Attributes:
+        ids: of the sharded parameters.
     """
-    if not isinstance(face, RaggedDTensor):
+
+    __slots__ = ("_addresses", "_kinds", "_locals", "_params", "ids")
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        self.ids = [*map(id, params)]
+        # A sharded parameter that is given other memory gets another local tensor; that may be pointed elsewhere too.
+        self._locals = [*map(local_elements, params)]
+        self._addresses = [*map(_data_ptr, self._locals)]
+        self._kinds = self._present_kinds()
+
+    def _present_kinds(self) -> set[tuple[torch.dtype, torch.device]]:
+        return {(sharded.dtype, sharded.device) for sharded in self._params}
+
+    def has_locals(self) -> bool:
+        """Whether the local tensors are the same objects: also where this rank has no elements, hence no address."""
+        return all(map(is_, map(local_elements, self._params), self._locals))
+
+    def has_addresses(self) -> bool:
+        """Whether their memory is where it was (``module.to()``, ``to_empty()``, ``p.data = ...``)."""
+        return [*map(_data_ptr, self._locals)] == self._addresses and self._present_kinds() == self._kinds
+
+
+def make_gradient(local: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
+    """The tensor for ``sharded.grad``, over ``local``, a view of the flat gradient."""
+    if PLAIN_SHARDED_PARAMS:
+        return local
+    return RaggedDTensor(local, sharded._spec)  # type: ignore[attr-defined]
+
+
+def is_sharded_like(gradient: torch.Tensor, sharded: nn.Parameter) -> bool:
+    """Whether this rank has the elements of ``gradient`` that it has of ``sharded``."""
+    if not isinstance(sharded, RaggedDTensor):
+        return True
+    return isinstance(gradient, RaggedDTensor) and gradient._spec.is_sharded_like(sharded._spec)
+
+
+def like_sharded_param(gradient: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
+    """A copy of a gradient that autograd has brought to ``sharded``, sharded like it.
+
+    Ranks: if ``gradient`` is sharded in another way, all ranks of the mesh (it is redistributed).
+    """
+    if not isinstance(sharded, RaggedDTensor):
         return gradient.clone()
     with torch.no_grad():
-        if is_sharded_like(gradient, face):
+        if is_sharded_like(gradient, sharded):
             return gradient.clone()
-        return distribute_ragged(gradient, face.device_mesh, face.placements, src_data_rank=None)
+        return distribute_ragged(gradient, sharded.device_mesh, sharded.placements, src_data_rank=None)

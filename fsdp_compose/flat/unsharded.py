@@ -1,6 +1,6 @@
-"""The memory of one unsharded flat parameter: when it exists, and when it can be read.
+"""The unsharded side of one flat parameter: its memory, its parameters, and the all-gather that fills it.
 
-Owned by its ``FlatParamHandle``; driven by ``reduction``. Two storages hold one piece of memory in turn::
+Owned by its ``FlatParamHandle``; driven by ``communicator``. Two storages hold one piece of memory in turn::
 
                        allocate()        show()           free()
     memory is in   -         ->   hidden   ->     shown     ->     -
@@ -16,13 +16,22 @@ that an all-gather still fills would give wrong numbers. To show and to hide is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn as nn
 
 from .._torch import memory_exchange, refuse_access
+from ..comm import TRANSPORT, DataParallelMesh, as_transferable
+from ..ragged import writes
+from .layout import FlatLayout
+from .views import full_views
+
+_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 
 class UnshardedMemory:
@@ -84,8 +93,175 @@ class UnshardedMemory:
         self._hidden_storage.resize_(0)
 
     def nbytes(self) -> int:
-        """What is allocated, shown or hidden."""
+        """The bytes that are allocated, shown or hidden."""
         return max(self.storage.nbytes(), self._hidden_storage.nbytes())
+
+
+class Gathered(NamedTuple):
+    """What an all-gather has read.
+
+    Attributes:
+        version: of the shard.
+        segments: of the flat views that are DTensors, whose writes do not count at the shard.
+        writes: of all ranks, as ``ragged`` counts them.
+    """
+
+    version: int = 0
+    segments: int = 0
+    writes: int = 0
+
+
+class Unsharded:
+    """The parameters that ``forward`` computes with.
+
+    Args:
+        shard: this rank's.
+        layout, mesh: of the flat parameter.
+        dtype: to compute in.
+        error: what is said to those who read the parameters while they are sharded.
+
+    Attributes:
+        dtype: as given.
+        params: the unsharded parameters, in the order of the layout; usable while ``is_allocated``.
+        memory: their memory.
+        is_allocated: it exists (its all-gather may still be in flight).
+        never_freed: there is nothing to gather, the unsharded parameters always exist.
+        keep: must not be freed: never freed, or the outputs of the group's module cannot be hooked.
+        left_by_forward: left allocated by a forward (not by a prefetch): gathered again at the next forward.
+        flags: ``requires_grad`` of each of ``params``, as it was set last.
+        gathered: what the last all-gather has read.
+        work: the all-gather in flight.
+    """
+
+    __slots__ = (
+        "_arguments", "_cast_shard", "_shard", "_unedited", "dtype", "flags", "gathered", "is_allocated", "keep",
+        "left_by_forward", "memory", "never_freed", "params", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh, dtype: torch.dtype, error: str
+    ) -> None:
+        rank, numel, is_alone = mesh.shard_rank, layout.shard_numel, mesh.shard_world_size == 1
+        self.dtype, self._shard = dtype, shard
+        # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
+        self.never_freed = (is_alone and dtype == shard.dtype) or numel == 0
+        with torch.inference_mode(False), torch.no_grad():
+            flat = shard
+            if not self.never_freed:
+                flat = torch.empty(layout.flat_numel, dtype=dtype, device=shard.device)
+            # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
+            own_slice = flat[rank * numel : (rank + 1) * numel]
+            is_cast = dtype != shard.dtype or is_alone
+            self._cast_shard = own_slice if is_cast else None
+            # On an accelerator the work of a collective of one rank still orders the copy before compute.
+            is_local = is_alone and shard.device.type == "cpu"
+            pair = (as_transferable(flat), as_transferable(own_slice if is_cast else shard))
+            self._arguments = None if is_local else (mesh.shard_group, *pair)
+            may_free = not (self.never_freed or self.is_meta)
+            self.memory = UnshardedMemory(flat, error if may_free else None)
+            self.memory.show()
+            views = full_views(layout, self.memory.shown)
+            self.params = [nn.Parameter(view, requires_grad=False) for view in views]
+        self._unedited = self.memory.shown._version
+        self.flags = [False] * len(self.params)
+        self.gathered = Gathered()
+        self.work: dist.Work | None = None
+        self.is_allocated = self.keep = self.never_freed
+        self.left_by_forward = False
+        if may_free:
+            self.memory.free()
+
+    # ---- gathering
+
+    def allocate(self) -> None:
+        """Have memory, to be filled."""
+        self.memory.allocate()
+        self.is_allocated = True
+
+    def note_gather(self, segments: int) -> None:
+        """An all-gather is about to be issued, of the shard as it is now; ``segments``: see ``Gathered``."""
+        self.gathered = Gathered(self._shard._version, segments, writes.count)
+
+    def gather(self) -> None:
+        """Issue the all-gather, on the present stream."""
+        if self._cast_shard is not None:
+            self._cast_shard.copy_(self._shard)
+        if self._arguments is None:
+            self.memory.show()
+        else:
+            self.work = TRANSPORT.all_gather(*self._arguments)
+
+    def take_work(self) -> dist.Work | None:
+        """The all-gather in flight, for which the caller waits."""
+        work, self.work = self.work, None
+        return work
+
+    def free(self) -> None:
+        self.memory.free()
+        self.is_allocated = self.left_by_forward = False
+
+    def be_left(self, is_left: bool) -> None:
+        """A forward leaves this allocated; or it has been gathered again since one did."""
+        self.left_by_forward = is_left
+
+    def keep_allocated(self, keep: bool) -> None:
+        """Must not be freed, or may be."""
+        self.keep = keep or self.never_freed
+
+    def was_written_since_gather(self, segments: int) -> bool:
+        """Whether this rank has seen a write to its shard since then."""
+        return segments != self.gathered.segments or self._shard._version != self.gathered.version
+
+    # ---- facts
+
+    @property
+    def is_meta(self) -> bool:
+        return self._shard.device.type == "meta"
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """What the unsharded parameters are views of."""
+        return self.memory.storage
+
+    def was_edited(self) -> bool:
+        """Whether an unsharded parameter was written to since it was gathered; such an edit would be lost. See Note
+        [Version counters]."""
+        return self.memory.shown._version != self._unedited
+
+    def forgive_edit(self) -> None:
+        self._unedited = self.memory.shown._version
+
+    def has_grad(self) -> bool:
+        """Whether autograd has left a gradient on an unsharded parameter, not taken yet."""
+        return [*map(_grad, self.params)] != [None] * len(self.params)  # "!=" looks at identities first
+
+    def was_toggled(self) -> bool:
+        """Whether forward has set ``requires_grad`` of an unsharded parameter."""
+        return self.present_flags() != self.flags
+
+    def present_flags(self) -> list[bool]:
+        return [*map(_requires_grad, self.params)]
+
+    def set_flags(self, flags: list[bool]) -> None:
+        """Give the parameters this ``requires_grad``."""
+        for param, flag in zip(self.params, flags, strict=True):
+            param.requires_grad_(flag)
+        self.flags = flags
+
+    def note_flags(self, flags: list[bool]) -> None:
+        """The parameters have this ``requires_grad``."""
+        self.flags = flags
+
+
+def error_of_late_access(rank: int, names: Sequence[str]) -> str:
+    """The error for those who read parameters while they are sharded."""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"rank {rank}: the unsharded {names[0]}{others} of a fully_shard group "
+        "were used while they are sharded. A parameter that was kept in forward (as an attribute, in a list, by a "
+        "hook) must be cloned there; and every tensor that a loss is computed from must be returned by forward, or "
+        "kept as an attribute of its module"
+    )
 
 
 def explain_refused_access(error: BaseException | None) -> None:

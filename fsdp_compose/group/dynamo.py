@@ -1,4 +1,4 @@
-"""What torch.compile needs: annotations on managed modules, and hooks that Dynamo never traces.
+"""Support for torch.compile: annotations on managed modules, and hooks that Dynamo never traces.
 
 Nothing here imports Dynamo (it costs 0.85 s).
 """

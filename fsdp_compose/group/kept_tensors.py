@@ -31,8 +31,8 @@ _QUIET_AFTER = 3  # uses of a group that have changed nothing
 _num_same = attrgetter("num_same")
 
 # What every module has, of which only the buffers, which are looked at all the same, are written to by forward; and its
-# state, which must not be remembered
-# here: the state holds what is remembered, and a model is freed without the garbage collector.
+# state, which must not be remembered here: the state holds what is remembered, and a model is freed without the garbage
+# collector.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {STATE_KEY, REGISTRY_KEY}
 
 
@@ -186,7 +186,7 @@ class QuietGroups:
 
 
 def _contents_of(value: Any, depth: int) -> Iterable[Collection[Any]]:
-    """What is inside ``value`` and may change while ``value`` stays the same object, as live views."""
+    """Live views of what is inside ``value`` and may change while ``value`` stays the same object."""
     live: Collection[Any] | None = None
     if isinstance(value, (list, deque)):
         live = value

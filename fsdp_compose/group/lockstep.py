@@ -8,7 +8,7 @@ many optimizer steps it has made. If these differ, nothing is issued, and every 
 each of them was about to do. Since whatever was issued had been agreed on, the next forward can go on from there.
 
 An iteration that was interrupted on some ranks only is a difference too: ranks that are about to throw away what it
-left (``recovery``) come to the same meeting first, so that the others do not wait for them in vain.
+left (``recovery``) come to the same rendezvous first, so that the others do not wait for them in vain.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from ..comm import RECOVERY_TIMEOUT, DataParallelMesh, is_on, last_of_every_rank, meet, note
-from ..flat import Communicator, FlatParamHandle, face_owners, segment_owners
+from ..flat import Communicator, FlatParamHandle, Reduction, segment_owners, sharded_param_owners
 from .order import ENDS
-from .state import RootContext
+from .state import Root, state_of
 from .step_hooks import after_every_step
 
 _PURPOSE = "agreeing on the next collective"
@@ -58,49 +58,49 @@ class LockstepCommunicator(Communicator):
         super().unshard(handle)
 
     def refresh(self, handle: FlatParamHandle) -> None:
-        if not handle.is_resident:
+        if not handle.unsharded.never_freed:
             self.announce(handle, "all-gather")
         super().refresh(handle)
 
-    def reduce(self, handle: FlatParamHandle, is_running: bool = False) -> None:
+    def reduce(self, handle: FlatParamHandle, is_running: bool = False) -> bool:
         self.announce(handle, "reduce-scatter")
-        super().reduce(handle, is_running)
+        return super().reduce(handle, is_running)
 
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
         self.announce(handle, "all-gather")
         return super().all_gather_copy(handle, shard)
 
-    def reduce_scatter_copy(self, handle: FlatParamHandle, flat: torch.Tensor) -> torch.Tensor:
+    def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
         self.announce(handle, "reduce-scatter")
-        return super().reduce_scatter_copy(handle, flat)
+        return super().reduce_copy(handle, reduction)
 
     def announce(self, handle: FlatParamHandle, what: str) -> None:
         """A collective, just noted in the order, is about to be issued."""
         if not handle.mesh.has_peers:
             return
-        text, state = _describe(handle, what), handle.group()
-        root: RootContext | None = None if state is None else state.root
+        text, state = _describe(handle, what), state_of(handle)
+        root: Root | None = None if state is None else state.root
         label = "" if root is None else f" of {root.label}"
         note(handle.mesh.shard_group, text if root is None else f"{text}, collective {root.order.count}")
         try:
             _agree(handle.mesh, f"{text}{label}", root)
         except RuntimeError:
             if root is not None:
-                root.trace.pop()  # it is not issued
-                root.has_failed = True
+                root.order.trace.pop()  # it is not issued
+                root.forward.fail()
             raise
 
-    def announce_exchange(self, root: RootContext, code: int) -> None:
+    def announce_exchange(self, root: Root, code: int) -> None:
         mesh = root.live_states()[0].mesh
         if mesh.has_peers:
             what = ENDS.get(code, "a reduction in functional mode")
             try:
                 _agree(mesh, f"{what} of {root.label}", root)
             except RuntimeError:
-                root.has_failed = True
+                root.forward.fail()
                 raise
 
-    def announce_recovery(self, root: RootContext) -> None:
+    def announce_recovery(self, root: Root) -> None:
         """Before all ranks throw away what an iteration left that was interrupted on this one: those that are
         elsewhere learn of it, and raise; then they are expected here."""
         mesh = root.live_states()[0].mesh
@@ -113,15 +113,16 @@ class LockstepCommunicator(Communicator):
 
 
 def _describe(handle: FlatParamHandle, what: str) -> str:
-    """A collective of a handle, in words: the same on every rank that is about to issue it."""
-    state = handle.group()
-    root, phase = state.root, "outside forward"
-    if root is not None and root.is_in_backward:
+    """A collective of a handle, as text: the same on every rank that is about to issue it."""
+    state = state_of(handle)
+    root, phase = None if state is None else state.root, "outside forward"
+    if root is not None and root.backward is not None:
         phase = "backward"
-    elif root is not None and root.depth:
+    elif root is not None and root.forward.depth:
         phase = "forward"
-    others = f" and {len(handle.fqns) - 1} more" if len(handle.fqns) > 1 else ""
-    return f"{what} of {state.name} ({handle.prefix}{handle.fqns[0]}{others}) in {phase}"
+    names, name = handle.names, "?" if state is None else state.name
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{what} of {name} ({names[0]}{others}) in {phase}"
 
 
 def announce_first_forward(mesh: DataParallelMesh) -> None:
@@ -130,14 +131,14 @@ def announce_first_forward(mesh: DataParallelMesh) -> None:
         _agree(mesh, "the first forward of a model", None)
 
 
-def _agree(mesh: DataParallelMesh, what: str, root: RootContext | None) -> None:
+def _agree(mesh: DataParallelMesh, what: str, root: Root | None) -> None:
     verdict = _compare(mesh, what, root)
     if verdict:
         raise RuntimeError(verdict)
 
 
-def _compare(mesh: DataParallelMesh, what: str, root: RootContext | None, timeout: timedelta | None = None) -> str:
-    """Meet all ranks, each of which is about to do something; in words, how they differ."""
+def _compare(mesh: DataParallelMesh, what: str, root: Root | None, timeout: timedelta | None = None) -> str:
+    """Meet all ranks, each of which is about to do something; return, as text, how they differ."""
     group = mesh.shard_group
     steps = _num_steps.get(group, 0) if root is not None and _holds_elements(root) else None
     payload = json.dumps([what, steps])
@@ -183,9 +184,11 @@ def _names(ranks: list[int]) -> str:
 # ---- optimizer steps
 
 
-def _holds_elements(root: RootContext) -> bool:
+def _holds_elements(root: Root) -> bool:
     """Whether there is something on this rank for an optimizer to train: it may have none where there is not."""
-    return any(start < stop for state in root.live_states() for item in state._handles for start, stop, _ in item.runs)
+    return any(
+        start < stop for state in root.live_states() for item in state._handles for start, stop, _ in item.local_shards
+    )
 
 
 def _count_steps() -> None:
@@ -196,12 +199,12 @@ def _count_steps() -> None:
 
 
 def _count_step(optimizer: Optimizer) -> None:
-    groups = set()
+    process_groups = set()
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
-            owner = face_owners.get(id(param)) or segment_owners.get(id(param))
-            handle = None if owner is None else owner()
+            owner = sharded_param_owners.get(id(param)) or segment_owners.get(id(param))
+            handle = None if owner is None else owner[0]()
             if handle is not None and param.grad is not None:  # else it was left as it is
-                groups.add(handle.mesh.shard_group)
-    for group in groups:
-        _num_steps[group] = _num_steps.get(group, 0) + 1
+                process_groups.add(handle.mesh.shard_group)
+    for process_group in process_groups:
+        _num_steps[process_group] = _num_steps.get(process_group, 0) + 1

@@ -1,4 +1,4 @@
-"""What a group manages: the modules and the parameters below the modules given to one ``fully_shard`` call."""
+"""The modules and the parameters that a group manages: those below the modules given to one ``fully_shard`` call."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 import torch.nn as nn
 
-from ..flat import FACE_ATTRIBUTE, FlatParamHandle, ManagedParameter, handle_of, owner_of
-from .state import _FSDPState, get_state, is_compatible
+from ..flat import SHARDED_PARAM_ATTRIBUTE, FlatParamHandle, ManagedParameter, handle_of, owner_of
+from .registry import get_state, is_compatible
+from .state import _FSDPState, state_of
 from .swap import ParameterSwap
 
 
@@ -36,7 +37,7 @@ def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], l
             if param is None or param in ignored:
                 continue
             fqn = f"{name}.{local_name}" if name else local_name
-            if FACE_ATTRIBUTE in param.__dict__:
+            if SHARDED_PARAM_ATTRIBUTE in param.__dict__:
                 continue  # a tie: see ties_with_other_groups
             owner = handle_of(param)
             if owner is not None and _stands_below(module, owner[0]):
@@ -57,7 +58,7 @@ def unsharded_tensors(
     """Buffers of some modules, and those of their parameters that are neither in ``managed`` nor sharded already."""
     for module, prefix in fqns.items():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            is_sharded = tensor is None or FACE_ATTRIBUTE in tensor.__dict__ or handle_of(tensor) is not None
+            is_sharded = tensor is None or SHARDED_PARAM_ATTRIBUTE in tensor.__dict__ or handle_of(tensor) is not None
             if tensor is not None and not is_sharded and tensor not in managed:
                 yield (f"{prefix}.{name}" if prefix else name), tensor
 
@@ -68,16 +69,16 @@ def ties_with_other_groups(
     """Slots of the modules in which a parameter stands that an earlier call has sharded elsewhere (tied weights), and
     the sharded parameter that belongs there."""
     return [
-        (module, name, param.__dict__[FACE_ATTRIBUTE])
+        (module, name, param.__dict__[SHARDED_PARAM_ATTRIBUTE])
         for module in fqns
         for name, param in module._parameters.items()
-        if param is not None and param not in ignored and FACE_ATTRIBUTE in param.__dict__
+        if param is not None and param not in ignored and SHARDED_PARAM_ATTRIBUTE in param.__dict__
     ]
 
 
 def _stands_below(module: nn.Module, handle: FlatParamHandle) -> bool:
     """Whether the group of ``handle`` manages ``module`` itself."""
-    state = handle.group() if handle.group is not None else None
+    state = state_of(handle)
     return state is not None and module in group_modules(state.live_modules())
 
 
@@ -95,9 +96,9 @@ def prepare_swap(state: _FSDPState) -> None:
     roots = state.live_modules()
     fqns = group_modules(roots)
     managed = {
-        id(face): ManagedParameter(fqn, face)
+        id(sharded): ManagedParameter(fqn, sharded)
         for handle in state._handles
-        for fqn, face in zip(handle.fqns, handle.faces, strict=True)
+        for fqn, sharded in zip(handle.fqns, handle.sharded_params, strict=True)
     }
     for root in roots:
         for prefix, module in root.named_modules():
@@ -109,4 +110,4 @@ def prepare_swap(state: _FSDPState) -> None:
                 for i in range(len(steps) + 1):
                     name = ".".join(steps[:i])
                     fqns.setdefault(root.get_submodule(name), name)
-    state.swap = ParameterSwap(roots, [*managed.values()], state._handles, fqns)
+    state.show_by(ParameterSwap(roots, [*managed.values()], state._handles, fqns))

@@ -1,8 +1,9 @@
 """The order in which one process group carries collectives, over all models that it carries: ranks must have the same.
 
 Two models on one process group share their communicator: where one rank runs the first and another rank the second,
-collectives of equal size pair without a word. So there is one order for each process group. It numbers the groups of
-all models as these run first, which all ranks do together, and notes what is issued; the control exchange compares it.
+collectives of equal size pair without a word. So there is one order for each process group. It numbers the
+``fully_shard`` groups of all models as these run first, which all ranks do together, and notes what is issued; the
+control exchange compares it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ _FOLDED = 1 << 63  # a code from here on: a hash of many
 _KINDS = ("all-gather", "reduce-scatter")
 
 
-class Root(Protocol):
-    """What an order knows of a ``RootContext``."""
+class OrderedRoot(Protocol):
+    """The part of a ``Root`` that an order knows."""
 
-    number: int
+    @property
+    def number(self) -> int: ...
 
     @property
     def states(self) -> Sequence[Callable[[], Group | None]]: ...  # weak references
@@ -40,24 +42,31 @@ class Root(Protocol):
 
 
 class Group(Protocol):
-    """What an order knows of an ``_FSDPState``."""
+    """The part of an ``_FSDPState`` that an order knows."""
 
-    code: int
-    serial: int
-    _handles: list[FlatParamHandle]
+    @property
+    def code(self) -> int: ...
+
+    @property
+    def serial(self) -> int: ...
+
+    @property
+    def _handles(self) -> list[FlatParamHandle]: ...
+
+    def take_number(self, code: int) -> None: ...
 
     @property
     def name(self) -> str: ...
 
     @property
-    def root(self) -> Root | None: ...
+    def root(self) -> OrderedRoot | None: ...
 
 
 _orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveOrder] = weakref.WeakKeyDictionary()
 
 
 class CollectiveOrder:
-    """What one process group has carried.
+    """The collectives that one process group has carried.
 
     Attributes:
         trace: codes of the collectives issued since the last exchange; ``num_collectives`` those before.
@@ -73,13 +82,13 @@ class CollectiveOrder:
         self._next_number = 0
         self._states: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._serials: defaultdict[str, list[int]] = defaultdict(list)  # of the roots that have run, by their model
-        self._waiting: weakref.WeakSet[Group] = weakref.WeakSet()  # groups that no root has run
+        self._waiting: weakref.WeakSet[Group] = weakref.WeakSet()  # ``fully_shard`` groups that no root has run
 
     @staticmethod
-    def of(group: dist.ProcessGroup) -> CollectiveOrder:
-        order = _orders.get(group)
+    def of(process_group: dist.ProcessGroup) -> CollectiveOrder:
+        order = _orders.get(process_group)
         if order is None:
-            order = _orders[group] = CollectiveOrder()
+            order = _orders[process_group] = CollectiveOrder()
         return order
 
     @property
@@ -91,7 +100,7 @@ class CollectiveOrder:
         """Without the codes that stand for no collective: a rank may have toggled ``requires_grad`` alone."""
         return sum(map(END_OF_BACKWARD.__lt__, self.trace))
 
-    def hash(self, root: Root, code: int) -> int:
+    def hash(self, root: OrderedRoot, code: int) -> int:
         """A hash of what was issued since the last exchange, and of what ``root`` is about to do."""
         return order_hash((code, *self.trace), root.number)
 
@@ -125,7 +134,7 @@ class CollectiveOrder:
         for state in states:
             self._waiting.discard(state)
             if state.code < 0:
-                state.code = self._next_number << 1
+                state.take_number(self._next_number << 1)
                 self._states[self._next_number] = state
                 self._next_number += 1
         previous = root.root
@@ -135,12 +144,12 @@ class CollectiveOrder:
         self.num_roots += 1
         return self.num_roots
 
-    def trace_in_words(self, root: Root, code: int) -> list[str]:
-        """What was issued since the last exchange, and what ``root`` is about to do, in words."""
-        now = f"{ENDS[code]}\t{root.label}" if code in ENDS else self._in_words(code)
-        return [*map(self._in_words, self.trace), now]
+    def trace_as_text(self, root: OrderedRoot, code: int) -> list[str]:
+        """The trace since the last exchange, and what ``root`` is about to do, as text."""
+        now = f"{ENDS[code]}\t{root.label}" if code in ENDS else self._as_text(code)
+        return [*map(self._as_text, self.trace), now]
 
-    def _in_words(self, code: int) -> str:
+    def _as_text(self, code: int) -> str:
         if code >= _FOLDED:
             return "the last of many collectives that are no longer remembered"
         flags, number = divmod(-2 - code, _MAX_GROUPS) if code < END_OF_BACKWARD else (0, code >> 1)
@@ -159,7 +168,7 @@ def code_of_flags(code: int, text: str) -> int:
 
 
 def name_models(a: str, b: str) -> tuple[str, str]:
-    """Two lines of traces in words, as messages have them: with the models, if these differ."""
+    """Two lines of traces, as messages have them: with the models, if these differ."""
     has_several = len({line.partition("\t")[2] for line in (a, b)} - {""}) > 1
     named = [line.replace("\t", " of ") if has_several else line.partition("\t")[0] for line in (a, b)]
     return named[0], named[1]

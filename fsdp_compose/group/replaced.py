@@ -17,9 +17,10 @@ import torch.nn as nn
 from torch.autograd.graph import increment_version
 
 from .._torch import is_wrapper, set_leaf_hooks
-from ..flat import FACE_ATTRIBUTE, handle_of, owner_of
+from ..flat import SHARDED_PARAM_ATTRIBUTE, handle_of, owner_of
 from ..ragged import RaggedDTensor
-from .rebind import remember_face
+from .rebind import remember_sharded_param
+from .state import state_of
 
 
 class ReplacedParameter(nn.Parameter):
@@ -41,7 +42,7 @@ class ReplacedParameter(nn.Parameter):
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What a sharded parameter has and an ordinary one has not, such as ``full_tensor``."""
+        """Attributes that a sharded parameter has and an ordinary one has not, such as ``full_tensor``."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(_shown(self), name)
@@ -53,7 +54,7 @@ class ReplacedParameter(nn.Parameter):
         """A stand-in for the copy of the sharded parameter."""
         twin: nn.Parameter | None = memo.get(id(self))
         if twin is None:
-            sharded = copy.deepcopy(self.__dict__[FACE_ATTRIBUTE], memo)
+            sharded = copy.deepcopy(self.__dict__[SHARDED_PARAM_ATTRIBUTE], memo)
             twin = nn.Parameter(_nothing(sharded.shape, sharded.dtype, sharded.device), sharded.requires_grad)
             twin.__dict__.update({key: value for key, value in self.__dict__.items() if key not in twin.__dict__})
             memo[id(self)] = twin
@@ -61,12 +62,12 @@ class ReplacedParameter(nn.Parameter):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__dict__[FACE_ATTRIBUTE].__reduce_ex__(protocol)
+        return self.__dict__[SHARDED_PARAM_ATTRIBUTE].__reduce_ex__(protocol)
 
 
 def stand_in(original: nn.Parameter, sharded: nn.Parameter) -> None:
     """Make ``original`` stand for ``sharded``, which has taken its place; its memory is freed."""
-    remember_face(original, sharded)
+    remember_sharded_param(original, sharded)
     if original.requires_grad:
         set_leaf_hooks(original, _refuse_of(original), lambda _: None)
     if is_wrapper(original) or not issubclass(type(original), nn.Parameter):
@@ -107,14 +108,14 @@ def _resolve(value: Any) -> Any:
 
 
 def _shown(replaced: nn.Parameter) -> torch.Tensor:
-    """What the group's modules show in the place of a replaced parameter."""
-    sharded: torch.Tensor = replaced.__dict__[FACE_ATTRIBUTE]
+    """The tensor that the group's modules show in the place of a replaced parameter."""
+    sharded: torch.Tensor = replaced.__dict__[SHARDED_PARAM_ATTRIBUTE]
     place = handle_of(sharded)
-    state = place[0].group() if place is not None and place[0].group is not None else None
+    state = state_of(place[0]) if place is not None else None
     if place is None or state is None or not state.swap or not state.swap.num_shows:
         return sharded
     handle, index = place
-    unsharded = handle.unsharded_params[index]
+    unsharded = handle.unsharded.params[index]
     if state.swap.shown_instead:
         return state.swap.shown_instead.get(id(unsharded), sharded)
-    return unsharded if handle.is_unsharded and handle.all_gather_work is None else sharded
+    return unsharded if handle.unsharded.is_allocated and handle.unsharded.work is None else sharded

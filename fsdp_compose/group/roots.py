@@ -1,7 +1,7 @@
 """Roots that share groups: actor and critic around one encoder, two losses on one backbone.
 
 A program may have several roots: modules whose forwards begin iterations. Where their groups are disjoint, each root
-has a ``RootContext`` of its own. Roots that share a group have one context together: a use of the shared group in one
+has a ``Root`` of its own. Roots that share a group are one ``Root`` together: a use of the shared group in one
 root's forward must know of its uses in the others', which one backward may reach too. This module finds out which
 modules these are; ``first_forward`` makes the context::
 
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from .state import RootContext, _FSDPState, states_to_run
+from .registry import states_to_run
+from .state import Root, _FSDPState
 
 
 @dataclass(frozen=True)
-class Root:
+class RootModule:
     """A module whose forward begins iterations, with all groups below it, its own first, and their names."""
 
     module: nn.Module
@@ -34,16 +35,16 @@ class Root:
         return [state for state, _ in self.groups]
 
 
-def roots_together(module: nn.Module) -> list[Root]:
+def roots_together(module: nn.Module) -> list[RootModule]:
     """The roots that share groups with ``module``, or with each other, in an order that is the same on all ranks;
     ``module`` itself first, unless it is a part of another one."""
-    found = [Root(module, states_to_run(module))]
+    found = [RootModule(module, states_to_run(module))]
     for root in found:  # grows
         for context in contexts_of(root.states):
             for part in context.parts:
                 owner = part[0]()
                 if owner is not None and all(owner is not other.state for other in found):
-                    found += [Root(item, states_to_run(item)) for item in owner.live_modules()[:1]]
+                    found += [RootModule(item, states_to_run(item)) for item in owner.live_modules()[:1]]
     outermost = [
         root
         for root in found
@@ -52,16 +53,16 @@ def roots_together(module: nn.Module) -> list[Root]:
     return _connected(outermost, states_to_run(module)[0][0])
 
 
-def contexts_of(states: list[_FSDPState]) -> list[RootContext]:
+def contexts_of(states: list[_FSDPState]) -> list[Root]:
     """The contexts in which the groups have run so far."""
-    found: list[RootContext] = []
+    found: list[Root] = []
     for state in states:
         if state.root is not None and state.root not in found:
             found.append(state.root)
     return found
 
 
-def _connected(roots: list[Root], state: _FSDPState) -> list[Root]:
+def _connected(roots: list[RootModule], state: _FSDPState) -> list[RootModule]:
     """Those that share groups with the roots of ``state``, directly or by way of others."""
     reached = {state}
     waiting, chosen = list(roots), set()

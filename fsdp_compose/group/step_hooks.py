@@ -42,7 +42,7 @@ def _for_ours(hook: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, An
 
 
 def _has_ours(optimizer: Optimizer) -> bool:
-    """Whether a parameter is sharded, flat, or was replaced by a sharded one; Dynamo traces this, and guards it."""
+    """Whether a parameter is sharded, a flat view, or replaced by a sharded one; Dynamo traces this, and guards it."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if hasattr(param, OWNER_ATTRIBUTE) or hasattr(param, FLAT_ATTRIBUTE):

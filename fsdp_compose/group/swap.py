@@ -1,13 +1,13 @@
-"""Which face of its parameters a module shows: sharded outside ``forward``, unsharded inside.
+"""Which parameters a module shows: the sharded ones outside ``forward``, the unsharded ones inside.
 
 For every module that holds parameters of a group there are two prepared ``_parameters`` dicts: the module's own, with
-the sharded faces, and one with the unsharded parameters in the same slots. A swap assigns the one or the other to the
-module: one write per module, and the only way that Dynamo can trace (entry by entry fails there). Entries that the
+the sharded parameters, and one with the unsharded parameters in the same slots. A swap assigns the one or the other to
+the module: one write per module, and the only way that Dynamo can trace (entry by entry fails there). Entries that the
 group does not own stand in both dicts. Lists in which a module caches its weights (``nn.RNN._flat_weights``) are
 swapped the same way.
 
 A parameter that was replaced, added or removed behind our back is an error that names it: outside forward seen at the
-begin of the next iteration, inside forward at the end of the outermost one.
+start of the next iteration, inside forward at the end of the outermost one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ParameterSwap:
 
     Args:
         roots: the module(s) given to ``fully_shard``.
-        managed: the group's parameters, whose faces are already in place in the modules.
+        managed: the group's parameters; the sharded ones are already in place in the modules.
         handles: the handles that hold them, by FQN.
         fqns: name of every module of the group, relative to the sharded module.
 
@@ -48,24 +48,9 @@ class ParameterSwap:
     """
 
     __slots__ = (
-        "_children",
-        "_fqns",
-        "_known_children",
-        "_namespaces",
-        "_owned",
-        "_prepared_names",
-        "_root_writes",
-        "_roots",
-        "_sharded",
-        "_sharded_values",
-        "_unsharded",
-        "_unsharded_values",
-        "_views",
-        "_writes",
-        "kept",
-        "num_shows",
-        "prefix",
-        "shown_instead",
+        "_children", "_fqns", "_known_children", "_namespaces", "_owned", "_prepared_names", "_root_writes",
+        "_roots", "_sharded", "_sharded_values", "_unsharded", "_unsharded_values", "_views", "_writes", "kept",
+        "num_shows", "prefix", "shown_instead",
     )  # fmt: skip
 
     def __init__(
@@ -108,15 +93,15 @@ class ParameterSwap:
         for namespace, root, owned, sharded, unsharded in zip(
             self._namespaces, self._roots, self._owned, self._sharded, self._unsharded, strict=True
         ):
-            params = {name: handle.unsharded_params[i] for name, (handle, i) in owned.items()}
+            params = {name: handle.unsharded.params[i] for name, (handle, i) in owned.items()}
             unsharded.clear()  # the same dict: others remember it
             unsharded.update((name, params.get(name, value)) for name, value in sharded.items())
-            by_face = {id(sharded[name]): param for name, param in params.items()}
+            by_sharded_param = {id(sharded[name]): param for name, param in params.items()}
             writes: list[tuple[str, Any, Any]] = [("_parameters", sharded, unsharded)]
             present = namespace if root is None else getattr(root(), "__dict__", {})
             for key, value in present.items() if present is not None else ():
-                if isinstance(value, list) and any(id(item) in by_face for item in value):
-                    writes.append((key, value, [by_face.get(id(item), item) for item in value]))
+                if isinstance(value, list) and any(id(item) in by_sharded_param for item in value):
+                    writes.append((key, value, [by_sharded_param.get(id(item), item) for item in value]))
             if root is not None:
                 self._root_writes += [(root, *write) for write in writes]
             elif namespace is not None:
@@ -124,6 +109,10 @@ class ParameterSwap:
         self._prepared_names = [list(parameters) for parameters in self._sharded]
         self._sharded_values = tuple(_values(self._sharded))
         self._unsharded_values = tuple(_values(self._unsharded))
+
+    def set_prefix(self, prefix: str) -> None:
+        """``prefix`` precedes the names of the group's parameters in the root."""
+        self.prefix = prefix
 
     def watched_dicts(self) -> list[dict[str, Any]]:
         """The dicts of which an entry that changes between iterations matters: sharded parameters, and submodules."""
@@ -247,7 +236,7 @@ class ParameterSwap:
                 module.__dict__[key] = sharded
 
     def restore(self, num_running: int = 0) -> None:
-        """Put the sharded faces back after an interruption, whatever it left, and throw away what the interrupted
+        """Put the sharded parameters back after an interruption, whatever it left, and throw away what the interrupted
         forward changed in the modules; but not while forwards of the group are running (``num_running``)."""
         if num_running:
             self.num_shows = num_running
@@ -270,7 +259,7 @@ class ParameterSwap:
 
     def _reconcile(self) -> None:
         """The modules' own dicts have changed since they were prepared: accept what concerns only entries that the
-        group does not own, and that nobody would train."""
+        group does not own, and that no optimizer would train."""
         changed = self._changed(self._sharded, self._sharded_values)
         owned = {_join(fqn, name) for fqn, names in zip(self._fqns, self._owned, strict=True) for name in names}
         present = self._by_name(self._sharded)
@@ -310,42 +299,42 @@ class ParameterSwap:
 
 # ---- state dicts
 
-_FACES, _ASIDE, _OWN = "_fsdp_compose_faces", "_fsdp_compose_aside", "_fsdp_compose_own"
-_OWN_ATTRIBUTES = (_FACES, _ASIDE, _OWN, *MARKS)
+_SHARDED_PARAMS, _ASIDE, _OWN = "_fsdp_compose_sharded_params", "_fsdp_compose_aside", "_fsdp_compose_own"
+_OWN_ATTRIBUTES = (_SHARDED_PARAMS, _ASIDE, _OWN, *MARKS)
 
 
 def guard_state_dict(module: nn.Module, fqn: str) -> None:
-    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded faces at any moment: also inside
-    forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
-    if _FACES not in module.__dict__:
-        module.register_state_dict_pre_hook(_show_faces)
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded parameters at any moment: also
+    inside forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
+    if _SHARDED_PARAMS not in module.__dict__:
+        module.register_state_dict_pre_hook(_show_sharded)
         module.register_state_dict_post_hook(_show_what_was)
         module.register_load_state_dict_pre_hook(before_load)
         module.register_load_state_dict_post_hook(_show_what_was)
-    module.__dict__[_FACES] = module._parameters
-    faces = {name: param for name, param in module._parameters.items() if isinstance(param, RaggedDTensor)}
-    module.__dict__[_OWN] = (fqn, faces)
+    module.__dict__[_SHARDED_PARAMS] = module._parameters
+    sharded_params = {name: param for name, param in module._parameters.items() if isinstance(param, RaggedDTensor)}
+    module.__dict__[_OWN] = (fqn, sharded_params)
 
 
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """With ``assign=True`` the faces take over what would be put in their place, and are put there themselves: so that
-    optimizers keep training what the modules use."""
-    fqn, faces = module.__dict__[_OWN]
+    """With ``assign=True`` the sharded parameters take over what would be put in their place, and are put there
+    themselves: so that optimizers keep training what the modules use."""
+    fqn, sharded_params = module.__dict__[_OWN]
     if metadata.get("assign_to_params_buffers"):
-        given = {name: state_dict[prefix + name] for name in faces if prefix + name in state_dict}
+        given = {name: state_dict[prefix + name] for name in sharded_params if prefix + name in state_dict}
         for name, value in given.items():
-            check_content(faces[name], value, _join(fqn, name))
+            check_content(sharded_params[name], value, _join(fqn, name))
         for name, value in given.items():
-            take_content(faces[name], value)
-            note_write(faces[name])
-            state_dict[prefix + name] = faces[name]  # load_state_dict() works on a copy of the user's dict
-    _show_faces(module)
+            take_content(sharded_params[name], value)
+            note_write(sharded_params[name])
+            state_dict[prefix + name] = sharded_params[name]  # load_state_dict() works on a copy of the user's dict
+    _show_sharded(module)
 
 
 def sharded_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
     """The parameters of ``module`` itself as ``state_dict()`` sees them: sharded, also inside forward."""
-    faces: Mapping[str, nn.Parameter | None] = module.__dict__.get(_FACES, module._parameters)
-    return faces
+    sharded_params: Mapping[str, nn.Parameter | None] = module.__dict__.get(_SHARDED_PARAMS, module._parameters)
+    return sharded_params
 
 
 class SlotView:
@@ -353,11 +342,11 @@ class SlotView:
 
     def __init__(self, module: nn.Module, values: Mapping[str, nn.Parameter]) -> None:
         self._module, attributes = module, module.__dict__
-        self._before = {key: attributes[key] for key in ("_parameters", _FACES, _OWN) if key in attributes}
+        self._before = {key: attributes[key] for key in ("_parameters", _SHARDED_PARAMS, _OWN) if key in attributes}
         shown = {name: values.get(name, value) for name, value in module._parameters.items()}
         attributes["_parameters"] = shown
-        if _FACES in attributes:
-            attributes[_FACES], attributes[_OWN] = shown, ("", {})
+        if _SHARDED_PARAMS in attributes:
+            attributes[_SHARDED_PARAMS], attributes[_OWN] = shown, ("", {})
 
     def restore(self) -> None:
         parameters = self._before["_parameters"]
@@ -366,11 +355,11 @@ class SlotView:
         self._module.__dict__.update(self._before)
 
 
-def _show_faces(module: nn.Module, *_: Any) -> None:
+def _show_sharded(module: nn.Module, *_: Any) -> None:
     attributes = module.__dict__
-    if attributes["_parameters"] is not attributes[_FACES]:
+    if attributes["_parameters"] is not attributes[_SHARDED_PARAMS]:
         attributes[_ASIDE] = attributes["_parameters"]
-        attributes["_parameters"] = attributes[_FACES]
+        attributes["_parameters"] = attributes[_SHARDED_PARAMS]
 
 
 def _show_what_was(module: nn.Module, *_: Any) -> None:

@@ -1,16 +1,16 @@
 """Parameters tied across groups: one parameter in modules of several groups, each sharded by a call of its own.
 
-A call that meets a parameter which an earlier call has sharded puts the sharded face into its slot (``members``). Here,
-at the first forward of the root, the parameter moves to the innermost group around all modules that use it: which keeps
-it unsharded from the first use to the last, and reduces its gradient once, after all of them::
+A call that meets a parameter which an earlier call has sharded puts the sharded parameter into its slot (``members``).
+Here, at the first forward of the root, the parameter moves to the innermost group around all modules that use it: which
+keeps it unsharded from the first use to the last, and reduces its gradient once, after all of them::
 
     root (head)                 root (embed.weight = head.weight, head.bias)
      |- embed (weight) ---.      |- embed ()
      |- blocks ...         > ->  |- blocks ...
      `- head.weight = -----'
 
-A module shows the parameters of one group: what else stands in a module with a tied parameter moves with it. The faces
-stay the same objects, so that optimizers need not know.
+A module shows the parameters of one group: what else stands in a module with a tied parameter moves with it. The
+sharded parameters stay the same objects, so that optimizers need not know.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch.nn as nn
 
 from ..flat import FlatParamHandle, ManagedParameter, handle_of, owner_of
 from .members import by_kind, group_modules, prepare_swap
-from .state import _FSDPState
+from .state import _FSDPState, state_of
 
 
 @dataclass(frozen=True)
 class Move:
     """Parameters, with their names in the root, that go to another group."""
 
-    faces: dict[nn.Parameter, str]
+    sharded_params: dict[nn.Parameter, str]
     target: _FSDPState
 
 
 def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
-    """What must move before the root's first forward. Local; changes nothing.
+    """Find what must move before the root's first forward. Local; changes nothing.
 
     Args:
         root: the module whose forward begins iterations.
@@ -64,24 +64,24 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
             continue
         together = _together(param, places, inside)
         seen |= together.keys()
-        modules = {module for face in together for module in places[face]}
+        modules = {module for sharded in together for module in places[sharded]}
         target = _innermost_around(modules, states, root)
-        if target is None or any(_group_of(face) not in states for face in together):
+        if target is None or any(_group_of(sharded) not in states for sharded in together):
             raise ValueError(
                 f"{_names_of_ties(together, places, states)}: tied weights of modules in different fully_shard groups, "
                 "and no fully_shard'ed module whose forward runs contains all of these groups: call fully_shard() on "
                 "their common parent too (and run that one first), or shard them in one call, fully_shard([a, b])"
             )
-        moved = {face: fqn for face, fqn in together.items() if _group_of(face) is not target}
-        for face, fqn in moved.items():
-            place = handle_of(face)
+        moved = {sharded: fqn for sharded, fqn in together.items() if _group_of(sharded) is not target}
+        for sharded, fqn in moved.items():
+            place = handle_of(sharded)
             if place is not None and place[0].segments:
                 raise ValueError(
                     f"{fqn} is tied across fully_shard groups, or stands in a module with a parameter that is, and "
                     "moves to another group at this first forward; but flat_parameters() has put it into a flat "
-                    "parameter already: call flat_parameters() after a first forward"
+                    "view already: call flat_parameters() after a first forward"
                 )
-            if face.grad is not None:
+            if sharded.grad is not None:
                 raise ValueError(
                     f"{fqn} is tied across fully_shard groups, or stands in a module with a parameter that is, and has "
                     "a gradient, which would be lost now that it moves to another group: call zero_grad() first"
@@ -98,10 +98,10 @@ def _together(
     found: dict[nn.Parameter, str] = {}
     waiting = [param]
     while waiting:
-        face = waiting.pop()
-        if face not in found:
-            found[face] = next(iter(places[face].values()))
-            waiting += [other for module in places[face] for other in inside[module]]
+        sharded = waiting.pop()
+        if sharded not in found:
+            found[sharded] = next(iter(places[sharded].values()))
+            waiting += [other for module in places[sharded] for other in inside[module]]
     return found
 
 
@@ -111,12 +111,12 @@ def _names_of_ties(
     states: Sequence[_FSDPState],
 ) -> str:
     found: list[str] = []
-    for face in together:
-        is_elsewhere = _group_of(face) not in states
-        if is_elsewhere or len(places[face]) > 1:
-            found += places[face].values()
+    for sharded in together:
+        is_elsewhere = _group_of(sharded) not in states
+        if is_elsewhere or len(places[sharded]) > 1:
+            found += places[sharded].values()
         if is_elsewhere:
-            group, fqn = owner_of(face) or ("?", "?")
+            group, fqn = owner_of(sharded) or ("?", "?")
             found.append(f"{fqn} of the sharded {group}")
     return " and ".join(found)
 
@@ -145,36 +145,42 @@ def _reachable(module: nn.Module, without: set[nn.Module]) -> set[nn.Module]:
     return found
 
 
-def carry_out(moves: Iterable[Move]) -> None:
+def apply_moves(moves: Iterable[Move]) -> None:
     """Plan the flat parameters of the groups concerned anew, with the present elements.
 
     Ranks: all ranks of the mesh; every parameter of these groups is all-gathered once.
     """
     for move in moves:
-        donors = [group for group in dict.fromkeys(map(_group_of, move.faces)) if group is not None]
-        before = [donor._handles for donor in donors]  # they keep the faces' gradient hooks until the target has them
+        donors = [group for group in dict.fromkeys(map(_group_of, move.sharded_params)) if group is not None]
+        # They keep the sharded parameters' gradient hooks until the target has them.
+        before = [donor._handles for donor in donors]
         for donor in donors:
-            _plan_anew(donor, [face for face in _faces_of(donor) if face not in move.faces])
-        _plan_anew(move.target, [*_faces_of(move.target), *move.faces])
+            _plan_anew(donor, [sharded for sharded in _sharded_params_of(donor) if sharded not in move.sharded_params])
+        _plan_anew(move.target, [*_sharded_params_of(move.target), *move.sharded_params])
         del before
 
 
-def _plan_anew(state: _FSDPState, faces: Sequence[nn.Parameter]) -> None:
-    names = {id(face): "?" for face in faces}
+def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> None:
+    names = {id(sharded): "?" for sharded in sharded_params}
     tops = state.live_modules()
     for i, top in reversed([*enumerate(tops)]):
         prefix = f"{i}." if len(tops) > 1 else ""  # as group_modules() has it: names must be unique in the group
         names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
-    managed = [ManagedParameter(names[id(face)], face) for face in faces]
+    managed = [ManagedParameter(names[id(sharded)], sharded) for sharded in sharded_params]
     parts = by_kind(managed)
-    state.adopt([FlatParamHandle.over_faces(part, state.mesh, state.mp_policy, state.granularity) for part in parts])
+    state.adopt(
+        [
+            FlatParamHandle.over_sharded_params(part, state.mesh, state.options.mp_policy, state.options.granularity)
+            for part in parts
+        ]
+    )
     prepare_swap(state)
 
 
-def _faces_of(state: _FSDPState) -> list[nn.Parameter]:
-    return [face for handle in state._handles for face in handle.faces]
+def _sharded_params_of(state: _FSDPState) -> list[nn.Parameter]:
+    return [sharded for handle in state._handles for sharded in handle.sharded_params]
 
 
-def _group_of(face: nn.Parameter) -> _FSDPState | None:
-    place = handle_of(face)
-    return None if place is None or place[0].group is None else place[0].group()
+def _group_of(sharded: nn.Parameter) -> _FSDPState | None:
+    place = handle_of(sharded)
+    return None if place is None else state_of(place[0])

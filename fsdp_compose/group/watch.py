@@ -1,4 +1,4 @@
-"""What the user may have done to a model between two iterations, or inside forward, noticed in a pass over plain lists.
+"""A watch over what the user may do to a model between two iterations, or inside forward: passes over plain lists.
 
 Built when a root is set up, and again after every change that it has noticed. The passes are on the hot path (each
 top-level forward, every parameter), so they compare and nothing more; who changed what is found out by the slow path
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from .._torch import PlainAttributes, backwards
-from ..flat import face_local
+from ..flat import local_elements
 from ..ragged import toggles
 from .kept_tensors import QuietGroups
 from .state import _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
-_unsharded_version = attrgetter("unsharded_base._version")
+_unsharded_version = attrgetter("unsharded.memory.shown._version")
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 
@@ -33,20 +33,20 @@ class Watch:
         handles = [handle for state in states for handle in state._handles]
         self._dicts = [item for state in states for item in state.swap.watched_dicts()]
         self._values = tuple(chain.from_iterable(map(dict.values, self._dicts)))
-        self._faces = [face for handle in handles for face in handle.faces]
-        # A face that is given other memory gets another local tensor; that itself may be pointed elsewhere too.
-        self._locals = [*map(face_local, self._faces)]
+        self._sharded_params = [sharded for handle in handles for sharded in handle.sharded_params]
+        # A parameter that is given other memory gets another local tensor, which itself may be pointed elsewhere too.
+        self._locals = [*map(local_elements, self._sharded_params)]
         self._filled = [local for local in self._locals if local.numel()]
         self._addresses = [*map(_data_ptr, self._filled)]
-        self._unsharded = [param for handle in handles for param in handle.unsharded_params]
-        self._no_grads = [None] * len(self._faces)
-        self._flags = [flag for handle in handles for flag in handle.flags]
+        self._unsharded = [param for handle in handles for param in handle.unsharded.params]
+        self._no_grads = [None] * len(self._sharded_params)
+        self._flags = [flag for handle in handles for flag in handle.unsharded.flags]
         self._unsharded_dicts = [item for state in states for item in state.swap.unsharded_dicts()]
         self._unsharded_values = tuple(chain.from_iterable(map(dict.values, self._unsharded_dicts)))
         self._handles = handles
         self._num_toggles = self._ended_backward = -1
         self._versions = [*map(_unsharded_version, handles)]
-        self._has_meta = any(handle.is_meta for handle in handles)
+        self._has_meta = any(handle.unsharded.is_meta for handle in handles)
         self._keepers = {id(state.swap.kept): weakref.ref(state) for state in states[1:]}
         self._quiet = QuietGroups([state.swap.kept for state in states[1:]])
 
@@ -58,13 +58,13 @@ class Watch:
                 not self._has_meta
                 and _hold(self._dicts, self._values)
                 and not self.was_toggled()
-                and all(map(is_, map(face_local, self._faces), self._locals))
+                and all(map(is_, map(local_elements, self._sharded_params), self._locals))
                 and [*map(_data_ptr, self._filled)] == self._addresses
                 and (self._ended_backward == backwards.count or not self.has_unsharded_grads())
             )
 
     def newly_kept(self) -> list[tuple[_FSDPState, list[torch.Tensor]]]:
-        """What a forward has kept on the modules of groups that had not kept anything in the forwards before."""
+        """The tensors that a forward has kept on modules of groups that had kept nothing in the forwards before."""
         kept = [(self._keepers[id(item)](), item.new_ones()) for item in self._quiet.changed()]
         return [(state, tensors) for state, tensors in kept if state is not None]
 
@@ -79,7 +79,7 @@ class Watch:
     def has_grads(self) -> bool:
         """Whether some sharded parameter has a gradient."""
         with PlainAttributes():
-            return [*map(_grad, self._faces)] != self._no_grads
+            return [*map(_grad, self._sharded_params)] != self._no_grads
 
     def was_toggled(self) -> bool:
         """Whether ``requires_grad`` of a sharded parameter was set, and differs from that of its unsharded one."""

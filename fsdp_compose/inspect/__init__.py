@@ -1,4 +1,4 @@
-"""What a user can ask a model."""
+"""Questions that a user can ask a model."""
 
 from .check import UnreducedParameter as UnreducedParameter
 from .check import check as check

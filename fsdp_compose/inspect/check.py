@@ -1,4 +1,4 @@
-"""``check(model)``: the trainable parameters of a model that nobody reduces."""
+"""``check(model)``: the trainable parameters of a model whose gradients are not reduced."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from ..flat import FACE_ATTRIBUTE
+from ..flat import SHARDED_PARAM_ATTRIBUTE
 from ..group import get_state, modules_to_run, states_to_run
 
 
@@ -16,7 +16,7 @@ class UnreducedParameter:
 
     Attributes:
         fqn: its name in the model.
-        reason: why nobody reduces it, and what to do.
+        reason: why its gradients are not reduced, and what to do.
     """
 
     fqn: str
@@ -27,7 +27,7 @@ class UnreducedParameter:
 
 
 def check(model: nn.Module) -> list[UnreducedParameter]:
-    """List the trainable parameters of ``model`` whose gradients nobody reduces over the ranks. Local.
+    """List the trainable parameters of ``model`` whose gradients are not reduced over the ranks. Local.
 
     They train differently on every rank, silently, unless the user reduces their gradients. Parameters that another
     composable API manages (torch's ``replicate``) are that API's, and not listed.
@@ -36,10 +36,10 @@ def check(model: nn.Module) -> list[UnreducedParameter]:
         model: a module, of which some submodules are sharded.
 
     Returns:
-        What was found, in the order of ``model.named_parameters()``; empty if all is well.
+        The parameters found, in the order of ``model.named_parameters()``; empty if all is well.
     """
     groups = states_to_run(model)
-    managed = {id(face) for state, _ in groups for handle in state._handles for face in handle.faces}
+    managed = {id(sharded) for state, _ in groups for handle in state._handles for sharded in handle.sharded_params}
     ignored = {id(param) for state, _ in groups for param in state.ignored}
     below = {id(item) for module in model.modules() if get_state(module) is not None for item in module.modules()}
     found: dict[int, UnreducedParameter] = {}
@@ -49,7 +49,7 @@ def check(model: nn.Module) -> list[UnreducedParameter]:
                 continue
             if id(param) in ignored:
                 reason = "passed as ignored_params: reduce its gradients yourself, or freeze it"
-            elif FACE_ATTRIBUTE in param.__dict__:
+            elif SHARDED_PARAM_ATTRIBUTE in param.__dict__:
                 reason = (
                     "tied to a parameter that was sharded elsewhere, and no longer the same tensor: shard the modules "
                     "that share it in one call, fully_shard([a, b])"

@@ -1,4 +1,4 @@
-"""Flat parameters for optimizers, and clipping of gradients."""
+"""Flat views for optimizers, and clipping of gradients."""
 
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .flat_parameters import declare_elementwise as declare_elementwise

@@ -10,19 +10,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .._requirements import PLAIN_FACES
+from .._requirements import PLAIN_SHARDED_PARAMS
 from .._torch import foreach_mul_, foreach_norm
 from ..flat import (
     FlatParamHandle,
     ShardedGradient,
-    face_of,
-    face_owners,
+    check_segments,
     local_of,
     refuse_unreduced,
     segment_owners,
+    sharded_param_of,
+    sharded_param_owners,
     waiting,
 )
-from ..ragged import accurate_dtype, combine_norms, finish_norm, total_norm_of
+from ..ragged import accurate_dtype, combine_norms, finish_norm, partial_norm
 
 # On the CPU a norm of fp32 adds up in fp32, one element after the other: pieces of this length keep it accurate.
 _PIECE_NUMEL = 1 << 16
@@ -38,7 +39,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm, over all parameters together, is at most ``max_norm``.
 
-    What ``torch.nn.utils.clip_grad_norm_`` does (which is right on sharded parameters too), with one all-reduce of one
+    As ``torch.nn.utils.clip_grad_norm_`` (which is right on sharded parameters too), but with one all-reduce of one
     number for all sharded parameters of a mesh, and with one kernel for each flat gradient of which all parameters are
     given. Half-precision gradients are summed in fp32.
 
@@ -57,7 +58,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is not finite, and ``error_if_nonfinite``; or a gradient has not been reduced yet.
     """
-    if PLAIN_FACES:
+    if PLAIN_SHARDED_PARAMS:
         raise RuntimeError(
             "clip_grad_norm_() needs sharded parameters that know they are sharded, so torch 2.12 or newer; this is "
             f"torch {torch.__version__}"
@@ -65,8 +66,8 @@ def clip_grad_norm_(
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     params, order = list(parameters), float(norm_type)
-    if not all(map(face_owners.__contains__, map(id, params))):
-        params = [face_of(param) for param in params]
+    if not all(map(sharded_param_owners.__contains__, map(id, params))):
+        params = [sharded_param_of(param) for param in params]
     if waiting:
         refuse_unreduced("clip_grad_norm_()", params)
     found = _Gradients(params, order)
@@ -78,7 +79,7 @@ def clip_grad_norm_(
         partials.append(partial.count_nonzero().to(partial.dtype) if order == 0 else partial)
     for grad in found.unfinished:
         norm = torch.linalg.vector_norm(grad, order)
-        partials.append(total_norm_of(norm.full_tensor().view(1), order))
+        partials.append(partial_norm(norm.full_tensor().view(1), order))
     if not partials:
         return torch.tensor(0.0)
     stacked = torch.stack([partial.to(partials[0].device) for partial in partials])
@@ -96,11 +97,11 @@ def clip_grad_norm_(
 class _Gradients:
     """The gradients of some parameters, as tensors of this rank.
 
-    A handle of which all faces are given, each once, is taken as a whole, if every gradient is our view of the flat
-    gradient: what belongs to no gradient there (padding, parameters that nobody used) is zero.
+    A handle whose sharded parameters are all given, each once, is taken as a whole, if every gradient is our view of
+    the flat gradient: what belongs to no gradient there (padding, unused parameters) is zero.
 
     Attributes:
-        locals_by_groups: what norms are made of, by the process groups whose ranks hold the rest of it; none for
+        locals_by_groups: the tensors to take norms of, by the process groups whose ranks hold the rest; none for
             tensors that this rank has alone. In the order of the parameters, which all ranks share.
         unfinished: DTensors that still await a reduction.
     """
@@ -118,20 +119,20 @@ class _Gradients:
         while i < len(params):
             param, start = params[i], i
             i += 1
-            owner = face_owners.get(id(param))
-            handle = owner() if owner is not None else None
+            owner = sharded_param_owners.get(id(param))
+            handle = owner[0]() if owner is not None else None
             if id(param) in done:
                 continue
             if handle is None or handle in self._followed or not self._may_add_whole(handle):
                 self._add(param)
                 continue
-            following = start + len(handle.faces)
-            if following <= len(params) and all(map(is_, params[start:following], handle.faces)):
+            following = start + len(handle.sharded_params)
+            if following <= len(params) and all(map(is_, params[start:following], handle.sharded_params)):
                 self._add_whole(handle)  # in our order: nothing to remember
                 i = following
-            elif self._are_given_once(handle.face_ids, params):
+            elif self._are_given_once(handle.snapshot.ids, params):
                 self._add_whole(handle)
-                done.update(handle.face_ids)
+                done.update(handle.snapshot.ids)
             else:
                 self._add(param)
 
@@ -139,10 +140,10 @@ class _Gradients:
         self._follow(handle)
         return self._order != 0 and handle.gradient.is_untouched()
 
-    def _are_given_once(self, face_ids: list[int], params: Sequence[torch.Tensor]) -> bool:
+    def _are_given_once(self, sharded_param_ids: list[int], params: Sequence[torch.Tensor]) -> bool:
         if self._ids is None:
             self._ids = {*map(id, params)}
-        return len(self._ids) == len(params) and self._ids.issuperset(face_ids)
+        return len(self._ids) == len(params) and self._ids.issuperset(sharded_param_ids)
 
     def scale_(self, scale: torch.Tensor) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -157,7 +158,7 @@ class _Gradients:
     def _follow(self, handle: FlatParamHandle) -> None:
         self._followed.add(handle)
         if handle.segments:
-            handle.check_segments()
+            check_segments(handle)
             handle.follow_user()
 
     def _add_whole(self, handle: FlatParamHandle) -> None:
@@ -167,12 +168,12 @@ class _Gradients:
             self._whole.append(gradient)
             self._scaled.append(flat)
             # Of negative orders zeros are not neutral.
-            parts = [flat] if self._order >= 0 else gradient.published_locals(range(len(handle.faces)))
+            parts = [flat] if self._order >= 0 else gradient.published_locals(range(len(handle.sharded_params)))
             self._locals_of((handle.mesh.shard_group,)).extend(parts)
 
     def _add(self, param: torch.Tensor) -> None:
         owner = segment_owners.get(id(param))
-        handle = owner() if owner is not None else None
+        handle = owner[0]() if owner is not None else None
         if handle is not None:
             self._follow(handle)
         grad = param.grad
@@ -182,15 +183,15 @@ class _Gradients:
         self._scaled.append(local)
         if handle is not None:
             self._whole.append(handle.gradient)
-            faces = next(item.faces for item in handle.segments if item.parameter is param)
-            parts = [local] if self._order >= 0 else handle.gradient.published_locals(faces)
+            sharded_params = next(item.sharded_params for item in handle.segments if item.parameter is param)
+            parts = [local] if self._order >= 0 else handle.gradient.published_locals(sharded_params)
             self._locals_of((handle.mesh.shard_group,)).extend(parts)
         elif isinstance(grad, DTensor):
             if any(item.is_partial() for item in grad.placements):
                 self.unfinished.append(grad)
                 return
-            cut = [dim for dim, item in enumerate(grad.placements) if not item.is_replicate()]
-            self._locals_of(tuple([grad.device_mesh.get_group(dim) for dim in cut])).append(local)
+            sharded_dims = [dim for dim, item in enumerate(grad.placements) if not item.is_replicate()]
+            self._locals_of(tuple([grad.device_mesh.get_group(dim) for dim in sharded_dims])).append(local)
         else:
             self._locals_of(()).append(local)
 
@@ -199,8 +200,8 @@ class _Gradients:
 
 
 def _partial_norm(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
-    """What of the norm of all ``locals_`` together adds up over ranks; in fp32, or fp64 if one of them is. Of order 0
-    how many elements of each are not zero."""
+    """The part of the norm of all ``locals_`` together that adds up over the ranks; in fp32, or fp64 if one of them is.
+    Of order 0: how many elements of each are not zero."""
     device, dtype = locals_[0].device, torch.float32
     if order == 0:
         return torch.stack([local.count_nonzero().to(device, dtype) for local in locals_])
@@ -213,11 +214,11 @@ def _partial_norm(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
             dtype = torch.promote_types(dtype, kind.to_real())
             norms += foreach_norm(pieces, order, dtype=accurate_dtype(kind)) if pieces else []
         if not norms:
-            return total_norm_of(torch.empty(0, dtype=dtype, device=device), order)
+            return partial_norm(torch.empty(0, dtype=dtype, device=device), order)
         together = torch.stack([norm.to(device, dtype) for norm in norms])
         if order in (inf, -inf):
             return together.amax() if order == inf else together.amin()
-        return total_norm_of(together, order)
+        return partial_norm(together, order)
 
 
 def _pieces(local: torch.Tensor) -> Sequence[torch.Tensor]:

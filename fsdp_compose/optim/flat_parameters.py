@@ -1,8 +1,8 @@
-"""Flat parameters for optimizers: as few tensors as possible in the place of thousands of sharded parameters.
+"""Flat views for optimizers: as few tensors as possible in the place of thousands of sharded parameters.
 
 ``flat_parameters`` makes them (``FlatSegment``); ``ShardedGradient`` gives them gradients and notices what the user
 does to those. Here are two global hooks around optimizer steps: before, optimizers that would give wrong results on
-flat parameters are refused and gradients brought together; after, the step is noted where a backward will look for it.
+flat views are refused and gradients brought together; after, the step is noted where a backward will look for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ import torch
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
-from ..flat import FlatParamHandle, are_untouched, face_owners, segment_owners
+from ..flat import (
+    FlatParamHandle,
+    add_segment,
+    are_untouched,
+    check_segments,
+    segment_over,
+    segment_owners,
+    sharded_param_owners,
+)
 from ..group import _get_fsdp_states, after_every_step, before_every_step
 from ..ragged import note_write_of_all_ranks
 
@@ -28,7 +36,7 @@ elementwise_classes: list[type[Optimizer]] = [
 _REFUSED: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "it keeps averages of the rows and columns of each parameter",
     torch.optim.Muon: "it orthogonalises each parameter as a matrix",
-    torch.optim.LBFGS: "it gathers the whole gradient, and its history, on every rank, where flat parameters gain "
+    torch.optim.LBFGS: "it gathers the whole gradient, and its history, on every rank, where flat views gain "
     "nothing, and takes inner products over it, which are wrong on local ones",
     torch.optim.SparseAdam: "it takes sparse gradients only",
 }
@@ -45,28 +53,28 @@ def flat_parameters(
     """The trainable parameters of a sharded model as few flat tensors, for an optimizer whose steps then cost the host
     next to nothing.
 
-    Each is a leaf parameter over the memory of the sharded parameters themselves: a step of the one is a step of the
-    other, and ``state_dict()`` of the model is the same as without. A flat parameter of a ``fully_shard`` group of
-    which all parameters are selected is one stock ``DTensor``, ``Shard(0)``, of 1-D shape, padding (always zero)
-    included; otherwise there is one 1-D ``RaggedDTensor`` for each maximal row of selected neighbours. Trainable
-    parameters that no group manages (``ignored_params``) are returned as they are.
+    Each of these *flat views* is a leaf parameter over the memory of the sharded parameters themselves: a step of the
+    one is a step of the other, and ``state_dict()`` of the model is the same as without. Where all parameters of a flat
+    parameter of a ``fully_shard`` group are selected, the view is one stock ``DTensor``, ``Shard(0)``, of 1-D shape,
+    padding (always zero) included; otherwise there is one 1-D ``RaggedDTensor`` for each maximal row of selected
+    neighbours. Trainable parameters that no group manages (``ignored_params``) are returned as they are.
 
     For optimizers that treat every element alike: those of ``torch.optim`` that do are SGD, Adam, AdamW, Adamax, NAdam,
     RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop, and subclasses of them. Others raise at their first step, unless
     declared by ``declare_elementwise``. (torch 2.13 has no rules for Rprop, and for SGD and Adagrad with
     ``fused=True``, on stock DTensors: these raise unless ``local``.) An optimizer's ``state_dict()`` fits models of the
-    same groups on as many ranks.
+    same ``fully_shard`` groups on as many ranks.
 
-    Gradients: ``.grad`` of flat and of sharded parameters are views of the same memory, which the reduce-scatter has
-    written. ``zero_grad()`` of the optimizer or of the model drops both, at the latest when the next forward or
+    Gradients: ``.grad`` of flat views and of sharded parameters are views of the same memory, which the reduce-scatter
+    has written. ``zero_grad()`` of the optimizer or of the model drops both, at the latest when the next forward or
     backward begins. A gradient assigned to ``.grad`` of either is copied, when the next forward, backward, step or our
     ``clip_grad_norm_`` begins: ``GradScaler.unscale_()`` and torch's clipping do not see one that was assigned to a
     sharded parameter's, so change that in place (``.mul_()``, ``.copy_()``) before them. ``.grad`` is ``None`` if
-    nobody used any of the parameters; those that nobody used, beside others that were, count as having a zero gradient
-    (which weight decay and momentum move). Hooks on a flat parameter run once in each backward that reduces.
+    none of the parameters was used; unused parameters next to used ones count as having a zero gradient (weight decay
+    and momentum move them). Hooks on a flat view run once in each backward that reduces.
 
-    Flat parameters follow the model when it is moved or converted, from its next forward on. What is in one flat
-    parameter must be frozen together.
+    Flat views follow the model when it is moved or converted, from its next forward on. The parameters of one flat view
+    must be frozen together.
 
     Ranks: every rank, with the same arguments; no communication. Outside ``forward``; before or after the first.
 
@@ -79,13 +87,13 @@ def flat_parameters(
             is right).
 
     Returns:
-        The flat parameters, in the order of the model; empty if nothing is selected. The same call returns the same
+        The flat views, in the order of the model; empty if nothing is selected. The same call returns the same
         objects.
 
     Raises:
         TypeError: ``model`` is no module, or ``where`` no function.
-        ValueError: nothing below ``model`` is sharded, or a parameter is in a flat parameter already that an earlier
-            call has made of another selection.
+        ValueError: nothing below ``model`` is sharded, or a parameter is in a flat view already that an earlier call
+            has made of another selection.
         RuntimeError: called inside ``forward``.
 
     Example::
@@ -103,13 +111,16 @@ def flat_parameters(
     parts = _select(model, where)
     for owner, ranges in parts:
         if isinstance(owner, FlatParamHandle):
-            for faces in ranges:
-                owner.segment_over(faces, local)  # all refusals come before anything is made
+            for sharded_params in ranges:
+                segment_over(owner, sharded_params, local)  # all refusals come before anything is made
     _add_hooks()
     result: list[nn.Parameter] = []
     for owner, ranges in parts:
         if isinstance(owner, FlatParamHandle):
-            segments = [owner.segment_over(faces, local) or owner.add_segment(faces, local) for faces in ranges]
+            segments = [
+                segment_over(owner, sharded_params, local) or add_segment(owner, sharded_params, local)
+                for sharded_params in ranges
+            ]
             result += [segment.parameter for segment in segments]
         else:
             result.append(owner)
@@ -119,19 +130,21 @@ def flat_parameters(
 def _select(
     model: nn.Module, where: Callable[[str, nn.Parameter], bool] | None
 ) -> list[tuple[FlatParamHandle | nn.Parameter, list[range]]]:
-    """What is selected of each handle, as maximal ranges of neighbours; and selected parameters of no handle."""
+    """The selected parameters of each handle, as maximal ranges of neighbours; and those of no handle."""
     chosen: dict[FlatParamHandle | nn.Parameter, set[int]] = {}
     is_sharded = False
     for fqn, param in model.named_parameters():
-        owner = face_owners.get(id(param))
-        handle = owner() if owner is not None else None
+        owner = sharded_param_owners.get(id(param))
+        handle = owner[0]() if owner is not None else None
         is_sharded |= handle is not None
         if not param.requires_grad or not (where is None or where(fqn, param)):
             continue
         if handle is None:
             chosen[param] = set()
         else:
-            chosen.setdefault(handle, set()).add(next(i for i, face in enumerate(handle.faces) if face is param))
+            chosen.setdefault(handle, set()).add(
+                next(i for i, sharded in enumerate(handle.sharded_params) if sharded is param)
+            )
     if not is_sharded:
         raise ValueError(
             f"flat_parameters(): no parameter of this {type(model).__name__} is sharded: call fully_shard() first"
@@ -151,7 +164,7 @@ def _ranges(indices: Iterable[int]) -> list[range]:
 
 
 def declare_elementwise(optimizer: _Class) -> _Class:
-    """Declare that a class of optimizers, and its subclasses, can train flat parameters: what it does to an element
+    """Declare that a class of optimizers, and its subclasses, can train flat views: what it does to an element
     depends on the gradients and the state of that element only, never on a parameter's shape, norm or name.
 
     Usable as a decorator. Ranks: no communication.
@@ -187,11 +200,11 @@ def _add_hooks() -> None:
 
 
 def _handles_of(optimizer: Optimizer) -> set[FlatParamHandle]:
-    """The handles whose flat parameters ``optimizer`` trains."""
+    """The handles whose flat views ``optimizer`` trains."""
     if not segment_owners:
         return set()
     owners = {owner for group in optimizer.param_groups for owner in map(segment_owners.get, map(id, group["params"]))}
-    return {handle for owner in owners if owner is not None and (handle := owner()) is not None}
+    return {handle for owner in owners if owner is not None and (handle := owner[0]()) is not None}
 
 
 def _before_step(optimizer: Optimizer) -> None:
@@ -200,17 +213,18 @@ def _before_step(optimizer: Optimizer) -> None:
         return
     _refuse_unless_elementwise(optimizer)
     for handle in handles:
-        handle.check_segments()
+        check_segments(handle)
     if not are_untouched([handle.gradient for handle in handles]):
         for handle in handles:
             handle.follow_user()
 
 
 def _after_step(optimizer: Optimizer) -> None:
-    """Fused and foreach kernels count no versions of DTensors, and nobody those of the other side."""
+    """Note a write: fused and foreach kernels count no versions of DTensors, and nothing counts those of the shard and
+    the sharded parameters when flat views are stepped."""
     handles = _handles_of(optimizer)
     if handles:
-        note_write_of_all_ranks([tensor for handle in handles for tensor in (handle.shard, *handle.faces)])
+        note_write_of_all_ranks([tensor for handle in handles for tensor in (handle.shard, *handle.sharded_params)])
 
 
 def _refuse_unless_elementwise(optimizer: Optimizer) -> None:
@@ -222,7 +236,7 @@ def _refuse_unless_elementwise(optimizer: Optimizer) -> None:
         if isinstance(optimizer, refused):
             raise TypeError(f"{kind.__name__} cannot train flat_parameters(): {reason}. {remedy}")
     raise TypeError(
-        f"{kind.__name__} was given flat_parameters(), and nobody has said that it treats every element alike: if what "
-        "it does does not depend on the shapes or norms of parameters, declare it with "
+        f"{kind.__name__} was given flat_parameters(), but is not known to treat every element alike: if what it does "
+        "does not depend on the shapes or norms of parameters, declare it with "
         f"fsdp_compose.declare_elementwise({kind.__name__}). {remedy}"
     )

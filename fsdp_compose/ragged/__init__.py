@@ -1,4 +1,4 @@
-"""``RaggedDTensor``, a DTensor of which every rank holds one contiguous run; knows nothing of data parallelism.
+"""``RaggedDTensor``, a DTensor of which every rank holds one contiguous range; knows nothing of data parallelism.
 
 ``placement`` says how a tensor is sharded, ``spec`` what of it this rank holds, ``tensor`` moves it between layouts,
 ``ops`` gives it its operations.
@@ -12,14 +12,14 @@ from .edits import writes as writes
 from .norms import accurate_dtype as accurate_dtype
 from .norms import combine_norms as combine_norms
 from .norms import finish_norm as finish_norm
-from .norms import total_norm_of as total_norm_of
+from .norms import partial_norm as partial_norm
 from .old_names import known_as as known_as
 from .placement import RaggedShard as RaggedShard
 from .spec import RaggedSpec as RaggedSpec
 from .tensor import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
 from .tensor import RaggedDTensor as RaggedDTensor
 from .tensor import distribute_ragged as distribute_ragged
+from .tensor import gather_local_shards as gather_local_shards
 from .tensor import gather_parameter as gather_parameter
-from .tensor import gather_runs as gather_runs
 from .tensor import hook_owners as hook_owners
 from .tensor import scatter_average as scatter_average

@@ -1,4 +1,4 @@
-"""What torch's own functions make of ``RaggedShard`` placements: ``DTensor.from_local``, ``distribute_tensor``, and the
+"""``RaggedShard`` placements given to torch's own functions: ``DTensor.from_local``, ``distribute_tensor``, and the
 setters of ``torch.distributed.checkpoint.state_dict`` give a ``RaggedDTensor``.
 
 Stock DTensor refuses such a placement, or takes it for an even ``Shard``; code that is given ``parameter.placements``
@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._torch import admit_placements
 from .placement import RaggedShard
 from .spec import RaggedSpec
-from .tensor import RaggedDTensor, cut_whole, distribute_ragged
+from .tensor import RaggedDTensor, distribute_ragged, shard_whole
 
 
 def _is_ours(placements: Any) -> bool:
@@ -96,7 +96,7 @@ def _fill(sharded: RaggedDTensor, whole: torch.Tensor) -> RaggedDTensor:
         raise ValueError(
             f"a tensor of shape {tuple(whole.shape)} was given for a sharded one of shape {tuple(spec.shape)}"
         )
-    local = cut_whole(whole.detach(), spec)
+    local = shard_whole(whole.detach(), spec)
     if sharded.is_meta:
         return RaggedDTensor(local, spec.with_dtype(whole.dtype))
     assert local.numel() == prod(spec.local_shape)

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import torch
 from torch.autograd.graph import increment_version
 
-from .._requirements import PLAIN_FACES
+from .._requirements import PLAIN_SHARDED_PARAMS
 
 
 class _Writes:
@@ -59,7 +59,7 @@ class _EveryLook:
         pass
 
 
-toggles: _Toggles | _EveryLook = _EveryLook() if PLAIN_FACES else _Toggles()
+toggles: _Toggles | _EveryLook = _EveryLook() if PLAIN_SHARDED_PARAMS else _Toggles()
 
 
 def note_write_of_all_ranks(tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:

@@ -15,8 +15,9 @@ def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def total_norm_of(local: torch.Tensor, order: float) -> torch.Tensor:
-    """What of a norm adds up: the sum of powers; for orders inf and -inf the largest and the smallest magnitude."""
+def partial_norm(local: torch.Tensor, order: float) -> torch.Tensor:
+    """The part of a norm that adds up over the ranks: the sum of powers; for orders inf and -inf the largest
+    and the smallest magnitude."""
     if not local.numel():
         return local.abs().new_full((), inf if order == -inf else 0.0)
     if order in (inf, -inf):
@@ -27,7 +28,7 @@ def total_norm_of(local: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup) -> None:
-    """All-reduce, in place and with one collective, what ``total_norm_of`` gave on each rank."""
+    """All-reduce, in place and with one collective, what ``partial_norm`` gave on each rank."""
     if order in (inf, -inf):
         combine_extremes(partial, order == inf, group)
     else:
@@ -37,7 +38,7 @@ def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup)
 
 def combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGroup) -> None:
     """The largest or smallest of each rank's values, in place. NaN on any rank gives NaN on all: backends differ in
-    what their MAX makes of one, so it travels beside."""
+    what their MAX makes of one, so it travels next to them."""
     if not values.dtype.is_floating_point:
         dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN, group=group)
         return

@@ -11,6 +11,6 @@ import torch
 
 
 def known_as(item: Any, module: str) -> None:
-    """Let pickles find ``item``, a class or a function that runs no code of theirs, in ``module``, which is no more."""
+    """Let pickles find ``item``, a class or a function that runs no code of theirs, in ``module``, which is gone."""
     vars(sys.modules.setdefault(module, ModuleType(module))).setdefault(item.__name__, item)
     torch.serialization.add_safe_globals([(item, f"{module}.{item.__name__}")])

@@ -1,12 +1,12 @@
-"""``RaggedShard``: how a tensor is cut into contiguous, unequal, possibly empty runs over one mesh dimension.
+"""``RaggedShard``: a tensor sharded over one mesh dimension into contiguous, unequal, possibly empty parts.
 
-A run is counted in rows (indices of dim 0) or in elements of the flattened tensor. Here a tensor of shape (5, 4) lies
+A part is counted in rows (indices of dim 0) or in elements of the flattened tensor. Here a tensor of shape (5, 4) lies
 on 3 ranks, once by rows and once by elements::
 
     RaggedShard((3, 2, 0))                 rows 0 to 2 | rows 3 and 4 | nothing
     RaggedShard((14, 6, 0), flat=True)     elements 0 to 13 | elements 14 to 19 | nothing
 
-On a mesh of several dimensions a ``RaggedShard`` is always the innermost cut: it cuts what is local after all other
+On a mesh of several dimensions a ``RaggedShard`` is always the innermost: it shards what is local after all other
 placements have been applied, wherever its mesh dimension stands.
 """
 
@@ -37,9 +37,9 @@ class RaggedShard(Shard):
     counts: tuple[int, ...]
     flat: bool
     starts: tuple[int, ...]
-    """Where each rank's run starts, in units, and at last the number of units."""
+    """Where each rank's local shard starts, in units, and at last the number of units."""
     of_shape: tuple[int, ...] | None = None
-    """The shape of the tensor that has this very object among its placements, for those who want another tensor placed
+    """The shape of the tensor that has this very object among its placements, for code that wants another tensor placed
     like it. No part of what a placement means: equal ones may differ in it."""
 
     def __init__(self, counts: tuple[int, ...], flat: bool = False) -> None:
@@ -91,22 +91,22 @@ class RaggedShard(Shard):
         return 1 if self.flat else prod(shape[1:])
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The shape of ``rank``'s run of a tensor of ``shape``: 1-D if flat, else rows."""
+        """The shape of ``rank``'s local shard of a tensor of ``shape``: 1-D if flat, else rows."""
         return (self.counts[rank],) if self.flat else (self.counts[rank], *shape[1:])
 
-    def element_run(self, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
-        """Start and stop of ``rank``'s run in the flattened tensor of ``shape``."""
+    def element_range(self, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
+        """Start and stop of ``rank``'s local shard in the flattened tensor of ``shape``."""
         unit = self.unit_numel(shape)
         return self.starts[rank] * unit, self.starts[rank + 1] * unit
 
     def flattened(self, shape: tuple[int, ...]) -> RaggedShard:
-        """The same cut, counted in elements."""
+        """The same shard boundaries, counted in elements."""
         if self.flat:
             return self
         unit = self.unit_numel(shape)
         return RaggedShard(tuple(count * unit for count in self.counts), flat=True)
 
-    # ---- what other code may ask of a Shard
+    # ---- methods that other code may call on a Shard
 
     def _local_shard_size_and_offset(  # type: ignore[override]
         self, curr_local_size: int, num_chunks: int, rank: int
@@ -146,16 +146,16 @@ class Box(NamedTuple):
     start: int
 
 
-def run_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Cut the elements ``start`` to ``stop`` of a flattened tensor of ``shape`` into at most ``2 * ndim - 1`` boxes.
+def range_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Split the elements ``start`` to ``stop`` of a flattened tensor of ``shape`` into at most ``2 * ndim - 1`` boxes.
 
-    Every box is contiguous in the run, so its elements are a view of the run's. An empty run has no boxes.
+    Every box is contiguous in the range, so its elements are a view of the range's. An empty range has no boxes.
 
-    >>> run_to_boxes((3, 4), 2, 9)
+    >>> range_to_boxes((3, 4), 2, 9)
     [Box(offsets=(0, 2), sizes=(1, 2), start=2), Box(offsets=(1, 0), sizes=(1, 4), start=4), \
 Box(offsets=(2, 0), sizes=(1, 1), start=8)]
     """
-    assert 0 <= start <= stop <= prod(shape), f"run {start}:{stop} of shape {shape}"
+    assert 0 <= start <= stop <= prod(shape), f"range {start}:{stop} of shape {shape}"
     if start == stop:
         return []
     if not shape:
@@ -178,5 +178,5 @@ Box(offsets=(2, 0), sizes=(1, 1), start=8)]
 
 def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[Box]:
     row = prod(shape[1:])
-    inner = run_to_boxes(shape[1:], start - index * row, stop - index * row)
+    inner = range_to_boxes(shape[1:], start - index * row, stop - index * row)
     return [Box((index, *box.offsets), (1, *box.sizes), index * row + box.start) for box in inner]

@@ -1,6 +1,6 @@
 """``RaggedSpec``: mesh, placements, shape and dtype of a ``RaggedDTensor``, and what follows from them for one rank.
 
-Pure arithmetic, computed once and kept; equal cuts should be one object, so that comparing them is fast.
+Pure arithmetic, computed once and kept. Tensors that are sharded alike should share one, so that comparing is fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
-from .placement import Box, RaggedShard, run_to_boxes
+from .placement import Box, RaggedShard, range_to_boxes
 
 Shape = tuple[int, ...]
 
@@ -43,7 +43,7 @@ class RaggedSpec(DTensorSpec):
         units, inner = spec.ragged.num_units(spec.inner_shape), tuple(spec.inner_shape)
         if len(spec.ragged.counts) != mesh.size(spec.ragged_dim) or spec.ragged.starts[-1] != units:
             raise ValueError(
-                f"{spec.ragged} does not cut a tensor of shape {inner}, which has {units} "
+                f"{spec.ragged} does not shard a tensor of shape {inner}, which has {units} "
                 f"{'elements' if spec.ragged.flat else 'rows'}, over {mesh.size(spec.ragged_dim)} ranks"
             )
         return spec
@@ -69,12 +69,12 @@ class RaggedSpec(DTensorSpec):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that hold the other runs."""
+        """The ranks that hold the other local shards."""
         return self.mesh.get_group(self.ragged_dim)
 
     @cached_property
     def gathered_placements(self) -> tuple[Placement, ...]:
-        """The placements after the runs have been gathered."""
+        """The placements after the local shards have been gathered."""
         return tuple(Replicate() if isinstance(item, RaggedShard) else item for item in self.placements)
 
     @cached_property
@@ -84,7 +84,7 @@ class RaggedSpec(DTensorSpec):
 
     @property
     def inner_shape(self) -> Shape:
-        """The shape of what the ``RaggedShard`` cuts: what is local after all other placements."""
+        """The shape of what the ``RaggedShard`` shards: what is local after all other placements."""
         return self._inner[0]
 
     @property
@@ -94,7 +94,7 @@ class RaggedSpec(DTensorSpec):
 
     @cached_property
     def is_only_ragged(self) -> bool:
-        """Whether no other placement cuts the tensor."""
+        """Whether no other placement shards the tensor."""
         return self.inner_shape == tuple(self.shape)
 
     @cached_property
@@ -111,9 +111,9 @@ class RaggedSpec(DTensorSpec):
         return self.ragged.local_shape(self.inner_shape, self.rank)
 
     @cached_property
-    def element_run(self) -> tuple[int, int]:
-        """Start and stop of this rank's run in the flattened inner tensor."""
-        return self.ragged.element_run(self.inner_shape, self.rank)
+    def element_range(self) -> tuple[int, int]:
+        """Start and stop of this rank's local shard in the flattened inner tensor."""
+        return self.ragged.element_range(self.inner_shape, self.rank)
 
     @cached_property
     def _by_dtype(self) -> dict[torch.dtype, RaggedSpec]:
@@ -133,17 +133,17 @@ class RaggedSpec(DTensorSpec):
             spec.__dict__["_by_dtype"] = self._by_dtype
         return spec
 
-    def cuts_like(self, other: RaggedSpec) -> bool:
+    def is_sharded_like(self, other: RaggedSpec) -> bool:
         """Whether tensors of both have their elements at the same places."""
         return self is other or (
             self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh
         )
 
     def boxes(self) -> list[Box]:
-        """This rank's run as boxes of the inner tensor; an empty tensor is one empty box on the first rank."""
+        """This rank's local shard as boxes of the inner tensor; an empty tensor is one empty box on the first rank."""
         if prod(self.shape) == 0:
             return [Box((0,) * len(self.shape), tuple(self.shape), 0)] if self.rank == 0 else []
-        return run_to_boxes(self.inner_shape, *self.element_run)
+        return range_to_boxes(self.inner_shape, *self.element_range)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order")

@@ -1,4 +1,4 @@
-"""``RaggedDTensor``: a ``DTensor`` cut by a ``RaggedShard``: movement between layouts, serialization, checkpoint hooks.
+"""``RaggedDTensor``, a ``DTensor`` sharded by a ``RaggedShard``: changes of layout, serialization, checkpoint hooks.
 
 Stock DTensor cannot carry a ``RaggedShard``: sharding propagation rebuilds even ``Shard`` placements, and gives wrong
 values silently. So no operation on a ``RaggedDTensor`` reaches it with one: the class owns its dispatch, and the table
@@ -34,7 +34,7 @@ from .._torch import (
     make_dtensor,
     set_local_tensor,
 )
-from ..comm import wire
+from ..comm import as_transferable
 from .edits import note_write_of_all_ranks, toggles
 from .old_names import known_as
 from .placement import RaggedShard
@@ -42,12 +42,12 @@ from .spec import RaggedSpec
 
 
 class RaggedDTensor(DTensor):
-    """A tensor of which every rank holds one contiguous run; see ``RaggedShard``.
+    """A tensor of which every rank holds one contiguous range of elements; see ``RaggedShard``.
 
     Every operation either gives the value that it would give on the full tensor or raises. Element-wise operations,
-    ``foreach`` and fused optimizer kernels, copies and conversions run on the local runs; full reductions (norms, sums)
-    communicate once and are complete; slices of dim 0 and reshapes are views; everything else all-gathers, with one
-    warning per operation. What would change the shape or the memory of a ``RaggedDTensor`` raises.
+    ``foreach`` and fused optimizer kernels, copies and conversions run on the local shards; full reductions (norms,
+    sums) communicate once and are complete; slices of dim 0 and reshapes are views; everything else all-gathers, with
+    one warning per operation. What would change the shape or the memory of a ``RaggedDTensor`` raises.
 
     Ranks: what communicates must be called by all ranks of the mesh, as with any DTensor.
 
@@ -74,10 +74,10 @@ class RaggedDTensor(DTensor):
     def from_local(  # type: ignore[override]
         local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
     ) -> RaggedDTensor:
-        """A ``RaggedDTensor`` over this rank's run, whose memory it shares. No communication.
+        """A ``RaggedDTensor`` over this rank's local shard, whose memory it shares. No communication.
 
         Args:
-            local: this rank's run: contiguous, of the shape that the ``RaggedShard`` gives it.
+            local: this rank's local shard: contiguous, of the shape that the ``RaggedShard`` gives it.
             mesh: the ranks.
             placements: one for each mesh dimension, exactly one of them a ``RaggedShard``.
             shape: of the whole tensor.
@@ -98,7 +98,7 @@ class RaggedDTensor(DTensor):
     # ---- movement
 
     def all_gather(self) -> DTensor:
-        """All-gather the runs: a plain DTensor, replicated over the ragged mesh dimension. Differentiable: see
+        """All-gather the local shards: a plain DTensor, replicated over the ragged mesh dimension. Differentiable: see
         ``full_tensor``.
 
         Ranks: all ranks of the ragged mesh dimension.
@@ -149,7 +149,7 @@ class RaggedDTensor(DTensor):
         return self.all_gather().redistribute(placements=placements, **kwargs)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's run, sharing memory. Differentiable: its gradient arrives as a ``RaggedDTensor``."""
+        """This rank's local shard, sharing memory. Differentiable: its gradient arrives as a ``RaggedDTensor``."""
         if torch.is_grad_enabled() and self.requires_grad:
             result: torch.Tensor = _ToLocal.apply(self)
             return result
@@ -208,16 +208,17 @@ class RaggedDTensor(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor outside autograd, sharing memory. An equally cut ``RaggedDTensor`` can be assigned, or the whole
-        values, the same on every rank, as a plain tensor, of which this rank's run is copied. Inside a forward of the
-        model what is assigned is copied into the parameter's own memory, so that the forward goes on with it."""
+        """The tensor outside autograd, sharing memory. An equally sharded ``RaggedDTensor`` can be assigned, or the
+        whole values, the same on every rank, as a plain tensor, of which this rank's local shard is copied. Inside a
+        forward of the model what is assigned is copied into the parameter's own memory, so that the forward goes on
+        with it."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if type(value) is torch.Tensor and value.shape == self.shape and value.layout == torch.strided:
-            value = RaggedDTensor(cut_whole(value, self._spec), self._spec.with_dtype(value.dtype))
-        if not isinstance(value, RaggedDTensor) or not self._spec.cuts_like(value._spec):
+            value = RaggedDTensor(shard_whole(value, self._spec), self._spec.with_dtype(value.dtype))
+        if not isinstance(value, RaggedDTensor) or not self._spec.is_sharded_like(value._spec):
             layout = value.placements if isinstance(value, DTensor) else type(value).__name__
             raise TypeError(
                 f".data of a sharded parameter of shape {tuple(self.shape)}, placed {list(self.placements)}, cannot "
@@ -285,7 +286,7 @@ class RaggedDTensor(DTensor):
             return super().register_post_accumulate_grad_hook(hook)
         return owner.register(self, hook, after_accumulation=True)
 
-    # What finds the node that accumulates the gradient of a leaf: p.view_as(p).grad_fn.next_functions[0][0].
+    # Ways to find the node that accumulates the gradient of a leaf: p.view_as(p).grad_fn.next_functions[0][0].
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
         self._refuse_accumulator(other)
@@ -332,7 +333,7 @@ class RaggedDTensor(DTensor):
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
         """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
-        base, (start, _) = self._spec.inner_offsets, self._spec.element_run
+        base, (start, _) = self._spec.inner_offsets, self._spec.element_range
         local = self._local_tensor.detach().view(-1)
         return [
             (
@@ -386,7 +387,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 handlers: dict[Any, Handler] = {}
 choose_handler: list[Callable[[Any], Handler]] = []
 
-# Where a sharded parameter, or one that was replaced by one, remembers who owns it: (name of the group, FQN).
+# Where a sharded parameter, or one that was replaced by one, remembers its owner: (name of the group, FQN).
 OWNER_ATTRIBUTE = "_fsdp_compose_owner"
 
 
@@ -412,8 +413,8 @@ def describe_owner(tensor: Any) -> str:
 # ``outside_use``.
 gather_parameter: list[Callable[[Any], torch.Tensor | None]] = []
 
-# Who keeps the gradient hooks of parameters whose gradients arrive without autograd (``GradientHooks``), by the id of
-# the parameter, which outlives everything else in it when ``module.to()`` exchanges its content.
+# The keepers of the gradient hooks (``GradientHooks``) of parameters whose gradients arrive without autograd, by the id
+# of the parameter, which outlives everything else in it when ``module.to()`` exchanges its content.
 hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -427,7 +428,7 @@ def distribute_ragged(
     *,
     src_data_rank: int | None = 0,
 ) -> RaggedDTensor:
-    """Cut a tensor by a ``RaggedShard``: ``distribute_tensor`` and ``redistribute`` to a ragged layout.
+    """Shard a tensor by a ``RaggedShard``: ``distribute_tensor`` and ``redistribute`` to a ragged layout.
 
     Ranks: all ranks of the mesh.
 
@@ -453,7 +454,7 @@ def distribute_ragged(
             raise ValueError("distribute_ragged(): expected a mesh and placements")
         spec = RaggedSpec.make(mesh, placements, tensor.shape, tensor.dtype)
         if isinstance(tensor, RaggedDTensor):
-            if tensor._spec.cuts_like(spec):
+            if tensor._spec.is_sharded_like(spec):
                 return RaggedDTensor(tensor._local_tensor.clone(), spec)
             tensor = tensor.all_gather()
         if not isinstance(tensor, DTensor):
@@ -462,47 +463,47 @@ def distribute_ragged(
             tensor = distribute_tensor(whole, mesh, spec.gathered_placements, src_data_rank=src_data_rank)
         else:
             tensor = tensor.redistribute(placements=spec.gathered_placements)
-        return RaggedDTensor(cut(local_tensor(tensor), spec), spec)
+        return RaggedDTensor(shard_inner(local_tensor(tensor), spec), spec)
 
 
-def cut(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """This rank's run of the inner tensor, with memory of its own."""
-    start, stop = spec.element_run
+def shard_inner(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's local shard of the inner tensor, with memory of its own."""
+    start, stop = spec.element_range
     return inner.detach().reshape(-1)[start:stop].clone().view(spec.local_shape)
 
 
-def cut_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """This rank's run of the whole tensor, with memory of its own."""
+def shard_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's local shard of the whole tensor, with memory of its own."""
     places = zip(spec.inner_offsets, spec.inner_shape, strict=True)
-    return cut(whole[tuple([slice(offset, offset + size) for offset, size in places])], spec)
+    return shard_inner(whole[tuple([slice(offset, offset + size) for offset, size in places])], spec)
 
 
-def gather_runs(tensor: RaggedDTensor) -> torch.Tensor:
-    """The inner tensor, from the runs of all ranks of the ragged mesh dimension."""
+def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
+    """The inner tensor, from the local shards of all ranks of the ragged mesh dimension."""
     spec, local = tensor._spec, tensor._local_tensor
     group, shape = spec.group, spec.inner_shape
-    runs = [spec.ragged.element_run(shape, rank) for rank in range(len(spec.ragged.counts))]
-    owners = [rank for rank, (start, stop) in enumerate(runs) if stop > start]
+    ranges = [spec.ragged.element_range(shape, rank) for rank in range(len(spec.ragged.counts))]
+    owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]
     flat = local.new_empty(prod(shape))
-    if len(runs) == 1 or local.device.type == "meta":
-        flat[slice(*runs[spec.rank])] = local.reshape(-1)
-    elif 2 * len(owners) <= len(runs):
-        # Few ranks hold anything: their runs go straight to where they belong.
-        flat[slice(*runs[spec.rank])] = local.reshape(-1)
+    if len(ranges) == 1 or local.device.type == "meta":
+        flat[slice(*ranges[spec.rank])] = local.reshape(-1)
+    elif 2 * len(owners) <= len(ranges):
+        # Few ranks hold anything: their local shards go straight to where they belong.
+        flat[slice(*ranges[spec.rank])] = local.reshape(-1)
         works = [
-            dist.broadcast(wire(flat[slice(*runs[rank])]), group=group, group_src=rank, async_op=True)
+            dist.broadcast(as_transferable(flat[slice(*ranges[rank])]), group=group, group_src=rank, async_op=True)
             for rank in owners
         ]
         for work in works:
             assert work is not None
             work.wait()
     else:
-        longest = max(stop - start for start, stop in runs)
+        longest = max(stop - start for start, stop in ranges)
         padded = local.new_zeros(longest)
         padded[: local.numel()] = local.reshape(-1)
-        everything = local.new_empty(longest * len(runs))
-        all_gather_single(wire(everything), wire(padded), group=group)
-        for rank, (start, stop) in enumerate(runs):
+        everything = local.new_empty(longest * len(ranges))
+        all_gather_single(as_transferable(everything), as_transferable(padded), group=group)
+        for rank, (start, stop) in enumerate(ranges):
             flat[start:stop] = everything[rank * longest : rank * longest + stop - start]
     return flat.view(shape)
 
@@ -511,7 +512,7 @@ def gathered(tensor: RaggedDTensor) -> DTensor:
     """As ``all_gather``, below autograd."""
     spec = tensor._spec
     plain = DTensorSpec(spec.mesh, spec.gathered_placements, spec.tensor_meta)
-    result: DTensor = make_dtensor(DTensor, gather_runs(tensor), plain)
+    result: DTensor = make_dtensor(DTensor, gather_local_shards(tensor), plain)
     return result
 
 
@@ -554,7 +555,7 @@ def averaged(grad: DTensor) -> Any:
 
 
 def scatter_average(grad: torch.Tensor, like: RaggedDTensor) -> RaggedDTensor:
-    """The average over the ranks of whole gradients, cut like a ragged tensor. Ranks: all ranks of the mesh."""
+    """The average over the ranks of whole gradients, sharded like a ragged tensor. Ranks: all ranks of the mesh."""
     spec = like._spec
     whole = DTensor.from_local(grad, spec.mesh, spec.gathered_placements, run_check=False)
     result: RaggedDTensor = _Scatter.apply(whole, spec.placements, True)

@@ -6,43 +6,38 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from itertools import count
 
 import torch
 
 from .._torch import queue_end_of_backward
 from ..comm import first_difference, last_of_every_rank, meet
 from ..flat import follow_profiler
-from ..group import END_OF_BACKWARD, Phase, RootContext, _FSDPState, name_models, never_traced
+from ..group import END_OF_BACKWARD, Backward, Root, _FSDPState, name_models, never_traced
 from .recovery import recover_backward
 from .steps import follow_toggles_before_backward, hide_shown, reduce, stays_unsharded
 
-_IDLE = Phase.IDLE
 
-_backward_numbers = count(1)  # of all roots: a use may outlive the root that it was made under
-
-
-def begin_backward(root: RootContext) -> None:
+def begin_backward(root: Root) -> Backward:
     """Called from the first hook of a root that a backward reaches."""
     refuse_double_backward()
-    if root.has_failed_backward:
+    if root.failed_backward is not None:
         recover_backward(root)
     follow_profiler()
-    root.is_in_backward = True
-    root.backward_number = next(_backward_numbers)
-    queue_end_of_backward(_EndOfBackward(root))
+    backward = root.begin_backward()
+    queue_end_of_backward(_EndOfBackward(root, backward))
     if root.watch is None or root.watch.was_toggled():
         follow_toggles_before_backward(root)
     for state in root.live_states():
-        if state.is_unhooked or not state.reshard_after_forward:
-            _show_throughout(root, state)
+        if state.past.is_unhooked or not state.place.reshards_after_forward:
+            _show_throughout(backward, state)
+    return backward
 
 
-def _show_throughout(root: RootContext, state: _FSDPState) -> None:
+def _show_throughout(backward: Backward, state: _FSDPState) -> None:
     """Show the parameters of a group that has stayed unsharded, until they are reduced: past its outputs the backward
     may come to modules of it, to run them again for activation checkpointing."""
-    if all([handle.is_unsharded for handle in state._handles]) and state not in root.shown:
-        root.shown[state] = None
+    if all([handle.unsharded.is_allocated for handle in state._handles]) and state.swap not in backward.shown:
+        backward.shown[state.swap] = None
         state.swap.show_unsharded()
 
 
@@ -59,29 +54,31 @@ def refuse_double_backward() -> None:
 def notice_backwards(state: _FSDPState) -> None:
     """From now on let hooks on the unsharded parameters of a group tell that a backward runs: one that passes none of
     the group's outputs, so that its end is reached all the same."""
-    if state.has_leaf_hooks:
+    if state.past.has_leaf_hooks:
         return
-    state.has_leaf_hooks = True
+    state.past.hook_leaves()
     reference = weakref.ref(state)
 
     @never_traced
     def note(_param: torch.Tensor) -> None:
         present = reference()
-        if present is not None and present.root is not None and not present.root.is_in_backward:
+        if present is not None and present.root is not None and present.root.backward is None:
             begin_backward(present.root)
 
     for handle in state._handles:
-        for param in handle.unsharded_params:
+        for param in handle.unsharded.params:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(note)
 
 
 class _EndOfBackward:
     """The callback at the end of a backward. Autograd drops it uncalled when the backward raises: then the modules
-    show their sharded parameters again (but in forwards that are running), before the exception reaches anybody."""
+    show their sharded parameters again (but in forwards that are running), before the exception reaches code of the
+    user."""
 
-    def __init__(self, root: RootContext) -> None:
-        self._root: RootContext | None = root
+    def __init__(self, root: Root, backward: Backward) -> None:
+        self._root: Root | None = root
+        self._backward = backward
 
     def __call__(self) -> None:
         root, self._root = self._root, None
@@ -89,101 +86,121 @@ class _EndOfBackward:
         try:
             finish_backward(root)
         except BaseException:  # not left to __del__: the traceback holds this object
-            _give_up_backward(root)
+            _give_up_backward(root, self._backward)
             raise
 
     def __del__(self) -> None:
         if self._root is not None:
-            _give_up_backward(self._root)
+            _give_up_backward(self._root, self._backward)
 
 
-def _give_up_backward(root: RootContext) -> None:
-    root.is_in_backward, root.has_failed_backward = False, True
-    root.shown.clear()
+def _give_up_backward(root: Root, backward: Backward) -> None:
+    if root.backward is not backward:
+        return  # it has failed before, and what it left may have been thrown away since
+    root.fail_backward(backward)
+    backward.shown.clear()
     for state in root.live_states():
-        state.swap.restore(len(state.entries))
+        state.swap.restore(len(state.progress.entries))
 
 
 @never_traced
-def finish_backward(root: RootContext, is_inside: bool = False) -> None:
+def finish_backward(root: Root, is_inside: bool = False) -> None:
     """Reduce what has not been reduced, agree with the other ranks, and only then show the gradients. ``is_inside``:
     the backward has run inside a forward of the root, though that may have just ended."""
-    states = root.live_states()
-    is_inside = is_inside or root.depth > 0 or any([state.entries for state in states])  # or inside a recomputation
+    states, backward = root.live_states(), root.backward
+    assert backward is not None
+    # ... or inside a recomputation.
+    is_inside = is_inside or root.forward.depth > 0 or any([state.progress.entries for state in states])
     for state in reversed(states):
-        if state.is_reduced and not state.active_uses:
+        progress, past = state.backward, state.past
+        if progress.is_reduced and not progress.active_uses:
             continue
-        if not state.ran_backward:
+        if not progress.was_reached:
             refuse_unseen_backward(root, state)
-        if state.active_uses:
+        if progress.active_uses:
             state.swap.show_sharded()
-        is_due = state.ran_backward or state.is_unhooked or (state.has_unsynced and state.requires_gradient_sync)
-        if is_due and not state.is_reduced:
-            if state.unhooked_versions is not None and not state.ran_backward and _lateness(state):
+            progress.leave_all()
+        is_due = (
+            progress.was_reached or past.is_unhooked or (past.has_unsynced and state.options.requires_gradient_sync)
+        )
+        if is_due and not progress.is_reduced:
+            if past.unhooked_versions is not None and not progress.was_reached and _lateness(state):
                 # Of a forward that has not ended they are not known yet.
-                if not is_inside or (root.depth and state.index in root.record.begun and not state.entries):
-                    state.check_versions(state.unhooked_versions)
+                if not is_inside or _has_run_in_forward(root, state):
+                    state.check_versions(past.unhooked_versions)
             reduce(root, state)
     hide_shown(root)
     _exchange(root, states)
-    root.has_added = True  # a hook of the user's that raises leaves some gradients shown, on each rank others
+    backward.add()  # a hook of the user's that raises leaves some gradients shown, on each rank others
     has_others = root.watch is None or root.watch.has_grads()
     for state in states:
         for handle in state._handles:
-            if handle.is_unsharded and not (is_inside and stays_unsharded(root, state)):
-                root.communicator.reshard(handle)
-            if handle.awaits_publication:
-                handle.awaits_publication = False
+            if handle.unsharded.is_allocated and not (is_inside and stays_unsharded(root, state)):
+                if state.options.keeps_after_backward():
+                    handle.unsharded.be_left(not handle.unsharded.never_freed)
+                else:
+                    root.communicator.reshard(handle)
+            if handle.contributions.awaits_publication:
                 root.communicator.publish(handle, has_others)
-            elif handle.accumulation is not None:
-                handle.accumulation.show()
-        if state.ran_backward:
+            elif handle.contributions.accumulation is not None:
+                handle.contributions.accumulation.show()
+        progress = state.backward
+        if progress.was_reached:
             # A use that this backward passed by will not hold up a later reduction; but the backward of the forward
             # that is running is yet to come.
-            if state.outstanding:
-                last = min(state.last_use, root.num_forwards - 1) if is_inside else state.last_use
-                state.outstanding = [number for number in state.outstanding if number > last]
-            state.ran_backward = state.is_iterated = False
-            state.active_uses = state.last_use = 0
-        state.phase = _IDLE
-        state.is_reduced = False
-    root.is_in_backward = root.has_added = root.has_outside_grads = False
-    root.recomputed.clear()
-    if root.after_publication:
-        calls, root.after_publication = root.after_publication, []
-        for call in calls:
-            call()
+            if state.progress.outstanding:
+                state.progress.pass_by(
+                    min(progress.last_use, root.num_forwards - 1) if is_inside else progress.last_use
+                )
+            state.reset_backward()
+        elif progress.is_reduced:
+            state.reset_backward()
+    root.end_backward()
+    for call in backward.after_publication:
+        call()
 
 
-def refuse_unseen_backward(root: RootContext, state: _FSDPState) -> None:
+def _has_run_in_forward(root: Root, state: _FSDPState) -> bool:
+    """Whether the group's forward has ended, in a forward of the root that is running."""
+    forward = root.forward
+    return bool(forward.depth and state.place.index in forward.record.begun and not state.progress.entries)
+
+
+def refuse_unseen_backward(root: Root, state: _FSDPState) -> None:
     """As the state's own method, but a backward inside the root's forward may reach the parameters of a group while
     its forward is running."""
-    if not state.entries and not (root.depth and state.index in root.record.begun):
+    if not state.progress.entries and not (root.forward.depth and state.place.index in root.forward.record.begun):
         state.refuse_unseen_backward()
 
 
-def publish_from_inside(root: RootContext) -> None:
+def publish_from_inside(root: Root) -> None:
     """At the end of an outermost forward: reduce and publish gradients that a backward inside it has left on parameters
     of groups whose own forwards were running, so that no hook told of it. The next time there will be hooks."""
     states = root.live_states()
-    begun = {*root.record.begun}
+    begun = {*root.forward.record.begun}
     for state in states:
-        if any(handle.has_unsharded_grad() for handle in state._handles):
-            if state.index not in begun:
+        if any(handle.unsharded.has_grad() for handle in state._handles):
+            if state.place.index not in begun:
                 state.refuse_unseen_backward()
             notice_backwards(state)
+    root.begin_backward()
     finish_backward(root, is_inside=True)
 
 
-def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
-    """Agree with all ranks on the order of collectives and on who has a gradient; reduce again what came late."""
-    exchange = root.exchange
+def _exchange(root: Root, states: list[_FSDPState]) -> None:
+    """Agree with all ranks on the order of collectives and on which parameters have a gradient; reduce again what came
+    late."""
+    exchange, backward = root.exchange, root.backward
     while True:
-        may_be_late = root.has_outside_grads or root.watch is None or root.watch.has_unsharded_grads()
+        may_be_late = (
+            (backward is not None and backward.has_outside_grads)
+            or root.watch is None
+            or root.watch.has_unsharded_grads()
+        )
         exchange.late[:] = bytes(len(exchange.late))
         if may_be_late:
             for state in states:
-                exchange.late[state.index] = _lateness(state)
+                exchange.late[state.place.index] = _lateness(state)
         root.communicator.announce_exchange(root, END_OF_BACKWARD)
         exchange.start(root.order.hash(root, END_OF_BACKWARD))
         root.communicator.finish()
@@ -200,8 +217,8 @@ def _exchange(root: RootContext, states: list[_FSDPState]) -> None:
                 root.watch.backward_has_ended()
             return
         for state in states:
-            if exchange.late[state.index]:
-                reduce(root, state, exchange.late[state.index] == _LATE_THOUGH_FROZEN)
+            if exchange.late[state.place.index]:
+                reduce(root, state, exchange.late[state.place.index] == _LATE_THOUGH_FROZEN)
 
 
 _LATE, _LATE_THOUGH_FROZEN = 1, 2  # the ranks exchange the greatest
@@ -212,12 +229,12 @@ def _lateness(state: _FSDPState) -> int:
     far as is known, because forward has just thawed a part of it."""
     late = 0
     for handle in state._handles:
-        if handle.has_unsharded_grad() or handle.outside_grads:
-            late = max(late, _LATE if handle.is_trainable else _LATE_THOUGH_FROZEN)
+        if handle.unsharded.has_grad() or handle.contributions.outside:
+            late = max(late, _LATE if handle.contributions.is_trainable else _LATE_THOUGH_FROZEN)
     return late
 
 
-def raise_different_order(root: RootContext, code: int) -> None:
+def raise_different_order(root: Root, code: int) -> None:
     """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it.
 
     Args:
@@ -225,7 +242,7 @@ def raise_different_order(root: RootContext, code: int) -> None:
     """
     group = root.live_states()[0].mesh.shard_group
     lasts = last_of_every_rank(group)
-    lines = root.order.trace_in_words(root, code)
+    lines = root.order.trace_as_text(root, code)
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         difference = first_difference(ours.split("\n"), theirs.split("\n"))

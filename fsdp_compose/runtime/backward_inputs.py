@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from .._torch import intercept_backward_inputs
-from ..flat import FlatParamHandle, face_of, face_owners, segment_owners
+from ..flat import FlatParamHandle, handle_of, handle_of_segment, sharded_param_of
+from ..group import state_of
 from . import outside_use
 
 _is_installed = False
@@ -36,9 +37,9 @@ def _run(
     found = [(handle, index) for item in inputs for handle, index in _places_of(item)]
     if not found:
         return run(inputs, allow_unused)
-    unsharded = [handle.unsharded_params[index] for handle, index in found]
+    unsharded = [handle.unsharded.params[index] for handle, index in found]
     if accumulates:
-        sharded = [handle.faces[index] for handle, index in found]
+        sharded = [handle.sharded_params[index] for handle, index in found]
         added = {id(item): item for item in (*sharded, *unsharded) if item.requires_grad}
         for item in inputs:
             added.pop(id(item), None)
@@ -59,23 +60,20 @@ def _run(
 
 
 def _places_of(item: Any) -> Iterator[tuple[FlatParamHandle, int]]:
-    """The sharded parameters behind an input: itself, or those of which it is the flat parameter."""
+    """The sharded parameters behind an input: itself, or those of which it is the flat view."""
     if not isinstance(item, torch.Tensor):
         return
-    key = id(face_of(item))
-    owner = face_owners.get(key) or segment_owners.get(key)
-    handle = owner() if owner is not None else None
-    if handle is None:
-        return
-    if key in face_owners:
-        yield handle, handle.index_of(face_of(item))
-    for segment in handle.segments:
-        if segment.parameter is item:
-            yield from ((handle, index) for index in segment.faces)
+    place = handle_of(sharded_param_of(item))
+    if place is not None:
+        yield place
+    handle = handle_of_segment(item)
+    for segment in () if handle is None else handle.segments:
+        if segment.parameter is item and handle is not None:
+            yield from ((handle, index) for index in segment.sharded_params)
 
 
 def _refusal(handle: FlatParamHandle, index: int) -> RuntimeError:
-    state = handle.group()
+    state = state_of(handle)
     group = "?" if state is None else state.name
     return RuntimeError(
         f"autograd.grad() was asked for the gradient of {handle.prefix}{handle.fqns[index]}, a sharded parameter of "

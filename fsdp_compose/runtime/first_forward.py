@@ -14,15 +14,15 @@ import torch.nn as nn
 
 from .._torch import current_graph_task_id
 from ..comm import Carrier, ControlExchange, first_difference, is_on, meet
-from ..flat import Communicator, FlatParamHandle, handle_of, refuse_shared_memory, regions_of
+from ..flat import Communicator, FlatParamHandle, describe, handle_of, refuse_shared_memory, regions_of
 from ..group import (
     CollectiveOrder,
     LockstepCommunicator,
     Move,
-    RootContext,
+    Root,
     _FSDPState,
     announce_first_forward,
-    carry_out,
+    apply_moves,
     contexts_of,
     find_moves,
     judge_places,
@@ -33,7 +33,7 @@ from ..group import (
     roots_together,
     unsharded_tensors,
 )
-from .recovery import heal
+from .recovery import recover
 from .user_changes import take_over
 
 
@@ -51,14 +51,14 @@ def tree_has_changed() -> None:
     tree.generation += 1
 
 
-def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
+def initialise(state: _FSDPState, module: nn.Module) -> Root:
     """Make ``state``, whose module begins a forward outside every other, the root of the groups below it; together with
     the roots that share groups with it, if there are some.
 
     All ranks of the mesh call this together; they compare what they have.
 
     Raises:
-        ValueError: a trainable parameter below the root belongs to nobody, or parameters are on the meta device.
+        ValueError: a trainable parameter below the root belongs to no group, or parameters are on the meta device.
         RuntimeError: on every rank, the ranks have different models; or a rank did not come.
     """
     roots = roots_together(module)
@@ -75,8 +75,8 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
             prepare_swap(item)
     moves: list[Move] = []
     for part in roots:
-        known = {face for move in moves for face in move.faces}
-        moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.faces)]
+        known = {sharded for move in moves for sharded in move.sharded_params}
+        moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.sharded_params)]
     rebind_live_optimizers()
     for part in roots:
         _check_everything_is_managed(part.module, part.states)
@@ -90,13 +90,11 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
                 f"({item.mesh.mesh} and {mesh.mesh}): use one mesh for all groups of a model"
             )
     for index, (item, name) in enumerate(found):
-        item.fqn, item.index = name, index
+        item.take_place(name, index, is_outermost=item in owners)
         item.set_prefix(f"{name}." if name else "")
-        item.is_outermost = item in owners
-        item.reshard_after_forward = not item.is_outermost if item.reshard_option is None else item.reshard_option
     order = CollectiveOrder.of(mesh.shard_group)
     model = _meet_first_forward(order, state, states, moves) if mesh.has_peers else ""
-    carry_out(moves)
+    apply_moves(moves)
     for item, name in found:
         item.set_prefix(f"{name}." if name else "")
     handles = [handle for item in states for handle in item._handles]
@@ -106,28 +104,24 @@ def initialise(state: _FSDPState, module: nn.Module) -> RootContext:
     forward_exchange = ControlExchange(num_params, len(states), carrier, may_stop=False, end_of="forward")
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
     for handle, start in starts.items():
-        handle.write_used_to(exchange.used[start : start + len(handle.fqns)])
+        handle.contributions.write_used_to(exchange.used[start : start + len(handle.fqns)])
     communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
     number = order.admit(state, states, model)
     parts = [part.states for part in roots]
-    root = RootContext(states, communicator, exchange, forward_exchange, tree.generation, parts, order, number)
+    num_forwards = max((context.num_forwards for context in earlier), default=0)
+    root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards)
     root.used_starts.update(starts)
-    root.num_forwards = max((context.num_forwards for context in earlier), default=0)
     take_over(root, states)  # what was changed since fully_shard()
     for item in states:
-        item.root = root
         item.swap.note_children()
-        outstanding = item.outstanding
-        item.reset()
-        if len(roots) > 1:
-            item.outstanding = outstanding  # of another root's forward, whose backward is to come
+        item.join(root, keeps_outstanding=len(roots) > 1)
     return root
 
 
-def _make_joinable(context: RootContext, module: nn.Module) -> None:
+def _make_joinable(context: Root, module: nn.Module) -> None:
     """The groups of a root are about to be those of another one, or of several together: between iterations only."""
-    is_in_backward = context.is_in_backward and current_graph_task_id() != -1
-    if is_in_backward or (context.depth and is_running(context.caller)):
+    is_in_backward = context.backward is not None and current_graph_task_id() != -1
+    if is_in_backward or (context.forward.depth and is_running(context.forward.caller)):
         where = "backward" if is_in_backward else "forward"
         raise RuntimeError(
             f"the first forward of the fully_shard'ed {type(module).__name__} runs inside the {where} of another "
@@ -135,7 +129,7 @@ def _make_joinable(context: RootContext, module: nn.Module) -> None:
             "outside"
         )
     if context.is_dead:
-        heal(context)
+        recover(context)
 
 
 def is_running(frame: FrameType | None) -> bool:
@@ -157,8 +151,8 @@ def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) ->
     ]
     if stray:
         raise ValueError(
-            f"{len(stray)} trainable parameter(s) below a fully_shard'ed module belong to no group, so nobody would "
-            f"reduce their gradients: {', '.join(stray[:5])}{' ...' if len(stray) > 5 else ''}. They were added or "
+            f"{len(stray)} trainable parameter(s) below a fully_shard'ed module belong to no group, so their gradients "
+            f"would not be reduced: {', '.join(stray[:5])}{' ...' if len(stray) > 5 else ''}. They were added or "
             "replaced after fully_shard(): build the module first, or pass them as ignored_params"
         )
 
@@ -168,13 +162,13 @@ def _refuse_shared_memory(module: nn.Module, found: Sequence[tuple[_FSDPState, s
     regions = [
         replace(region, name=f"{name}.{region.name}" if name else region.name)
         for state, name in found
-        for region in state.regions
+        for region in state.past.regions
     ]
     if regions:
         fqns = {submodule: name for name, submodule in modules_to_run(module)}
         refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, ()), are_sharded=False)])
     for state, _ in found:
-        state.regions = []
+        state.past.forget_regions()
 
 
 def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
@@ -185,13 +179,14 @@ def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
 
 def _meet_first_forward(order: CollectiveOrder, state: _FSDPState, states: list[_FSDPState], moves: list[Move]) -> str:
     """Compare the models of all ranks; a digest of it."""
-    lines = [
-        json.dumps({"group": item.name, "reshard_after_forward": item.reshard_after_forward, **fact})
-        for item in states
-        for handle in item._handles
-        for fact in handle.describe()
+    lines = []
+    for item in states:
+        facts = [fact for handle in item._handles for fact in describe(handle)]
+        options = item.options.facts(item.place.is_outermost)
+        lines += [json.dumps({"group": item.name, **fact}) for fact in (*facts, options)]
+    lines += [
+        json.dumps({"group": move.target.name, "tied parameters": [*move.sharded_params.values()]}) for move in moves
     ]
-    lines += [json.dumps({"group": move.target.name, "tied parameters": [*move.faces.values()]}) for move in moves]
     details = "\n".join(lines)
 
     def explain(rank: int, ours: str, theirs: str) -> str:

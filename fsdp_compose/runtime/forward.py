@@ -1,4 +1,4 @@
-"""A top-level forward of a root: its begin, by a module or by the user's own ``unshard()``, and its end."""
+"""A top-level forward of a root: its start, by a module or by the user's own ``unshard()``, and its end."""
 
 from __future__ import annotations
 
@@ -9,41 +9,39 @@ import torch
 import torch.nn as nn
 
 from .._torch import backwards, current_graph_task_id, is_in_functional_call
-from ..flat import follow_profiler
-from ..group import ALL_GATHER, ForwardRecord, RootContext, _FSDPState, states_to_run
+from ..flat import follow_profiler, is_stale
+from ..group import ALL_GATHER, Root, _FSDPState, states_to_run
 from .backward import publish_from_inside
 from .first_forward import initialise, is_running, tree
 from .given import own_values
-from .recovery import heal, recover_backward
+from .recovery import recover, recover_backward
 from .steps import follow_toggles_of_forward
 from .user_changes import take_over, watch_again
 
 _PACKAGE = __name__.partition(".")[0]
 
 
-def enter(state: _FSDPState, module: nn.Module) -> RootContext:
+def enter(state: _FSDPState, module: nn.Module) -> Root:
     """Find the root of a forward that is being entered outside backward; begin an iteration when it is the first."""
     follow_profiler()
     root = state.root
     if root is None:
         with own_values([item for item, _ in states_to_run(module)]):
             root = initialise(state, module)
-        root.is_given = is_in_functional_call()
-        _begin_forward(root, state)
-    elif root.depth == 0 or (state.is_outermost and not is_running(root.caller)):
+        _begin_forward(root, state, is_in_functional_call())
+    elif root.forward.depth == 0 or (state.place.is_outermost and not is_running(root.forward.caller)):
         if root.is_dead:
-            heal(root)
+            recover(root)
+        is_given = False
         if root.watch is None or root.generation != tree.generation:
             root = initialise(state, module)  # the module that was the root is gone, or a group was added somewhere
-            root.is_given = is_in_functional_call()
-        elif root.watch.is_quiet():
-            root.is_given = False
-        else:
+            is_given = is_in_functional_call()
+        elif not root.watch.is_quiet():
             with own_values(root.live_states()):
                 if not root.watch.is_quiet():
                     root = _follow_user(root, state, module)
-            root.is_given = is_in_functional_call()
-        _begin_forward(root, state)
+            is_given = is_in_functional_call()
+        _begin_forward(root, state, is_given)
     return root
 
 
@@ -55,18 +53,18 @@ def _caller() -> FrameType | None:
     return frame
 
 
-def enter_alone(state: _FSDPState, module: nn.Module) -> RootContext:
+def enter_alone(state: _FSDPState, module: nn.Module) -> Root:
     """The root of a group that the user drives by hand, outside forward and backward; ready to be unsharded."""
     follow_profiler()
     root = state.root
     if root is None or root.watch is None:
         return initialise(state, module)
-    if root.depth == 0 and not root.watch.is_quiet():
+    if root.forward.depth == 0 and not root.watch.is_quiet():
         return _follow_user(root, state, module)
     return root
 
 
-def _follow_user(root: RootContext, state: _FSDPState, module: nn.Module) -> RootContext:
+def _follow_user(root: Root, state: _FSDPState, module: nn.Module) -> Root:
     """The user has changed something since the last iteration: take it over, or refuse it."""
     states = root.live_states()
     if any(item.swap.children_changed() for item in states):
@@ -75,9 +73,9 @@ def _follow_user(root: RootContext, state: _FSDPState, module: nn.Module) -> Roo
     return root
 
 
-def _begin_forward(root: RootContext, outermost: _FSDPState) -> None:
+def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
     """Free gradients that were dropped, gather again what stayed unsharded, and start a new record."""
-    may_release = not root.watch.has_grads()  # one look for all
+    may_release = root.watch is not None and not root.watch.has_grads()  # one look for all
     for state in root.live_states():
         for handle in state._handles:
             if handle.summoned is not None:
@@ -85,33 +83,26 @@ def _begin_forward(root: RootContext, outermost: _FSDPState) -> None:
                     f"a forward of the fully_shard group {state.name} begins inside summon_full_params(), where its "
                     "parameters are full ones that may have been edited: leave the context first"
                 )
-            if handle.accumulation is not None:
-                handle.settle_accumulation()
+            if handle.contributions.accumulation is not None:
+                handle.contributions.follow_zero_grad()
             handle.gradient.release_if_dropped(may_release)
-            if handle.accumulation is not None:
-                handle.accumulation.show()
-            if handle.is_unsharded and not handle.is_resident:
-                if state.keeps_unsharded and handle.is_kept and not handle.is_stale():
+            if handle.contributions.accumulation is not None:
+                handle.contributions.accumulation.show()
+            if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
+                if state.options.follows_writes() and handle.unsharded.left_by_forward and not is_stale(handle):
                     continue
                 # Its shard may have been edited, in ways that leave no trace or on some ranks only.
-                root.trace.append(state.code | ALL_GATHER)
+                root.order.trace.append(state.code | ALL_GATHER)
                 root.communicator.refresh(handle)
-                handle.is_kept = False
-    root.caller, root.num_backwards = _caller(), backwards.count
-    root.forward_task = current_graph_task_id()
-    root.num_forwards += 1
-    if root.record.begun:
-        root.previous = root.records[root.record.outermost] = root.record
-    if root.previous.outermost != outermost.index:
-        root.previous = root.records.get(outermost.index, root.previous)
-    root.record = ForwardRecord(root.num_forwards, root.states, outermost.index)
+                handle.unsharded.be_left(False)
+    root.begin_forward(outermost.place.index, _caller(), is_given, current_graph_task_id(), backwards.count)
     root.order.fold_if_long()
 
 
-def check_after_forward(root: RootContext) -> None:
+def check_after_forward(root: Root) -> None:
     """Called at the end of an outermost forward: raise if it has changed an unsharded parameter, hook what it has kept
     unexpectedly, and publish what backwards inside it have left."""
-    if root.has_failed_backward:
+    if root.failed_backward is not None:
         recover_backward(root)
     watch = root.watch
     if watch is None or not watch.was_forward_quiet():
@@ -126,8 +117,9 @@ def check_after_forward(root: RootContext) -> None:
                 watch = root.watch
     if watch is not None and torch.is_grad_enabled():
         for state, tensors in watch.newly_kept():
-            if state.latest_use is not None:
+            latest = state.progress.latest_use
+            if latest is not None:
                 for tensor in tensors:
-                    state.latest_use.hook_output(tensor)
-    if backwards.count != root.num_backwards and watch is not None and watch.has_unsharded_grads():
+                    latest.hook_output(tensor)
+    if backwards.count != root.forward.num_backwards and watch is not None and watch.has_unsharded_grads():
         publish_from_inside(root)

@@ -20,11 +20,20 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from .._torch import in_forward_ad, in_transform, queue_end_of_backward
 from ..comm import Carrier, ControlExchange
-from ..flat import FlatParamHandle, copy_gradients, face_local, like_face, make_gradient, whole_like_original
-from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, RootContext, _FSDPState
+from ..flat import (
+    FlatParamHandle,
+    Reduction,
+    copy_gradients,
+    like_sharded_param,
+    local_elements,
+    make_gradient,
+    whole_like_original,
+)
+from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, HookedUse, Root, _FSDPState
 from .backward import raise_different_order
 from .given import GivenValues
 from .recovery import recover_backward
@@ -33,31 +42,31 @@ from .recovery import recover_backward
 class FunctionalUse:
     """One forward of one group in functional mode."""
 
-    __slots__ = ("_before", "_given", "_has_addresses", "_outer", "_shard_versions", "_shown", "_whole")
+    __slots__ = ("_before", "_given", "_has_addresses", "_outer", "_shard_versions", "_shown", "_state", "_whole")
 
-    def __init__(self, root: RootContext, state: _FSDPState, given: GivenValues | None = None) -> None:
-        self._outer = root.innermost
+    def __init__(self, root: Root, state: _FSDPState, given: GivenValues | None = None) -> None:
+        self._state, self._outer = state, root.forward.innermost
         given = given or GivenValues({})
         handles = [handle for handle in state._handles if not given.are_full(handle)]
         gather = Gather(root, state, handles)
-        params = [param for handle in handles for param in handle.unsharded_params]
+        params = [param for handle in handles for param in handle.unsharded.params]
         parts = [part for handle in handles for part in given.sharded_parts(handle)]
         whole: Sequence[torch.Tensor] = _AllGather.apply(gather, *parts) if params else ()
-        dressed = [*map(whole_like_original, gather.faces, whole)]
+        restored = [*map(whole_like_original, gather.sharded_params, whole)]
         names = [handle.prefix + fqn for handle in handles for fqn in handle.fqns]
         self._has_addresses = not in_transform()  # tensors of a transform of torch.func have none
-        self._before = [*zip(names, dressed, map(self._marks, whole), strict=True)]
+        self._before = [*zip(names, restored, map(self._marks, whole), strict=True)]
         self._given, self._shard_versions = given, state.shard_versions()
         self._whole = {id(p): item for p, item in zip(params, whole, strict=True)}
-        shown = {id(p): item for p, item in zip(params, dressed, strict=True)}
+        shown = {id(p): item for p, item in zip(params, restored, strict=True)}
         self._shown = state.swap.show_instead({**shown, **given.full_values(state._handles)})
 
-    def end(self) -> Any:
-        """Forward has ended; the use around this one, which is still the innermost in the default mode."""
+    def end(self) -> HookedUse | None:
         return self._outer
 
-    def check(self, state: _FSDPState) -> None:
+    def check(self) -> None:
         """Raise if forward has written to a gathered parameter, or replaced one: the change would be lost."""
+        state = self._state
         state.swap.check_shown(self._shown)
         for name, tensor, before in self._before:
             if self._marks(tensor) != before:
@@ -67,20 +76,23 @@ class FunctionalUse:
                     "Modify parameters outside forward, or keep what changes in forward in a buffer"
                 )
 
+    def hook_outputs(self, module: nn.Module, output: Any, is_recomputed: bool) -> bool:
+        return True  # autograd finds them by itself
+
     def _marks(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """What changes with a write to the tensor, or with other memory for it."""
+        """Marks that change with a write to the tensor, or with other memory for it."""
         return (tensor._version, *((tensor.data_ptr(), tensor.stride()) if self._has_addresses else ()))
 
     def gathered(self, state: _FSDPState) -> dict[FlatParamHandle, torch.Tensor]:
-        """The flat tensors that were gathered from shards which nobody has written to since."""
+        """The flat tensors that were gathered from shards that were not written to since."""
         if state.shard_versions() != self._shard_versions:
             return {}
         found = {}
         for handle in state._handles:
-            first = self._whole.get(id(handle.unsharded_params[0]))
-            parts = zip(self._given.sharded_parts(handle), handle.faces, strict=True)
-            if first is not None and all(part is face for part, face in parts):
-                flat = torch.empty(0, dtype=handle.param_dtype, device=handle.shard.device)
+            first = self._whole.get(id(handle.unsharded.params[0]))
+            parts = zip(self._given.sharded_parts(handle), handle.sharded_params, strict=True)
+            if first is not None and all(part is sharded for part, sharded in parts):
+                flat = torch.empty(0, dtype=handle.unsharded.dtype, device=handle.shard.device)
                 found[handle] = flat.set_(first.untyped_storage(), 0, (handle.layout.flat_numel,))  # type: ignore[call-overload]
         return found
 
@@ -88,8 +100,8 @@ class FunctionalUse:
 def refuse_accumulated(state: _FSDPState) -> None:
     """Raise if gradients of the group wait for a reduction, which functional mode does not do for them."""
     for handle in state._handles:
-        handle.settle_accumulation()
-    if any(handle.accumulation is not None for handle in state._handles):
+        handle.contributions.follow_zero_grad()
+    if any(handle.contributions.accumulation is not None for handle in state._handles):
         raise RuntimeError(
             f"the fully_shard group {state.name} has gradients that were accumulated without sync, and a forward in "
             "functional mode begins: run the backward that reduces them in the default mode first, or zero_grad()"
@@ -100,30 +112,30 @@ class Gather:
     """One all-gather of one group, or of some of its handles, as its derivatives know it. Tensors are in the order of
     the handles' parameters."""
 
-    def __init__(self, root: RootContext, state: _FSDPState, handles: Sequence[FlatParamHandle] | None = None) -> None:
+    def __init__(self, root: Root, state: _FSDPState, handles: Sequence[FlatParamHandle] | None = None) -> None:
         self._root, self._state = root, state
         self._versions = state.shard_versions()
         self._handles = list(state._handles if handles is None else handles)
-        self._bounds = [0, *accumulate(len(handle.faces) for handle in self._handles)]
-        self.faces = [face for handle in self._handles for face in handle.faces]
+        self._bounds = [0, *accumulate(len(handle.sharded_params) for handle in self._handles)]
+        self.sharded_params = [sharded for handle in self._handles for sharded in handle.sharded_params]
 
     def all_gather(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The whole of every parameter, from sharded parts; zeros where there is none."""
         whole: list[torch.Tensor] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
-            self._root.trace.append(self._state.code | ALL_GATHER)
+            self._root.order.trace.append(self._state.code | ALL_GATHER)
             shard = _shard_of(handle, parts[start:stop])
             storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
-            # Not views: autograd lets nobody use those of a base that was written to, whoever wrote, and names nothing.
+            # Not views: autograd refuses to use those of a base that was written to, by any code, and names nothing.
             whole += [
-                torch.empty(0, dtype=handle.param_dtype, device=shard.device).set_(storage, p.offset, p.shape)  # type: ignore[call-overload]
+                torch.empty(0, dtype=handle.unsharded.dtype, device=shard.device).set_(storage, p.offset, p.shape)  # type: ignore[call-overload]
                 for p in handle.layout.params
             ]
         return whole
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The average over the ranks of gradients of the whole parameters, cut like these; ``None`` where no rank has
-        one."""
+        """The average over the ranks of gradients of the whole parameters, sharded like these; ``None`` where no rank
+        has one."""
         self._state.check_versions(self._versions)
         exchange = _RootExchange.of(self._root)
         exchange.begin()
@@ -131,11 +143,13 @@ class Gather:
         result: list[torch.Tensor | None] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
             if any(used[start:stop]):
-                self._root.trace.append(self._state.code | REDUCE_SCATTER)
+                self._root.order.trace.append(self._state.code | REDUCE_SCATTER)
                 reduced = self._reduce_scatter(handle, grads[start:stop])
                 result += [
-                    make_gradient(reduced[i:j].view(shape), face) if is_used else None
-                    for is_used, face, (i, j, shape) in zip(used[start:stop], handle.faces, handle.runs, strict=True)
+                    make_gradient(reduced[i:j].view(shape), sharded) if is_used else None
+                    for is_used, sharded, (i, j, shape) in zip(
+                        used[start:stop], handle.sharded_params, handle.local_shards, strict=True
+                    )
                 ]
             else:
                 result += [None] * (stop - start)
@@ -151,20 +165,21 @@ class Gather:
         )
 
     def _reduce_scatter(self, handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        flat = torch.zeros(handle.layout.flat_numel, dtype=handle.reduce_dtype, device=handle.shard.device)
-        present = [item for item in zip(handle.full_views_of(flat), grads, strict=True) if item[1] is not None]
+        flat = torch.zeros(handle.layout.flat_numel, dtype=handle.contributions.dtype, device=handle.shard.device)
+        reduction = Reduction(handle.layout, handle.mesh, handle.shard.dtype, flat)
+        present = [item for item in zip(reduction.views, grads, strict=True) if item[1] is not None]
         if present:
             copy_gradients(*map(list, zip(*present)))
-        return self._root.communicator.reduce_scatter_copy(handle, flat)
+        return self._root.communicator.reduce_copy(handle, reduction)
 
 
 def _shard_of(handle: FlatParamHandle, parts: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    if all(part is face for part, face in zip(parts, handle.faces, strict=True)):
+    if all(part is sharded for part, sharded in zip(parts, handle.sharded_params, strict=True)):
         return handle.shard
     shard = torch.zeros_like(handle.shard)
-    for part, face, (start, stop, shape) in zip(parts, handle.faces, handle.runs, strict=True):
+    for part, sharded, (start, stop, shape) in zip(parts, handle.sharded_params, handle.local_shards, strict=True):
         if part is not None:
-            shard[start:stop].view(shape).copy_(face_local(like_face(part, face)))
+            shard[start:stop].view(shape).copy_(local_elements(like_sharded_param(part, sharded)))
     return shard
 
 
@@ -172,7 +187,7 @@ class _RootExchange:
     """The exchanges of one root in functional mode, all of one size, so that any two of them meet: one before the
     reduction of each group, and one at the end of a backward that has reduced."""
 
-    def __init__(self, root: RootContext) -> None:
+    def __init__(self, root: Root) -> None:
         states = root.live_states()
         mesh = states[0].mesh
         handles = [handle for state in states for handle in state._handles]
@@ -184,7 +199,7 @@ class _RootExchange:
         self._has_begun = False
 
     @staticmethod
-    def of(root: RootContext) -> _RootExchange:
+    def of(root: Root) -> _RootExchange:
         known = _exchanges.get(root)
         if known is None:
             known = _exchanges[root] = _RootExchange(root)
@@ -194,7 +209,7 @@ class _RootExchange:
         """A group is about to be reduced in the backward that is running."""
         if not self._has_begun:
             root = self._root()
-            if root is not None and root.has_failed_backward:
+            if root is not None and root.failed_backward is not None:
                 recover_backward(root)
             self._has_begun = True
             queue_end_of_backward(_EndOfBackward(self))
@@ -225,7 +240,7 @@ class _RootExchange:
         self._has_begun = False
         root = self._root()
         if root is not None:
-            root.has_failed_backward = root.has_added = True
+            root.fail_backward(Backward(has_added=True))
 
     def _meet(self, code: int) -> None:
         """Find out whether all ranks have done the same, and are about to do what ``code`` says."""
@@ -234,12 +249,12 @@ class _RootExchange:
         root.communicator.announce_exchange(root, code)
         self._exchange.start(root.order.hash(root, code))
         if not self._exchange.wait():
-            root.has_failed = True
+            root.forward.fail()
             raise_different_order(root, code)
         root.order.close()
 
 
-_exchanges: weakref.WeakKeyDictionary[RootContext, _RootExchange] = weakref.WeakKeyDictionary()
+_exchanges: weakref.WeakKeyDictionary[Root, _RootExchange] = weakref.WeakKeyDictionary()
 
 
 class _EndOfBackward:

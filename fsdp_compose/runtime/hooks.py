@@ -3,7 +3,7 @@
 ::
 
     pre-forward     unshard, prefetch the next group, wait, show the unsharded parameters, alias the inputs
-    post-forward    show the sharded faces, hook the outputs, reshard
+    post-forward    show the sharded parameters, hook the outputs, reshard
     pre-backward    (gradient of an output)  unshard, prefetch the previous group, wait
     post-backward   (gradients of all aliased inputs)  take gradients, reshard, reduce-scatter
 
@@ -38,7 +38,19 @@ from .._torch import (
     temporarily_clear_interpreter_stack,
 )
 from ..flat import explain_refused_access
-from ..group import ForwardRecord, Phase, RootContext, _FSDPState, never_traced, state_of_hooked, tensors_requiring_grad
+from ..group import (
+    Backward,
+    ForwardRecord,
+    GroupUse,
+    HookedUse,
+    Modules,
+    Root,
+    _FSDPState,
+    get_state,
+    never_traced,
+    state_of_hooked,
+    tensors_requiring_grad,
+)
 from ..ragged import toggles
 from .backward import begin_backward, notice_backwards, refuse_double_backward, refuse_unseen_backward
 from .forward import check_after_forward, enter
@@ -50,7 +62,6 @@ from .unseen_writes import look_for_writes, refuse_unseen_writes
 
 _Tensor = torch.Tensor
 _is_grad_enabled = torch.is_grad_enabled
-_NEVER = -1  # no backward has this number
 
 
 class _Use:
@@ -70,7 +81,7 @@ class _Use:
         "versions",
     )
 
-    def __init__(self, state: _FSDPState, record: ForwardRecord, outer: _Use | None) -> None:
+    def __init__(self, state: _FSDPState, record: ForwardRecord, outer: HookedUse | None) -> None:
         self._state = state
         self._record = record
         self._outer = outer
@@ -79,8 +90,9 @@ class _Use:
         self.has_alias = False  # some input requires grad
         self._position = 0
         self._is_outstanding = False  # the state's list of outstanding uses has, or had, this one
-        # The numbers of the backward that reached this use last, and of the one that it has not finished.
-        self._backward = self._active_backward = _NEVER
+        # The backward that reached this use last, and the one that it has not finished.
+        self._backward: Backward | None = None
+        self._active_backward: Backward | None = None
         self.versions = state.shard_versions()
 
     @property
@@ -89,10 +101,15 @@ class _Use:
 
     # ---- forward
 
-    def end(self) -> _Use | None:
-        """Forward has ended; the use around this one."""
+    def end(self) -> HookedUse | None:
         self._has_ended = True
         return self._outer
+
+    def check(self) -> None:
+        """``check_after_forward`` looks at all groups in the default mode together."""
+
+    def hook_outputs(self, module: nn.Module, output: Any, is_recomputed: bool) -> bool:
+        return _hook_outputs(self._state, module, self, output, is_recomputed)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias of an input that requires grad, whose gradient tells that this group's backward is done.
@@ -138,8 +155,8 @@ class _Use:
             self._position = 0
             return
         self._position = len(self._record.hooked)
-        self._record.hooked.append(self._state.index)
-        self._state.outstanding.append(self._record.number)
+        self._record.hooked.append(self._state.place.index)
+        self._state.progress.outstanding.append(self._record.number)
         self._is_outstanding = True
 
     # ---- backward
@@ -149,61 +166,65 @@ class _Use:
         state = self._state
         root = state.root
         assert root is not None
-        if not root.is_in_backward:
-            begin_backward(root)
+        backward = root.backward
+        if backward is None:
+            backward = begin_backward(root)
         elif _is_grad_enabled():
             refuse_double_backward()  # of a backward inside the one that is running
-        number = root.backward_number
-        if self._active_backward == number:
+        if self._active_backward is backward:
             return
-        if self._backward == number:
-            state.is_iterated = True  # by autograd.grad() in a hook, say: this use had been left already
-        self._backward = self._active_backward = number
+        progress = state.backward
+        if self._backward is backward:
+            progress.iterate()  # by autograd.grad() in a hook, say: this use had been left already
+        self._backward = self._active_backward = backward
         outer = self._outer
-        if outer is not None and outer._active_backward != number and outer._has_ended:
-            outer.pre_backward(_grad)  # backward came past its outputs: it may go on to layers before this one
+        if outer is not None:
+            outer.reach(backward, _grad)
         state.check_versions(self.versions)
-        if not state.ran_backward:
-            if root.depth:
+        if not progress.was_reached:
+            if root.forward.depth:
                 refuse_unseen_backward(root, state)
-            elif not state.entries:
+            elif not state.progress.entries:
                 state.refuse_unseen_backward()
-        state.phase = Phase.PRE_BACKWARD
-        state.ran_backward = True
-        state.active_uses += 1
-        if state.active_uses == 1:
+        if progress.reach(self._record.number):
             state.swap.show_unsharded()
-        state.last_use = max(state.last_use, self._record.number)
         unshard(root, state)
-        if self._position and self._record.states is root.states:
+        hints = state.options.backward_prefetch
+        if hints is not None:
+            _prefetch(root, hints)
+        elif self._position and self._record.states is root.states:
             previous = root.states[self._record.hooked[self._position - 1]]()
             if previous is not None:
                 unshard(root, previous)
         wait_for_unshard(root, state)
+
+    def reach(self, backward: object, grad: torch.Tensor) -> None:
+        """A backward has come to a use inside this one, past its outputs: it may go on to layers before that."""
+        if self._active_backward is not backward and self._has_ended:
+            self.pre_backward(grad)
 
     @never_traced
     def post_backward(self, _grad: torch.Tensor) -> None:
         state, number = self._state, self._record.number
         root = state.root
         assert root is not None
-        if self._active_backward != root.backward_number:
+        if self._active_backward is None or self._active_backward is not root.backward:
             return  # another alias of this use came before, or no hook of its outputs did
-        self._active_backward = _NEVER
+        self._active_backward = None
+        outstanding, progress = state.progress.outstanding, state.backward
         if self._is_outstanding:
             self._is_outstanding = False
-            if number in state.outstanding:
-                state.outstanding.remove(number)
-        state.active_uses -= 1
-        if state.active_uses > 0:
+            if number in outstanding:
+                outstanding.remove(number)
+        if not progress.leave():
             return
         state.swap.show_sharded()
-        if state.is_iterated:
-            state.phase = Phase.POST_BACKWARD
+        if progress.is_iterated:
             return  # stays gathered, to be reduced once, at the end of this backward
-        for earlier in state.outstanding:
+        for earlier in outstanding:
             if earlier <= number:
-                state.phase = Phase.POST_BACKWARD
-                reshard(root, state)
+                if not state.options.keeps_after_backward():
+                    reshard(root, state)
                 return
         reduce(root, state)
 
@@ -217,38 +238,41 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     state = state_of_hooked(module)
     task = current_graph_task_id()
     is_recomputed = task != -1 and _is_recomputation(state, task)
-    if not is_recomputed:
-        state.was_functional = state.is_functional
+    past, options = state.past, state.options
+    if not is_recomputed and past.was_functional is not options.is_functional:
+        past.begin_use(options.is_functional)
     has_grad_mode = _is_grad_enabled()
-    if (state.was_functional and has_grad_mode) or in_transform() or is_given(state):
+    if (past.was_functional and has_grad_mode) or in_transform() or is_given(state):
         return _pre_forward_functional(state, module, args, kwargs, is_recomputed)
     if not is_recomputed:
         root = state.root
-        if root is None or not root.depth or state.is_outermost:
+        if root is None or not root.forward.depth or state.place.is_outermost:
             root = enter(state, module)
-        root.depth += 1
-        if has_grad_mode and state.num_toggles != toggles.count:
+        root.forward.enter()
+        if has_grad_mode and past.num_toggles != toggles.count:
             follow_toggles(root, state)
         unshard_for_use(root, state)
         _prefetch_forward(root, state)
-        if len(state.modules) > 1 and not state.pending_modules:
-            state.pending_modules = {id(ref()) for ref in state.modules}
+        if len(state.modules) > 1 and not state.progress.pending_modules:
+            state.progress.pending_modules.update([id(ref()) for ref in state.modules])
     else:
         root = _enter_recompute(state, module)
-        if state.active_uses:
+        if state.backward.active_uses:
             unshard(root, state)  # its backward computes with what was gathered
         else:
             unshard_for_use(root, state)
     wait_for_unshard(root, state)
     use = None
     if has_grad_mode:
-        use = root.innermost = _Use(state, root.record, root.innermost)
-    state.entries.append((sys.exc_info()[1], use, is_recomputed))
+        forward = root.forward
+        use = _Use(state, forward.record, forward.innermost)
+        forward.begin_use(use)
+    state.progress.entries.append((sys.exc_info()[1], use, is_recomputed))
     state.swap.show_unsharded()
-    policy = state.mp_policy
+    policy = options.mp_policy
     dtype = policy.param_dtype if policy.cast_forward_inputs else None
     # A recomputation for a backward that already waits for this group: the original graph has the hooks.
-    if is_recomputed and state.phase is Phase.PRE_BACKWARD and state.active_uses and is_checkpoint_recomputing():
+    if is_recomputed and state.backward.active_uses and is_checkpoint_recomputing():
         use = None
     return prepare_inputs(args, kwargs, dtype, use)
 
@@ -257,27 +281,28 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     """Hide the unsharded parameters again, however forward ended; prepare backward."""
     state = state_of_hooked(module)
-    if not state.entries:
+    progress = state.progress
+    if not progress.entries:
         return None  # pre-forward itself failed
-    entered_with, use, is_recomputed = state.entries.pop()
+    entered_with, use, is_recomputed = progress.entries.pop()
     root = state.root
     assert root is not None
     if use is not None:
-        root.innermost = use.end()
+        root.forward.begin_use(use.end())
     error = sys.exc_info()[1]
     has_failed = error is not None and error is not entered_with
     state.swap.show_sharded()
     if not is_recomputed:
-        root.depth -= 1
-        state.uses_left[use is None] -= 1
-        if not state.uses_left[use is None]:
+        root.forward.leave()
+        progress.uses_left[use is None] -= 1
+        if not progress.uses_left[use is None]:
             _look_for_writes(root, state, module, use)
     if not has_failed:
         try:
-            if isinstance(use, FunctionalUse):
-                use.check(state)
-            if root.depth == 0 and not is_recomputed:
-                if root.has_looked:
+            if use is not None:
+                use.check()
+            if root.forward.depth == 0 and not is_recomputed:
+                if root.forward.written is not None:
                     refuse_unseen_writes(root)
                 check_after_forward(root)
         except RuntimeError:
@@ -289,17 +314,15 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     is_hooked = False
     if use is None:
         _look_at_outputs(state, module, output)
-    elif isinstance(use, FunctionalUse):
-        is_hooked = True  # as far as groups in the default mode are concerned
     else:
-        is_hooked = _hook_outputs(state, module, use, output, is_recomputed)
+        is_hooked = use.hook_outputs(module, output, is_recomputed)
     if not is_recomputed:
         _leave(root, state, module, is_hooked)
-    elif _is_grad_enabled() or state.phase is Phase.PRE_BACKWARD:
+    elif _is_grad_enabled() or state.backward.active_uses:
         root.recomputed.append(state)
     else:
         reshard(root, state)  # no backward follows
-    dtype = state.mp_policy.output_dtype
+    dtype = state.options.mp_policy.output_dtype
     return None if dtype is None else map_tensors(lambda tensor: cast(tensor, dtype), output)
 
 
@@ -313,81 +336,97 @@ def _pre_forward_functional(
         root = state.root
         if is_recomputed:
             root = _enter_recompute(state, module)
-        elif root is None or not root.depth or state.is_outermost:
+        elif root is None or not root.forward.depth or state.place.is_outermost:
             root = enter(state, module)
         assert root is not None
         refuse_accumulated(state)
         if not is_recomputed:
-            root.depth += 1
-            if not state.entries:
+            root.forward.enter()
+            if not state.progress.entries:
                 reshard(root, state)  # what unshard() has gathered ahead is of no use here
                 wait_for_unshard(root, state)  # nor what stays unsharded
-    state.entries.append((sys.exc_info()[1], FunctionalUse(root, state, given), is_recomputed))
-    policy = state.mp_policy
+    state.progress.entries.append((sys.exc_info()[1], FunctionalUse(root, state, given), is_recomputed))
+    policy = state.options.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, None)
 
 
-def _abandon(root: RootContext, state: _FSDPState, is_recomputed: bool) -> None:
+def _abandon(root: Root, state: _FSDPState, is_recomputed: bool) -> None:
     """A forward ended in an exception; in a recomputation this may be activation checkpointing, which stops early."""
     explain_refused_access(sys.exc_info()[1])
     if is_recomputed:
         root.recomputed.append(state)
     else:
-        if root.depth == 0:
-            root.has_failed, root.caller = True, None
+        if root.forward.depth == 0:
+            root.forward.abandon()
             for other in root.live_states():
-                other.latest_use = None
+                other.progress.note_use(None)
             if root.watch is not None:
                 root.watch.newly_kept()  # a backward inside this forward may have needed it: next time it is hooked
         reshard(root, state)
 
 
-def _look_for_writes(root: RootContext, state: _FSDPState, module: nn.Module, use: Any) -> None:
+def _look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: GroupUse | None) -> None:
     """It is time to look whether forward has written to the parameters of the group; if it is at its last module."""
-    if in_transform() or state.pending_modules - {id(module)}:
-        state.uses_left[use is None] = 1
+    if in_transform() or state.progress.pending_modules - {id(module)}:
+        state.progress.uses_left[use is None] = 1
     else:
         look_for_writes(root, state, use is not None, use if isinstance(use, FunctionalUse) else None)
 
 
-def _leave(root: RootContext, state: _FSDPState, module: nn.Module, is_hooked: bool) -> None:
-    if state.pending_modules:
-        state.pending_modules.discard(id(module))
-    if not state.entries:
-        is_kept = state.keeps_unsharded and not _is_grad_enabled()
-        if is_kept or state.pending_modules or not state.reshard_after_forward:
+def _leave(root: Root, state: _FSDPState, module: nn.Module, is_hooked: bool) -> None:
+    progress = state.progress
+    if progress.pending_modules:
+        progress.pending_modules.discard(id(module))
+    if not progress.entries:
+        is_kept = (state.options.keeps_unsharded or state.options.is_held) and not _is_grad_enabled()
+        if is_kept or progress.pending_modules or not state.place.reshards_after_forward:
             for handle in state._handles:
-                handle.is_kept = handle.is_unsharded and not handle.is_resident
+                unsharded = handle.unsharded
+                unsharded.be_left(unsharded.is_allocated and not unsharded.never_freed)
         else:
             reshard(root, state)
-    if root.depth == 0:
+    if root.forward.depth == 0:
         _end_forward(root, is_hooked)
 
 
-def _end_forward(root: RootContext, is_hooked: bool) -> None:
-    """The outermost forward ends: free prefetches that nobody used, and, when no backward will come, everything but
+def _end_forward(root: Root, is_hooked: bool) -> None:
+    """The outermost forward ends: free prefetches that were not used, and, when no backward will come, everything but
     what ``keep_unsharded`` keeps."""
-    root.has_failed = False
-    root.caller = None
+    root.forward.end()
     for state in root.live_states():
+        progress, options = state.progress, state.options
+        stays = options.keeps_unsharded or options.is_held
         for handle in state._handles:
-            is_needed = is_hooked and not (state.pending_modules and state.reshard_after_forward)
-            if handle.is_unsharded and not (handle.is_kept and (is_needed or state.keeps_unsharded)):
+            is_needed = is_hooked and not (progress.pending_modules and state.place.reshards_after_forward)
+            unsharded = handle.unsharded
+            if unsharded.is_allocated and not (unsharded.left_by_forward and (is_needed or stays)):
                 root.communicator.reshard(handle)
-        if state.pending_modules:
-            state.pending_modules.clear()
-        state.latest_use = None
+        if progress.pending_modules:
+            progress.pending_modules.clear()
+        progress.note_use(None)
 
 
-def _prefetch_forward(root: RootContext, state: _FSDPState) -> None:
+def _prefetch_forward(root: Root, state: _FSDPState) -> None:
     """Start the all-gather of the group that came next in the last iteration, if this one goes the same way."""
-    begun, previous = root.record.begun, root.previous.begun
+    forward, index = root.forward, state.place.index
+    begun, previous = forward.record.begun, forward.previous.begun
     i = len(begun)
-    begun.append(state.index)
-    if i + 1 < len(previous) and previous[i] == state.index:
+    begun.append(index)
+    if state.options.forward_prefetch is not None:
+        _prefetch(root, state.options.forward_prefetch)
+    elif i + 1 < len(previous) and previous[i] == index:
         following = root.states[previous[i + 1]]()
         if following is not None:
             unshard(root, following)
+
+
+def _prefetch(root: Root, modules: Modules) -> None:
+    """Start the all-gathers of the groups that the user wants to be gathered ahead; of this root's alone."""
+    for ref in modules:
+        module = ref()
+        other = None if module is None else get_state(module)
+        if other is not None and other.root is root:
+            unshard(root, other)
 
 
 def _is_recomputation(state: _FSDPState, task: int) -> bool:
@@ -399,17 +438,17 @@ def _is_recomputation(state: _FSDPState, task: int) -> bool:
     root = state.root
     if root is None:
         return is_checkpoint_recomputing()  # of a forward before fully_shard()
-    if root.depth and root.forward_task == task:
+    if root.forward.depth and root.forward.task == task:
         return False  # a part of a forward that has begun inside that backward
-    if root.is_in_backward:
+    if root.backward is not None:
         return True
     if not is_checkpoint_recomputing():
         return False
     # The model is wholly inside a checkpoint. Where its forward has left nothing to repeat for, this is another one.
-    return state.was_functional or any(other.outstanding for other in root.live_states())
+    return state.past.was_functional or any(other.progress.outstanding for other in root.live_states())
 
 
-def _enter_recompute(state: _FSDPState, module: nn.Module) -> RootContext:
+def _enter_recompute(state: _FSDPState, module: nn.Module) -> Root:
     """A forward inside backward (activation checkpointing). The groups recomputed before this one are resharded
     unless their backward has begun; the last one stays, since its backward comes next."""
     root = state.root
@@ -420,7 +459,7 @@ def _enter_recompute(state: _FSDPState, module: nn.Module) -> RootContext:
         )
     if root.recomputed:
         for other in root.recomputed:
-            if other is not state and other.phase is not Phase.PRE_BACKWARD:
+            if other is not state and not other.backward.active_uses:
                 reshard(root, other)
         root.recomputed.clear()
     return root
@@ -434,7 +473,7 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
     is_tensor, keeper = isinstance(output, _Tensor), state.swap.kept
     kept = [] if keeper.is_quiet else keeper.new_ones()
     if not is_recomputed:
-        state.latest_use = use
+        state.progress.note_use(use)
     if use.containers is not None:
         kept += use.tensors_put_into_inputs()
     if is_tensor and output.requires_grad and not kept and use.hook_output(output):  # the fast path
@@ -453,7 +492,7 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
         else:
             is_opaque = True
     # (Forward itself may have frozen all.)
-    may_need = use.has_alias or any(p.requires_grad for handle in state._handles for p in handle.unsharded_params)
+    may_need = use.has_alias or any(p.requires_grad for handle in state._handles for p in handle.unsharded.params)
     if keeper.is_quiet and not has_hooks and may_need:
         kept += keeper.new_ones()
     for tensor in kept:
@@ -463,7 +502,7 @@ def _hook_outputs(state: _FSDPState, module: nn.Module, use: _Use, output: Any, 
         is_opaque |= may_need
     if is_opaque:
         _keep_unsharded(state, module, output)
-        state.unhooked_versions = use.versions
+        state.past.note_unhooked(use.versions)
     if has_hooks or is_opaque:
         use.register(is_recomputed)
     return has_hooks or is_opaque
@@ -481,17 +520,19 @@ def _is_parameter_memory(state: _FSDPState, tensor: torch.Tensor) -> bool:
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False
     storage = tensor.untyped_storage()
-    return any(same_storage(storage, handle.storage) for handle in state._handles if handle.is_unsharded)
+    return any(
+        same_storage(storage, handle.unsharded.storage) for handle in state._handles if handle.unsharded.is_allocated
+    )
 
 
 def _keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
     """Backward can enter the group unnoticed: keep it unsharded, and let its parameters' own hooks make sure that the
     end of backward is reached."""
-    if state.is_unhooked or not state._handles:
+    if state.past.is_unhooked or not state._handles:
         return
-    state.is_unhooked = True
+    state.past.stay_unsharded()
     for handle in state._handles:
-        handle.is_pinned = True
+        handle.unsharded.keep_allocated(True)
     notice_backwards(state)
     warnings.warn(
         f"forward of the fully_shard'ed {type(module).__name__} ({state.name}) returned {type(output).__name__}, "

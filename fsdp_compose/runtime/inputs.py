@@ -1,4 +1,4 @@
-"""What goes into a group's forward and comes out of it: tensors, found in arguments and results, cast and aliased."""
+"""The tensors that go into a group's forward and come out of it: found in arguments and results, cast and aliased."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.d
 
 
 class InputWatcher(Protocol):
-    """Who wants to know when gradients of inputs arrive: a forward under grad mode."""
+    """A forward under grad mode, which wants to know when gradients of inputs arrive."""
 
     @property
     def device_type(self) -> str: ...

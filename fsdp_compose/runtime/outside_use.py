@@ -20,37 +20,37 @@ from typing import Any
 import torch
 
 from ..flat import FlatParamHandle, handle_of
-from ..group import ALL_GATHER, RootContext, _FSDPState
-from ..ragged import RaggedDTensor, gather_parameter, gather_runs, scatter_average
+from ..group import ALL_GATHER, Root, _FSDPState, state_of
+from ..ragged import RaggedDTensor, gather_local_shards, gather_parameter, scatter_average
 from .backward import begin_backward
 from .functional import Gather, refuse_accumulated
 
 
-def _place_of(face: torch.Tensor) -> tuple[FlatParamHandle, int, _FSDPState, RootContext] | None:
+def _place_of(sharded: torch.Tensor) -> tuple[FlatParamHandle, int, _FSDPState, Root] | None:
     """Where a sharded parameter is; ``None`` if it is not one, or before the first forward."""
-    place = handle_of(face)
-    if place is None or place[0].group is None:
+    place = handle_of(sharded)
+    if place is None:
         return None
     handle, index = place
-    state = handle.group()
+    state = state_of(handle)
     if state is None or state.root is None:
         return None
     return handle, index, state, state.root
 
 
-def _gather(face: RaggedDTensor) -> torch.Tensor | None:
-    place = _place_of(face)
+def _gather(sharded: RaggedDTensor) -> torch.Tensor | None:
+    place = _place_of(sharded)
     if place is None:
         return None
     handle, index, state, root = place
-    root.trace.append(state.code | ALL_GATHER)
+    root.order.trace.append(state.code | ALL_GATHER)
     root.communicator.announce(handle, "all-gather of a parameter")
     whole: torch.Tensor
-    if state.is_functional or state.was_functional:
+    if state.options.is_functional or state.past.was_functional:
         refuse_accumulated(state)
-        whole = _FunctionalWhole.apply(Gather(root, state, [handle]), index, face)
+        whole = _FunctionalWhole.apply(Gather(root, state, [handle]), index, sharded)
     else:
-        whole = _Whole.apply(face, state.shard_versions())
+        whole = _Whole.apply(sharded, state.shard_versions())
     return whole
 
 
@@ -74,22 +74,21 @@ class _Whole(torch.autograd.Function):
     """The whole of a sharded parameter, in the default mode."""
 
     @staticmethod
-    def forward(ctx: Any, face: RaggedDTensor, versions: Sequence[int]) -> torch.Tensor:
-        ctx.face, ctx.versions = face, versions
-        return gather_runs(face)
+    def forward(ctx: Any, sharded: RaggedDTensor, versions: Sequence[int]) -> torch.Tensor:
+        ctx.sharded, ctx.versions = sharded, versions
+        return gather_local_shards(sharded)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
-        place = _place_of(ctx.face)
+        place = _place_of(ctx.sharded)
         if place is None or _is_through_autograd:  # the model is gone, or this is autograd.grad()
-            return scatter_average(grad, ctx.face), None
+            return scatter_average(grad, ctx.sharded), None
         handle, index, state, root = place
-        if not root.is_in_backward:
-            begin_backward(root)
+        backward = root.backward or begin_backward(root)
         state.check_versions(ctx.versions)
-        if ctx.face.requires_grad:  # else it was frozen after that forward
-            handle.add_outside(index, grad)
-            root.has_outside_grads = True
+        if ctx.sharded.requires_grad:  # else it was frozen after that forward
+            handle.contributions.add_outside(index, grad)
+            backward.note_outside_grads()
         return None, None
 
 
@@ -99,7 +98,7 @@ class _FunctionalWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gather: Gather, index: int, part: RaggedDTensor) -> torch.Tensor:
         ctx.gather, ctx.index = gather, index
-        return gather_runs(part)
+        return gather_local_shards(part)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, Any]:
@@ -112,7 +111,7 @@ class _FunctionalReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gather: Gather, index: int, grad: torch.Tensor) -> Any:
         ctx.gather, ctx.index = gather, index
-        grads: list[torch.Tensor | None] = [None] * len(gather.faces)
+        grads: list[torch.Tensor | None] = [None] * len(gather.sharded_params)
         grads[index] = grad
         return gather.reduce_scatter(grads)[index]
 

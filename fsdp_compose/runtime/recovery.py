@@ -1,4 +1,4 @@
-"""Healing: what an iteration that was interrupted, or a backward that raised, has left is thrown away by all ranks
+"""Recovery: what an iteration that was interrupted, or a backward that raised, has left is thrown away by all ranks
 together.
 """
 
@@ -7,45 +7,45 @@ from __future__ import annotations
 import warnings
 
 from ..comm import RECOVERY_TIMEOUT, failure_of, last_of_every_rank, meet
-from ..group import RootContext, _FSDPState
+from ..group import Root, _FSDPState
 from .steps import stays_unsharded
 
 
-def heal(root: RootContext) -> None:
+def recover(root: Root) -> None:
     """Throw away what an interrupted iteration left, together with all ranks.
 
     Raises:
-        RuntimeError: a rank did not come to the meeting (it may hang in a collective of the interrupted iteration), or
-            the ranks were interrupted at different places, so that collectives are left without a partner.
+        RuntimeError: a rank did not come to the rendezvous (it may hang in a collective of the interrupted iteration),
+            or the ranks were interrupted at different places, so that collectives are left without a partner.
     """
     states = root.live_states()
     for state in states:
         state.swap.restore()
-    is_tainted = _agree_to_heal(root, states)
+    is_tainted = _agree_to_recover(root, states)
     for state in states:
         for handle in state._handles:
             root.communicator.wait(handle)
             handle.drop_iteration(is_tainted)
-            handle.forgive_unsharded_edit()
+            handle.unsharded.forgive_edit()
             root.communicator.reshard(handle)
         state.reset()
     # The watch stays the old one: what the user has changed since the interruption is yet to be noticed.
     root.reset()
-    _tell_of_healing(
+    _warn_of_recovery(
         "the last iteration of a fully_shard'ed model was interrupted (an exception in forward or backward): its",
         is_tainted,
     )
 
 
-def recover_backward(root: RootContext) -> None:
+def recover_backward(root: Root) -> None:
     """Throw away what a backward that raised has left, together with all ranks, while a forward goes on, or before
     another backward.
 
     Raises:
-        RuntimeError: as ``heal``.
+        RuntimeError: as ``recover``.
     """
     states = root.live_states()
-    is_tainted = _agree_to_heal(root, states)
+    is_tainted = _agree_to_recover(root, states)
     for state in states:
         for handle in state._handles:
             handle.drop_iteration(is_tainted)
@@ -53,10 +53,10 @@ def recover_backward(root: RootContext) -> None:
                 root.communicator.reshard(handle)
         state.reset_backward()
     root.reset_backward()
-    _tell_of_healing("a backward of a fully_shard'ed model raised, and the exception was caught: its", is_tainted)
+    _warn_of_recovery("a backward of a fully_shard'ed model raised, and the exception was caught: its", is_tainted)
 
 
-def _agree_to_heal(root: RootContext, states: list[_FSDPState]) -> bool:
+def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
     """Meet all ranks, and end what is in flight; whether older gradients are lost too."""
     root.communicator.announce_recovery(root)
     mesh, count = states[0].mesh, root.order.count
@@ -64,7 +64,7 @@ def _agree_to_heal(root: RootContext, states: list[_FSDPState]) -> bool:
     if mesh.has_peers:
         verdict = meet(
             mesh.shard_group,
-            "healing after an interrupted iteration",
+            "recovery after an interrupted iteration",
             f"{count} {int(is_tainted)}",
             _judge,
             timeout=RECOVERY_TIMEOUT,
@@ -85,7 +85,7 @@ def _agree_to_heal(root: RootContext, states: list[_FSDPState]) -> bool:
     return is_tainted
 
 
-def _tell_of_healing(what: str, is_tainted: bool) -> None:
+def _warn_of_recovery(what: str, is_tainted: bool) -> None:
     lost = ", and so was what had been accumulated before it: all gradients are None" if is_tainted else ""
     warnings.warn(f"{what} gradients were thrown away{lost}", stacklevel=3)
 
@@ -95,7 +95,7 @@ def _judge(payloads: list[str]) -> str:
     if len(set(counts)) > 1:
         listing = ", ".join(f"rank {rank} after {count}" for rank, count in enumerate(counts[:16]))
         return (
-            "an iteration was interrupted at different places on different ranks, and cannot be healed: collectives "
+            "an iteration was interrupted at different places on different ranks, and cannot be recovered: collectives "
             f"are left without a partner ({listing} collectives). Restart the processes from a checkpoint"
         )
     return str(max(int(payload.split()[1]) for payload in payloads))

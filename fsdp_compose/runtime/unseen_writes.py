@@ -22,7 +22,7 @@ import torch
 from .._torch import same_storage, without_modes
 from ..comm import is_on
 from ..flat import FlatParamHandle
-from ..group import END_OF_FORWARD, RootContext, _FSDPState
+from ..group import END_OF_FORWARD, Root, _FSDPState
 from .backward import raise_different_order
 from .functional import FunctionalUse
 
@@ -31,33 +31,33 @@ _CHUNK = 1 << 20  # elements that are compared at a time: what is made for it st
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def look_for_writes(root: RootContext, state: _FSDPState, has_grad_mode: bool, use: FunctionalUse | None) -> None:
+def look_for_writes(root: Root, state: _FSDPState, has_grad_mode: bool, use: FunctionalUse | None) -> None:
     """At the end of a use of a group, whose turn it is, find the parameters that forward has written to.
 
     Args:
         use: in functional mode, which gathers into memory of its own.
     """
     mode = not has_grad_mode
-    gap = state.look_gaps[mode]
-    state.uses_left[mode], state.look_gaps[mode] = gap, 1 if is_on() else min(2 * gap, _MAX_GAP)
+    progress = state.progress
+    gap = progress.look_gaps[mode]
+    progress.uses_left[mode], progress.look_gaps[mode] = gap, 1 if is_on() else min(2 * gap, _MAX_GAP)
     if state.mesh.is_simulated or not root.exchange.is_on:
         return  # nothing is gathered; or the ranks do not exchange any more
-    root.has_looked = True
+    root.forward.note_written()
     with torch.no_grad(), without_modes():
         if use is not None:
             found = {handle: _written(handle, flat) for handle, flat in use.gathered(state).items()}
         else:
-            present = [item for item in state._handles if item.is_unsharded and item.all_gather_work is None]
+            present = [item for item in state._handles if item.unsharded.is_allocated and item.unsharded.work is None]
             found = {handle: [*_put_back(handle), *_written_to_memory(handle)] for handle in present}
     for handle, indexes in found.items():
-        if indexes:
-            root.written.setdefault(handle, set()).update(indexes)
+        root.forward.note_written(handle, indexes)
 
 
-def refuse_unseen_writes(root: RootContext) -> None:
+def refuse_unseen_writes(root: Root) -> None:
     """At the end of a top-level forward that has looked: raise, on every rank, if one rank has found something."""
     states, exchange = root.live_states(), root.forward_exchange
-    written, root.written, root.has_looked = root.written, {}, False
+    written = root.forward.take_written()
     used, starts = exchange.used, root.used_starts
     used[:] = bytes(len(used))
     for handle, indexes in written.items():
@@ -90,23 +90,24 @@ def _put_back(handle: FlatParamHandle) -> list[int]:
     """Find the parameters that are not views of the gathered memory, each in its place, and make them be."""
     displaced = [
         i
-        for i, (param, place) in enumerate(zip(handle.unsharded_params, handle.layout.params, strict=True))
-        if not same_storage(param.untyped_storage(), handle.storage)
+        for i, (param, place) in enumerate(zip(handle.unsharded.params, handle.layout.params, strict=True))
+        if not same_storage(param.untyped_storage(), handle.unsharded.storage)
         or param.storage_offset() != place.offset
         or param.shape != place.shape
         or not param.is_contiguous()
     ]
     if displaced:
-        views = handle.full_views_of(handle.unsharded_base)
+        views = handle.full_views_of(handle.unsharded.memory.shown)
         for i in displaced:
-            handle.unsharded_params[i].data = views[i]
+            handle.unsharded.params[i].data = views[i]
     return displaced
 
 
 def _written_to_memory(handle: FlatParamHandle) -> list[int]:
-    if handle.is_resident or handle.was_written_since_gather():
+    segments = handle.segment_version() if handle.segments else handle.unsharded.gathered.segments
+    if handle.unsharded.never_freed or handle.unsharded.was_written_since_gather(segments):
         return []  # it is the shard's own memory; or other writes are followed, or refused
-    return _written(handle, handle.memory.shown)
+    return _written(handle, handle.unsharded.memory.shown)
 
 
 def _written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
@@ -115,9 +116,11 @@ def _written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
     own = flat[rank * numel : (rank + 1) * numel]
     if not any(_differ(own, handle.shard)):
         return []
-    # What lies between parameters is nobody's.
+    # What lies between parameters belongs to none.
     return [
-        i for i, (start, stop, _) in enumerate(handle.runs) if any(_differ(own[start:stop], handle.shard[start:stop]))
+        i
+        for i, (start, stop, _) in enumerate(handle.local_shards)
+        if any(_differ(own[start:stop], handle.shard[start:stop]))
     ]
 
 

@@ -1,38 +1,39 @@
-"""What the user has changed between two iterations is taken over into the shards, or refused."""
+"""Take over into the shards what the user has changed between two iterations, or refuse it."""
 
 from __future__ import annotations
 
-from ..group import RootContext, Watch, _FSDPState
+from ..flat import reflatten
+from ..group import Root, Watch, _FSDPState
 from .steps import follow_requires_grad
 
 
-def take_over(root: RootContext, states: list[_FSDPState]) -> None:
+def take_over(root: Root, states: list[_FSDPState]) -> None:
     for item in states:
         for handle in item._handles:
-            if handle.has_unsharded_grad():
+            if handle.unsharded.has_grad():
                 _refuse_stray_gradients(item)
             if handle.was_toggled():
                 follow_requires_grad(root, item)
             else:
                 handle.follow_requires_grad()
         item.swap.check_slots()
-        if any(handle.faces_moved() for handle in item._handles):
+        if any(handle.was_moved() for handle in item._handles):
             _reflatten(root, item)
     _refuse_meta(states)
     watch_again(root)
 
 
-def watch_again(root: RootContext) -> None:
+def watch_again(root: Root) -> None:
     """Take a new picture of what the user may change."""
     for part in root.parts:
         owner = part[0]()
         if owner is not None:
-            owner.watch = Watch([state for ref in part if (state := ref()) is not None])
+            owner.follow(Watch([state for ref in part if (state := ref()) is not None]))
 
 
 def _refuse_meta(states: list[_FSDPState]) -> None:
     for state in states:
-        if any(handle.is_meta for handle in state._handles):
+        if any(handle.unsharded.is_meta for handle in state._handles):
             raise ValueError(
                 f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
                 "model.to_empty(device=...) and initialise them before the first forward"
@@ -49,10 +50,10 @@ def _refuse_stray_gradients(state: _FSDPState) -> None:
     )
 
 
-def _reflatten(root: RootContext, state: _FSDPState) -> None:
+def _reflatten(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
-        if handle.faces_moved():
+        if handle.was_moved():
             root.communicator.wait(handle)
-            handle.reflatten()
+            reflatten(handle)
     state.swap.rebuild()
-    state.is_unhooked = state.has_leaf_hooks = False  # the new unsharded parameters have no hooks yet
+    state.past.have_new_parameters()

@@ -1,7 +1,7 @@
-"""What only an accelerator can show: streams, the caching allocator, host synchronisation. One GPU is enough.
+"""Behaviour that only an accelerator can show: streams, the caching allocator, host synchronisation. One GPU is enough.
 
-``nccl`` is a real group of one rank: with a cast, parameters are copied and gathered on the side stream. ``fake`` plays
-one of several ranks: memory and the order of work are real, numbers are not.
+``nccl`` is a real process group of one rank: with a cast, parameters are copied and gathered on the side stream.
+``fake`` plays one of several ranks: memory and the order of work are real, numbers are not.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compose import MixedPrecisionPolicy
-from fsdp_compose.flat.reduction import Communicator
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.flat.communicator import Communicator
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.models import GPT, batches, gpt_loss, sgd, shard_gpt
 
 pytestmark = pytest.mark.gpu

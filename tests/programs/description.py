@@ -1,4 +1,4 @@
-"""What a program is: plain data that can be pickled, and printed as it is written in Python."""
+"""The description of a program: plain data that can be pickled, and printed as it is written in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may do to a parameter, or to the whole model, between iterations."""
+"""Changes that a user may make to a parameter, or to the whole model, between iterations."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard
-from fsdp_compose.group.state import get_state
+from fsdp_compose.group.registry import get_state
 
 from .description import EDITORS, INNER_BACKWARDS, LEAVES, Group, Part, Program
 
@@ -27,7 +27,7 @@ class ImpossibleError(Exception):
 
 
 class Trip:
-    """What the modules of a model are told. Counts how often forward, or backward, reaches a module of the model;
+    """Instructions to the modules of a model. Counts how often forward, or backward, reaches a module of the model;
     raises the time it is told to.
 
     Attributes:

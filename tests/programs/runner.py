@@ -30,8 +30,8 @@ from fsdp_compose import (
 from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import StateDictOptions, get_state_dict, set_state_dict
 from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.flat.flat_param import handle_of
-from fsdp_compose.group.state import _get_fsdp_handles, _get_fsdp_states, get_state
+from fsdp_compose.flat.registry import handle_of
+from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.observed_hooks import ObservedHooks
 
 from .description import Action, Program, parts_of
@@ -71,11 +71,11 @@ class Runner:
         self.hooks = ObservedHooks(program.hooks, may_repeat, has_inner_roots=not program.shards_root)
         self.hooks.register(list(self.model.parameters()), self.twins, slice(0, num_early))
         self.shard(built, mesh)
-        self.hooks.register(self.faces, self.twins, slice(num_early, None))
+        self.hooks.register(self.params, self.twins, slice(num_early, None))
         self.optimizers = [self.make_optimizer(model) for model in (self.model, self.reference)]
         self.differences: list[str] = []
         self.generator = torch.Generator().manual_seed(1)
-        self.is_exact = all(param.dtype == torch.float64 for param in self.faces)
+        self.is_exact = all(param.dtype == torch.float64 for param in self.params)
         self.has_unreduced = self.lags = False
         self.num_forwards = 0
 
@@ -86,14 +86,14 @@ class Runner:
 
     def shard(self, built: list[Module], mesh: DeviceMesh) -> None:
         shard(self.program, self.roots[0], built, mesh)
-        self.faces = list(self.model.parameters())
+        self.params = list(self.model.parameters())
         self.roots[0].trip.rank = self.rank
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         is_flat = self.program.optimizer == "flat"
-        params = flat_parameters(model) if is_flat and self.faces and model is self.model else list(model.parameters())
+        params = flat_parameters(model) if is_flat and self.params and model is self.model else list(model.parameters())
         params = params or [nn.Parameter(torch.zeros(1))]
-        if is_flat:  # where a gradient of zero is none: in a flat parameter it is
+        if is_flat:  # where a gradient of zero is none: in a flat view it is
             return torch.optim.SGD(params, lr=0.1)
         if self.program.optimizer == "sgd":
             return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -120,7 +120,7 @@ class Runner:
         self.num_forwards += 1
         model.trip.number = reference.trip.number = self.num_forwards
         model.trip.num_local_losses = 0
-        term = term if self.faces else ""
+        term = term if self.params else ""
         terms = self.terms_on(at, term) if "before" in term else None
         self.lags = False
         with warnings.catch_warnings(record=True) as caught:
@@ -146,23 +146,23 @@ class Runner:
 
     def terms_on(self, at: int, term: str) -> Losses:
         """Terms of the loss on parameter number ``at`` itself."""
-        index = at % len(self.faces)
-        face, twin = self.faces[index], self.twins[index]
+        index = at % len(self.params)
+        sharded, twin = self.params[index], self.twins[index]
         # The gradient of a whole tensor goes the way of the group's own; other terms bring theirs through autograd.
-        goes_with_group = term != "norm" and handle_of(face)[0].group().root is not None
-        with_terms = {index} if face.requires_grad and not goes_with_group else set()
+        goes_with_group = term != "norm" and handle_of(sharded)[0].owner().root is not None
+        with_terms = {index} if sharded.requires_grad and not goes_with_group else set()
         if term.startswith("product"):  # as a loss computed by F.linear(x, weight) outside of forward
-            ours = (face.full_tensor().sum() * (self.rank + 1)).square()
+            ours = (sharded.full_tensor().sum() * (self.rank + 1)).square()
             factors = range(1, self.world_size + 1)
             theirs = [(twin.sum() * i).square() / self.world_size for i in factors]
             return Losses(ours, theirs, with_terms, goes_with_group)
         if term == "norm":
-            ours, theirs = face.norm().full_tensor(), twin.norm()
+            ours, theirs = sharded.norm().full_tensor(), twin.norm()
         else:
             # Plain autograd takes what forward writes to .data for what the term was computed from.
             parts = [module.part.kind for module in self.reference.modules() if isinstance(module, Module)]
             whole = twin.clone() if "edits data" in parts else twin
-            ours, theirs = face.full_tensor().square().sum(), whole.square().sum()
+            ours, theirs = sharded.full_tensor().square().sum(), whole.square().sum()
         return Losses(ours, [theirs / self.world_size] * self.world_size, with_terms, goes_with_group)
 
     def backward(self, losses: Losses, retain: bool = False) -> None:
@@ -175,15 +175,15 @@ class Runner:
             raise ImpossibleError from error
         losses.ours.backward(retain_graph=retain)
         self.note_unreduced(losses.reaches_groups)
-        self.differences += self.hooks.check(self.faces, losses.with_terms, losses.reaches_groups)
+        self.differences += self.hooks.check(self.params, losses.with_terms, losses.reaches_groups)
 
     def note_unreduced(self, reaches_groups: bool = True) -> None:
         """A backward has run."""
         had_unreduced = self.has_unreduced
-        self.has_unreduced = not all(state.requires_gradient_sync for state in _get_fsdp_states(self.model))
+        self.has_unreduced = not all(state.options.requires_gradient_sync for state in _get_fsdp_states(self.model))
         if had_unreduced and not (self.program.shards_root and reaches_groups):
             # Each child may be a root of its own: those that no backward has reached keep what they have accumulated.
-            self.has_unreduced |= any(type(param.grad) is UnreducedGradient for param in self.faces)
+            self.has_unreduced |= any(type(param.grad) is UnreducedGradient for param in self.params)
 
     def do_train(self, action: Action, what: str) -> None:
         """``how``: the order of forwards and backwards."""
@@ -191,8 +191,8 @@ class Runner:
         of_first, of_second = {"": (0, 0), "other": (1, 1), "both": (0, 1)}[action.root if has_others else ""]
         with nullcontext() if action.sync else no_sync(self.model):
             first = self.losses(self.inputs(), action.term, action.at, of_first)
-            if action.toggles and self.faces:
-                for param in (self.faces[action.at % len(self.faces)], self.twins[action.at % len(self.faces)]):
+            if action.toggles and self.params:
+                for param in (self.params[action.at % len(self.params)], self.twins[action.at % len(self.params)]):
                     param.requires_grad_(not param.requires_grad)
             if action.how == "":
                 self.backward(first)
@@ -261,7 +261,7 @@ class Runner:
         if not all(loss.requires_grad for loss in losses.theirs):
             return
         penalties = []
-        for loss, params in ((losses.ours, self.faces), (sum(losses.theirs), self.twins)):
+        for loss, params in ((losses.ours, self.params), (sum(losses.theirs), self.twins)):
             params = [param for param in params if param.requires_grad]
             grads = torch.autograd.grad(loss, params, allow_unused=True, create_graph=True) if params else ()
             whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads if grad is not None]
@@ -284,7 +284,7 @@ class Runner:
         self.do_zero(action, what)
 
     def do_zero(self, action: Action, what: str) -> None:
-        # Of flat parameters whose gradients are dropped the others hear at the next forward.
+        # Where flat views drop gradients, the sharded parameters do so when the next forward begins; and the reverse.
         self.lags = self.program.optimizer == "flat" and action.how != "keep"
         if action.how == "model":
             self.model.zero_grad()
@@ -311,7 +311,7 @@ class Runner:
         for model, chosen in ((self.model, pairs[index][0]), (self.reference, pairs[index][1])):
             EDITS[action.how](model, chosen)
         if self.has_unreduced:
-            self.has_unreduced = any(type(param.grad) is UnreducedGradient for param in self.faces)
+            self.has_unreduced = any(type(param.grad) is UnreducedGradient for param in self.params)
 
     def do_set_reshard(self, action: Action, what: str) -> None:
         state = [module for module in self.model.modules() if get_state(module) is not None]
@@ -327,12 +327,12 @@ class Runner:
 
     def do_summon(self, action: Action, what: str) -> None:
         """Full parameters between iterations; ``how``: what is done to one of them."""
-        if not self.faces:
+        if not self.params:
             return
         with_grads = action.how == "scale its gradient" and not self.lags
         if with_grads:
             self.drop_unreduced()
-        index = action.at % len(self.faces)
+        index = action.at % len(self.params)
         name, twin = list(self.reference.named_parameters())[index]
         with summon_full_params(
             self.model, writeback=action.how != "look", offload_to_cpu=action.sync, with_grads=with_grads
@@ -351,7 +351,7 @@ class Runner:
 
     def do_checkpoint(self, action: Action, what: str) -> None:
         """State dicts (``how``) are made, everything is changed, and they are loaded into another optimizer."""
-        if not self.faces:
+        if not self.params:
             return
         is_full = action.how != "sharded"
         options = StateDictOptions(
@@ -363,8 +363,8 @@ class Runner:
         )
         saved = copy.deepcopy(get_state_dict(self.model, self.optimizers[0], options=options))
         with torch.no_grad():
-            for face in self.faces:
-                face.mul_(-3)
+            for sharded in self.params:
+                sharded.mul_(-3)
         self.optimizers[0] = self.make_optimizer(self.model)
         set_state_dict(
             self.model, self.optimizers[0], model_state_dict=saved[0], optim_state_dict=saved[1], options=options
@@ -373,12 +373,12 @@ class Runner:
     def do_restart(self, action: Action, what: str) -> None:
         """As a program that is started again: a new process group, a new model, and what the first one has saved."""
         options = StateDictOptions(full_state_dict=True, keep_foreign_params=True)
-        saved = copy.deepcopy(get_state_dict(self.model, self.optimizers[0], options=options)) if self.faces else None
+        saved = copy.deepcopy(get_state_dict(self.model, self.optimizers[0], options=options)) if self.params else None
         models, built = build(self.program)
         self.hold(models)
         self.shard(built, restart_process_group(is_whole=action.sync))
-        for face, twin in zip(self.faces, self.twins, strict=True):
-            face.requires_grad_(twin.requires_grad)
+        for sharded, twin in zip(self.params, self.twins, strict=True):
+            sharded.requires_grad_(twin.requires_grad)
         self.optimizers[0] = self.make_optimizer(self.model)
         if saved is not None:
             set_state_dict(
@@ -396,13 +396,13 @@ class Runner:
     # ---- comparing
 
     def compare(self, what: str) -> None:
-        if any(ours is not face for ours, face in zip(self.model.parameters(), self.faces, strict=True)):
+        if any(ours is not sharded for ours, sharded in zip(self.model.parameters(), self.params, strict=True)):
             self.differences.append(f"{what}: model.parameters() are other objects")
         expected = dict(self.reference.named_parameters())
-        for name, face in self.model.named_parameters():
+        for name, sharded in self.model.named_parameters():
             twin = expected[name]
-            self.check_run(face, face, twin.detach(), f"{what}: {name}")
-            grad = face.grad
+            self.check_local_shard(sharded, sharded, twin.detach(), f"{what}: {name}")
+            grad = sharded.grad
             if self.lags:
                 continue
             if (grad is None) != (twin.grad is None):
@@ -410,26 +410,26 @@ class Runner:
             elif grad is not None and type(grad) is not UnreducedGradient:
                 if self.has_unreduced:
                     continue
-                self.check_run(face, grad, twin.grad, f"{what}: gradient of {name}")
+                self.check_local_shard(sharded, grad, twin.grad, f"{what}: gradient of {name}")
             elif grad is not None and not self.has_unreduced:
                 self.differences.append(f"{what}: the gradient of {name} is not reduced")
         for handle in _get_fsdp_handles(self.model):
-            if handle.all_gather_work is not None or handle.reduce_work is not None:
+            if handle.unsharded.work is not None or handle.contributions.is_reducing:
                 self.differences.append(f"{what}: a collective of {handle.fqns} is in flight")
-            if any(param.grad is not None for param in handle.unsharded_params):
+            if any(param.grad is not None for param in handle.unsharded.params):
                 self.differences.append(f"{what}: an unsharded gradient was left in {handle.fqns}")
 
-    def check_run(self, face: nn.Parameter, tensor: torch.Tensor, whole: torch.Tensor, what: str) -> None:
-        """This rank's elements."""
-        place = handle_of(face)
+    def check_local_shard(self, sharded: nn.Parameter, tensor: torch.Tensor, whole: torch.Tensor, what: str) -> None:
+        """Compare the elements of this rank."""
+        place = handle_of(sharded)
         if place is None:
             self.differences.append(f"{what}: is not sharded")
             return
         handle, index = place
-        run = handle.layout.run(index, self.rank)
+        part = handle.layout.local_shard(index, self.rank)
         assert isinstance(tensor, RaggedDTensor), f"{what}: {type(tensor)}"
         got = tensor.to_local().detach().reshape(-1)
-        self.check_close(got, whole.reshape(-1)[run.param_start : run.param_start + run.numel], what)
+        self.check_close(got, whole.reshape(-1)[part.param_start : part.param_start + part.numel], what)
 
     def check_close(self, got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
         if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -450,10 +450,10 @@ REFUSALS = (
     "the ranks issued different collectives",
     "past its module's outputs",
     "without passing any of its module's",
-    "flat parameters follow at the next one",
+    "flat views follow at the next one",
     "between a forward and its backward, whose gradients would be wrong",
 )
-# Of ranks that run different groups, collectives may not meet at all: then each rank names its own, after the timeout.
+# Where ranks run different groups, collectives may find no partners: then each rank names its own, after the timeout.
 DIVERGED = "another rank died, or did not"
 
 _meshes: dict[int, DeviceMesh] = {}  # by generation: after a failure others are used

@@ -1,5 +1,5 @@
-"""What a folder says that it holds, read without running anything: whoever could write to a file system, or has sent a
-checkpoint, does not thereby run code here.
+"""The contents of a folder, by its own account, read without running anything: writing to a file system, or sending a
+checkpoint, is not enough to run code here.
 
 ``.metadata`` is a pickle. It is read with classes of its own, which exist for that reading only, in the place of the
 few that ``torch.distributed.checkpoint`` needs; every other name in it is refused. What comes out is checked before it
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..._torch import StorageInfo
-from ..moving.agreement import in_words
+from ..moving.agreement import problem_text
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -45,7 +45,7 @@ _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance
 
 @dataclass(frozen=True)
 class Contents:
-    """What a complete checkpoint says that it holds.
+    """The contents of a complete checkpoint, by its own account.
 
     Attributes:
         files: size and checksum by name; of checkpoints that torch wrote, the least size and no checksum.
@@ -128,7 +128,7 @@ def _read_manifest(folder: Path) -> _Manifest | None:
     except OSError:
         raise
     except Exception as error:  # whatever damaged JSON raises
-        raise ValueError(f"{MANIFEST} does not hold what was written: {in_words(error)}") from error
+        raise ValueError(f"{MANIFEST} does not hold what was written: {problem_text(error)}") from error
 
 
 def _path(path: Any) -> tuple[Any, ...]:

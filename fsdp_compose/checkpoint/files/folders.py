@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..moving.agreement import in_words
+from ..moving.agreement import problem_text
 from .contents import MANIFEST, METADATA, Contents, as_text, contents_of
 
 _BLOCK = 16 * 2**20
@@ -170,13 +170,13 @@ def checksum(path: Path) -> int:
 
 
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
-    """What is wrong with the checkpoint in ``folder``; empty if nothing is. Of the files, every ``num_parts``-th is
-    read, beginning with number ``part``."""
+    """The damage of the checkpoint in ``folder``, as text; empty if there is none. Of the files, every ``num_parts``-th
+    is read, beginning with number ``part``."""
     return inspect(folder, part, num_parts)[1]
 
 
 def inspect(folder: Path, part: int = 0, num_parts: int = 1, allow_pickle: bool = False) -> tuple[Contents | None, str]:
-    """What is in the checkpoint in ``folder``, and what is wrong with it, as ``damage``."""
+    """The contents of the checkpoint in ``folder``, and its damage, as ``damage`` gives it."""
     if not folder.is_dir():
         partial = partial_of(folder)
         interrupted = f"; {partial} is a save that was interrupted, and cannot be loaded" if partial.exists() else ""
@@ -191,7 +191,7 @@ def inspect(folder: Path, part: int = 0, num_parts: int = 1, allow_pickle: bool 
     except OSError:
         raise
     except Exception as error:  # whatever damaged JSON and pickles raise
-        reason = str(error) if type(error) in (ValueError, pickle.UnpicklingError) else in_words(error)
+        reason = str(error) if type(error) in (ValueError, pickle.UnpicklingError) else problem_text(error)
         return None, f"{folder} is damaged: its list of files cannot be read ({reason}). Load an earlier checkpoint"
     names = sorted(contents.files)[part::num_parts]
     found = [_damage_of(folder / name, *contents.files[name]) for name in names]

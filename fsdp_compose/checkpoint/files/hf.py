@@ -1,4 +1,6 @@
-"""Models to and from safetensors files in the layout of the Hugging Face hub, one group at a time.
+"""Models to and from safetensors files in the layout of the Hugging Face hub.
+
+Saving gathers one flat parameter at a time, loading reads one tensor at a time.
 
 One file ``model.safetensors``, or several with an index that says which tensor is in which::
 
@@ -19,9 +21,9 @@ import torch.nn as nn
 
 from ...flat import local_of
 from ...ragged import RaggedDTensor
-from ..moving.agreement import agree, attempt, group_of, in_words, is_first, list_problems, or_problem
+from ..moving.agreement import agree, attempt, group_of, is_first, list_problems, or_problem, problem_text
 from ..moving.gathering import gather_values
-from ..moving.layouts import Described, Target, cut_whole
+from ..moving.layouts import Described, Target, shard_whole
 from ..moving.names import ModelNames
 from ..state.model_state import ModelPlan, commit_model, entries_of, plan_model
 from ..state.options import StateDictOptions
@@ -104,7 +106,7 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
 
 
 def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
-    """What is saved, in the order of the flat parameters. Raises RuntimeError if something cannot be."""
+    """The tensors to save, in the order of the flat parameters. Raises RuntimeError if something cannot be."""
     chosen: dict[Any, dict[str, torch.Tensor]] = {}
     for fqn, (_, value) in entries_of(names).items():
         if not isinstance(value, torch.Tensor):
@@ -241,7 +243,7 @@ def _is_faithful(found: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _look_into(folder: Path) -> dict[str, _Stored]:
-    """What the files of a folder hold, by their headers.
+    """The tensors that the files of a folder hold, by their headers.
 
     Raises:
         RuntimeError: something is wrong with them.
@@ -273,7 +275,7 @@ def _read_index(path: Path) -> dict[str, str]:
             if not isinstance(name, str) or Path(name).name != name or "\0" in name:
                 raise ValueError(f"{fqn} is said to be in {name!r}, which is no name of a file in this folder")
     except Exception as error:  # whatever strange JSON raises
-        raise RuntimeError(f"{path} is damaged: {in_words(error)}") from error
+        raise RuntimeError(f"{path} is damaged: {problem_text(error)}") from error
     return weight_map
 
 
@@ -293,7 +295,7 @@ def _read_header(path: Path) -> dict[str, Described]:
     try:
         json.loads(header, object_pairs_hook=_without_twins)  # the library takes the last of two
     except (ValueError, RecursionError) as error:
-        raise RuntimeError(f"{path} is damaged: {in_words(error)}") from error
+        raise RuntimeError(f"{path} is damaged: {problem_text(error)}") from error
     try:
         with safe_open(path, framework="pt") as opened:
             return {fqn: _describe(opened, fqn) for fqn in opened.keys()}
@@ -309,19 +311,19 @@ def _describe(file: Any, fqn: str) -> Described:
 
 
 def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
-    """What this rank holds of a stored tensor, with memory of its own."""
+    """This rank's part of a stored tensor, with memory of its own."""
     from safetensors import safe_open
 
     like = target.like
     with safe_open(stored.path, framework="pt") as file:
         if not isinstance(like, RaggedDTensor):
             whole = file.get_tensor(fqn)
-            return cut_whole(whole, target) if hasattr(like, "placements") else whole.to(target.device)
+            return shard_whole(whole, target) if hasattr(like, "placements") else whole.to(target.device)
         spec = like._spec.with_dtype(stored.described.dtype)
         if spec.is_only_ragged and not spec.ragged.flat and spec.shape:
             rows = spec.ragged.starts[spec.rank : spec.rank + 2]
             local = file.get_slice(fqn)[rows[0] : rows[1]]
         else:
-            local = local_of(cut_whole(file.get_tensor(fqn), Target(like)))
+            local = local_of(shard_whole(file.get_tensor(fqn), Target(like)))
         # A copy: what safetensors returns keeps the memory of the whole tensor.
         return RaggedDTensor(local.to(target.device, copy=True).view(spec.local_shape), spec)

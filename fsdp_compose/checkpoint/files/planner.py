@@ -1,4 +1,4 @@
-"""``LoadPlanner``: loads optimizer dicts as they were saved, whatever state and groups the optimizer has now.
+"""``LoadPlanner``: loads optimizer dicts as they were saved, whatever state and parameter groups the optimizer has now.
 ``SavePlanner``: saves shards without copies of them."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _by_name(tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], path: tupl
 
 
 class _Saved:
-    """What a checkpoint holds of one optimizer.
+    """The entries of a checkpoint for one optimizer.
 
     Attributes:
         groups, state: where values are in the optimizer's dict, by key in the checkpoint.
@@ -127,8 +127,8 @@ class _Saved:
         return torch.zeros(saved.size, dtype=saved.properties.dtype)
 
     def state_place(self, key: str, fqn: str, rest: Sequence[Any], entries: Mapping[str, Any]) -> Any:
-        """Something to load state of a parameter into: what is there, if it can take it, or a place cut like the
-        parameter or like other state of it.
+        """Something to load state of a parameter into: what is there, if it can take it, or a place sharded
+        like the parameter or like other state of it.
 
         Args:
             rest: where it is in the state of the parameter, which is ``entries`` now.

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 
-from ..moving.agreement import in_words
+from ..moving.agreement import problem_text
 from .contents import Contents
 from .planner import LoadPlanner
 
@@ -25,7 +25,7 @@ _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in torch's error about a value that 
 
 
 class Told(RuntimeError):
-    """An error in words, which can be sent to the other ranks, whatever object of the user's has raised it."""
+    """An error as text, which can be sent to the other ranks, whatever object of the user's has raised it."""
 
 
 class Refused(Told):
@@ -44,9 +44,9 @@ def telling() -> Iterator[None]:
 
 
 def _with_reason(error: Exception) -> str:
-    """In words, with what the system has said: torch's writer, closed after a disk was full, speaks of positions in a
-    file only."""
-    text, earlier = in_words(error), error.__cause__ or error.__context__
+    """An error as text, with what the system has said: torch's writer, closed after a disk was full, speaks of
+    positions in a file only."""
+    text, earlier = problem_text(error), error.__cause__ or error.__context__
     while earlier is not None and not isinstance(earlier, OSError):
         earlier = earlier.__cause__ or earlier.__context__
     return text if earlier is None or isinstance(error, OSError) else f"{earlier} ({text})"
@@ -101,6 +101,6 @@ class _Checking:
         what = f"refers to {found[1]}" if found else "is no plain value"
         return (
             f"{item.storage_index.fqn} in {self._contents.folder} {what}: unpickling it could run any code. Load with "
-            "allow_pickle=True if nobody else could have written there; or save tensors, numbers, texts and plain "
+            "allow_pickle=True if no one else could have written there; or save tensors, numbers, texts and plain "
             "containers of such only"
         )

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...comm import noticing_loss
-from ..moving.agreement import agree, attempt, has_peers, in_words, or_problem, text_of_first_rank
+from ..moving.agreement import agree, attempt, has_peers, or_problem, problem_text, text_of_first_rank
 from ..moving.gathering import empty_on
 from ..moving.layouts import Target
 from .contents import MANIFEST, METADATA, NUMBERS, mark
@@ -158,13 +158,13 @@ def load(
 
     Args:
         state_dict: what ``save`` was given, from the model and the optimizer to load into. Keys that it lacks are not
-            loaded, but optimizers get the state and the groups that were saved. Tensors on the meta device are replaced
-            by loaded ones.
+            loaded, but optimizers get the state and the parameter groups that were saved. Tensors on the meta device
+            are replaced by loaded ones.
         folder: of the checkpoint.
         process_group: the ranks; default: all.
         planner: default: ``LoadPlanner()``.
         allow_pickle: unpickle values that are more than tensors, numbers, texts and plain containers of such. That can
-            run any code: only for checkpoints of which nobody else could have changed a byte.
+            run any code: only for checkpoints of which no one else could have changed a byte.
 
     Raises:
         ValueError: ``folder`` is an address on a network.
@@ -207,8 +207,8 @@ def load(
 
 
 def _places(plain: dict[str, Any] | None) -> dict[str, Any]:
-    """What torch.distributed.checkpoint may load into and change: the user's containers are not touched before
-    everything has been read."""
+    """A state dict that torch.distributed.checkpoint may load into and change: the user's containers are not touched
+    before everything has been read."""
     state: dict[str, Any] = with_string_keys(plain or {})
     with torch.inference_mode(False):
         _give_memory(state)
@@ -231,7 +231,7 @@ def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 plain[key] = value.state_dict()
             except Exception as error:
-                raise RuntimeError(f"state_dict() of {key} raised {in_words(error)}") from error
+                raise RuntimeError(f"state_dict() of {key} raised {problem_text(error)}") from error
     return plain
 
 
@@ -246,7 +246,7 @@ def _give_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
             before.load_state_dict(value)
         except Exception as error:
             raise RuntimeError(
-                f"everything was read, but load_state_dict() of {key} raised {in_words(error)}"
+                f"everything was read, but load_state_dict() of {key} raised {problem_text(error)}"
             ) from error
 
 

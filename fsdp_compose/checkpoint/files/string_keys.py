@@ -35,7 +35,7 @@ def paths_of_numbers(value: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def give_back(before: Any, loaded: Any, numbers: Collection[Path], path: Path = ()) -> Any:
-    """What ``before``, of which ``loaded`` was made ``with_string_keys``, becomes: its dicts stay the same objects.
+    """The values of ``loaded`` in the dicts of ``before``, of which it was made ``with_string_keys``.
 
     Args:
         numbers: the ``paths_of_numbers`` of what was saved.

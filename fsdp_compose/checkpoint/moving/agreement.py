@@ -32,7 +32,7 @@ def group_of(names: ModelNames) -> dist.ProcessGroup | None:
         return None
     groups: list[dist.ProcessGroup] = [handle.mesh.shard_group for handle in handles]
     groups += [m.process_group for m in names.model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
-    in_handles = {id(face) for handle in handles for face in handle.faces}
+    in_handles = {id(sharded) for handle in handles for sharded in handle.sharded_params}
     tensors = [*names.parameters.values(), *names.model.buffers()]
     others = [tensor for tensor in tensors if isinstance(tensor, DTensor) and id(tensor) not in in_handles]
     if any(tensor.device_mesh.ndim > 1 for tensor in others):
@@ -59,15 +59,15 @@ def has_peers(group: dist.ProcessGroup | None) -> bool:
 
 
 def is_first(group: dist.ProcessGroup | None) -> bool:
-    """Whether this is the first rank of the group: the one that gets what only one rank gets."""
+    """Whether this is the first rank of the process group: the one that gets what only one rank gets."""
     if group is None:
         return not dist.is_initialized() or dist.get_rank() == 0
     return group.rank() == 0
 
 
 def attempt(function: Callable[..., _T], *arguments: Any) -> tuple[_T | None, str | Exception]:
-    """Call what may run code of the user's (hooks, ``get_extra_state()``). What that raises is a problem for ``agree``:
-    the other ranks must hear of it."""
+    """Call a function that may run code of the user (hooks, ``get_extra_state()``). An exception from it is a problem
+    for ``agree``: the other ranks must hear of it."""
     try:
         return function(*arguments), ""
     except Exception as error:
@@ -75,13 +75,13 @@ def attempt(function: Callable[..., _T], *arguments: Any) -> tuple[_T | None, st
 
 
 def or_problem(function: Callable[..., str], *arguments: Any) -> str | Exception:
-    """The problem that ``function`` returns in words, or raises; empty if there is none."""
+    """The problem that ``function`` returns as text, or raises; empty if there is none."""
     found, problem = attempt(function, *arguments)
     return problem or found or ""
 
 
-def in_words(problem: str | Exception) -> str:
-    """What a problem is, for an error that other ranks raise too."""
+def problem_text(problem: str | Exception) -> str:
+    """A problem as text, for an error that other ranks raise too."""
     if isinstance(problem, str) or type(problem) is RuntimeError:
         return str(problem)
     return f"{type(problem).__name__}: {problem}"
@@ -101,7 +101,7 @@ def agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], prob
             problem is an exception, that is its cause.
     """
     try:
-        _agree(group, call, facts, in_words(problem))
+        _agree(group, call, facts, problem_text(problem))
     except RuntimeError as error:
         if isinstance(problem, Exception):
             raise error from problem

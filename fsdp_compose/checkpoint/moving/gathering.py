@@ -24,7 +24,7 @@ Key = tuple[Any, ...]
 
 @dataclass
 class _Bundle:
-    """Tensors cut like parameters of one flat parameter, gathered together."""
+    """Tensors sharded like parameters of one flat parameter, gathered together."""
 
     handle: FlatParamHandle
     locals: dict[int, torch.Tensor] = field(default_factory=dict)  # by index of the parameter
@@ -32,15 +32,15 @@ class _Bundle:
 
 
 def facts_of(values: Mapping[Key, Any]) -> list[str]:
-    """What ranks must agree on before they gather ``values``: the sharded tensors, in their order."""
+    """The facts that ranks must agree on before they gather ``values``: the sharded tensors, in their order."""
     return [
-        f"{in_words(key)} of shape {tuple(leaf.shape)}, {leaf.dtype}, {layout_of(leaf)}"
+        f"{key_text(key)} of shape {tuple(leaf.shape)}, {leaf.dtype}, {layout_of(leaf)}"
         for key, leaf in _leaves(values).items()
         if isinstance(leaf, DTensor)
     ]
 
 
-def in_words(key: Key) -> str:
+def key_text(key: Key) -> str:
     """A key as error messages have it."""
     fqn, *path = key
     name = ".".join(map(str, path))
@@ -48,7 +48,7 @@ def in_words(key: Key) -> str:
 
 
 def layout_of(tensor: DTensor) -> str:
-    """Where a tensor has its elements, in words. Not which ranks a mesh has: other ranks may be in another one."""
+    """Where a tensor has its elements, as text. Not which ranks a mesh has: other ranks may be in another one."""
     mesh = tensor.device_mesh
     return f"placed {list(tensor.placements)} on a {mesh.device_type} mesh of shape {tuple(mesh.shape)}"
 
@@ -63,7 +63,7 @@ def gather_values(
 
     Args:
         values: tensors and others.
-        places: for a tensor that is cut like a sharded parameter, where that is.
+        places: for a tensor that is sharded like a parameter, where that is.
         to_cpu: the result is on the CPU.
         rank0_only: the ranks that are not ``is_first`` get an empty dict, and hold no more than their shards.
     """
@@ -104,7 +104,7 @@ class Copies:
         self._made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # (original, which must stay alive, and copy)
 
     def of(self, value: Any) -> Any:
-        """A copy of a tensor, cut in the same way, or of anything else."""
+        """A copy of a tensor, sharded in the same way, or of anything else."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         value = value.detach()
@@ -133,7 +133,7 @@ def _bundle(values: Mapping[Key, Any], places: Mapping[Key, Place | None]) -> di
     found: dict[Key, _Bundle] = {}
     for key, value in values.items():
         place = places.get(key[:2])
-        if place is None or not is_cut_like(value, place):
+        if place is None or not is_sharded_like(value, place):
             continue
         handle, index = place
         bundle = bundles.setdefault((handle, key[1:], value.dtype), _Bundle(handle))
@@ -143,14 +143,14 @@ def _bundle(values: Mapping[Key, Any], places: Mapping[Key, Place | None]) -> di
     return found
 
 
-def is_cut_like(value: Any, place: Place) -> bool:
+def is_sharded_like(value: Any, place: Place) -> bool:
     """Whether ``value`` has its elements where the parameter at ``place`` has them."""
-    face = place[0].faces[place[1]]
+    sharded = place[0].sharded_params[place[1]]
     return (
         isinstance(value, RaggedDTensor)
-        and value.shape == face.shape
-        and isinstance(face, RaggedDTensor)
-        and value._spec.cuts_like(face._spec)
+        and value.shape == sharded.shape
+        and isinstance(sharded, RaggedDTensor)
+        and value._spec.is_sharded_like(sharded._spec)
     )
 
 
@@ -169,7 +169,7 @@ def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key,
 
 
 def _gather_pieces(bundle: _Bundle, rank0_only: bool) -> dict[int, torch.Tensor]:
-    """Whole tensors by index, where they are wanted, from what each rank holds of each: no memory beside them."""
+    """Whole tensors by index, where they are wanted, from each rank's parts of them; no other memory is used."""
     layout, mesh = bundle.handle.layout, bundle.handle.mesh
     group, mine = mesh.shard_group, mesh.shard_rank
     is_wanted = mine == 0 or not rank0_only
@@ -179,7 +179,7 @@ def _gather_pieces(bundle: _Bundle, rank0_only: bool) -> dict[int, torch.Tensor]
     received = []
     for index, local in bundle.locals.items() if is_wanted else ():
         whole = wholes[index] = local.new_empty(layout.params[index].shape)
-        pieces = [whole.view(-1)[run.param_start :][: run.numel] for run in layout.runs_of(index)]
+        pieces = [whole.view(-1)[part.param_start :][: part.numel] for part in layout.local_shards_of(index)]
         pieces[mine].copy_(local.reshape(-1))
         received += [(rank, pieces[rank]) for rank in others(group) if pieces[rank].numel()]
     exchange(sent, received, group)
@@ -189,13 +189,13 @@ def _gather_pieces(bundle: _Bundle, rank0_only: bool) -> dict[int, torch.Tensor]
 def _as_shard(handle: FlatParamHandle, locals_: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The local tensors at their places in a shard: the shard itself, if they are views of it."""
     own = handle.shard.detach()
-    runs = {index: own[start:stop] for index, (start, stop, _) in enumerate(handle.runs)}
-    if all(shares_memory(local, runs[index]) for index, local in locals_.items()):
+    local_shards = {index: own[start:stop] for index, (start, stop, _) in enumerate(handle.local_shards)}
+    if all(shares_memory(local, local_shards[index]) for index, local in locals_.items()):
         return own
     first = next(iter(locals_.values()))
     shard = first.new_zeros(handle.layout.shard_numel)
     for index, local in locals_.items():
-        start, stop, shape = handle.runs[index]
+        start, stop, shape = handle.local_shards[index]
         shard[start:stop].view(shape).copy_(local)
     return shard
 
@@ -216,7 +216,7 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of the storage of what this rank holds of a tensor; 0 if it has none, as tensor subclasses that wrap
+    """The address of the storage of this rank's part of a tensor; 0 if it has none, as tensor subclasses that wrap
     other tensors."""
     local = local_of(tensor)
     if local.layout != torch.strided:
@@ -225,7 +225,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, cut in the same way."""
+    """A copy on the CPU, sharded in the same way."""
     return _with_local(tensor, lambda local: local.to("cpu", copy=True))
 
 

@@ -1,4 +1,4 @@
-"""Given tensors in the layout of a model or an optimizer: cut locally, moved, or sent by the first rank."""
+"""Given tensors in the layout of a model or an optimizer: sharded locally, moved, or sent by the first rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..._torch import dtensor_spec, local_tensor, make_dtensor
-from ...comm import wire
+from ...comm import as_transferable
 from ...ragged import RaggedDTensor, distribute_ragged
 from ..state.nested import map_leaves
-from .gathering import Key, full_tensor, in_words, is_cut_like, layout_of
+from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
 from .names import Place
 
 
@@ -32,7 +32,7 @@ class Target:
 
     Attributes:
         like: a tensor with the shape, placements and device that are wanted; its elements are not touched.
-        place: the flat parameter, if it is cut like a parameter there.
+        place: the flat parameter, if it is sharded like a parameter there.
     """
 
     like: torch.Tensor
@@ -56,7 +56,7 @@ def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
     """
     like = target.like
     if not isinstance(value, DTensor):
-        return cut_whole(value, target) if isinstance(like, DTensor) else value.to(target.device)
+        return shard_whole(value, target) if isinstance(like, DTensor) else value.to(target.device)
     if not isinstance(like, DTensor):
         return full_tensor(value).to(target.device)
     if _is_placed_like(value, like):
@@ -70,19 +70,19 @@ def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
             return distribute_ragged(value, like.device_mesh, like.placements)
         with torch.no_grad():
             return value.redistribute(placements=like.placements)
-    return cut_whole(full_tensor(value), target)
+    return shard_whole(full_tensor(value), target)
 
 
 def fact_of(key: Key, value: Any, target: Target | None, sending: dist.ProcessGroup | None) -> str:
-    """What ranks must agree on before ``value`` is brought to its target.
+    """The fact that ranks must agree on before ``value`` is brought to its target.
 
     Args:
         target: ``None``: it goes nowhere, and every rank has it.
-        sending: the group whose first rank sends its tensors (``from_first_rank``); ``None``: ``in_layout``.
+        sending: the process group whose first rank sends its tensors (``from_first_rank``); ``None``: ``in_layout``.
     """
     if target is None or not isinstance(value, (torch.Tensor, Described)):
-        return in_words(key)
-    return f"{in_words(key)} of shape {tuple(value.shape)}, {value.dtype}, {_movement(value, target, sending)}"
+        return key_text(key)
+    return f"{key_text(key)} of shape {tuple(value.shape)}, {value.dtype}, {_movement(value, target, sending)}"
 
 
 def _movement(value: Any, target: Target, sending: dist.ProcessGroup | None) -> str:
@@ -90,16 +90,16 @@ def _movement(value: Any, target: Target, sending: dist.ProcessGroup | None) -> 
     if sending is not None:
         return "sent in parts" if is_scattered(target, sending) else "sent whole"
     if not isinstance(value, DTensor):
-        return "whole or cut as it is here"
+        return "whole or sharded as it is here"
     if isinstance(like, DTensor) and _is_placed_like(value, like):
-        return "whole or cut as it is here"
+        return "whole or sharded as it is here"
     return f"{layout_of(value)} (here: {layout_of(like) if isinstance(like, DTensor) else 'whole'})"
 
 
 def _is_placed_like(value: DTensor, like: DTensor) -> bool:
     """Whether both have their elements at the same places."""
     if isinstance(value, RaggedDTensor) and isinstance(like, RaggedDTensor):
-        return value._spec.cuts_like(like._spec)
+        return value._spec.is_sharded_like(like._spec)
     return (
         type(value) is type(like)
         and value.shape == like.shape
@@ -108,8 +108,8 @@ def _is_placed_like(value: DTensor, like: DTensor) -> bool:
     )
 
 
-def cut_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
-    """What this rank holds of a whole tensor, which may share its memory. No communication."""
+def shard_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
+    """This rank's part of a whole tensor, which may share its memory. No communication."""
     like, whole = target.like, whole.detach()
     assert isinstance(like, DTensor)
     if not isinstance(like, RaggedDTensor):
@@ -118,7 +118,7 @@ def cut_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
     spec = like._spec.with_dtype(whole.dtype)
     boxes = zip(spec.inner_offsets, spec.inner_shape, strict=True)
     inner = whole[tuple([slice(offset, offset + size) for offset, size in boxes])]
-    start, stop = spec.element_run
+    start, stop = spec.element_range
     local = inner.reshape(-1)[start:stop].view(spec.local_shape).to(target.device)
     return RaggedDTensor(local, spec)
 
@@ -128,7 +128,7 @@ def cut_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
 
 @dataclass
 class _Parcel:
-    """What goes out together: tensors cut like parameters of one flat parameter."""
+    """Tensors that go out together, sharded like parameters of one flat parameter."""
 
     dtype: torch.dtype
     place: Place
@@ -169,7 +169,7 @@ def from_first_rank(
 def is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
     """Whether ``from_first_rank`` sends each rank its part only."""
     place = target.place
-    return place is not None and place[0].mesh.shard_group is group and is_cut_like(target.like, place)
+    return place is not None and place[0].mesh.shard_group is group and is_sharded_like(target.like, place)
 
 
 def _broadcast(given: Any, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
@@ -178,7 +178,7 @@ def _broadcast(given: Any, group: dist.ProcessGroup, device: torch.device) -> to
     if not is_here:
         whole = torch.empty(given.shape, dtype=given.dtype, device=device)
     if whole.numel():
-        dist.broadcast(wire(whole.view(-1)), group=group, group_src=0)
+        dist.broadcast(as_transferable(whole.view(-1)), group=group, group_src=0)
     return whole
 
 
@@ -193,20 +193,20 @@ def _scatter(
         views = handle.full_views_of(flat)
         for key, index in parcel.keys.items():
             views[index].copy_(wanted[key][0])
-        parts = [wire(part) for part in flat.chunk(group.size())] if flat.numel() else []
+        parts = [as_transferable(part) for part in flat.chunk(group.size())] if flat.numel() else []
     if shard.numel():
-        dist.scatter(wire(shard), parts, group=group, group_src=0)
+        dist.scatter(as_transferable(shard), parts, group=group, group_src=0)
     received: dict[Key, torch.Tensor] = {}
     for key, index in parcel.keys.items():
-        start, stop, shape = handle.runs[index]
-        like: Any = handle.faces[index]
+        start, stop, shape = handle.local_shards[index]
+        like: Any = handle.sharded_params[index]
         received[key] = RaggedDTensor(shard[start:stop].view(shape), like._spec.with_dtype(parcel.dtype))
     return received
 
 
 def describe(value: Any) -> Any:
-    """What the other ranks are told of a value, or of what is in lists and dicts: of a tensor shape and dtype, or, if
-    it is a number or no tensor, all."""
+    """A value, or what is in lists and dicts, as the other ranks are told of it: of a tensor shape and dtype; of a
+    number, and of what is no tensor, all."""
 
     def tell(_: Any, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim():

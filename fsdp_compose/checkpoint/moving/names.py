@@ -1,4 +1,4 @@
-"""Canonical FQNs: what a parameter is called before any wrapper or sharding, and which names mean the same tensor."""
+"""Canonical FQNs: the names of parameters before any wrapper or sharding, and which names mean the same tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelNames:
             for name, param in sharded_parameters(module).items():
                 if param is not None:
                     place = handle_of(param)  # also of a full parameter that stands in for a sharded one
-                    tensor = param if place is None else place[0].faces[place[1]]
+                    tensor = param if place is None else place[0].sharded_params[place[1]]
                     self.parameters[canonical + name] = tensor
                     self._names.setdefault(id(tensor), []).append(canonical + name)
 
@@ -86,7 +86,7 @@ class ModelNames:
         return list(dict.fromkeys(place[0] for place in places if place is not None))
 
     def prefixes_of(self, modules: set[nn.Module]) -> list[str]:
-        """What the FQNs below some submodules begin with."""
+        """The prefixes of the FQNs below some submodules."""
         return [canonical for _, canonical, module in _walk(self.model, "", "") if module in modules]
 
 

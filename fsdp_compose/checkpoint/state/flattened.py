@@ -10,7 +10,7 @@ STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     """``{"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], key: value}]}`` with one level of keys:
-    ``state.<fqn>.<key>`` and ``param_groups.<fqn>.<key>``. A group without parameters has no key."""
+    ``state.<fqn>.<key>`` and ``param_groups.<fqn>.<key>``. A parameter group without parameters has no key."""
     result: dict[str, Any] = {}
     for fqn, entries in state[STATE].items():
         _flatten_into(result, f"{STATE}.{fqn}", entries)
@@ -29,8 +29,8 @@ def _flatten_into(result: dict[str, Any], prefix: str, entries: Mapping[str, Any
 
 
 def unflatten(flat: Mapping[str, Any], fqns: Iterable[str], *, strict: bool) -> dict[str, Any]:
-    """The inverse of ``flatten``, with one group for each parameter; ``fqns`` are the names that keys may hold. Keys
-    that hold none of them are left out.
+    """The inverse of ``flatten``, with one parameter group for each parameter; ``fqns`` are the names that keys may
+    hold. Keys that hold none of them are left out.
 
     Raises:
         ValueError: if ``strict``: there are such keys.
@@ -110,4 +110,4 @@ def require_form(state: Mapping[str, Any]) -> None:
             raise ValueError(f"expected a dict as the state of {fqn}; found a {type(entries).__name__}")
     for group in state[GROUPS]:
         if PARAMS not in group:
-            raise ValueError(f"expected {PARAMS!r} in each group; found one with the keys {[*group][:5]}")
+            raise ValueError(f"expected {PARAMS!r} in each parameter group; found one with the keys {[*group][:5]}")

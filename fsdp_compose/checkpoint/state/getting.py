@@ -1,4 +1,4 @@
-"""What getters do: choose, locally, what a state dict will hold; meet; then gather, copy, or neither."""
+"""The getters: choose, locally, what a state dict will hold; meet; then gather, copy, or neither."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _choose(
     submodules: set[nn.Module] | None,
     with_model: bool,
 ) -> tuple[ModelEntries, OptimizerEntries]:
-    """What the state dicts will hold. Local.
+    """The entries that the state dicts will hold. Local.
 
     Raises:
         RuntimeError: they cannot be made.

@@ -1,4 +1,4 @@
-"""What setters do: meet, plan, compare plans, move values, and only then change something."""
+"""The setters: meet, plan, compare plans, move values, and only then change something."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from ..._torch import group_device_types, versions_of, with_versions
-from ..moving.agreement import agree, attempt, group_of, group_of_values, has_peers, in_words, is_true_on_any
-from ..moving.gathering import in_words as in_words_of
+from ..moving.agreement import agree, attempt, group_of, group_of_values, has_peers, is_true_on_any, problem_text
+from ..moving.gathering import key_text
 from ..moving.layouts import describe, on_cpu, share
 from ..moving.names import ModelNames
 from .flattened import GROUPS, STATE, is_flattened, is_numbered, name, require_form, unflatten
 from .model_state import ModelPlan, commit_model, fetch_model, is_extra_state, plan_model
 from .optimizer_plan import OptimizerPlan, commit_optimizers, fetch_optimizers, plan_optimizers
 from .options import StateDictOptions
-from .pending import pending_keys, settle
+from .pending import pending_keys, without_pending
 from .trained import Optimizers, TrainedBy, listed, problem_of, trained_by
 
 
 @dataclass
 class _Given:
-    """What a user wants loaded: of a model, of optimizers, or both; keyed by FQN."""
+    """The state that a user wants loaded: of a model, of optimizers, or both; keyed by FQN."""
 
     model: Mapping[str, Any] | None = None
     optimizers: Mapping[str, Any] | None = None
@@ -69,7 +69,7 @@ def _load_into(
     told = share(ready.told, *sender) if sender is not None else b""
     given = ready.given
     if sender is None and given.optimizers is not None:
-        given.optimizers = {**given.optimizers, STATE: settle(given.optimizers[STATE], group)}
+        given.optimizers = {**given.optimizers, STATE: without_pending(given.optimizers[STATE], group)}
 
     plans, problem = attempt(_plan, names, ready, told, options, sending)
     agree(group, call, plans.facts if plans else [], problem)
@@ -102,7 +102,7 @@ class _Ready:
     @property
     def facts(self) -> list[str]:
         state = self.given.optimizers[STATE] if self.given.optimizers is not None else {}
-        pending = [f"{in_words_of(key)}, for which there is no state yet" for key in pending_keys(state)]
+        pending = [f"{key_text(key)}, for which there is no state yet" for key in pending_keys(state)]
         return [f"{len(self.trained)} optimizers", *pending]
 
 
@@ -141,7 +141,7 @@ def _read(
             state = unflatten(state, known, strict=options.strict)
         elif is_numbered(state):
             if any(param.flat for by in trained for group in by.groups for param in group.params):
-                raise ValueError("an optimizer's own state_dict() numbers its parameters, and these are flat ones")
+                raise ValueError("an optimizer's own state_dict() numbers its parameters, and these are flat views")
             state = name(state, fqns, trained[0].shared_name)
         require_form(state)
     except ValueError as error:
@@ -150,14 +150,14 @@ def _read(
 
 
 def _tell(given: _Given) -> bytes:
-    """What the other ranks are told of what the first one has."""
+    """The first rank's state, as the other ranks are told of it."""
     try:
         model = optimizers = None
         if given.model is not None:
             told = {fqn: (on_cpu if is_extra_state(fqn) else describe)(value) for fqn, value in given.model.items()}
             model = with_versions(told, versions_of(given.model))
         if given.optimizers is not None:
-            given.optimizers = {**given.optimizers, STATE: settle(given.optimizers[STATE], None)}
+            given.optimizers = {**given.optimizers, STATE: without_pending(given.optimizers[STATE], None)}
             state = {fqn: describe(dict(entries)) for fqn, entries in given.optimizers[STATE].items()}
             optimizers = {STATE: state, GROUPS: on_cpu(given.optimizers[GROUPS])}
         return pickle.dumps(_Given(model, optimizers))
@@ -220,8 +220,8 @@ def _meta_problem(trained: list[TrainedBy], plan: ModelPlan) -> str:
         flat = by.on_meta(flat=True)
         if flat:
             return (
-                f"the optimizer trains flat parameters on the meta device ({flat[0]}), which get memory at "
-                "the next forward: load the model first, run a forward, then load the optimizer"
+                f"the optimizer trains flat views on the meta device ({flat[0]}), which get memory at the "
+                "next forward: load the model first, run a forward, then load the optimizer"
             )
         stays = [fqn for fqn in by.on_meta(flat=False) if fqn not in plan.targets]
         if stays:
@@ -246,6 +246,6 @@ def _after(consequence: str, problem: str | Exception) -> str | Exception:
     """A problem that came when something had been changed already."""
     if not problem:
         return ""
-    failure = RuntimeError(f"{in_words(problem)}\n(raised while it was loaded: {consequence})")
+    failure = RuntimeError(f"{problem_text(problem)}\n(raised while it was loaded: {consequence})")
     failure.__cause__ = problem if isinstance(problem, Exception) else None
     return failure

@@ -23,7 +23,7 @@ from .options import StateDictOptions
 
 
 def is_extra_state(fqn: str) -> bool:
-    """Whether it is what nn.Module calls the result of ``get_extra_state()``."""
+    """Whether this is the name that nn.Module gives to the result of ``get_extra_state()``."""
     return fqn.rpartition(".")[2] == "_extra_state"
 
 
@@ -68,7 +68,7 @@ def _refuse_summoned_elsewhere(names: ModelNames) -> None:
 
 @dataclass
 class ModelEntries:
-    """What a state dict of a model will hold.
+    """The entries of a state dict of a model.
 
     Attributes:
         values: live; in a full dict, names of one parameter have one entry.
@@ -82,7 +82,7 @@ class ModelEntries:
 def choose_entries(
     names: ModelNames, options: StateDictOptions, submodules: set[nn.Module] | None = None
 ) -> ModelEntries:
-    """What is asked for. Local.
+    """The entries that are asked for. Local.
 
     Raises:
         RuntimeError: two entries would have one key; or as ``entries_of``.
@@ -135,7 +135,7 @@ def _is_frozen(names: ModelNames, fqn: str) -> bool:
 
 @dataclass
 class ModelPlan:
-    """What loading a state dict into a model will do, decided before anything is changed.
+    """The loading of a state dict into a model, decided before anything is changed.
 
     Attributes:
         given: what is loaded, by FQN (one name of tied parameters); ``Described`` where only the first rank has it.
@@ -145,7 +145,7 @@ class ModelPlan:
         versions: of the format of each submodule, as ``load_state_dict()`` takes them: those that the given dict notes,
             else the present ones, since its keys are compared with the present ones.
         problem: why it cannot be done; empty if it can.
-        sending: the group whose first rank sends its tensors; ``None``: every rank has its own.
+        sending: the process group whose first rank sends its tensors; ``None``: every rank has its own.
     """
 
     names: ModelNames
@@ -160,7 +160,7 @@ class ModelPlan:
 
     @property
     def facts(self) -> list[str]:
-        """What must be the same on every rank."""
+        """The facts that must be the same on every rank."""
         return [fact_of((fqn, ""), value, self.targets.get(fqn), self.sending) for fqn, value in self.given.items()]
 
 
@@ -238,8 +238,8 @@ def fetch_model(plan: ModelPlan, sender: tuple[dist.ProcessGroup, torch.device] 
     Ranks: all ranks of the model.
 
     Args:
-        sender: the group whose first rank sends its tensors, and the device of messages; ``None``: every rank has its
-            own.
+        sender: the process group whose first rank sends its tensors, and the device of messages; ``None``: every rank
+            has its own.
     """
     values = {fqn: value for fqn, value in plan.given.items() if fqn not in plan.targets}
     tensors = {(fqn, ""): (plan.given[fqn], target) for fqn, target in plan.targets.items()}
@@ -276,8 +276,8 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
 
 
 def _assigned(plan: ModelPlan, values: Mapping[str, Any]) -> set[str]:
-    """What is put in the place of what the model has: what is on the meta device, and all that is loaded together with
-    that, by a module that loads by itself or by a hook."""
+    """The values that are put in the place of the model's: those on the meta device, and all that are loaded together
+    with these, by a module that loads by itself or by a hook."""
     on_meta = {fqn for fqn in values if fqn in plan.targets and plan.targets[fqn].like.is_meta}
     assigned = set(on_meta)
     if on_meta:

@@ -35,14 +35,14 @@ class _GroupPlan:
 
 @dataclass
 class OptimizerPlan:
-    """What loading will do to optimizers, decided before anything is changed.
+    """The loading of optimizers, decided before anything is changed.
 
     Attributes:
         state: what each parameter gets, by its FQN; parameters without an entry have no state afterwards. State that is
             of no parameter has its optimizer's ``shared_name``.
         targets: where the tensors among it go, and ``dtypes``: what they become there.
         problem: why it cannot be done; empty if it can.
-        sending: the group whose first rank sends its tensors; ``None``: every rank has its own.
+        sending: the process group whose first rank sends its tensors; ``None``: every rank has its own.
     """
 
     trained: Sequence[TrainedBy]
@@ -55,12 +55,12 @@ class OptimizerPlan:
 
     @property
     def leaves(self) -> dict[Key, Any]:
-        """What is in ``state``, also in lists and dicts."""
+        """Everything in ``state``, also in lists and dicts."""
         return dict(leaves_of(self.state))
 
     @property
     def facts(self) -> list[str]:
-        """What must be the same on every rank."""
+        """The facts that must be the same on every rank."""
         return [fact_of(key, leaf, self.targets.get(key), self.sending) for key, leaf in self.leaves.items()]
 
 
@@ -102,8 +102,8 @@ def plan_optimizers(
 
 
 _REMEDY = (
-    "If the dict was loaded by torch.distributed.checkpoint from an optimizer with other groups, load it with "
-    "fsdp_compose.checkpoint.load(), which takes the groups as they were saved. StateDictOptions(strict=False) accepts "
+    "If the dict was loaded by torch.distributed.checkpoint from an optimizer with other parameter groups, load it "
+    "with fsdp_compose.checkpoint.load(), which takes them as they were saved. StateDictOptions(strict=False) accepts "
     "missing and unexpected names"
 )
 
@@ -113,7 +113,7 @@ class _Saved:
 
     Attributes:
         state: as in the dict.
-        groups: the group that each parameter was saved in; ``without_params``: those without any.
+        groups: the parameter group that each parameter was saved in; ``without_params``: those without any.
     """
 
     def __init__(self, names: ModelNames, given: Mapping[str, Any]) -> None:
@@ -133,7 +133,7 @@ class _Saved:
 
 
 def _merge(own: dict[str, Any], saved: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """The hyperparameters of a group from the groups that its parameters were saved in."""
+    """The hyperparameters of a parameter group from those that its parameters were saved in."""
     merged, conflicts = dict(own), []
     source: dict[str, Mapping[str, Any]] = {}
     for group in {id(group): group for group in saved}.values():
@@ -143,7 +143,7 @@ def _merge(own: dict[str, Any], saved: Sequence[Mapping[str, Any]]) -> tuple[dic
             if key in source and not _is_equal(source[key][key], value):
                 conflicts.append(
                     f"{key} of one parameter group is {source[key][key]!r} for {source[key][PARAMS][0]}, and {value!r} "
-                    f"for {group[PARAMS][0]}: put them into groups of their own"
+                    f"for {group[PARAMS][0]}: put them into parameter groups of their own"
                 )
             merged[key] = value
             source.setdefault(key, group)
@@ -167,7 +167,7 @@ def _plan_param(
     """Plan the state of one parameter; what is wrong with it."""
     fqn = saved.name_of(param)
     if fqn is None:
-        missing = f"missing: {param.fqn}, which the optimizer trains, is in no group of the dict"
+        missing = f"missing: {param.fqn}, which the optimizer trains, is in no parameter group of the dict"
         return [missing] if options.strict else []
     entries = saved.state.get(fqn, {})
     if not entries:
@@ -207,7 +207,7 @@ def _plan_shared(plan: OptimizerPlan, by: TrainedBy, saved: _Saved) -> None:
 def fetch_optimizers(
     plan: OptimizerPlan, sender: tuple[dist.ProcessGroup, torch.device] | None
 ) -> list[dict[str, Any]]:
-    """What each optimizer is to load: its own kind of state dict, with memory of its own. Changes nothing.
+    """The state dict that each optimizer is to load: of its own kind, with memory of its own. Changes nothing.
 
     Ranks: all ranks of the model; ``sender`` as in ``fetch_model``.
     """
@@ -241,7 +241,7 @@ def _pack(by: TrainedBy, groups: Sequence[_GroupPlan], state: Mapping[str, Mappi
 
 
 class _Ours:
-    """A tensor that nobody else refers to."""
+    """A tensor that nothing else refers to."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()  # without what marks it as pending

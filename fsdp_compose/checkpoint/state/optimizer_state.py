@@ -24,7 +24,7 @@ from .trained import TrainedBy
 
 @dataclass
 class OptimizerEntries:
-    """What a state dict of optimizers will hold; live values."""
+    """The entries of a state dict of optimizers; live values."""
 
     values: dict[Key, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)

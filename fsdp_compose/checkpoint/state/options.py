@@ -1,4 +1,4 @@
-"""``StateDictOptions``: what the functions of this package take as ``options``."""
+"""``StateDictOptions``: the ``options`` of the functions of this package."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StateDictOptions:
             Needs ``full_state_dict``.
         flatten_optimizer_state_dict: optimizer dicts have one level, with keys ``state.<FQN>.<name>`` and
             ``param_groups.<FQN>.<name>``. Setters need not be told.
-        keep_foreign_params: what an optimizer trains beside the parameters of the model is kept, under names like
-            ``param_groups.1.params.0`` (its place in the optimizer), instead of being an error.
+        keep_foreign_params: what an optimizer trains in addition to the parameters of the model is kept, under names
+            like ``param_groups.1.params.0`` (its place in the optimizer), instead of being an error.
     """
 
     full_state_dict: bool = False
@@ -52,5 +52,5 @@ class StateDictOptions:
 
 
 def as_options(given: Any) -> StateDictOptions:
-    """What a user has given as ``options``: ours, torch's own, or none."""
+    """The ``options`` that a user has given: ours, torch's own, or none."""
     return StateDictOptions() if given is None else as_ours(StateDictOptions, given, "options")

@@ -92,7 +92,7 @@ def _pickle(twin: torch.Tensor, loaded: _Loaded, protocol: Any) -> Any:
 
 
 def _nothing() -> None:
-    """What a pending tensor is unpickled as."""
+    """The value that a pending tensor is unpickled as."""
 
 
 torch.serialization.add_safe_globals([_nothing])
@@ -115,7 +115,9 @@ def pending_keys(state: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]
     return [(fqn, key) for fqn, entries in state.items() for key, value in entries.items() if is_pending(value)]
 
 
-def settle(state: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
+def without_pending(
+    state: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None
+) -> dict[str, dict[str, Any]]:
     """Optimizer state without what is none: only parameters that have some.
 
     A rank that holds no elements of a tensor has not seen it being loaded; so the ranks ask each other, if there is

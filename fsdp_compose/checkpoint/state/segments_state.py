@@ -1,4 +1,4 @@
-"""State of an optimizer's flat parameters, from that of the parameters in them."""
+"""State of an optimizer's flat views, from that of the parameters in them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .trained import Trained, TrainedGroup
 
 
 def conflict_of(group: TrainedGroup, state: Mapping[str, Mapping[str, Any]], *, is_strict: bool) -> list[str]:
-    """Why flat parameters cannot hold the state that is planned for a group's parameters: one without state beside one
-    that has some (refused if strict, else zero), or different numbers where there is one for all."""
+    """Why flat views cannot hold the state that is planned for the parameters of a parameter group: one without state
+    next to one that has some (refused if strict, else zero), or different numbers where there is one for all."""
     problems = []
     by_number: dict[int, list[Trained]] = {}
     for param in group.params:
@@ -26,7 +26,7 @@ def conflict_of(group: TrainedGroup, state: Mapping[str, Mapping[str, Any]], *, 
         if having and lacking and is_strict:
             problems.append(
                 f"{lacking[0].fqn} has no state and {having[0].fqn} has some, but the optimizer holds both in one flat "
-                "parameter: give it model.parameters(), or let missing state be zero with "
+                "view: give it model.parameters(), or let missing state be zero with "
                 "StateDictOptions(strict=False)"
             )
         problems += _different_scalars(having, state) or _different_nesting(having, state)
@@ -43,7 +43,7 @@ def _different_scalars(params: Sequence[Trained], state: Mapping[str, Mapping[st
             if _is_scalar(value) and _is_scalar(other) and not bool(torch.as_tensor(value == other)):
                 return [
                     f"{key} of {first.fqn} is {_number(other)} and that of {param.fqn} {_number(value)}, but the "
-                    "optimizer holds both in one flat parameter: give it model.parameters()"
+                    "optimizer holds both in one flat view: give it model.parameters()"
                 ]
     return []
 
@@ -54,13 +54,13 @@ def _different_nesting(params: Sequence[Trained], state: Mapping[str, Mapping[st
         if dict(leaves_of(ours)).keys() != dict(leaves_of(theirs)).keys():
             return [
                 f"the state of {params[0].fqn} has {[*ours]} and that of {param.fqn} {[*theirs]}, or lists of other "
-                "lengths, but the optimizer holds both in one flat parameter: give it model.parameters()"
+                "lengths, but the optimizer holds both in one flat view: give it model.parameters()"
             ]
     return []
 
 
 def pack_flat(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of one flat parameter from that of its parameters."""
+    """The state of one flat view from that of its parameters."""
     having = {param.fqn: param for param in params if param.fqn in state}
     if not having:
         return {}

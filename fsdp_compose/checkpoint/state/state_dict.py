@@ -19,8 +19,8 @@ def get_model_state_dict(
     """The state dict of a model, by canonical FQN: as the model was called before any wrapper or sharding.
 
     Sharded tensors are DTensors over the live shards: nothing is communicated or copied. With ``full_state_dict`` they
-    are whole: one collective for each flat parameter, and no more memory than one beside the result. Names of one
-    tensor (tied weights) have one whole tensor.
+    are whole: one collective for each flat parameter, and no more memory than for the result and one of these.
+    Names of one tensor (tied weights) have one whole tensor.
 
     Ranks: with ``full_state_dict`` all ranks of the model, which meet first, in bounded time; else any.
 
@@ -44,7 +44,7 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The state of optimizers: ``{"state": {FQN: {...}}, "param_groups": [{"params": [FQN, ...], ...}]}``.
 
-    It reads: no optimizer steps, no gradient is looked at. For flat parameters (``flat_parameters``) it holds the
+    It reads: no optimizer steps, no gradient is looked at. For flat views (``flat_parameters``) it holds the
     parameters in them, as for any optimizer: DTensors over the live state. A sharded dict holds, for a parameter that
     has no state yet, places that ``torch.distributed.checkpoint`` can load into; they save as "none yet", and what was
     not loaded stays none. A full dict has no entry for it.
@@ -122,9 +122,9 @@ def set_optimizer_state_dict(
         options: see ``StateDictOptions``.
 
     Raises:
-        RuntimeError: on every rank: an optimizer's parameter is in no saved group, or a saved name is not in the model
-            (unless ``strict=False``); a shape does not fit; parameters of one group were saved with different
-            hyperparameters; a flat parameter would have to hold different states; or as ``set_model_state_dict``.
+        RuntimeError: on every rank: an optimizer's parameter is in no saved parameter group, or a saved name is not in
+            the model (unless ``strict=False``); a shape does not fit; parameters of one parameter group were saved with
+            different hyperparameters; a flat view would have to hold different states; or as ``set_model_state_dict``.
     """
     load_into("set_optimizer_state_dict()", model, optimizers, None, optim_state_dict, as_options(options))
 

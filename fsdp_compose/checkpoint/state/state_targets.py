@@ -16,7 +16,7 @@ from .trained import Trained, TrainedBy
 
 
 class StateTargets:
-    """What is known of one parameter's state.
+    """The known facts of one parameter's state.
 
     Args:
         by: the optimizer.

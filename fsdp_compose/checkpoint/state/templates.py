@@ -1,4 +1,4 @@
-"""What an optimizer will keep for a parameter that it has not stepped yet, found out without touching the optimizer.
+"""The state that an optimizer will keep for a parameter that it has not stepped yet, found without touching it.
 
 A stand-in of the optimizer, with its class and hyperparameters, takes one step on tiny tensors of the same number of
 dimensions; the sizes of what it then keeps say what is shaped like the parameter::
@@ -58,7 +58,7 @@ class Templates:
     """The templates of one optimizer; empty where they cannot be known.
 
     Args:
-        hyperparameters: by number of the group, what is to replace the optimizer's own.
+        hyperparameters: by number of the parameter group, what is to replace the optimizer's own.
     """
 
     def __init__(self, optimizer: Optimizer, hyperparameters: Mapping[int, Mapping[str, Any]] | None = None) -> None:
@@ -67,7 +67,7 @@ class Templates:
         self._is_known = _step_is_known(optimizer)
 
     def of(self, group: int, param: torch.Tensor) -> Template:
-        """What the optimizer will keep for a parameter of its group number ``group``."""
+        """The state that the optimizer will keep for a parameter of its parameter group number ``group``."""
         key = (group, max(param.dim(), 1), param.dtype, param.device)
         if key not in self._known:
             values = {**self._optimizer.param_groups[group], **self._hyperparameters.get(group, {})}

@@ -1,4 +1,4 @@
-"""What optimizers train, in terms of the model: parameters by FQN, also where an optimizer holds flat ones."""
+"""The parameters that optimizers train, in terms of the model: by FQN, also where an optimizer holds flat views."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from ...flat import FlatParamHandle, FlatSegment, local_of, segment_owners
+from ...flat import FlatParamHandle, FlatSegment, handle_of_segment, local_of
 from ...group import rebind_optimizer
 from ...ragged import RaggedDTensor
 from ..moving.layouts import Target
@@ -29,29 +29,29 @@ def is_shared_name(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Flat:
-    """A flat parameter of an optimizer."""
+class FlatView:
+    """A flat view that an optimizer trains."""
 
     handle: FlatParamHandle
     segment: FlatSegment
 
     def part(self, state: torch.Tensor, index: int) -> torch.Tensor:
-        """The state of one parameter, a view of that of the flat one."""
-        start, stop, shape = self.handle.runs[index]
+        """The state of one parameter, a view of that of the flat view."""
+        start, stop, shape = self.handle.local_shards[index]
         local = local_of(state.detach())[start - self.segment.start : stop - self.segment.start].view(shape)
-        face: Any = self.handle.faces[index]
-        return RaggedDTensor(local, face._spec.with_dtype(state.dtype))
+        sharded: Any = self.handle.sharded_params[index]
+        return RaggedDTensor(local, sharded._spec.with_dtype(state.dtype))
 
     def is_elementwise(self, state: Any) -> bool:
         """Whether ``state`` holds one number for each element."""
         return isinstance(state, torch.Tensor) and state.dim() == 1 and state.shape == self.segment.parameter.shape
 
     def join(self, parts: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The state of the flat parameter from that of its parameters; zero where there is none."""
+        """The state of the flat view from that of its parameters; zero where there is none."""
         segment, first = self.segment, next(iter(parts.values()))
         local = torch.zeros(segment.stop - segment.start, dtype=first.dtype, device=self.handle.shard.device)
         for index, part in parts.items():
-            start, stop, shape = self.handle.runs[index]
+            start, stop, shape = self.handle.local_shards[index]
             local[start - segment.start : stop - segment.start].view(shape).copy_(local_of(part))
         return segment.placed(local)
 
@@ -65,14 +65,14 @@ class Trained:
         number: of the optimizer's parameter that it is, or is a part of, counted over all groups.
         tensor: the parameter as the model has it.
         place: the flat parameter that it is in.
-        flat: the optimizer's flat parameter that it is a part of, if it is.
+        flat: the optimizer's flat view that it is a part of, if it is.
     """
 
     fqn: str
     number: int
     tensor: torch.Tensor
     place: Place | None
-    flat: Flat | None
+    flat: FlatView | None
 
     @property
     def target(self) -> Target:
@@ -91,12 +91,12 @@ class TrainedGroup:
 
 
 class TrainedBy:
-    """What one optimizer trains.
+    """The parameters that one optimizer trains.
 
     Attributes:
         groups: its parameter groups.
         packed: its own ``state_dict()``, which numbers parameters.
-        foreign: what it trains that the model does not have, in words.
+        foreign: what it trains that the model does not have, as text.
         numel: elements of all its parameters.
         shared: state that it keeps under other keys than its parameters (``state["global"]``).
         shared_name: what stands for an FQN in the place of these keys.
@@ -118,7 +118,7 @@ class TrainedBy:
                 if not found and keep_foreign:
                     found = [Trained(f"param_groups.{number}.params.{i}", index, param, None, None)]
                 if not found:
-                    self.foreign.append(_in_words(type(optimizer).__name__, number, i, group))
+                    self.foreign.append(_text_of_foreign(type(optimizer).__name__, number, i, group))
                 params += found
             self.groups.append(TrainedGroup(number, packed["params"], params))
 
@@ -132,8 +132,8 @@ class TrainedBy:
         return next((param.target.device for group in self.groups for param in group.params), torch.device("cpu"))
 
     def keep_only(self, prefixes: Sequence[str]) -> None:
-        """Forget the parameters whose names begin with none of ``prefixes``, groups that then have none, and state that
-        is of no parameter."""
+        """Forget the parameters whose names begin with none of ``prefixes``, parameter groups that then have none, and
+        state that is of no parameter."""
         if "" in prefixes:
             return
         self.shared = {}
@@ -145,7 +145,7 @@ class TrainedBy:
         self.groups = kept
 
     def on_meta(self, flat: bool) -> list[str]:
-        """Names of parameters without memory: those in flat parameters of the optimizer, or the others."""
+        """Names of parameters without memory: those in flat views of the optimizer, or the others."""
         params = [param for group in self.groups for param in group.params]
         return [param.fqn for param in params if param.tensor.is_meta and (param.flat is not None) == flat]
 
@@ -154,7 +154,7 @@ class TrainedBy:
         return {key: value for key, value in self.packed["param_groups"][group].items() if key not in _NOT_SAVED}
 
     def state_of(self, param: Trained) -> dict[str, Any]:
-        """The optimizer's present state of one parameter; live tensors, but scalars of flat parameters are copies."""
+        """The optimizer's present state of one parameter; live tensors, but scalars of flat views are copies."""
         state = self.packed["state"].get(param.number) or {}
         if param.flat is None or param.place is None:
             return dict(state)
@@ -170,29 +170,29 @@ class TrainedBy:
 
 def _parts(param: torch.Tensor, number: int, names: ModelNames) -> Iterator[Trained]:
     """The parameters of the model that one of the optimizer's is."""
-    owner = segment_owners.get(id(param))
-    handle = owner() if owner is not None else None
+    handle = handle_of_segment(param)
     if handle is None:
         fqns = names.names_of(param)
         if fqns:
             yield Trained(fqns[0], number, param, names.place(fqns[0]), None)
         return
     segment = next(item for item in handle.segments if item.parameter is param)
-    for index in segment.faces:
-        face = handle.faces[index]
-        for fqn in names.names_of(face)[:1]:
-            yield Trained(fqn, number, face, (handle, index), Flat(handle, segment))
+    for index in segment.sharded_params:
+        sharded = handle.sharded_params[index]
+        for fqn in names.names_of(sharded)[:1]:
+            yield Trained(fqn, number, sharded, (handle, index), FlatView(handle, segment))
 
 
-def _in_words(optimizer: str, group: int, index: int, values: dict[str, Any]) -> str:
+def _text_of_foreign(optimizer: str, group: int, index: int, values: dict[str, Any]) -> str:
     named = f" ({values['param_names'][index]!r})" if "param_names" in values else ""
     return (
-        f"parameter {index} of group {group} of the {optimizer}{named}, of shape {tuple(values['params'][index].shape)}"
+        f"parameter {index} of parameter group {group} of the {optimizer}{named}, of shape "
+        f"{tuple(values['params'][index].shape)}"
     )
 
 
 def trained_by(optimizers: Optimizers | None, names: ModelNames, keep_foreign: bool) -> list[TrainedBy]:
-    """What each of the optimizers trains."""
+    """The parameters that each of the optimizers trains."""
     if optimizers is None:
         return []
     return [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(listed(optimizers))]
@@ -207,7 +207,7 @@ def problem_of(trained: Sequence[TrainedBy], names: ModelNames) -> str:
     foreign = [item for by in trained for item in by.foreign]
     if foreign:
         return (
-            f"the model does not have {'; '.join(foreign)}. Register it in the model, or keep it beside the model's "
+            f"the model does not have {'; '.join(foreign)}. Register it in the model, or keep it next to the model's "
             "with StateDictOptions(keep_foreign_params=True)"
         )
     seen: set[str] = set()

@@ -13,28 +13,28 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..._torch import DTensorSpec, TensorMeta, make_dtensor
 from ..edits import note_write_of_all_ranks
 from ..spec import RaggedSpec
-from ..tensor import RaggedDTensor, cut_whole
+from ..tensor import RaggedDTensor, shard_whole
 from .gathering import first_ragged, gather_all
-from .operands import wrap_run
+from .operands import wrap_local_shard
 from .schema import Args, Kwargs
 
 
 def new(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``new_empty(size)`` and the like: cut like ``self`` if it has its shape, else replicated."""
+    """``new_empty(size)`` and the like: sharded like ``self`` if it has its shape, else replicated."""
     tensor, size, *rest = args
     spec = tensor._spec
     if tuple(size) == tuple(spec.shape):
-        return wrap_run(func(tensor._local_tensor, spec.local_shape, *rest, **kwargs), spec)
+        return wrap_local_shard(func(tensor._local_tensor, spec.local_shape, *rest, **kwargs), spec)
     return _replicated(func(tensor._local_tensor, size, *rest, **kwargs), spec)
 
 
 def new_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``new_empty_strided(size, stride)``: a run has no memory format. Autograd makes a leaf's gradient so, when
-    somebody holds the one that has arrived."""
+    """``new_empty_strided(size, stride)``: a local shard has no memory format. Autograd makes a leaf's gradient so when
+    something else holds the one that has arrived."""
     tensor, size, stride = args
     spec = tensor._spec
     if tuple(size) == tuple(spec.shape):
-        return wrap_run(tensor._local_tensor.new_empty(spec.local_shape, **kwargs), spec)
+        return wrap_local_shard(tensor._local_tensor.new_empty(spec.local_shape, **kwargs), spec)
     return _replicated(func(tensor._local_tensor, size, stride, **kwargs), spec)
 
 
@@ -45,8 +45,8 @@ def _replicated(local: torch.Tensor, spec: RaggedSpec) -> DTensor:
 
 
 def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Draws the whole tensor and keeps this rank's run: as on one device, if the ranks' generators agree. What is
-    not of the shape of a sharded tensor is drawn on every rank."""
+    """Draws the whole tensor and keeps this rank's local shard: as on one device, if the ranks' generators agree. What
+    is not of the shape of a sharded tensor is drawn on every rank."""
     name = func._schema.name
     tensor = args[0]
     is_in_place = name.endswith("_")
@@ -61,12 +61,12 @@ def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     _check_generators(func, spec, replicated, kwargs.get("generator"))
     whole = torch.empty(spec.shape, dtype=local.dtype, device=local.device)
     drawn = func(whole, *args[1:], **kwargs)
-    run = cut_whole(drawn, spec)
+    drawn_shard = shard_whole(drawn, spec)
     if is_in_place:
-        local.copy_(run)
+        local.copy_(drawn_shard)
         note_write_of_all_ranks(local)
         return tensor
-    return wrap_run(run, spec)
+    return wrap_local_shard(drawn_shard, spec)
 
 
 def _check_generators(func: Any, spec: RaggedSpec, dims: Iterable[int], generator: Any) -> None:
@@ -91,10 +91,10 @@ def _check_generators(func: Any, spec: RaggedSpec, dims: Iterable[int], generato
 
 
 def make_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.eye(out=p)`` and the like: the whole is made, and cut."""
+    """``torch.eye(out=p)`` and the like: the whole is made, and sharded."""
     target = kwargs["out"]
     whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
     func(*args, **{**kwargs, "out": whole})
-    target._local_tensor.copy_(cut_whole(whole, target._spec))
+    target._local_tensor.copy_(shard_whole(whole, target._spec))
     note_write_of_all_ranks(target._local_tensor)
     return target

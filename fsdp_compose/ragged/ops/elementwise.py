@@ -1,4 +1,4 @@
-"""Element-wise operations, copies and conversions: done on the local runs."""
+"""Element-wise operations, copies and conversions: done on the local shards."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..edits import note_write_of_all_ranks
-from ..tensor import RaggedDTensor, cut_whole
+from ..tensor import RaggedDTensor, shard_whole
 from .gathering import gather_all, write_elsewhere
-from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, wrap_run
+from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, wrap_local_shard
 from .schema import Args, Kwargs, written
 
 
 def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("memory_format") is not None:
-        kwargs = {**kwargs, "memory_format": torch.contiguous_format}  # runs have no other
+        kwargs = {**kwargs, "memory_format": torch.contiguous_format}  # local shards have no other
     targets = written(func, args, kwargs)
     if targets:
         model = targets[0]
@@ -52,16 +52,16 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return gather_all(func, args, kwargs)
     result = func(*local_args, **local_kwargs)
     if targets:
-        note_write_of_all_ranks(model._local_tensor)  # inside a dispatch nobody else does
+        note_write_of_all_ranks(model._local_tensor)  # inside a dispatch nothing else does
         return model
     if isinstance(result, torch.Tensor):
-        return wrap_run(result, spec)
-    return type(result)([wrap_run(item, spec) for item in result])
+        return wrap_local_shard(result, spec)
+    return type(result)([wrap_local_shard(item, spec) for item in result])
 
 
 def copy_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """As ``pointwise``, also from a plain tensor: the whole values, the same on every rank, of which each takes its
-    run. (One that autograd must follow would be mixed with a sharded one.)"""
+    local shard. (One that autograd must follow would be mixed with a sharded one.)"""
     target, source = args[:2]
     is_recorded = source.requires_grad and torch.is_grad_enabled()
     if isinstance(target, RaggedDTensor) and not isinstance(source, DTensor) and source.dim() and not is_recorded:
@@ -70,8 +70,8 @@ def copy_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
                 f"{func}: a tensor of shape {tuple(source.shape)} cannot be copied into a sharded one of shape "
                 f"{tuple(target.shape)}: give the whole values, the same on every rank"
             )
-        local = cut_whole(source.expand(target.shape), target._spec)
-        args = (target, wrap_run(local, target._spec), *args[2:])
+        local = shard_whole(source.expand(target.shape), target._spec)
+        args = (target, wrap_local_shard(local, target._spec), *args[2:])
     return pointwise(func, args, kwargs)
 
 
@@ -101,7 +101,7 @@ def _pointwise_scalar(func: Any, args: Args, kwargs: Kwargs, model: RaggedDTenso
     def operand(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
-        if type(item) is RaggedDTensor and item._spec.cuts_like(model._spec):
+        if type(item) is RaggedDTensor and item._spec.is_sharded_like(model._spec):
             return as_scalar(item._local_tensor)
         if item.dim() > 0:
             raise Larger

@@ -1,4 +1,4 @@
-"""``GatheredView``: what a view of a ``RaggedDTensor`` is where no ragged view exists.
+"""``GatheredView``: a view of a ``RaggedDTensor`` where no ragged view exists.
 
 Made by ``views``; from then on it owns its dispatch: what is written to it reaches the sharded tensor, or raises.
 """
@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from ..._torch import dtensor_spec, local_tensor, make_dtensor
 from ..edits import note_write_of_all_ranks
-from ..tensor import OWNER_ATTRIBUTE, RaggedDTensor, averaged, cut_whole, describe_owner, inference_mode_of
+from ..tensor import OWNER_ATTRIBUTE, RaggedDTensor, averaged, describe_owner, inference_mode_of, shard_whole
 from .schema import map_tensors, writes_through, written
 
 
 class GatheredView(DTensor):
-    """What a view operation on a ``RaggedDTensor`` gives where no ragged view exists: a view of its gathered copy.
+    """The result of a view operation on a ``RaggedDTensor`` where no ragged view exists: a view of its gathered copy.
 
     What is written to it is written to the sharded tensor too, by the operations in ``writes_through``; others raise.
     When the sharded tensor has been written to in the meantime, every use of the copy raises (on the ranks where it
@@ -107,10 +107,10 @@ class GatheredView(DTensor):
                 "Write to the sharded tensor itself, to a slice of its dim 0, or to its to_local()"
             )
         if targets:
-            # Everybody has the whole copy, so that plain tensors among the arguments (indices) are in order.
+            # Every rank has the whole copy, so that plain tensors among the arguments (indices) are in order.
             func(*map_tensors(DTensor, _whole_of, args), **map_tensors(DTensor, _whole_of, kwargs))
             for target in targets:
-                target._source._local_tensor.copy_(cut_whole(target._whole, target._source._spec))
+                target._source._local_tensor.copy_(shard_whole(target._whole, target._source._spec))
                 note_write_of_all_ranks(target._source._local_tensor)
                 target.note_version()
             return targets[0]

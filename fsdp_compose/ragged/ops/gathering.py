@@ -1,7 +1,7 @@
 """Operations that no other module knows: done on whole, plain tensors on every rank, with a warning.
 
 So they need no rule of stock DTensor, and what raises, depending on the elements, raises on every rank. What is written
-to a sharded tensor is written to a whole copy, of which every rank then takes its run.
+to a sharded tensor is written to a whole copy, of which every rank then takes its local shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import current_graph_task_id
 from ..edits import note_write_of_all_ranks
-from ..tensor import OWNER_ATTRIBUTE, RaggedDTensor, cut_whole, describe_owner, gathered
+from ..tensor import OWNER_ATTRIBUTE, RaggedDTensor, describe_owner, gathered, shard_whole
 from .operands import replicated
 from .schema import Args, Kwargs, map_tensors, writes_by_index, written
 
@@ -55,7 +55,7 @@ def first_ragged(values: Any) -> RaggedDTensor:
 
 
 def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``p[mask] = value`` and the like: done on the whole tensor, of which this rank's run is taken back."""
+    """``p[mask] = value`` and the like: done on the whole tensor, of which this rank's local shard is taken back."""
     targets = written(func, args, kwargs)
     if not any(isinstance(item, RaggedDTensor) for item in targets):
         return write_elsewhere(func, targets[0], args, kwargs)
@@ -78,7 +78,7 @@ def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
             raise _unknown_write(func)
     for item in targets:
         assert isinstance(item, RaggedDTensor)
-        item._local_tensor.copy_(cut_whole(wholes[id(item)], item._spec))
+        item._local_tensor.copy_(shard_whole(wholes[id(item)], item._spec))
         note_write_of_all_ranks(item._local_tensor)
     back = {id(wholes[id(item)]): item for item in targets}
     spec = first_ragged(targets)._spec
@@ -122,7 +122,7 @@ def gathered_with_warning(func: Any) -> Callable[[RaggedDTensor], DTensor]:
     def gather(tensor: RaggedDTensor) -> DTensor:
         warn_gathers(func)
         plain = gathered(tensor)
-        # Complete, also where another placement cuts the tensor: stock rules cover that best.
+        # Complete, also where another placement shards the tensor: stock rules cover that best.
         return plain.redistribute(placements=[Replicate()] * plain.device_mesh.ndim)
 
     return gather
@@ -150,7 +150,7 @@ def _refuse_plain_tensors(func: Any, args: Args, kwargs: Kwargs) -> None:
         map_tensors(torch.Tensor, check, (args, kwargs))
 
 
-# What the backward of unbind(), split() and chunk() calls.
+# Called by the backward of unbind(), split() and chunk().
 _JOINS = {_aten.stack.default, _aten.cat.default}
 
 _warned: set[Any] = set()

@@ -15,12 +15,12 @@ from ..edits import note_write_of_all_ranks
 from ..spec import RaggedSpec
 from ..tensor import RaggedDTensor
 from .gathering import gathered_with_warning
-from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, wrap_run
+from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, wrap_local_shard
 from .schema import FUSED_OPTIMIZERS, Args, Kwargs, is_tensors, written_positions
 
 
 def per_element(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``_foreach_*`` and ``_fused_*``: tensor i of every list belongs together."""
+    """``_foreach_*`` and ``_fused_*``: tensors i of all lists belong together."""
     lead = next(i for i, item in enumerate(args) if is_tensors(item))
     leaders = args[lead]
     num = len(leaders)
@@ -111,10 +111,10 @@ def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDT
     result = func(*local_args, **local_kwargs)
     if written_locals:
         note_write_of_all_ranks(written_locals)
-        increment_version(leaders)  # autograd looks at these; and nobody saves the state of an optimizer for backward
+        increment_version(leaders)  # autograd looks at these; and the state of an optimizer is not saved for backward
     if result is None or func._schema.name.endswith("_"):
         return None
-    wrap = from_scalar if specs[0].is_scalar else wrap_run
+    wrap = from_scalar if specs[0].is_scalar else wrap_local_shard
     return [wrap(item, spec) for item, spec in zip(result, specs, strict=True)]
 
 
@@ -124,7 +124,7 @@ def _are_counters(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _other_operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, is_written: bool) -> torch.Tensor:
-    is_alike = type(tensor) is RaggedDTensor and tensor._spec.cuts_like(spec)
+    is_alike = type(tensor) is RaggedDTensor and tensor._spec.is_sharded_like(spec)
     if is_written and not is_alike and tensor.dim() > 0:  # a write to a converted copy would be lost
         raise RuntimeError(
             f"{func}: a tensor that is written to is placed {list(getattr(tensor, 'placements', []))}, but the "

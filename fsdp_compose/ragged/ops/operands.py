@@ -17,10 +17,10 @@ class Larger(Exception):
     """An operand is not broadcast to the layout of the result: the result is larger than any ragged operand."""
 
 
-def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, beside: RaggedDTensor | None = None) -> torch.Tensor:
-    """The local elements of an operand of an operation whose result is cut as ``spec`` says. ``beside``: a sharded
+def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTensor | None = None) -> torch.Tensor:
+    """The local elements of an operand of an operation whose result is sharded as ``spec`` says. ``read``: a sharded
     one that is only read, for errors."""
-    if type(tensor) is RaggedDTensor and tensor._spec.cuts_like(spec):
+    if type(tensor) is RaggedDTensor and tensor._spec.is_sharded_like(spec):
         return tensor._local_tensor
     if tensor.dim() == 0:
         return scalar_operand(tensor)
@@ -28,7 +28,7 @@ def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, beside: RaggedDTe
     if not isinstance(tensor, DTensor):
         raise RuntimeError(
             f"{func}: got mixed a torch.Tensor of shape {tuple(tensor.shape)} and, of shape {tuple(spec.shape)}, "
-            f"{describe_owner(beside)}"
+            f"{describe_owner(read)}"
         )
     if tensor.shape != spec.shape:
         if torch.broadcast_shapes(tensor.shape, spec.shape) != spec.shape:
@@ -53,12 +53,12 @@ def as_scalar(local: torch.Tensor) -> torch.Tensor:
     return local.view(()) if local.numel() else local.new_ones(())
 
 
-def wrap_run(local: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:
+def wrap_local_shard(local: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:
     return RaggedDTensor(local, spec if local.dtype is spec.dtype else spec.with_dtype(local.dtype))
 
 
 def from_scalar(result: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:
-    return wrap_run(result.reshape(1)[: spec.local_shape[0]].clone(), spec)
+    return wrap_local_shard(result.reshape(1)[: spec.local_shape[0]].clone(), spec)
 
 
 def replicated(result: torch.Tensor, spec: RaggedSpec) -> DTensor:

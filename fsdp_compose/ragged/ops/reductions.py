@@ -1,4 +1,4 @@
-"""Reductions of whole tensors: of the local runs, then over ranks at once, so that results are complete."""
+"""Reductions of whole tensors: of the local shards, then over ranks at once, so that results are complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..._torch import dtensor_spec, foreach_norm, make_dtensor
-from ..norms import accurate_dtype, combine_extremes, combine_norms, finish_norm, total_norm_of
+from ..norms import accurate_dtype, combine_extremes, combine_norms, finish_norm, partial_norm
 from ..spec import RaggedSpec
 from ..tensor import Handler, RaggedDTensor
 from .gathering import gather_all
@@ -24,7 +24,7 @@ def reduction(
     op: Any,
     finish: Callable[[torch.Tensor, RaggedDTensor], torch.Tensor] | None = None,
 ) -> Handler:
-    """A handler for a reduction of a whole tensor: ``local`` of the run, all-reduced with ``op``."""
+    """A handler for a reduction of a whole tensor: ``local`` of the local shard, all-reduced with ``op``."""
 
     def handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
         tensor = args[0]
@@ -85,7 +85,7 @@ def norm_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _of_nothing(func, tensor, args[1:], kwargs)
     dtype = kwargs.get("dtype")
     local = tensor._local_tensor.to(accurate_dtype(dtype or tensor.dtype))
-    result = total_norm_of(local, order)
+    result = partial_norm(local, order)
     for dim in tensor._spec.reduce_dims:
         combine_norms(result, order, tensor._spec.mesh.get_group(dim))
     return replicated(finish_norm(result, order).to(_norm_dtype(tensor.dtype, dtype)), tensor._spec)
@@ -131,7 +131,8 @@ def foreach_norms(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _norms(tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[DTensor]:
     """Of tensors of one dtype, that the same ranks hold."""
     spec, accurate = tensors[0]._spec, accurate_dtype(dtype or tensors[0].dtype)
-    # An empty run has no largest element, nor a norm of negative order: put in an element that does not change it.
+    # An empty local shard has no largest element, nor a norm of negative order: an element is put in that does not
+    # change it.
     neutral = inf if order < 0 else 0.0
     locals_ = [tensor._local_tensor for tensor in tensors]
     locals_ = [local if local.numel() else local.new_full((1,), neutral) for local in locals_]

@@ -1,4 +1,4 @@
-"""What the schema of an operator says: which arguments it writes to, and what kind of arguments they are."""
+"""The schema of an operator: which arguments it writes to, and of what kind they are."""
 
 from __future__ import annotations
 

@@ -54,16 +54,16 @@ def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | No
     start = int(meta.storage_offset())
     stop = start + meta.numel()
     whole = tuple(spec.shape)
-    runs = [spec.ragged.element_run(whole, rank) for rank in range(len(spec.ragged.counts))]
-    counts = [max(0, min(run_stop, stop) - max(run_start, start)) for run_start, run_stop in runs]
+    ranges = [spec.ragged.element_range(whole, rank) for rank in range(len(spec.ragged.counts))]
+    counts = [max(0, min(own_stop, stop) - max(own_start, start)) for own_start, own_stop in ranges]
     placement = RaggedShard(tuple(counts), flat=True)
     row = prod(shape[1:])
     if not spec.ragged.flat and shape and shape[1:] == whole[1:] and row:
         placement = RaggedShard(tuple(count // row for count in counts))
     placements = tuple(placement if isinstance(item, RaggedShard) else item for item in spec.placements)
     view_spec = RaggedSpec.make(spec.mesh, placements, shape, spec.dtype)
-    run_start, run_stop = runs[spec.rank]
-    begin = min(max(start, run_start), run_stop) - run_start
+    own_start, own_stop = ranges[spec.rank]
+    begin = min(max(start, own_start), own_stop) - own_start
     with inference_mode_of(tensor), share_versions():
         mine = local.view(-1)[begin : begin + counts[spec.rank]].view(view_spec.local_shape)
         view = RaggedDTensor(mine, view_spec)
@@ -96,7 +96,7 @@ def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def gathered_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A view that is not one of a run on every rank: of a gathered copy."""
+    """A view that is not one of a range on every rank: of a gathered copy."""
     tensor: RaggedDTensor = args[0]
     plain = gathered_with_warning(func)(tensor)
     whole = GatheredView(plain, tensor, local_tensor(plain), [])

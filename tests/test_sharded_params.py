@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_compose
 from fsdp_compose import RaggedDTensor, clip_grad_norm_, distribute_ragged, flat_parameters, fully_shard, no_sync
-from fsdp_compose.group.state import _get_fsdp_handles
+from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_features import Twins, inputs, plain_sgd
@@ -438,7 +438,7 @@ def pair_loss(model: Pair, x: torch.Tensor, use: str = "ab") -> torch.Tensor:
 TERMS: dict[str, Callable[[Pair, torch.Tensor], None]] = {
     "before forward": lambda model, x: (decay(model) + pair_loss(model, x)).backward(),
     "after forward": lambda model, x: (pair_loss(model, x) + decay(model)).backward(),
-    "beside an unused parameter": lambda model, x: (decay(model) + pair_loss(model, x, "a")).backward(),
+    "next to an unused parameter": lambda model, x: (decay(model) + pair_loss(model, x, "a")).backward(),
     "by a backward of its own between": lambda model, x: [
         loss.backward() for loss in (pair_loss(model, x), decay(model))[::-1]
     ],
@@ -468,7 +468,7 @@ def test_terms_of_the_loss_are_added_once_whatever_the_gradient_was_before(hook,
                         backward(model, share)
                     backward(model, share)
                 if flat:
-                    for model in twins.both:  # parameters that nobody used have zero gradients beside others
+                    for model in twins.both:  # unused parameters have zero gradients next to others
                         for param in model.parameters():
                             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 twins.check_gradients()
@@ -775,7 +775,7 @@ def test_checkpoints_load_at_another_world_size_bit_exact(how, granularity):
             future = dcp.async_save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
             future.result()
     dist.barrier()
-    # Two ranks, another cut: the group of ranks 0 and 1, and that of 2 and 3, load independently.
+    # Two ranks, other shards: the process groups of ranks 0 and 1, and of 2 and 3, load independently.
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("which", "shard"))
     mesh = pairs["shard"]
     model, other = _train_on(mesh, rule, seed=1, steps=1)
@@ -840,17 +840,17 @@ def test_parameters_gradients_and_optimizer_state_are_ragged_and_views_of_the_fl
     optimizer.step()
     for handle in _get_fsdp_handles(model):
         shard_memory, gradients = handle.shard.untyped_storage().data_ptr(), set()
-        for face in handle.faces:
-            assert type(face) is type(face.grad) is RaggedDTensor
-            assert face.to_local().untyped_storage().data_ptr() == shard_memory
-            gradients.add(face.grad.to_local().untyped_storage().data_ptr())
+        for sharded in handle.sharded_params:
+            assert type(sharded) is type(sharded.grad) is RaggedDTensor
+            assert sharded.to_local().untyped_storage().data_ptr() == shard_memory
+            gradients.add(sharded.grad.to_local().untyped_storage().data_ptr())
             for key in ("exp_avg", "exp_avg_sq"):
-                assert type(optimizer.state[face][key]) is RaggedDTensor
+                assert type(optimizer.state[sharded][key]) is RaggedDTensor
         assert len(gradients) == 1  # one flat gradient
     before = {id(param.grad) for param in model.parameters()}
     optimizer.zero_grad()
     loss_of(model, mine(batch(0))).backward()
-    assert {id(param.grad) for param in model.parameters()} == before  # recycled: nobody held them
+    assert {id(param.grad) for param in model.parameters()} == before  # recycled: they were not held
 
 
 @distributed(world_size=2, timeout=60)

@@ -1,0 +1,176 @@
+"""Every option of a reduction, in every mode, at several world sizes, against unsharded training.
+
+A later option is one more row of ``ROWS``; a later way for gradients to come, one more of ``PROGRAMS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from fsdp_compose import (
+    MixedPrecisionPolicy,
+    flat_parameters,
+    fully_shard,
+    no_sync,
+    set_force_sum_reduction_for_comms,
+    set_functional_mode,
+    set_gradient_divide_factor,
+    set_post_reduction_hook,
+)
+from tests.harness import distributed
+from tests.models import local_part
+from tests.test_features import pair
+
+
+class Net(nn.Module):
+    """Layers of odd sizes, one that is not always used, and a head whose weight a loss may use by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.extra = nn.Linear(5, 5, bias=False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, with_extra: bool = True) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(self.extra(x) if with_extra else x)
+
+
+@dataclass(frozen=True)
+class Row:
+    """``option``: set on the sharded model; its gradients are ``scale(world_size)`` times the averages, as exact as
+    ``tolerance``."""
+
+    policy: MixedPrecisionPolicy | None = None
+    option: Callable[[nn.Module], None] = lambda model: None
+    scale: Callable[[int], float] = lambda world_size: 1.0
+    tolerance: float = 1e-6
+
+
+def double(gradient: torch.Tensor) -> None:
+    gradient.mul_(2)
+
+
+ROWS = {
+    "average": Row(),
+    "in bf16": Row(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), tolerance=2e-2),
+    "in fp16": Row(MixedPrecisionPolicy(reduce_dtype=torch.float16), tolerance=3e-3),
+    "in fp64": Row(MixedPrecisionPolicy(reduce_dtype=torch.float64)),
+    "divide factor": Row(option=lambda model: set_gradient_divide_factor(model, 3.0), scale=lambda n: n / 3),
+    "divide factor in fp16": Row(
+        MixedPrecisionPolicy(reduce_dtype=torch.float16),
+        lambda model: set_gradient_divide_factor(model, 0.5),
+        lambda n: n / 0.5,
+        tolerance=1e-2,
+    ),
+    "sum": Row(option=set_force_sum_reduction_for_comms),
+    "sum with divide factor": Row(
+        option=lambda model: (set_force_sum_reduction_for_comms(model), set_gradient_divide_factor(model, 1.0))[0],
+        scale=lambda n: n,
+    ),
+    "hook": Row(option=lambda model: set_post_reduction_hook(model, double), scale=lambda n: 2.0),
+}
+
+
+class Both:
+    """The sharded model and the unsharded one, with the same backwards."""
+
+    def __init__(self, row: Row, is_functional: bool, is_flat: bool) -> None:
+        torch.manual_seed(0)
+        self.sharded, self.reference = pair(Net())
+        self.row, self.is_functional = row, is_functional
+        for module in (*self.sharded.layers, self.sharded.head, self.sharded):
+            fully_shard(module, mp_policy=row.policy)
+        row.option(self.sharded)
+        set_functional_mode(self.sharded, is_functional)
+        self.flat = flat_parameters(self.sharded) if is_flat else []
+        self.generator = torch.Generator().manual_seed(1)
+
+    def backward(self, with_extra: bool = True, with_head: bool = False, syncs: bool = True) -> None:
+        batch = torch.randn(12, 5, generator=self.generator)
+        for model, x in ((self.reference, batch), (self.sharded, local_part(batch))):
+            is_ours = model is self.sharded
+            with no_sync(model) if is_ours and not syncs else contextlib.nullcontext():
+                loss = model(x, with_extra).square().mean()
+                if with_head:  # a second use of the weight, outside of the group's forward
+                    weight = model.head.weight.full_tensor() if is_ours else model.head.weight
+                    loss = loss + (x @ weight.T).square().mean()
+                loss.backward()
+
+    def zero(self) -> None:
+        self.sharded.zero_grad()
+        self.reference.zero_grad()
+        for param in self.flat:
+            param.grad = None
+
+    def check(self) -> None:
+        scale, tolerance = self.row.scale(dist.get_world_size()), self.row.tolerance
+        for (name, ours), theirs in zip(self.sharded.named_parameters(), self.reference.parameters(), strict=True):
+            if self.flat:
+                expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+                got = torch.zeros_like(theirs) if ours.grad is None else ours.grad.full_tensor()
+            else:
+                assert (ours.grad is None) == (theirs.grad is None), name
+                if theirs.grad is None:
+                    continue
+                got, expected = ours.grad.full_tensor(), theirs.grad
+            difference = (got - expected * scale).abs().max().item()
+            assert difference <= tolerance * max(1.0, scale), f"{name} differs by {difference}"
+
+
+def plain(both: Both) -> None:
+    both.backward()
+    both.check()
+    both.zero()
+    both.backward()
+
+
+def added(both: Both) -> None:
+    both.backward()
+    both.backward()
+
+
+def accumulated(both: Both) -> None:
+    for _ in range(2):
+        both.backward(syncs=False)
+    both.backward()
+    both.check()
+    both.backward(syncs=False)
+    both.backward(with_extra=False)
+
+
+def unused(both: Both) -> None:
+    both.backward(with_extra=False)
+    both.check()
+    both.backward()
+
+
+def late(both: Both) -> None:
+    both.backward(with_head=True)
+    both.check()
+    both.zero()
+    both.backward(with_extra=False, with_head=True)
+
+
+PROGRAMS = [plain, added, accumulated, unused, late]
+
+
+@pytest.mark.parametrize("mode", ["default", "functional", "flat views"])
+@distributed(world_size=(1, 2, 3, 4))
+def test_every_reduction_equals_unsharded_training(mode):
+    for name, row in ROWS.items():
+        for program in PROGRAMS:
+            both = Both(row, mode == "functional", mode == "flat views")
+            try:
+                program(both)
+                both.check()
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {program.__name__}: {error}") from error
