@@ -58,11 +58,10 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
         ValueError: ``fully_shard`` was not called on ``module``.
     """
     state = _own_state(module, "unshard")
-    if until_reshard:
-        state.set_options(is_held=True)
     root = enter_alone(state, module)
     _unshard(root, state)
     if until_reshard:
+        state.set_options(is_held=True)
         for item in state._handles:
             item.unsharded.be_left(not item.unsharded.never_freed)
     handle = UnshardHandle(state)
@@ -123,7 +122,8 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     finally:
         for state in states:
             state.set_options(keeps_unsharded=False)
-            if state.root is not None and not state.progress.entries and not state.backward.active_uses:
+            is_at_work = state.progress.entries or state.backward.active_uses
+            if state.root is not None and not is_at_work and not state.options.is_held:
                 _reshard(state.root, state)
 
 

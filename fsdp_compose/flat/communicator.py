@@ -174,13 +174,13 @@ class Communicator:
         with self._module.stream(self._reduce_stream):
             reduction.issue()
 
-    def _finish_reduction(self, buffer: ReduceBuffer) -> None:
+    def _finish_reduction(self, buffer: ReduceBuffer, discards: bool = False) -> None:
         """Wait for the reduction that is in flight in ``buffer``; the result goes to the flat gradient."""
         handle, reduction = self._in_flight.pop(buffer)
-        self._wait_reduction(handle, reduction)
+        self._wait_reduction(handle, reduction, discards)
 
     @in_range("wait reduce_scatter")
-    def _wait_reduction(self, handle: FlatParamHandle, reduction: Reduction) -> None:
+    def _wait_reduction(self, handle: FlatParamHandle, reduction: Reduction, discards: bool = False) -> None:
         work = reduction.take_work()
         if work is not None:
             try:
@@ -189,7 +189,10 @@ class Communicator:
                 raise self._failure("reduce-scatter", handle, error) from error
             if self._reduce_stream is not None and handle.mesh.is_simulated:
                 self._wait_for_stream(self._reduce_stream)
-        reduction.finish()
+        if discards:
+            reduction.discard()
+        else:
+            reduction.finish()
 
     def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
         """Do ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
@@ -210,11 +213,11 @@ class Communicator:
         kernels of the stream it was issued on."""
         self._module.current_stream(self._device).wait_stream(stream)
 
-    def finish(self) -> None:
-        """Wait for every reduction in flight and free the buffers."""
+    def finish(self, discards: bool = False) -> None:
+        """Wait for every reduction in flight and free the buffers; ``discards``: the results are of no use."""
         for buffer in self._buffers.values():
             if buffer in self._in_flight:
-                self._finish_reduction(buffer)
+                self._finish_reduction(buffer, discards)
             buffer.free()
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:

@@ -50,9 +50,10 @@ class ReduceBuffer:
 
     def view(self, numel: int) -> torch.Tensor:
         """The first elements, as a tensor."""
-        flat = torch.empty(0, dtype=self.dtype, device=self.device)
         self.make_room(numel * self.dtype.itemsize)
-        flat.set_(self.storage, 0, (numel,), (1,))
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.empty(0, dtype=self.dtype, device=self.device)
+            flat.set_(self.storage, 0, (numel,), (1,))
         return flat
 
     def take(self, reduction: Reduction) -> None:
@@ -179,6 +180,10 @@ class Reduction:
         """The collective in flight, for which the caller waits."""
         work, self._work = self._work, None
         return work
+
+    def discard(self) -> None:
+        """The collective is done, and its result of no use."""
+        self.output = self._target = None
 
     def finish(self) -> None:
         """The collective is done: bring the result to where it goes."""

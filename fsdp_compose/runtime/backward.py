@@ -136,7 +136,8 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     for state in states:
         for handle in state._handles:
             if handle.unsharded.is_allocated and not (is_inside and stays_unsharded(root, state)):
-                if state.options.keeps_after_backward():
+                if state.options.is_held or (state.options.keeps_after_backward() and state.backward.was_reached):
+                    root.communicator.wait(handle)
                     handle.unsharded.be_left(not handle.unsharded.never_freed)
                 else:
                     root.communicator.reshard(handle)
@@ -156,8 +157,12 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
         elif progress.is_reduced:
             state.reset_backward()
     root.end_backward()
-    for call in backward.after_publication:
-        call()
+    try:
+        for call in backward.after_publication:
+            call()
+    except BaseException:  # a hook of the user's: the calls after it are not made
+        root.fail_backward(backward)
+        raise
 
 
 def _has_run_in_forward(root: Root, state: _FSDPState) -> bool:
@@ -183,8 +188,12 @@ def publish_from_inside(root: Root) -> None:
             if state.place.index not in begun:
                 state.refuse_unseen_backward()
             notice_backwards(state)
-    root.begin_backward()
-    finish_backward(root, is_inside=True)
+    backward = root.begin_backward()
+    try:
+        finish_backward(root, is_inside=True)
+    except BaseException:
+        _give_up_backward(root, backward)
+        raise
 
 
 def _exchange(root: Root, states: list[_FSDPState]) -> None:

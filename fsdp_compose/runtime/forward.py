@@ -94,7 +94,7 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
                 # Its shard may have been edited, in ways that leave no trace or on some ranks only.
                 root.order.trace.append(state.code | ALL_GATHER)
                 root.communicator.refresh(handle)
-                handle.unsharded.be_left(False)
+                handle.unsharded.be_left(state.options.is_held)
     root.begin_forward(outermost.place.index, _caller(), is_given, current_graph_task_id(), backwards.count)
     root.order.fold_if_long()
 

@@ -459,7 +459,7 @@ def _enter_recompute(state: _FSDPState, module: nn.Module) -> Root:
         )
     if root.recomputed:
         for other in root.recomputed:
-            if other is not state and not other.backward.active_uses:
+            if other is not state and not other.backward.active_uses and not other.options.keeps_after_backward():
                 reshard(root, other)
         root.recomputed.clear()
     return root

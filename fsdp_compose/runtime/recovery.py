@@ -80,7 +80,7 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
         is_tainted = verdict == "1"
     root.exchange.abandon()
     root.forward_exchange.abandon()
-    root.communicator.finish()
+    root.communicator.finish(discards=True)
     root.order.close()
     return is_tainted
 

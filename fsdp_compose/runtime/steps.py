@@ -61,8 +61,9 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
                 root.communicator.reshard(handle)
         elif is_synced:
             root.order.trace.append(state.code | REDUCE_SCATTER)
-            is_added = handle.contributions.accumulation is not None
-            if root.communicator.reduce(handle, is_kept) or is_added:
+            if handle.contributions.accumulation is not None:
+                backward.add()  # before it is taken: what raises after that has lost it
+            if root.communicator.reduce(handle, is_kept):
                 backward.add()
         else:
             backward.add()
