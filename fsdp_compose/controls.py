@@ -217,6 +217,9 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
 def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recurse: bool = True) -> None:
     """Divide the sum of the ranks' gradients by ``factor`` in place of the number of ranks, from the next reduction on.
 
+    The reductions of the groups follow it. Gradients of terms that are computed from sharded parameters by DTensor
+    operations (``p.norm()``), and those that ``autograd.grad()`` returns in the default mode, stay averages.
+
     Ranks: all ranks must set the same; compared at the first forward. Local: no communication.
 
     Args:
