@@ -194,8 +194,7 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, *,
     It is about the time between a forward and its backward. After a forward without grad mode parameters are freed all
     the same, for an edit before the next one may leave no trace: see ``keep_unsharded``.
     """
-    if not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"set_reshard_after_forward(): expected True or False, got {reshard_after_forward!r}")
+    _check_flag("set_reshard_after_forward", reshard_after_forward)
     for state in _states(module, recurse):
         state.set_options(reshard_after_forward=reshard_after_forward)
 
@@ -207,7 +206,15 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, 
     A group that has stayed is gathered again in the next forward if the ranks have written to its sharded parameters
     (an optimizer's step); a write to a rank's local memory alone raises there. See ``keep_unsharded``.
 
-    Ranks: all ranks must set the same. Local: no communication.
+    Ranks: all ranks must set the same; compared at the first forward. Local: no communication.
+
+    Args:
+        module: root of the tree to set.
+        reshard_after_backward: the flag; ``True`` at first.
+        recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        TypeError: the flag is not a bool.
     """
     _check_flag("set_reshard_after_backward", reshard_after_backward)
     for state in _states(module, recurse):
@@ -240,6 +247,14 @@ def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True
     only so.
 
     Ranks: all ranks must set the same; compared at the first forward. Local: no communication.
+
+    Args:
+        module: root of the tree to set.
+        forces_sum: the flag; ``False`` at first.
+        recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        TypeError: the flag is not a bool.
     """
     _check_flag("set_force_sum_reduction_for_comms", forces_sum)
     _set_reduction(module, recurse, forces_sum=forces_sum)
@@ -257,8 +272,11 @@ def set_post_reduction_hook(
     Args:
         module: root of the tree to set.
         hook: called once for each flat parameter and reduction, with this rank's part of the averaged gradient: 1-D,
-            contiguous, in the reduce dtype, with padding of zeros, to be changed in place.
+            contiguous, in the reduce dtype, with padding of zeros, to be changed in place. ``None``: no hook.
         recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        TypeError: ``hook`` is not callable.
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"set_post_reduction_hook(): expected a function or None, got {hook!r}")
@@ -274,6 +292,10 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
 
     Ranks: all ranks must set the same. Local: no communication.
 
+    Args:
+        module: a module given to ``fully_shard``.
+        modules: others, of the same root; those of another one are left out.
+
     Raises:
         ValueError: ``fully_shard`` was not called on one of the modules.
     """
@@ -288,7 +310,7 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
 
 def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
     """Whether backwards all-reduce over replicas: taken, and without effect on a mesh of one dimension, which has
-    none."""
+    none. A flag that is no bool is a TypeError."""
     _check_flag("set_requires_all_reduce", requires_all_reduce)
     for state in _states(module, recurse):
         state.set_options(requires_all_reduce=requires_all_reduce)
@@ -296,7 +318,7 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, rec
 
 def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: bool = True) -> None:
     """Whether the next backward is the last one of several: taken as by FSDP2, and without effect, for here every
-    backward is complete at its end."""
+    backward is complete at its end. A flag that is no bool is a TypeError."""
     _check_flag("set_is_last_backward", is_last_backward)
     for state in _states(module, recurse):
         state.set_options(is_last_backward=is_last_backward)

@@ -155,8 +155,10 @@ def assert_no_gradients(model: nn.Module) -> None:
 def assert_nothing_is_unsharded(model: nn.Module) -> None:
     for handle in _get_fsdp_handles(model):
         assert not handle.unsharded.is_allocated and handle.unsharded.memory.nbytes() == 0, f"unsharded: {handle.fqns}"
-        assert handle.unsharded.work is None and not handle.contributions.is_reducing
+        assert handle.unsharded.work is None
         assert all(param.grad is None for param in handle.unsharded.params)
+    roots = [state.root for state in _get_fsdp_states(model) if state.root is not None]
+    assert not any(root.communicator._in_flight for root in roots)
 
 
 def sharded_params(model: nn.Module) -> list[nn.Parameter]:

@@ -248,7 +248,6 @@ def test_accumulation_without_sync_holds_unsharded_gradients_until_they_are_redu
         assert gradient_bytes(model) == flat_bytes
     gpt_loss(model, local_part(second)).backward()
     assert gradient_bytes(model) == shard_bytes
-    assert not any(handle.contributions.is_reducing for handle in handles_of(model))
     assert not get_state(model).root.communicator._in_flight
 
 

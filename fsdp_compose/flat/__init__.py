@@ -28,7 +28,6 @@ from .reduction import AVERAGE as AVERAGE
 from .reduction import Reduction as Reduction
 from .reduction import ReductionOptions as ReductionOptions
 from .reduction import copy_gradients as copy_gradients
-from .registry import find as find
 from .registry import handle_of as handle_of
 from .registry import handle_of_segment as handle_of_segment
 from .registry import mark_owner as mark_owner
@@ -51,4 +50,3 @@ from .shared_memory import refuse_shared_memory as refuse_shared_memory
 from .shared_memory import regions_of as regions_of
 from .subclasses import check_class as check_class
 from .unsharded import explain_refused_access as explain_refused_access
-from .views import full_views as full_views

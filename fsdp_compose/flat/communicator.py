@@ -118,19 +118,19 @@ class Communicator:
 
     # ---- gradients
 
-    def accumulate(self, handle: FlatParamHandle, is_running: bool = False) -> None:
+    def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
         """Take the gradients into the handle's unsharded accumulation buffer (reduce dtype), without communication.
-        ``is_running``: a forward of the group is, which goes on to use its parameters."""
+        ``is_kept``: the group stays unsharded, for a forward that is running or for the next one."""
         handle.contributions.follow_zero_grad()
         grads, _ = handle.contributions.take(handle.unsharded.params)
-        if not is_running:
+        if not is_kept:
             self.reshard(handle)
         handle.accumulate(grads)
 
-    def reduce(self, handle: FlatParamHandle, is_running: bool = False) -> bool:
+    def reduce(self, handle: FlatParamHandle, is_kept: bool = False) -> bool:
         """Take the gradients and start their reduce-scatter; every rank calls this for the same handles in one order.
 
-        Parameters without a gradient on this rank contribute zeros. ``is_running``: as for ``accumulate``.
+        Parameters without a gradient on this rank contribute zeros. ``is_kept``: as for ``accumulate``.
 
         Returns:
             Whether the result is added to a gradient that was there before.
@@ -139,7 +139,7 @@ class Communicator:
         if contributions.accumulation is not None:
             contributions.follow_zero_grad()
         grads, missing = contributions.take(handle.unsharded.params)
-        if not is_running:
+        if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
         reduction = contributions.reduction
         if reduction is None or reduction.buffer is None or reduction.buffer.pool_id != self._pool_id:

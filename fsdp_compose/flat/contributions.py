@@ -110,11 +110,6 @@ class Contributions:
         self.is_used[:] = self._none_used
         return used
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction through the pooled buffer is in flight."""
-        return self.reduction is not None and self.reduction.output is not None
-
     def drop(self, has_accumulated: bool) -> None:
         """Forget those of an interrupted iteration; ``has_accumulated``: and what earlier ones have accumulated."""
         self.outside = {}

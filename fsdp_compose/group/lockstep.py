@@ -62,9 +62,9 @@ class LockstepCommunicator(Communicator):
             self.announce(handle, "all-gather")
         super().refresh(handle)
 
-    def reduce(self, handle: FlatParamHandle, is_running: bool = False) -> bool:
+    def reduce(self, handle: FlatParamHandle, is_kept: bool = False) -> bool:
         self.announce(handle, "reduce-scatter")
-        return super().reduce(handle, is_running)
+        return super().reduce(handle, is_kept)
 
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
         self.announce(handle, "all-gather")

@@ -413,8 +413,11 @@ class Runner:
                 self.check_local_shard(sharded, grad, twin.grad, f"{what}: gradient of {name}")
             elif grad is not None and not self.has_unreduced:
                 self.differences.append(f"{what}: the gradient of {name} is not reduced")
+        roots = [state.root for state in _get_fsdp_states(self.model) if state.root is not None]
+        if any(root.communicator._in_flight for root in roots):
+            self.differences.append(f"{what}: a reduction is in flight")
         for handle in _get_fsdp_handles(self.model):
-            if handle.unsharded.work is not None or handle.contributions.is_reducing:
+            if handle.unsharded.work is not None:
                 self.differences.append(f"{what}: a collective of {handle.fqns} is in flight")
             if any(param.grad is not None for param in handle.unsharded.params):
                 self.differences.append(f"{what}: an unsharded gradient was left in {handle.fqns}")
