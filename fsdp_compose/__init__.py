@@ -24,7 +24,7 @@ from .controls import (
 from .flat import MixedPrecisionPolicy
 from .forward_methods import register_forward_method
 from .fully_shard import fully_shard
-from .inspect import UnreducedParameter, check
+from .inspect import UnreducedParameter, check, record_collectives
 from .optim import clip_grad_norm_, declare_elementwise, flat_parameters
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
 from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
@@ -47,6 +47,7 @@ __all__ = [
     "functional_mode",
     "keep_unsharded",
     "no_sync",
+    "record_collectives",
     "register_forward_method",
     "reshard",
     "set_force_sum_reduction_for_comms",

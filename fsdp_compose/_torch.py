@@ -53,7 +53,6 @@ __all__ = [
     "StorageInfo",
     "TensorMeta",
     "admit_placements",
-    "all_gather_single",
     "allow_in_foreach",
     "backend_name",
     "backwards",
@@ -459,10 +458,6 @@ def backend_name(group: dist.ProcessGroup) -> str:
 def group_device_types(group: dist.ProcessGroup) -> set[str]:
     """The device types that ``group`` has a backend for."""
     return {device.type for device in group._device_types}
-
-
-# torch 2.12 has it under its older name only, of which later ones warn.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

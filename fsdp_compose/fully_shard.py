@@ -27,6 +27,7 @@ from .flat import (
     mark_owner,
     refuse_shared_memory,
     regions_of,
+    shard_params,
 )
 from .group import (
     GroupOptions,
@@ -119,7 +120,7 @@ def fully_shard(
     _check_parameters(managed, data_mesh)
     regions = _check_memory(managed, fqns)
     options = GroupOptions(mp_policy, granularity, reshard_after_forward)
-    handles = [FlatParamHandle(part, data_mesh, mp_policy, granularity) for part in by_kind(managed)]
+    handles = [shard_params(part, data_mesh, mp_policy, granularity) for part in by_kind(managed)]
 
     def install(state: _FSDPState) -> None:
         state.install(modules, label, data_mesh, options, handles, ignored, regions)

@@ -221,6 +221,13 @@ def test_control_exchange_happens_once_in_every_backward_or_stops(tmp_path):
     assert row["direct_us"] > 0
 
 
+def test_collectives_of_messages_are_measured_next_to_gloos_own(tmp_path):
+    (report,) = run("transport.py", tmp_path).values()
+    rows = {row["collective"]: row for row in report["rows"]}
+    assert rows.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert all(row["gloo_ms"] > 0 and row["messages_ms"] > 0 for row in rows.values())
+
+
 def test_padding_is_below_one_percent(tmp_path):
     (report,) = run("padding.py", tmp_path).values()
     assert {row["system"] for row in report["rows"]} == {OURS, FSDP2, "LCM"}

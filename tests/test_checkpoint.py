@@ -37,9 +37,8 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from fsdp_compose.checkpoint.moving import gathering
 from fsdp_compose.checkpoint.state.pending import is_pending
-from fsdp_compose.comm import point_to_point
+from fsdp_compose.comm import Transport
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
@@ -199,19 +198,18 @@ def test_full_state_dicts_take_one_collective_for_each_flat_parameter():
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     num_flat = len(_get_fsdp_handles(model))
-    with pytest.MonkeyPatch.context() as no_messages:  # as on other backends than gloo
-        for file in (point_to_point, gathering):
-            no_messages.setattr(file, "is_better", lambda *_: False)
-        for options in (FULL, FULL_ON_CPU):
-            with CommDebugMode() as comm:
-                state = get_model_state_dict(model, options=options)
-            assert comm.get_total_counts() == num_flat, comm.get_comm_counts()
-            with CommDebugMode() as comm:
-                optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
-            assert comm.get_total_counts() == 3 * num_flat, "one for each of exp_avg, exp_avg_sq, max_exp_avg_sq"
-            with CommDebugMode() as comm:
-                again = get_state_dict(model, optimizer, options=options)
-            assert_equal([*again], [state, optimizer_state])
+    for handle in _get_fsdp_handles(model):
+        handle.use_transport(Transport(handle.mesh.shard_group))  # as on other backends than gloo
+    for options in (FULL, FULL_ON_CPU):
+        with CommDebugMode() as comm:
+            state = get_model_state_dict(model, options=options)
+        assert comm.get_total_counts() == num_flat, comm.get_comm_counts()
+        with CommDebugMode() as comm:
+            optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
+        assert comm.get_total_counts() == 3 * num_flat, "one for each of exp_avg, exp_avg_sq, max_exp_avg_sq"
+        with CommDebugMode() as comm:
+            again = get_state_dict(model, optimizer, options=options)
+        assert_equal([*again], [state, optimizer_state])
 
 
 @distributed(world_size=2)

@@ -44,7 +44,7 @@ from fsdp_compose.checkpoint import (
 from fsdp_compose.checkpoint.files.folders import damage
 from fsdp_compose.checkpoint.files.hf import plan_files
 from fsdp_compose.checkpoint.moving import gathering
-from fsdp_compose.comm import point_to_point
+from fsdp_compose.comm import Transport
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import ROOT, distributed, run_distributed
 from tests.test_checkpoint import FLATTENED, Net, adamw, assert_equal, build, shard, snapshot, train, whole
@@ -489,10 +489,10 @@ def check_that_flat_parameters_are_gathered_one_by_one(model: nn.Module, optimiz
         return flat
 
     counts: list[int] = []
-    with pytest.MonkeyPatch.context() as no_messages:
-        for file in (point_to_point, gathering):
-            no_messages.setattr(file, "is_better", lambda *_: False)
-        no_messages.setattr(gathering, "gather_flat", gather_flat)
+    for handle in _get_fsdp_handles(model):
+        handle.use_transport(Transport(handle.mesh.shard_group))  # as on other backends than gloo
+    with pytest.MonkeyPatch.context() as counting:
+        counting.setattr(gathering, "gather_flat", gather_flat)
         for cpu_offload in (False, True):
             counts.append(0)
             options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)

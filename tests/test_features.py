@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest import mock
 
 import expecttest
 import numpy as np
@@ -26,11 +27,13 @@ from fsdp_compose import (
     flat_parameters,
     fully_shard,
     no_sync,
+    record_collectives,
     reshard,
     set_requires_gradient_sync,
     set_reshard_after_forward,
     unshard,
 )
+from fsdp_compose.comm.journal import Journal
 from fsdp_compose.flat.accumulation import UnreducedGradient
 from fsdp_compose.group.registry import get_state, states_to_run
 from fsdp_compose.group.state import _FSDPState
@@ -188,11 +191,27 @@ class Twins:
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives issued inside, by name."""
+    """Counts the collectives issued inside, by name; also those made of messages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count: Counter[str] = Counter()
+
+    def __enter__(self) -> Collectives:
+        enter = Journal.enter
+
+        def count(journal: Journal, kind: str, *args: Any) -> int:
+            name = {"all-gather": "allgather_base", "reduce-scatter": "reduce_scatter_base"}.get(kind, kind)
+            self.count[name] += 1
+            return enter(journal, kind, *args)
+
+        self.patch = mock.patch.object(Journal, "enter", count)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        self.patch.stop()
+        super().__exit__(*args)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
@@ -1596,20 +1615,12 @@ def test_low_precision_training_equals_casting_by_hand(reduce_dtype, accumulatio
 
 @distributed(world_size=2)
 def test_gradients_are_reduced_in_reduce_dtype():
-    class Recording(TorchDispatchMode):
-        dtypes: set[torch.dtype] = set()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "reduce_scatter" in function._schema.name:
-                self.dtypes.add(args[1].dtype)
-            return function(*args, **(kwargs or {}))
-
     for reduce_dtype, expected in [(None, torch.float32), (torch.bfloat16,) * 2, (torch.float64,) * 2]:
         model = shard_layers(Net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
-        Recording.dtypes = set()
-        with Recording():
+        with record_collectives(model) as lines:
             model(next(inputs())).float().mean().backward()
-        assert Recording.dtypes == {expected}
+        dtypes = {line.split()[-1].rstrip(")") for line in lines if line.startswith("reduce-scatter")}
+        assert dtypes == {str(expected).removeprefix("torch.")}
 
 
 # ---- steering by hand ------------------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ class GatherOutputs(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "allgather" in function._schema.name:
             self.storages.add(args[0].untyped_storage().data_ptr())
+        elif function._schema.name == "c10d::recv_":  # a message
+            self.storages.add(args[0][0].untyped_storage().data_ptr())
         return function(*args, **(kwargs or {}))
 
 

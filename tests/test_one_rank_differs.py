@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,15 +14,18 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp_compose import fully_shard, functional_mode
+from fsdp_compose import flat_parameters, fully_shard, functional_mode
+from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.comm import rendezvous
 from fsdp_compose.comm.records import DEBUG_ENV
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.group.registry import get_state
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_invariants import breakable_mesh, environment, same_on_every_rank
 
 NUM_STEPS = 3
+DIFFERENT = "run different programs|issued different collectives|different numbers of optimizer steps"
 
 
 def build(mesh=None):
@@ -188,3 +193,84 @@ def test_with_debugging_an_exception_on_one_rank_does_not_let_the_others_wait():
                 loop.step(step)
         loop.step(3)
         same_on_every_rank(str([param.full_tensor().tolist() for param in model.parameters()]))
+
+
+# ---- without debugging: on gloo, where collectives are made of messages
+
+
+@pytest.mark.parametrize("is_functional", [False, True])
+@pytest.mark.parametrize("place", range(NUM_STEPS))
+@pytest.mark.parametrize("change", COLLECTIVES)
+@distributed(world_size=(2, 3))
+def test_every_rank_raises_in_bounded_time_and_one_that_waits_names_the_difference(
+    change, place, is_functional, world_size
+):
+    """A rank that has come to its end has not noticed: that it goes is noticed by the others."""
+    model, _ = build(breakable_mesh())
+    loop = Loop(model, is_functional, change if dist.get_rank() == world_size - 1 else "", place)
+    error = None
+    start = time.monotonic()
+    try:
+        loop.run()
+    except RuntimeError as raised:
+        error = str(raised)
+    close_gloo_connections(get_state(model).mesh.shard_group)  # as at the end of the process
+    assert time.monotonic() - start < 10
+    errors = [None] * world_size
+    dist.all_gather_object(errors, error)
+    assert any(errors), "no rank has noticed"
+    ended = [text is None for text in errors]
+    if any(ended):
+        assert all(text is None or "another rank died" in text or re.search(DIFFERENT, text) for text in errors), errors
+    else:
+        assert all(re.search(DIFFERENT, text) for text in errors), errors
+
+
+@pytest.mark.parametrize("is_functional", [False, True])
+@pytest.mark.parametrize("place", range(NUM_STEPS - 1))
+@pytest.mark.parametrize("change", ["no step", "two steps"])
+@distributed(world_size=(2, 3))
+def test_a_step_that_one_rank_alone_makes_or_leaves_out_is_an_error_of_the_next_backward(
+    change, place, is_functional, world_size
+):
+    model, _ = build()
+    loop = Loop(model, is_functional, change if dist.get_rank() == 1 else "", place)
+    text = same_on_every_rank(error_of(loop, "different numbers of optimizer steps since their last backward"))
+    assert f"rank 1: {0 if change == 'no step' else 2}" in text and "load a checkpoint" in text
+    assert all(param.grad is None for param in model.parameters())
+    loop.place = -1
+    with pytest.warns(UserWarning, match="interrupted"):
+        loop.step(NUM_STEPS)
+    loop.step(NUM_STEPS + 1)  # it was told once
+
+
+@pytest.mark.parametrize("make", ["views", "one optimizer a parameter", "those with elements"])
+@distributed(world_size=(2, 3, 4))
+def test_ranks_may_have_other_optimizers_of_what_they_hold(make, world_size):
+    """Among the shards of the last group are some that hold nothing."""
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(3, 1)), nn.Linear(1, 1)))
+    loss = model(torch.ones(1, 3)).sum()
+    loss.backward()
+    params = [*flat_parameters(model)] if make == "views" else [*model.parameters()]
+    if make != "views":
+        params = [param for param in params if param.to_local().numel()]
+    if make == "one optimizer a parameter":
+        optimizers = [torch.optim.SGD([param], 0.1) for param in params]
+    else:
+        optimizers = [torch.optim.SGD(params, 0.1)] if params else []
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+
+
+@distributed(world_size=2)
+def test_a_step_of_a_model_of_one_rank_alone_is_of_no_concern():
+    model, _ = build()
+    other = nn.Linear(2, 2)
+    for step in range(3):
+        model(local_part(batch(step))).sum().backward()
+        if dist.get_rank():
+            other(torch.ones(1, 2)).sum().backward()
+            torch.optim.SGD(other.parameters(), 0.1).step()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -987,15 +986,6 @@ def test_collectives_of_the_fake_group():
         for call, tensors in (("_allgather_base", (whole, whole[2:4])), ("_reduce_scatter_base", (whole[2:4], whole))):
             options = _torch.AllgatherOptions() if call == "_allgather_base" else _torch.ReduceScatterOptions()
             getattr(dist.group.WORLD, call)(*tensors, options).wait()
-
-
-@distributed(world_size=2)
-def test_all_gather_single():
-    whole = torch.zeros(4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _torch.all_gather_single(whole, torch.full((2,), float(dist.get_rank())), group=dist.group.WORLD)
-    assert whole.tolist() == [0, 0, 1, 1]
 
 
 @distributed(world_size=2)

@@ -167,10 +167,11 @@ PROGRAMS = [plain, added, accumulated, unused, late]
 @distributed(world_size=(1, 2, 3, 4))
 def test_every_reduction_equals_unsharded_training(mode):
     for name, row in ROWS.items():
+        both = Both(row, mode == "functional", mode == "flat views")
         for program in PROGRAMS:
-            both = Both(row, mode == "functional", mode == "flat views")
             try:
                 program(both)
                 both.check()
             except AssertionError as error:
                 raise AssertionError(f"{name}, {program.__name__}: {error}") from error
+            both.zero()

@@ -731,6 +731,12 @@ def test_model_to_dtype_between_steps():
 
 @distributed(world_size=2, timeout=60)
 def test_state_dict_holds_dtensors_over_the_live_shards_without_communication():
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FSDP_COMPOSE_TRANSPORT", "collectives")  # which are what is counted
+        check_that_a_state_dict_is_without_communication()
+
+
+def check_that_a_state_dict_is_without_communication():
     model = shard(build())
     with CommDebugMode() as comm:
         state = model.state_dict()

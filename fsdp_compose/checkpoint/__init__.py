@@ -7,11 +7,12 @@ from .files.hf import load_hf, save_hf
 from .files.planner import LoadPlanner, SavePlanner
 from .files.storage import load, save
 from .state.options import StateDictOptions
-from .state.patching import patch_model_state_dict, patch_optimizer_state_dict
 from .state.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    patch_model_state_dict,
+    patch_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,

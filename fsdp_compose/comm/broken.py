@@ -31,11 +31,20 @@ def give_up(group: dist.ProcessGroup, failure: str) -> None:
     """Note that a collective of ``group`` has failed, and close the connections."""
     if group in _failures:
         return
+    for item in _together(group):
+        _failures[item] = failure
+    close_connections(group)
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Let the other ranks hear that a collective of ``group`` has failed."""
+    for item in _together(group):
+        close_gloo_connections(item)
+
+
+def _together(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     partner = _partners.get(group)
-    for item in (group, None if partner is None else partner()):
-        if item is not None:
-            _failures[item] = failure
-            close_gloo_connections(item)
+    return [item for item in (group, None if partner is None else partner()) if item is not None]
 
 
 def failure_of(group: dist.ProcessGroup) -> str:
@@ -45,9 +54,7 @@ def failure_of(group: dist.ProcessGroup) -> str:
 
 def gone(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
     """Those of ``ranks`` whose connections are closed: they have died, or given up."""
-    partner = _partners.get(group)
-    groups = [item for item in (group, None if partner is None else partner()) if item is not None]
-    return [rank for rank in ranks if any(is_gloo_connection_closed(item, rank) for item in groups)]
+    return [rank for rank in ranks if any(is_gloo_connection_closed(item, rank) for item in _together(group))]
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 One all-reduce (MAX, bytes) on a CPU process group of its own::
 
-    | hash of the order of collectives | its complement | used, 1 byte a parameter | late, 1 byte a group | padding |
+    | hash of the order | its complement | steps | complement | used, 1 byte a parameter | late, 1 a group | padding |
 
 All exchanges of a process group have one size, that of the largest model on it: where ranks run different models, their
 exchanges meet and differ, instead of failing by their size, which ends the process.
 
 Equal hashes mean that every rank issued the same collectives in the same order: collectives of equal size pair
 silently otherwise. ``used`` is how ranks agree which parameters have a gradient (``None`` is the same everywhere).
-``late`` marks ``fully_shard`` groups that received gradients after they had been reduced on some rank.
+``late`` marks ``fully_shard`` groups that received gradients after they had been reduced on some rank. ``steps`` are
+those of optimizers since the last exchange; both bytes are zero where a rank has nothing to train.
 
 ``FSDP_COMPOSE_EXCHANGE=first`` stops exchanging after the first ``FIRST_BACKWARDS`` backwards of a root: from then on
 the set of used parameters is taken to be what was seen until then, and a rank that sees another one raises.
@@ -25,11 +26,14 @@ import torch.distributed as dist
 
 from .._torch import AllreduceOptions, is_destroyed, make_gloo_group
 from .broken import carries, give_up
+from .journal import Journal, difference_of, known_journal
+from .label import BACKWARD, FORWARD
 from .rendezvous import own_store
 
 EXCHANGE_ENV = "FSDP_COMPOSE_EXCHANGE"
 FIRST_BACKWARDS = 10
 _HASH_BYTES = 8
+_HEAD_BYTES = 2 * _HASH_BYTES + 2
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _destroyable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those of them that torch knew
@@ -62,8 +66,9 @@ def _forget_destroyed() -> None:
 class Carrier:
     """The memory that all exchanges over one control group go through, one after the other."""
 
-    def __init__(self, control: dist.ProcessGroup) -> None:
-        self._control = control
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._control = weakref.ref(group), control_group(group)
+        self._journal: Journal | None = known_journal(group)
         self._options = AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._options.asyncOp = True
@@ -76,7 +81,7 @@ class Carrier:
         """That of the control group of ``group``; see there."""
         carrier = _carriers.get(group)
         if carrier is None:
-            carrier = _carriers[group] = Carrier(control_group(group))
+            carrier = _carriers[group] = Carrier(group)
         return carrier
 
     def make_room(self, nbytes: int) -> None:
@@ -93,6 +98,8 @@ class Carrier:
         self._memory[: len(view)] = view
         if len(view) < self.nbytes:
             self._memory[len(view) :] = bytes(self.nbytes - len(view))
+        if self._journal is not None:
+            self._journal.enter(FORWARD if end_of == "forward" else BACKWARD, None, self.nbytes)
         self._work = self._control.allreduce([self._tensor], self._options)
 
     def receive(self, view: memoryview) -> None:
@@ -103,16 +110,23 @@ class Carrier:
     def abandon(self) -> None:
         """Wait for an exchange in flight, if there is one, such as an exception has left."""
         work, self._work = self._work, None
-        if work is not None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                failure = (
-                    f"the control exchange at the end of {self._end_of} failed: another rank died, or did not run this "
-                    f"{self._end_of}. {error}"
-                )
-                give_up(self._control, failure)
-                raise RuntimeError(failure) from error
+        if work is None:
+            return
+        journal = self._journal
+        if journal is not None:
+            journal.wait(journal.count)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            group = self._group()
+            failure = f"the control exchange at the end of {self._end_of} failed: " + (
+                ("" if group is None else difference_of(group))
+                or f"another rank died, or did not run this {self._end_of}. {error}"
+            )
+            give_up(self._control, failure)
+            raise RuntimeError(failure) from error
+        if journal is not None:
+            journal.go_on()
 
 
 _carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakKeyDictionary()
@@ -132,12 +146,13 @@ class ControlExchange:
         end_of: str = "backward",
     ) -> None:
         self._carrier = carrier
-        self._buffer = bytearray(2 * _HASH_BYTES + num_params + num_groups)
+        self._buffer = bytearray(_HEAD_BYTES + num_params + num_groups)
         self._view = memoryview(self._buffer)
         if carrier is not None:
             carrier.make_room(len(self._buffer))
-        self.used = self._view[2 * _HASH_BYTES : 2 * _HASH_BYTES + num_params]
-        self.late = self._view[2 * _HASH_BYTES + num_params :]
+        self.used = self._view[_HEAD_BYTES : _HEAD_BYTES + num_params]
+        self.late = self._view[_HEAD_BYTES + num_params :]
+        self.steps_agree = True
         self._num_backwards = 0
         self._end_of = end_of
         self._stops = may_stop and os.environ.get(EXCHANGE_ENV) == "first"
@@ -148,12 +163,14 @@ class ControlExchange:
         """Whether this backward exchanges (with real peers or by itself)."""
         return not (self._stops and self._num_backwards >= FIRST_BACKWARDS)
 
-    def start(self, order_hash: int) -> None:
-        """Send off this rank's ``used`` and ``late``, which the caller has filled in, and the hash."""
+    def start(self, order_hash: int, steps: int | None) -> None:
+        """Send off this rank's ``used`` and ``late``, which the caller has filled in, the hash, and how many optimizer
+        steps it has made (up to 255); ``None`` where that tells nothing."""
         digest = order_hash & (2 ** (8 * _HASH_BYTES) - 1)
         own = digest.to_bytes(_HASH_BYTES, "little")
         self._view[:_HASH_BYTES] = own
         self._view[_HASH_BYTES : 2 * _HASH_BYTES] = bytes(255 - byte for byte in own)
+        self._view[2 * _HASH_BYTES : _HEAD_BYTES] = bytes(2) if steps is None else bytes((steps, 255 - steps))
         if self._carrier is not None and self.is_on:
             self._carrier.send(self._view, self._end_of)
 
@@ -161,7 +178,8 @@ class ControlExchange:
         """Wait for the answer, after which ``used`` and ``late`` are every rank's together.
 
         Returns:
-            Whether all ranks issued the same collectives in the same order.
+            Whether all ranks issued the same collectives in the same order. ``steps_agree`` tells whether they have
+            made the same number of steps.
 
         Raises:
             RuntimeError: a rank did not take part; or exchanges have stopped and this rank uses other parameters.
@@ -175,6 +193,7 @@ class ControlExchange:
             self._learned[:] = bytes(a | b for a, b in zip(self._learned, self.used, strict=True))
         self._num_backwards += 1
         head = self._view
+        self.steps_agree = head[2 * _HASH_BYTES] + head[2 * _HASH_BYTES + 1] <= 255
         return all(head[i] + head[_HASH_BYTES + i] == 255 for i in range(_HASH_BYTES))
 
     def abandon(self) -> None:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch import backend_name, group_device_types
+from .messages import transport_of
+from .transport import Transport
 
 SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
 
@@ -29,6 +31,7 @@ class DataParallelMesh:
         device: where shards and unsharded parameters live.
         is_simulated: the process group only pretends (backend ``fake``, or the variable ``FSDP_COMPOSE_SIMULATED=1``):
             there are no ranks to meet, and checks that need other ranks are local.
+        transport: how flat tensors move over ``shard_group``.
     """
 
     mesh: DeviceMesh
@@ -37,6 +40,7 @@ class DataParallelMesh:
     shard_world_size: int
     device: torch.device
     is_simulated: bool
+    transport: Transport
 
     @property
     def has_peers(self) -> bool:
@@ -68,14 +72,16 @@ def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMesh:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"fully_shard(mesh=...): rank {dist.get_rank()} is not in the mesh {mesh}")
-    group = mesh.get_group()
+    group, device = mesh.get_group(), _mesh_device(mesh.device_type)
+    is_simulated = os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
     return DataParallelMesh(
         mesh=mesh,
         shard_group=group,
         shard_rank=group.rank(),
         shard_world_size=group.size(),
-        device=_mesh_device(mesh.device_type),
-        is_simulated=os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake",
+        device=device,
+        is_simulated=is_simulated,
+        transport=Transport(group) if is_simulated else transport_of(group, device),
     )
 
 

@@ -1,38 +1,112 @@
 """How flat tensors move between the ranks of a process group: each collective is spelled here, once.
 
-A transport only issues: the caller chooses the stream, waits for the work, and tells what failed.
+A transport belongs to one process group and serves the ``fully_shard`` groups on it; a group may be given another one
+(``FlatParamHandle.use_transport``). It only issues: the caller chooses the stream, waits, and tells what failed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .._torch import AllgatherOptions, ReduceScatterOptions
+from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from .label import Label
+from .transferable import as_transferable
+
+Range = tuple[int, int]
+"""The elements from the first number to before the second."""
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any:
+        """Let what follows, on the present stream, see the result. After an interruption it may be called again."""
 
 
 class Transport:
     """The collectives of the process group itself.
 
-    Tensors are 1-D, contiguous and of one device, of dtypes that travel (see ``as_transferable``).
-    Ranks: each method is called by all ranks of the process group, in the same order.
+    Tensors are 1-D, contiguous, and on one device. Ranks: each method is called by all ranks of the process group, in
+    one order. ``label`` says what for.
+
+    Attributes:
+        name: for errors; the same on every rank.
+        group: the process group.
     """
 
-    def all_gather(self, group: dist.ProcessGroup, whole: torch.Tensor, shard: torch.Tensor) -> dist.Work:
-        """Fill ``whole`` with the shards of all ranks, in their order; ``shard`` may be this rank's part of it."""
-        return group._allgather_base(whole, shard, _ALL_GATHER)
+    name = "collectives"
 
-    def reduce_scatter(
-        self, group: dist.ProcessGroup, shard: torch.Tensor, whole: torch.Tensor, is_average: bool
-    ) -> dist.Work:
-        """Fill ``shard`` with this rank's part of the sum, or the average, of what each rank has in ``whole``;
-        ``shard`` may be a part of it, which may be overwritten."""
-        return group._reduce_scatter_base(shard, whole, _AVERAGE if is_average else _SUM)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
 
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
+        """Fill ``whole`` with the equal shards of all ranks, in their order; ``shard`` may be this rank's part of
+        it."""
+        return self.group._allgather_base(as_transferable(whole), as_transferable(shard), _ALL_GATHER)
 
-TRANSPORT = Transport()
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
+        """Fill ``shard`` with this rank's part of the sum, or average, of what each rank has in ``whole``; it may be
+        its part of ``whole``, which may be overwritten."""
+        options = _AVERAGE if is_average else _SUM
+        return self.group._reduce_scatter_base(as_transferable(shard), as_transferable(whole), options)
+
+    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
+        """Replace ``tensor`` by its sum, or average, over the ranks."""
+        options = _ALL_AVERAGE if is_average else _ALL_SUM
+        return self.group.allreduce([as_transferable(tensor)], options)
+
+    def gather(
+        self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
+    ) -> None:
+        """Fill ``whole`` with the parts of all ranks, and wait for it.
+
+        Args:
+            whole: ``None`` where it is not wanted.
+            part: this rank's elements.
+            ranges: where the part of each rank is in ``whole``; they may be unequal.
+            is_everywhere: all ranks want it, else the first one alone.
+        """
+        lengths = {stop - start for start, stop in ranges}
+        if lengths == {0}:
+            return
+        is_even = len(lengths) == 1 and [*ranges] == sorted(ranges)
+        if is_everywhere and is_even:
+            assert whole is not None
+            self.all_gather(whole, part, label).wait()
+        elif is_everywhere:
+            assert whole is not None
+            self._gather_uneven(whole, part, ranges, label)
+        else:
+            assert is_even, "only whole shards are gathered on one rank"
+            parts = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
+            dist.gather(as_transferable(part), parts, group=self.group, group_dst=0)
+
+    def _gather_uneven(self, whole: torch.Tensor, part: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
+        owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]
+        if 2 * len(owners) <= len(ranges):
+            # Few ranks hold anything: their parts go straight to where they belong.
+            whole[slice(*ranges[self.group.rank()])] = part
+            works = [
+                dist.broadcast(
+                    as_transferable(whole[slice(*ranges[rank])]), group=self.group, group_src=rank, async_op=True
+                )
+                for rank in owners
+            ]
+            for work in works:
+                assert work is not None, "this rank is in the group"
+                work.wait()
+            return
+        longest = max(stop - start for start, stop in ranges)
+        padded = part.new_zeros(longest)
+        padded[: part.numel()] = part
+        everything = part.new_empty(longest * len(ranges))
+        self.all_gather(everything, padded, label).wait()
+        for rank, (start, stop) in enumerate(ranges):
+            whole[start:stop] = everything[rank * longest : rank * longest + stop - start]
 
 
 def _reduce_scatter_options(op: Any) -> ReduceScatterOptions:
@@ -42,7 +116,16 @@ def _reduce_scatter_options(op: Any) -> ReduceScatterOptions:
     return options
 
 
+def _all_reduce_options(op: Any) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = op
+    options.asyncOp = True
+    return options
+
+
 _ALL_GATHER = AllgatherOptions()
 _ALL_GATHER.asyncOp = True
 _AVERAGE = _reduce_scatter_options(dist.ReduceOp.AVG)
 _SUM = _reduce_scatter_options(dist.ReduceOp.SUM)
+_ALL_AVERAGE = _all_reduce_options(dist.ReduceOp.AVG)
+_ALL_SUM = _all_reduce_options(dist.ReduceOp.SUM)

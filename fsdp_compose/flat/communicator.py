@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..comm import TRANSPORT, as_transferable, give_up
+from ..comm import difference_of, give_up
 from .flat_param import FlatParamHandle
 from .gradient import WriteMode
 from .ranges import in_range
@@ -45,10 +45,10 @@ class Communicator:
     def announce(self, handle: FlatParamHandle, what: str) -> None:
         """A collective is about to be issued that the other methods do not issue."""
 
-    def announce_exchange(self, root: Any, code: int) -> None:
+    def announce_exchange(self, root: object, code: int) -> None:
         """A control exchange is about to begin."""
 
-    def announce_recovery(self, root: Any) -> None:
+    def announce_recovery(self, root: object) -> None:
         """All ranks are about to throw away what an interrupted iteration left."""
 
     # ---- parameters
@@ -80,7 +80,7 @@ class Communicator:
     @in_range("wait all_gather")
     def wait(self, handle: FlatParamHandle) -> None:
         """Make the unsharded parameters usable by what is issued from here on."""
-        work = handle.unsharded.take_work()
+        work = handle.unsharded.work
         if work is not None:
             try:
                 work.wait()
@@ -88,7 +88,7 @@ class Communicator:
                 raise self._failure("all-gather", handle, error) from error
             if self._all_gather_stream is not None and handle.mesh.is_simulated:
                 self._wait_for_stream(self._all_gather_stream)
-            handle.unsharded.memory.show()
+            handle.unsharded.arrive()
 
     def reshard(self, handle: FlatParamHandle) -> None:
         """Free the unsharded memory, if it may be freed; nothing is in flight then."""
@@ -111,7 +111,7 @@ class Communicator:
             return shard.clone()
         flat = torch.empty(handle.layout.flat_numel, dtype=shard.dtype, device=shard.device)
         try:
-            TRANSPORT.all_gather(mesh.shard_group, as_transferable(flat), as_transferable(shard)).wait()
+            mesh.transport.all_gather(flat, shard, handle.label).wait()
         except RuntimeError as error:
             raise self._failure("all-gather", handle, error) from error
         return flat
@@ -152,7 +152,7 @@ class Communicator:
         if accumulation is not None:
             accumulation.add(grads)
             buffer.free()  # nothing is in flight in it, and this reduction brings its own memory
-            reduction = Reduction(handle.layout, handle.mesh, handle.shard.dtype, accumulation.flat)
+            reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.shard.dtype, accumulation.flat)
         else:
             buffer.take(reduction)
             reduction.fill(grads, missing)
@@ -176,15 +176,19 @@ class Communicator:
 
     def _finish_reduction(self, buffer: ReduceBuffer, discards: bool = False) -> None:
         """Wait for the reduction that is in flight in ``buffer``; the result goes to the flat gradient."""
-        handle, reduction = self._in_flight.pop(buffer)
-        self._wait_reduction(handle, reduction, discards)
+        handle, reduction = self._in_flight[buffer]
+        try:
+            self._wait_reduction(handle, reduction, discards)
+        except Exception:  # after others (Ctrl-C) it may still be in flight
+            del self._in_flight[buffer]
+            raise
+        del self._in_flight[buffer]
 
     @in_range("wait reduce_scatter")
     def _wait_reduction(self, handle: FlatParamHandle, reduction: Reduction, discards: bool = False) -> None:
-        work = reduction.take_work()
-        if work is not None:
+        if reduction.work is not None:
             try:
-                work.wait()
+                reduction.work.wait()
             except RuntimeError as error:
                 raise self._failure("reduce-scatter", handle, error) from error
             if self._reduce_stream is not None and handle.mesh.is_simulated:
@@ -224,8 +228,9 @@ class Communicator:
         group = handle.mesh.shard_group
         failure = (
             f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
-            f"({len(handle.fqns)} parameters) failed: another rank died, or did not enter the same collective. {error}"
+            f"({len(handle.fqns)} parameters) failed: "
         )
+        failure += difference_of(group) or f"another rank died, or did not enter the same collective. {error}"
         give_up(group, failure)
         return RuntimeError(failure)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -28,43 +28,28 @@ import torch
 import torch.nn as nn
 
 from .._torch import PlainAttributes
-from ..comm import DataParallelMesh
-from ..ragged import RaggedSpec, hook_owners
+from ..comm import DataParallelMesh, Label, Transport
 from .accumulation import Accumulation
 from .contributions import Contributions
 from .gradient import ShardedGradient
 from .gradient_view import FlatSegment, check_segments_agree
 from .hooks import GradientHooks
-from .layout import FlatLayout, Granule, ParamSpec, plan_layout
+from .layout import FlatLayout
 from .policy import MixedPrecisionPolicy
 from .reduction import ReduceBuffer, Reduction
 from .sharded_param import (
     Snapshot,
     local_elements,
-    make_sharded_param,
     rebind_sharded_param,
     restore_attributes,
-    sharded_spec,
-    whole_of_sharded_param,
 )
-from .subclasses import plain_tensor
 from .unsharded import Unsharded, error_of_late_access
 from .views import full_views
 
-SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
-
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
-Granularity = Callable[[str, nn.Parameter], "Granule | None"]
-
-
-@dataclass
-class ManagedParameter:
-    """A parameter of a group, with every place in the module tree where it stands."""
-
-    fqn: str
-    parameter: nn.Parameter
-    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+LocalShards = list[tuple[int, int, tuple[int, ...]]]
+"""What one rank has of each parameter: (start, stop, shape) in its shard."""
 
 
 class Summoned(Protocol):
@@ -93,10 +78,10 @@ class Owner(Protocol):
 class FlatParamHandle:
     """The flat parameter over ``managed`` parameters of one dtype and one ``requires_grad``.
 
-    Building one copies this rank's elements and changes nothing in the module; see ``fully_shard``.
+    They are built by ``building``.
 
     Attributes:
-        prefix: what precedes ``fqns`` in the root, once a root is known.
+        label: the parameters, as collectives and errors name them.
         mesh: the ranks.
         layout: where each parameter is.
         local_shards: what this rank has of each: (start, stop, shape) in its shard.
@@ -111,110 +96,44 @@ class FlatParamHandle:
     """
 
     __slots__ = (
-        "__weakref__", "_mp_policy", "contributions", "gradient", "hooks", "layout", "local_shards", "mesh", "owner",
-        "prefix", "segments", "shard", "sharded_params", "snapshot", "summoned", "unsharded",
+        "__weakref__", "contributions", "gradient", "hooks", "label", "layout", "local_shards", "mesh", "mp_policy",
+        "owner", "segments", "shard", "sharded_params", "snapshot", "summoned", "unsharded",
     )  # fmt: skip
 
     def __init__(
-        self,
-        managed: Sequence[ManagedParameter],
-        mesh: DataParallelMesh,
-        mp_policy: MixedPrecisionPolicy,
-        granularity: Granularity | None = None,
+        self, layout: FlatLayout, mesh: DataParallelMesh, mp_policy: MixedPrecisionPolicy, local_shards: LocalShards
     ) -> None:
-        self._begin(_plan(managed, mesh, mp_policy, granularity), mesh, mp_policy)
-        originals = [item.parameter for item in managed]
-        dtype, device = originals[0].dtype, originals[0].device
-        specs = self._place(dtype)
-        shard = torch.zeros(
-            self.layout.shard_numel, dtype=dtype, device=device if device.type == "meta" else mesh.device
-        )
-        with torch.no_grad():
-            for original, first, (start, stop, _) in zip(
-                originals, self._param_starts(), self.local_shards, strict=True
-            ):
-                if stop > start:
-                    shard[start:stop].copy_(plain_tensor(original).reshape(-1)[first : first + stop - start])
-        with torch.inference_mode(False), torch.no_grad():
-            parts = zip(self._views_of(shard), originals, specs, strict=True)
-            self._know([make_sharded_param(*part) for part in parts])
-        self.hooks = GradientHooks(self.sharded_params, owner=self)
-        for i, original in enumerate(originals):
-            self.hooks.move_over(i, original)
-        self.adopt(shard)
-
-    @classmethod
-    def over_sharded_params(
-        cls,
-        managed: Sequence[ManagedParameter],
-        mesh: DataParallelMesh,
-        mp_policy: MixedPrecisionPolicy,
-        granularity: Granularity | None = None,
-    ) -> FlatParamHandle:
-        """A handle over parameters that are sharded already, by other handles, whose place it takes.
-
-        Ranks: all ranks of the mesh; each parameter is all-gathered once.
-        """
-        self = object.__new__(cls)
-        self._begin(_plan(managed, mesh, mp_policy, granularity), mesh, mp_policy)
-        params = [item.parameter for item in managed]
-        dtype, device = params[0].dtype, local_elements(params[0]).device
-        specs = self._place(dtype)
-        with torch.inference_mode(False), torch.no_grad():
-            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-            parts = zip(params, self._views_of(shard), specs, self._param_starts(), strict=True)
-            for sharded, local, spec, first in parts:
-                if device.type != "meta":
-                    whole = whole_of_sharded_param(sharded)
-                    local.copy_(whole.reshape(-1)[first : first + local.numel()].view(local.shape))
-                rebind_sharded_param(sharded, local, spec)
-        self.hooks = GradientHooks(params, [hook_owners.get(id(sharded)) for sharded in params], owner=self)
-        self._know(params)
-        self.adopt(shard)
-        return self
-
-    # ---- building
-
-    def _begin(self, layout: FlatLayout, mesh: DataParallelMesh, mp_policy: MixedPrecisionPolicy) -> None:
-        self.layout, self.mesh, self._mp_policy = layout, mesh, mp_policy
-        self.prefix = ""
+        self.layout, self.mesh, self.mp_policy, self.local_shards = layout, mesh, mp_policy, local_shards
+        self.label = Label([param.fqn for param in layout.params])
         self.segments: list[FlatSegment] = []
         self.owner: weakref.ref[Owner] | None = None
         self.summoned: Summoned | None = None
         self.contributions = Contributions(len(layout.params), torch.float32)
 
-    def _place(self, dtype: torch.dtype) -> list[RaggedSpec]:
-        """How each parameter is sharded."""
-        mesh, params = self.mesh, range(len(self.layout.params))
-        specs = [sharded_spec(self.layout, i, mesh.mesh, dtype) for i in params]
-        parts = [self.layout.local_shard(i, mesh.shard_rank) for i in params]
-        self.local_shards = [
-            (part.shard_start, part.shard_start + part.numel, spec.local_shape)
-            for part, spec in zip(parts, specs, strict=True)
-        ]
-        return specs
+    # ---- building
+
+    def hold(self, params: list[nn.Parameter], hooks: GradientHooks) -> None:
+        """These are the sharded parameters, and their hooks. ``adopt`` comes next."""
+        self.sharded_params, self.hooks = params, hooks
+        _register(self, {id(sharded): i for i, sharded in enumerate(params)}, sharded_param_owners)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of its own, over copies of the sharded parameters: those that ``memo`` has, which modules show."""
-        twin = object.__new__(FlatParamHandle)
+        twin = FlatParamHandle(self.layout, self.mesh, self.mp_policy, self.local_shards)
         memo[id(self)] = twin
-        twin._begin(self.layout, self.mesh, self._mp_policy)
-        twin.local_shards = self.local_shards
-        twin._know([copy.deepcopy(sharded, memo) for sharded in self.sharded_params])
-        twin.hooks = GradientHooks(twin.sharded_params, owner=twin)
+        params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
+        twin.hold(params, GradientHooks(params, owner=twin))
         twin.adopt(twin.flatten())
         return twin
 
     def adopt(self, shard: torch.Tensor) -> None:
         """Make ``shard``, of which the sharded parameters are views already, this handle's shard; build the unsharded
         side."""
-        policy = self._mp_policy
+        policy = self.mp_policy
         self.shard = shard
         self.gradient = ShardedGradient(self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
         dtype = policy.compute_dtype(shard.dtype)
-        self.unsharded = Unsharded(
-            shard, self.layout, self.mesh, dtype, error_of_late_access(self.mesh.shard_rank, self.names)
-        )
+        self.unsharded = Unsharded(shard, self.layout, self.mesh, dtype, self.label)
         self.contributions.begin_again(policy.reduction_dtype(shard.dtype))
         for sharded, unsharded in zip(self.sharded_params, self.unsharded.params, strict=True):
             restore_attributes(sharded, unsharded)
@@ -224,8 +143,14 @@ class FlatParamHandle:
     def set_prefix(self, prefix: str) -> None:
         """``prefix`` precedes the parameters' names in the root."""
         if prefix != self.prefix:
-            self.prefix = prefix
-            self.unsharded.memory.rename(error_of_late_access(self.mesh.shard_rank, self.names))
+            self.label.rename(prefix)
+            self.unsharded.memory.rename(error_of_late_access(self.mesh.shard_rank, self.label))
+
+    def use_transport(self, transport: Transport) -> None:
+        """Move shards and gradients by ``transport`` from the next collective on. Ranks: all, between iterations."""
+        self.mesh = replace(self.mesh, transport=transport)
+        self.unsharded.gather_by(transport)
+        self.contributions.begin_again(self.contributions.dtype)  # of which the reductions know the mesh
 
     def belong_to(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
@@ -233,10 +158,6 @@ class FlatParamHandle:
     def summon(self, summoned: Summoned | None) -> None:
         """Full parameters stand in the place of the sharded ones from now on, or no longer do."""
         self.summoned = summoned
-
-    def _know(self, params: list[nn.Parameter]) -> None:
-        self.sharded_params = params
-        _register(self, {id(sharded): i for i, sharded in enumerate(params)}, sharded_param_owners)
 
     def know_as(self, param: nn.Parameter, index: int) -> None:
         """Let ``handle_of(param)`` find this handle. By id: a weak reference to a sharded parameter makes
@@ -246,6 +167,11 @@ class FlatParamHandle:
     def forget(self, param: nn.Parameter) -> None:
         """``param`` no longer stands for one of the sharded parameters."""
         del sharded_param_owners[id(param)]
+
+    @property
+    def prefix(self) -> str:
+        """What precedes ``fqns`` in the root, once a root is known."""
+        return self.label.prefix
 
     @property
     def fqns(self) -> list[str]:
@@ -261,10 +187,8 @@ class FlatParamHandle:
         """The parameters' names, relative to the root."""
         return [self.prefix + param.fqn for param in self.layout.params]
 
-    def _param_starts(self) -> list[int]:
-        return [self.layout.local_shard(i, self.mesh.shard_rank).param_start for i in range(len(self.layout.params))]
-
-    def _views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+    def views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Views of ``shard``, with the shapes of the local shards."""
         return [shard[start:stop].view(shape) for start, stop, shape in self.local_shards]
 
     def full_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -282,7 +206,7 @@ class FlatParamHandle:
         locals_ = [local_elements(sharded) for sharded in self.sharded_params]
         with torch.inference_mode(False), torch.no_grad():
             shard = torch.zeros(self.layout.shard_numel, dtype=locals_[0].dtype, device=locals_[0].device)
-            for sharded, view, local in zip(self.sharded_params, self._views_of(shard), locals_, strict=True):
+            for sharded, view, local in zip(self.sharded_params, self.views_of(shard), locals_, strict=True):
                 view.copy_(local)
                 rebind_sharded_param(sharded, view)
         return shard
@@ -356,7 +280,8 @@ class FlatParamHandle:
 
     def prepare_reduction(self, buffer: ReduceBuffer) -> Reduction:
         """The reduction through a pooled buffer, from now on."""
-        reduction = Reduction(self.layout, self.mesh, self.shard.dtype, buffer.view(self.layout.flat_numel), buffer)
+        flat = buffer.view(self.layout.flat_numel)
+        reduction = Reduction(self.layout, self.mesh, self.label, self.shard.dtype, flat, buffer)
         self.contributions.reduce_by(reduction)
         return reduction
 
@@ -424,18 +349,3 @@ segment_owners: Owners = {}
 def register_segment(handle: FlatParamHandle, segment: FlatSegment) -> None:
     """Let a flat view be found by its id."""
     _register(handle, {id(segment.parameter): segment.sharded_params.start}, segment_owners)
-
-
-def _plan(
-    managed: Sequence[ManagedParameter],
-    mesh: DataParallelMesh,
-    mp_policy: MixedPrecisionPolicy,
-    granularity: Granularity | None,
-) -> FlatLayout:
-    dtype = managed[0].parameter.dtype
-    smallest = min(d.itemsize for d in (dtype, mp_policy.compute_dtype(dtype), mp_policy.reduction_dtype(dtype)))
-    specs = []
-    for item in managed:
-        granule = granularity(item.fqn, item.parameter) if granularity is not None else None
-        specs.append(ParamSpec(item.fqn, tuple(item.parameter.shape), granule))
-    return plan_layout(specs, mesh.shard_world_size, max(1, SHARD_ALIGNMENT_BYTES // smallest))

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from ..comm import all_gather, gather
 from .flat_param import FlatParamHandle
 
 
 def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
     """The whole of a flat tensor sharded like the flat parameter of ``handle``, of which this rank has ``shard``;
     ``None`` where it is not wanted. One collective."""
-    mesh = handle.mesh
+    mesh, numel = handle.mesh, shard.numel()
     with torch.no_grad():
         flat = None
         if not rank0_only or mesh.shard_rank == 0:
             flat = shard.new_empty(handle.layout.flat_numel)
-        if mesh.shard_world_size == 1 or shard.numel() == 0:
-            if flat is not None:
-                flat.copy_(shard)
-        elif rank0_only:
-            gather(flat, shard, mesh.shard_group)
-        else:
-            assert flat is not None
-            all_gather(flat, shard, mesh.shard_group)
+        if mesh.shard_world_size > 1 and numel:
+            ranges = [(rank * numel, rank * numel + numel) for rank in range(mesh.shard_world_size)]
+            mesh.transport.gather(flat, shard, ranges, not rank0_only, handle.label)
+        elif flat is not None:
+            flat.copy_(shard)
         return flat.cpu() if flat is not None and to_cpu else flat

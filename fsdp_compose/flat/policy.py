@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn as nn
+
+from .layout import Granule
+
+Granularity = Callable[[str, nn.Parameter], "Granule | None"]
+"""Of a parameter (FQN, and itself), what no shard boundary may divide; see ``fully_shard``."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class _Ranged:
     def _with_range(self) -> Callable[..., Any]:
         what, plain = self._what, self._plain
 
-        def call(communicator: Any, handle: FlatParamHandle, *args: Any) -> Any:
+        def call(communicator: object, handle: FlatParamHandle, *args: Any) -> Any:
             with record_function(f"fsdp_compose::{what} {_name(handle)}"):
                 return plain(communicator, handle, *args)
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import count
 
 import torch
-import torch.distributed as dist
 
 from .._torch import foreach_copy_, foreach_zero_
-from ..comm import TRANSPORT, DataParallelMesh, as_transferable
+from ..comm import DataParallelMesh, Label, Work
 from .layout import FlatLayout
 from .views import full_views
 
@@ -101,7 +100,7 @@ class Reduction:
     """A reduce-scatter of one flat gradient, through one memory; begun again and again.
 
     Args:
-        layout, mesh: of the flat parameter.
+        layout, mesh, label: of the flat parameter.
         dtype: of the shard.
         flat: what it reads and may overwrite, of the layout's length; a view of ``buffer`` if that is given.
 
@@ -110,35 +109,37 @@ class Reduction:
         views: of ``flat``, with the parameters' shapes.
         gaps: of ``flat``, the padding; ``gap_bounds`` is one object for equal paddings.
         goes_direct: the result can arrive in memory of the caller's.
+        work: the collective in flight, for which the caller waits.
         output: where the result arrives, while it is in flight.
     """
 
     __slots__ = (
-        "_factors", "_is_converted", "_mesh", "_options", "_own_slice", "_target", "_work", "buffer", "flat",
+        "_factors", "_label", "_mesh", "_options", "_own_slice", "_target", "buffer", "flat",
         "gap_bounds", "gaps", "goes_direct", "is_added", "output", "views",
+        "work",
     )  # fmt: skip
 
     def __init__(
         self,
         layout: FlatLayout,
         mesh: DataParallelMesh,
+        label: Label,
         dtype: torch.dtype,
         flat: torch.Tensor,
         buffer: ReduceBuffer | None = None,
     ) -> None:
         numel = layout.shard_numel
-        self._mesh, self.flat, self.buffer = mesh, flat, buffer
+        self._mesh, self._label, self.flat, self.buffer = mesh, label, flat, buffer
         with torch.inference_mode(False), torch.no_grad():
             self.views = full_views(layout, flat)
             bounds = layout.gaps()
             self.gap_bounds = _same_bounds.setdefault((layout.flat_numel, bounds), (bounds,))
             self.gaps = [flat[start:stop] for start, stop in bounds]
             self._own_slice = flat[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
-        self._is_converted = as_transferable(flat) is not flat
         self._follow(AVERAGE)
         self.goes_direct = flat.dtype == dtype and mesh.shard_world_size > 1
         self._target: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self.work: Work | None = None
         self.output: torch.Tensor | None = None
         self.is_added = False
 
@@ -172,21 +173,15 @@ class Reduction:
         before, is_average, _ = self._factors
         if before != 1:
             flat.div_(before)
-        if self._is_converted:
-            flat, output = as_transferable(flat), as_transferable(output)
-        self._work = TRANSPORT.reduce_scatter(mesh.shard_group, output, flat, is_average)
-
-    def take_work(self) -> dist.Work | None:
-        """The collective in flight, for which the caller waits."""
-        work, self._work = self._work, None
-        return work
+        self.work = mesh.transport.reduce_scatter(output, flat, is_average, self._label)
 
     def discard(self) -> None:
         """The collective is done, and its result of no use."""
-        self.output = self._target = None
+        self.work = self.output = self._target = None
 
     def finish(self) -> None:
         """The collective is done: bring the result to where it goes."""
+        self.work = None
         output, target = self.output, self._target
         assert output is not None and target is not None
         after = self._factors[2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import Any
 
@@ -20,13 +21,22 @@ from torch.distributed.tensor import DTensor
 
 from .._requirements import PLAIN_SHARDED_PARAMS
 from .._torch import is_wrapper, set_local_tensor
-from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged
+from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged, rebind
 from .layout import FlatLayout
 
 # Where a sharded parameter remembers which subclass of nn.Parameter the original was an instance of.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
 # Where an original parameter remembers the sharded parameter that has taken its place.
 SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
+
+
+@dataclass
+class ManagedParameter:
+    """A parameter of a group, with every place in the module tree where it stands."""
+
+    fqn: str
+    parameter: nn.Parameter
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
@@ -138,9 +148,8 @@ def rebind_sharded_param(sharded: nn.Parameter, local: torch.Tensor, spec: Ragge
     if PLAIN_SHARDED_PARAMS:
         sharded.data = local
         return
-    set_local_tensor(sharded, local)  # type: ignore[arg-type]
-    if spec is not None:
-        sharded._spec = spec  # type: ignore[attr-defined]
+    assert isinstance(sharded, RaggedDTensor)
+    rebind(sharded, local, spec)
 
 
 def whole_of_sharded_param(sharded: nn.Parameter) -> torch.Tensor:

@@ -16,17 +16,16 @@ that an all-gather still fills would give wrong numbers. To show and to hide is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from .._torch import memory_exchange, refuse_access
-from ..comm import TRANSPORT, DataParallelMesh, as_transferable
+from ..comm import DataParallelMesh, Label, Transport, Work
 from ..ragged import writes
 from .layout import FlatLayout
 from .views import full_views
@@ -118,7 +117,7 @@ class Unsharded:
         shard: this rank's.
         layout, mesh: of the flat parameter.
         dtype: to compute in.
-        error: what is said to those who read the parameters while they are sharded.
+        label: the parameters.
 
     Attributes:
         dtype: as given.
@@ -134,12 +133,12 @@ class Unsharded:
     """
 
     __slots__ = (
-        "_arguments", "_cast_shard", "_shard", "_unedited", "dtype", "flags", "gathered", "is_allocated", "keep",
+        "_cast_shard", "_issue", "_shard", "_unedited", "dtype", "flags", "gathered", "is_allocated", "keep",
         "left_by_forward", "memory", "never_freed", "params", "work",
     )  # fmt: skip
 
     def __init__(
-        self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh, dtype: torch.dtype, error: str
+        self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh, dtype: torch.dtype, label: Label
     ) -> None:
         rank, numel, is_alone = mesh.shard_rank, layout.shard_numel, mesh.shard_world_size == 1
         self.dtype, self._shard = dtype, shard
@@ -155,23 +154,28 @@ class Unsharded:
             self._cast_shard = own_slice if is_cast else None
             # On an accelerator the work of a collective of one rank still orders the copy before compute.
             is_local = is_alone and shard.device.type == "cpu"
-            pair = (as_transferable(flat), as_transferable(own_slice if is_cast else shard))
-            self._arguments = None if is_local else (mesh.shard_group, *pair)
+            arguments = (flat, own_slice if is_cast else shard, label)
+            self._issue = None if is_local else partial(mesh.transport.all_gather, *arguments)
             may_free = not (self.never_freed or self.is_meta)
-            self.memory = UnshardedMemory(flat, error if may_free else None)
+            self.memory = UnshardedMemory(flat, error_of_late_access(rank, label) if may_free else None)
             self.memory.show()
             views = full_views(layout, self.memory.shown)
             self.params = [nn.Parameter(view, requires_grad=False) for view in views]
         self._unedited = self.memory.shown._version
         self.flags = [False] * len(self.params)
         self.gathered = Gathered()
-        self.work: dist.Work | None = None
+        self.work: Work | None = None
         self.is_allocated = self.keep = self.never_freed
         self.left_by_forward = False
         if may_free:
             self.memory.free()
 
     # ---- gathering
+
+    def gather_by(self, transport: Transport) -> None:
+        """Move shards so from now on."""
+        if self._issue is not None:
+            self._issue = partial(transport.all_gather, *self._issue.args)
 
     def allocate(self) -> None:
         """Have memory, to be filled."""
@@ -186,15 +190,15 @@ class Unsharded:
         """Issue the all-gather, on the present stream."""
         if self._cast_shard is not None:
             self._cast_shard.copy_(self._shard)
-        if self._arguments is None:
+        if self._issue is None:
             self.memory.show()
         else:
-            self.work = TRANSPORT.all_gather(*self._arguments)
+            self.work = self._issue()
 
-    def take_work(self) -> dist.Work | None:
-        """The all-gather in flight, for which the caller waits."""
-        work, self.work = self.work, None
-        return work
+    def arrive(self) -> None:
+        """The all-gather is complete."""
+        self.work = None
+        self.memory.show()
 
     def free(self) -> None:
         self.memory.free()
@@ -253,14 +257,12 @@ class Unsharded:
         self.flags = flags
 
 
-def error_of_late_access(rank: int, names: Sequence[str]) -> str:
+def error_of_late_access(rank: int, label: Label) -> str:
     """The error for those who read parameters while they are sharded."""
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"rank {rank}: the unsharded {names[0]}{others} of a fully_shard group "
-        "were used while they are sharded. A parameter that was kept in forward (as an attribute, in a list, by a "
-        "hook) must be cloned there; and every tensor that a loss is computed from must be returned by forward, or "
-        "kept as an attribute of its module"
+        f"rank {rank}: the unsharded {label} of a fully_shard group were used while they are sharded. A parameter that "
+        "was kept in forward (as an attribute, in a list, by a hook) must be cloned there; and every tensor that a "
+        "loss is computed from must be returned by forward, or kept as an attribute of its module"
     )
 
 

@@ -27,8 +27,8 @@ from .order import END_OF_FORWARD as END_OF_FORWARD
 from .order import REDUCE_SCATTER as REDUCE_SCATTER
 from .order import CollectiveOrder as CollectiveOrder
 from .order import code_of_flags as code_of_flags
+from .order import first_difference_of_traces as first_difference_of_traces
 from .order import judge_places as judge_places
-from .order import name_models as name_models
 from .progress import GroupUse as GroupUse
 from .progress import HookedUse as HookedUse
 from .rebind import rebind_live_optimizers as rebind_live_optimizers
@@ -47,6 +47,10 @@ from .state import _FSDPState as _FSDPState
 from .state import state_of as state_of
 from .step_hooks import after_every_step as after_every_step
 from .step_hooks import before_every_step as before_every_step
+from .steps_made import count_steps as count_steps
+from .steps_made import raise_different_steps as raise_different_steps
+from .steps_made import steps_to_compare as steps_to_compare
+from .steps_made import steps_were_compared as steps_were_compared
 from .swap import ParameterSwap as ParameterSwap
 from .swap import SlotView as SlotView
 from .swap import before_load as before_load

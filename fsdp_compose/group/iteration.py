@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from ..flat import FlatParamHandle
-from .progress import HookedUse
-from .swap import ParameterSwap
+from .progress import HookedUse, Shown
 
 
 class ForwardRecord:
@@ -120,7 +119,7 @@ class Backward:
         self.has_added = has_added
         self.has_outside_grads = False
         self.after_publication: list[Callable[[], None]] = []
-        self.shown: dict[ParameterSwap, None] = {}
+        self.shown: dict[Shown, None] = {}
 
     def add(self) -> None:
         self.has_added = True

@@ -14,44 +14,32 @@ left (``recovery``) come to the same rendezvous first, so that the others do not
 from __future__ import annotations
 
 import json
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.optim.optimizer import Optimizer
 
 from ..comm import RECOVERY_TIMEOUT, DataParallelMesh, is_on, last_of_every_rank, meet, note
-from ..flat import Communicator, FlatParamHandle, Reduction, segment_owners, sharded_param_owners
+from ..flat import Communicator, FlatParamHandle, Reduction
 from .order import ENDS
 from .state import Root, state_of
-from .step_hooks import after_every_step
+from .steps_made import STEPS_DIFFER, begin_again, name_ranks, num_steps
 
 _PURPOSE = "agreeing on the next collective"
-_MAX_RANKS = 8  # that an error lists one by one
 _RECOVERY = "throwing away what an interrupted iteration left"
-_STEPS_DIFFER = "the ranks have made different numbers of optimizer steps"
 _HINT = (
     "Every rank must run the same forwards, backwards and optimizer steps in the same order: where one rank would skip "
     "(a loss that is NaN, an empty batch) or do more (a forward for its log), let all ranks decide together, by "
     "all-reducing a flag"
 )
 
-_num_steps: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_counts_steps = False
-
 
 class LockstepCommunicator(Communicator):
     """Notes each collective, and agrees on it with the other ranks, before it is issued."""
 
     __slots__ = ()
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        _count_steps()
 
     def unshard(self, handle: FlatParamHandle) -> None:
         self.announce(handle, "all-gather")
@@ -90,7 +78,8 @@ class LockstepCommunicator(Communicator):
                 root.forward.fail()
             raise
 
-    def announce_exchange(self, root: Root, code: int) -> None:
+    def announce_exchange(self, root: object, code: int) -> None:
+        assert isinstance(root, Root)
         mesh = root.live_states()[0].mesh
         if mesh.has_peers:
             what = ENDS.get(code, "a reduction in functional mode")
@@ -100,9 +89,10 @@ class LockstepCommunicator(Communicator):
                 root.forward.fail()
                 raise
 
-    def announce_recovery(self, root: Root) -> None:
+    def announce_recovery(self, root: object) -> None:
         """Before all ranks throw away what an iteration left that was interrupted on this one: those that are
         elsewhere learn of it, and raise; then they are expected here."""
+        assert isinstance(root, Root)
         mesh = root.live_states()[0].mesh
         while mesh.has_peers and _compare(mesh, _RECOVERY, None, RECOVERY_TIMEOUT):
             pass
@@ -140,11 +130,11 @@ def _agree(mesh: DataParallelMesh, what: str, root: Root | None) -> None:
 def _compare(mesh: DataParallelMesh, what: str, root: Root | None, timeout: timedelta | None = None) -> str:
     """Meet all ranks, each of which is about to do something; return, as text, how they differ."""
     group = mesh.shard_group
-    steps = _num_steps.get(group, 0) if root is not None and _holds_elements(root) else None
+    steps = None if root is None else num_steps(root)
     payload = json.dumps([what, steps])
     verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout, is_frequent=True)
-    if verdict.startswith(_STEPS_DIFFER):
-        _num_steps[group] = 0  # on all ranks: each difference is told once
+    if verdict.startswith(STEPS_DIFFER) and root is not None:
+        begin_again(root)  # on all ranks: each difference is told once
     return verdict
 
 
@@ -159,7 +149,7 @@ def _judge(payloads: list[str]) -> str:
     if len({count for count in steps if count is not None}) > 1:
         counts = [f"{count} optimizer step(s)" for count in steps]
         return (
-            f"{_STEPS_DIFFER} before {whats[0]}: {_listing(counts)} (of those "
+            f"{STEPS_DIFFER} before {whats[0]}: {_listing(counts)} (of those "
             "since the first forward, or since the last such error, of optimizers with sharded parameters). The shards "
             f"of the parameters are no longer of one step: load a checkpoint. {_HINT}"
         )
@@ -172,39 +162,4 @@ def _listing(texts: Sequence[Any]) -> str:
     for rank, text in enumerate(texts):
         ranks[text].append(rank)
     order = sorted(Counter(texts).items(), key=lambda item: item[1])
-    return "; ".join(f"{_names(ranks[text])}: {text}" for text, _ in order)
-
-
-def _names(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:_MAX_RANKS]))
-    more = f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
-
-
-# ---- optimizer steps
-
-
-def _holds_elements(root: Root) -> bool:
-    """Whether there is something on this rank for an optimizer to train: it may have none where there is not."""
-    return any(
-        start < stop for state in root.live_states() for item in state._handles for start, stop, _ in item.local_shards
-    )
-
-
-def _count_steps() -> None:
-    global _counts_steps
-    if not _counts_steps:
-        _counts_steps = True
-        after_every_step(_count_step)
-
-
-def _count_step(optimizer: Optimizer) -> None:
-    process_groups = set()
-    for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
-            owner = sharded_param_owners.get(id(param)) or segment_owners.get(id(param))
-            handle = None if owner is None else owner[0]()
-            if handle is not None and param.grad is not None:  # else it was left as it is
-                process_groups.add(handle.mesh.shard_group)
-    for process_group in process_groups:
-        _num_steps[process_group] = _num_steps.get(process_group, 0) + 1
+    return "; ".join(f"{name_ranks(ranks[text])}: {text}" for text, _ in order)

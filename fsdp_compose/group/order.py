@@ -145,9 +145,10 @@ class CollectiveOrder:
         return self.num_roots
 
     def trace_as_text(self, root: OrderedRoot, code: int) -> list[str]:
-        """The trace since the last exchange, and what ``root`` is about to do, as text."""
+        """The trace since the last exchange, and what ``root`` is about to do: in each line the code, which alone tells
+        whether ranks differ (a model may be gone on some ranks only), what it is, and the model."""
         now = f"{ENDS[code]}\t{root.label}" if code in ENDS else self._as_text(code)
-        return [*map(self._as_text, self.trace), now]
+        return [*(f"{item}\t{self._as_text(item)}" for item in self.trace), f"{code} {root.number}\t{now}"]
 
     def _as_text(self, code: int) -> str:
         if code >= _FOLDED:
@@ -167,8 +168,18 @@ def code_of_flags(code: int, text: str) -> int:
     return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - (code >> 1)
 
 
-def name_models(a: str, b: str) -> tuple[str, str]:
-    """Two lines of traces, as messages have them: with the models, if these differ."""
+def first_difference_of_traces(ours: str, theirs: str) -> tuple[int, str, str] | None:
+    """The first place where the traces of two ranks, as text, differ, with what each was at, as messages have it."""
+    traces = [dict(enumerate(text.split("\n"))) for text in (ours, theirs)]
+    for position in range(max(map(len, traces))):
+        (a_code, _, a), (b_code, _, b) = (trace.get(position, "\tnothing").partition("\t") for trace in traces)
+        if a_code != b_code:
+            return position, *_name_models(a, b)
+    return None
+
+
+def _name_models(a: str, b: str) -> tuple[str, str]:
+    """What two lines of traces tell, with the models if these differ."""
     has_several = len({line.partition("\t")[2] for line in (a, b)} - {""}) > 1
     named = [line.replace("\t", " of ") if has_several else line.partition("\t")[0] for line in (a, b)]
     return named[0], named[1]

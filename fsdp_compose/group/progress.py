@@ -37,6 +37,12 @@ class HookedUse(GroupUse, Protocol):
         """Hook a tensor for pre-backward; ``False`` if backward could enter the group past such a hook."""
 
 
+class Shown(Protocol):
+    """What shows parameters on modules."""
+
+    def show_sharded(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a group stands below its root.

@@ -27,6 +27,32 @@ from .dynamo import MARKS
 from .kept_tensors import KeptTensors, Namespace
 
 _Parameters = dict[str, "nn.Parameter | None"]
+_LOST_CHANGE = (
+    "forward replaced, added or removed parameters of a sharded module{}. Such a change would be lost when the module "
+    "is resharded; change parameters outside forward"
+)
+
+
+class Held:
+    """Some dicts, and what they held, kept once and compared in one pass.
+
+    Attributes:
+        dicts: as given, the very objects.
+        values: what they held when that was noted last.
+    """
+
+    __slots__ = ("dicts", "values")
+
+    def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
+        self.dicts = [*dicts]
+        self.note()
+
+    def note(self) -> None:
+        self.values = tuple(_values(self.dicts))
+
+    def is_same(self) -> bool:
+        """Whether the dicts hold these very values, in this order."""
+        return _hold(self.dicts, self.values)
 
 
 class ParameterSwap:
@@ -48,9 +74,8 @@ class ParameterSwap:
     """
 
     __slots__ = (
-        "_children", "_fqns", "_known_children", "_namespaces", "_owned", "_prepared_names", "_root_writes",
-        "_roots", "_sharded", "_sharded_values", "_unsharded", "_unsharded_values", "_views", "_writes", "kept",
-        "num_shows", "prefix", "shown_instead",
+        "_children", "_fqns", "_namespaces", "_owned", "_prepared_names", "_root_writes", "_roots", "_sharded",
+        "_unsharded", "_views", "_writes", "kept", "num_shows", "prefix", "shown_instead",
     )  # fmt: skip
 
     def __init__(
@@ -75,13 +100,11 @@ class ParameterSwap:
         self.kept = KeptTensors(
             [(module, (*_OWN_ATTRIBUTES, *getattr(module, "__constants__", ()))) for module in fqns], held_weakly=roots
         )
-        self._children = [module._modules for module in fqns]
-        self._known_children: tuple[Any, ...] = ()
-        self.note_children()
+        self._children = Held([module._modules for module in fqns])
         self._owned = list(owned.values())
-        self._sharded: list[_Parameters] = [module._parameters for module in owned]
-        self._views = [parameters.values() for parameters in self._sharded]
-        self._unsharded: list[_Parameters] = [{} for _ in owned]
+        self._sharded = Held([module._parameters for module in owned])
+        self._views = [parameters.values() for parameters in self._sharded.dicts]
+        self._unsharded = Held([{} for _ in owned])
         for module, fqn in zip(owned, self._fqns, strict=True):
             guard_state_dict(module, fqn)
         self.rebuild()
@@ -91,7 +114,7 @@ class ParameterSwap:
         self._writes: list[tuple[Namespace, str, Any, Any]] = []  # (where, key, sharded value, unsharded value)
         self._root_writes: list[tuple[weakref.ref[nn.Module], str, Any, Any]] = []
         for namespace, root, owned, sharded, unsharded in zip(
-            self._namespaces, self._roots, self._owned, self._sharded, self._unsharded, strict=True
+            self._namespaces, self._roots, self._owned, self._sharded.dicts, self._unsharded.dicts, strict=True
         ):
             params = {name: handle.unsharded.params[i] for name, (handle, i) in owned.items()}
             unsharded.clear()  # the same dict: others remember it
@@ -106,9 +129,9 @@ class ParameterSwap:
                 self._root_writes += [(root, *write) for write in writes]
             elif namespace is not None:
                 self._writes += [(namespace, *write) for write in writes]
-        self._prepared_names = [list(parameters) for parameters in self._sharded]
-        self._sharded_values = tuple(_values(self._sharded))
-        self._unsharded_values = tuple(_values(self._unsharded))
+        self._prepared_names = [list(parameters) for parameters in self._sharded.dicts]
+        self._sharded.note()
+        self._unsharded.note()
 
     def set_prefix(self, prefix: str) -> None:
         """``prefix`` precedes the names of the group's parameters in the root."""
@@ -116,28 +139,28 @@ class ParameterSwap:
 
     def watched_dicts(self) -> list[dict[str, Any]]:
         """The dicts of which an entry that changes between iterations matters: sharded parameters, and submodules."""
-        return [*self._sharded, *self._children]
+        return [*self._sharded.dicts, *self._children.dicts]
 
     def unsharded_dicts(self) -> list[dict[str, Any]]:
         """The dicts that the modules show inside forward."""
-        return [*self._unsharded]
+        return [*self._unsharded.dicts]
 
     def note_children(self) -> None:
         """Remember the modules below those of the group, as they are now."""
-        self._known_children = tuple(_values(self._children))
+        self._children.note()
 
     def children_changed(self) -> bool:
         """Whether a submodule was added, replaced or removed since."""
-        return not _hold(self._children, self._known_children)
+        return not self._children.is_same()
 
     def check_slots(self) -> None:
         """Raise if a parameter was replaced, added or removed since ``fully_shard``."""
-        if not _hold(self._sharded, self._sharded_values):
+        if not self._sharded.is_same():
             self._reconcile()
 
     def is_overridden(self) -> bool:
         """Whether other values stand in the slots of parameters than ``fully_shard`` has put there."""
-        return not self.num_shows and not all(map(is_, chain.from_iterable(self._views), self._sharded_values))
+        return not self.num_shows and not all(map(is_, chain.from_iterable(self._views), self._sharded.values))
 
     def overrides(self) -> dict[int, torch.Tensor]:
         """Those values, by the id of what the modules would show inside forward.
@@ -147,7 +170,7 @@ class ParameterSwap:
         """
         found: dict[int, Any] = {}
         for fqn, names, sharded, unsharded in zip(
-            self._fqns, self._prepared_names, self._sharded, self._unsharded, strict=True
+            self._fqns, self._prepared_names, self._sharded.dicts, self._unsharded.dicts, strict=True
         ):
             for name in names:
                 shown, present = unsharded[name], sharded.get(name)
@@ -156,7 +179,7 @@ class ParameterSwap:
                         f"functional_call(): {self.prefix}{_join(fqn, name)} and another name of the same (tied) "
                         "parameter were given different values; give both the same (tie_weights=True does)"
                     )
-        known = {id(shown): own for shown, own in zip(self._unsharded_values, self._sharded_values, strict=True)}
+        known = {id(shown): own for shown, own in zip(self._unsharded.values, self._sharded.values, strict=True)}
         return {key: value for key, value in found.items() if value is not known[key]}
 
     def take_overrides(self) -> list[tuple[_Parameters, str, Any]]:
@@ -166,8 +189,8 @@ class ParameterSwap:
             What stood there: (dict, name, value).
         """
         taken = []
-        values = iter(self._sharded_values)
-        for names, sharded in zip(self._prepared_names, self._sharded, strict=True):
+        values = iter(self._sharded.values)
+        for names, sharded in zip(self._prepared_names, self._sharded.dicts, strict=True):
             for name, own in zip(names, values):
                 if name in sharded and sharded[name] is not own:
                     taken.append((sharded, name, sharded[name]))
@@ -217,10 +240,7 @@ class ParameterSwap:
     def check_shown(self, shown: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
         """Raise if a forward replaced, added or removed what ``show_instead`` has shown."""
         if not all(_hold([parameters], values) for parameters, values in shown):
-            raise RuntimeError(
-                f"forward replaced, added or removed parameters of a sharded module, {self.prefix or 'the root'}. Such "
-                "a change would be lost when the module is resharded; change parameters outside forward"
-            )
+            raise RuntimeError(_LOST_CHANGE.format(f", {self.prefix or 'the root'}"))
 
     def show_sharded(self) -> None:
         """Undo one ``show_unsharded``."""
@@ -244,26 +264,23 @@ class ParameterSwap:
         if self.num_shows:
             self.num_shows = 1
             self.show_sharded()
-        if not _hold(self._unsharded, self._unsharded_values):
+        if not self._unsharded.is_same():
             self.rebuild()
 
     def check_unsharded_slots(self) -> None:
         """Raise if a forward replaced, added or removed a parameter."""
-        if not _hold(self._unsharded, self._unsharded_values):
-            changed = self._changed(self._unsharded, self._unsharded_values)
+        if not self._unsharded.is_same():
+            changed = _join_names(self.prefix, self._changed(self._unsharded))
             self.rebuild()
-            raise RuntimeError(
-                f"forward replaced, added or removed parameters of a sharded module: {self._join_names(changed)}. "
-                "Such a change would be lost when the module is resharded; change parameters outside forward"
-            )
+            raise RuntimeError(_LOST_CHANGE.format(f": {changed}"))
 
     def _reconcile(self) -> None:
         """The modules' own dicts have changed since they were prepared: accept what concerns only entries that the
         group does not own, and that no optimizer would train."""
-        changed = self._changed(self._sharded, self._sharded_values)
+        changed = self._changed(self._sharded)
         owned = {_join(fqn, name) for fqn, names in zip(self._fqns, self._owned, strict=True) for name in names}
-        present = self._by_name(self._sharded)
-        known = {id(value) for value in self._sharded_values}
+        present = _by_name(self._fqns, self._sharded.dicts)
+        known = {id(value) for value in self._sharded.values}
         refused = []
         for name in changed:
             value = present.get(name)
@@ -272,29 +289,19 @@ class ParameterSwap:
         if refused:
             raise RuntimeError(
                 "parameters of a sharded module were replaced, added or removed after fully_shard(): "
-                f"{self._join_names(refused)}. A new value would not be sharded, and would not train: change "
+                f"{_join_names(self.prefix, refused)}. A new value would not be sharded, and would not train: change "
                 "parameters in place (under torch.no_grad()), or before fully_shard()"
             )
         self.rebuild()
 
-    def _changed(self, dicts: Sequence[_Parameters], values: Sequence[Any]) -> list[str]:
+    def _changed(self, held: Held) -> list[str]:
         """Names of the entries that are not what was prepared."""
         prepared = zip(self._fqns, self._prepared_names, strict=True)
-        before = dict(zip((_join(fqn, name) for fqn, names in prepared for name in names), values, strict=True))
-        now, missing = self._by_name(dicts), object()
+        before = dict(zip((_join(fqn, name) for fqn, names in prepared for name in names), held.values, strict=True))
+        now, missing = _by_name(self._fqns, held.dicts), object()
         return sorted(
             name for name in before.keys() | now.keys() if before.get(name, missing) is not now.get(name, missing)
         )
-
-    def _join_names(self, names: Iterable[str]) -> str:
-        return ", ".join(self.prefix + name for name in names)
-
-    def _by_name(self, dicts: Sequence[_Parameters]) -> dict[str, Any]:
-        return {
-            _join(fqn, name): value
-            for fqn, parameters in zip(self._fqns, dicts, strict=True)
-            for name, value in parameters.items()
-        }
 
 
 # ---- state dicts
@@ -378,6 +385,19 @@ def _values(dicts: Sequence[Mapping[str, Any]]) -> Iterable[Any]:
 def _hold(dicts: Sequence[Mapping[str, Any]], values: tuple[Any, ...]) -> bool:
     """Whether the dicts hold these very values, in this order."""
     return sum(map(len, dicts)) == len(values) and all(map(is_, _values(dicts), values))
+
+
+def _by_name(fqns: Sequence[str], dicts: Sequence[_Parameters]) -> dict[str, Any]:
+    """The values of the dicts of modules, by FQN."""
+    return {
+        _join(fqn, name): value
+        for fqn, parameters in zip(fqns, dicts, strict=True)
+        for name, value in parameters.items()
+    }
+
+
+def _join_names(prefix: str, names: Iterable[str]) -> str:
+    return ", ".join(prefix + name for name in names)
 
 
 def _join(fqn: str, name: str) -> str:

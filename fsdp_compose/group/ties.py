@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from ..flat import FlatParamHandle, ManagedParameter, handle_of, owner_of
+from ..flat import ManagedParameter, handle_of, owner_of, shard_again
 from .members import by_kind, group_modules, prepare_swap
 from .state import _FSDPState, state_of
 
@@ -168,12 +168,7 @@ def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> Non
         names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
     managed = [ManagedParameter(names[id(sharded)], sharded) for sharded in sharded_params]
     parts = by_kind(managed)
-    state.adopt(
-        [
-            FlatParamHandle.over_sharded_params(part, state.mesh, state.options.mp_policy, state.options.granularity)
-            for part in parts
-        ]
-    )
+    state.adopt([shard_again(part, state.mesh, state.options.mp_policy, state.options.granularity) for part in parts])
     prepare_swap(state)
 
 

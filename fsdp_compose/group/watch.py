@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
 
 import torch
 
@@ -20,6 +18,7 @@ from ..flat import local_elements
 from ..ragged import toggles
 from .kept_tensors import QuietGroups
 from .state import _FSDPState
+from .swap import Held
 
 _data_ptr = torch.Tensor.data_ptr
 _unsharded_version = attrgetter("unsharded.memory.shown._version")
@@ -31,18 +30,13 @@ class Watch:
 
     def __init__(self, states: Sequence[_FSDPState]) -> None:
         handles = [handle for state in states for handle in state._handles]
-        self._dicts = [item for state in states for item in state.swap.watched_dicts()]
-        self._values = tuple(chain.from_iterable(map(dict.values, self._dicts)))
+        self._slots = Held([item for state in states for item in state.swap.watched_dicts()])
         self._sharded_params = [sharded for handle in handles for sharded in handle.sharded_params]
-        # A parameter that is given other memory gets another local tensor, which itself may be pointed elsewhere too.
-        self._locals = [*map(local_elements, self._sharded_params)]
-        self._filled = [local for local in self._locals if local.numel()]
-        self._addresses = [*map(_data_ptr, self._filled)]
+        self._memory = _Memory(self._sharded_params)
         self._unsharded = [param for handle in handles for param in handle.unsharded.params]
         self._no_grads = [None] * len(self._sharded_params)
         self._flags = [flag for handle in handles for flag in handle.unsharded.flags]
-        self._unsharded_dicts = [item for state in states for item in state.swap.unsharded_dicts()]
-        self._unsharded_values = tuple(chain.from_iterable(map(dict.values, self._unsharded_dicts)))
+        self._unsharded_slots = Held([item for state in states for item in state.swap.unsharded_dicts()])
         self._handles = handles
         self._num_toggles = self._ended_backward = -1
         self._versions = [*map(_unsharded_version, handles)]
@@ -56,10 +50,9 @@ class Watch:
         with PlainAttributes():
             return (
                 not self._has_meta
-                and _hold(self._dicts, self._values)
+                and self._slots.is_same()
                 and not self.was_toggled()
-                and all(map(is_, map(local_elements, self._sharded_params), self._locals))
-                and [*map(_data_ptr, self._filled)] == self._addresses
+                and self._memory.is_same()
                 and (self._ended_backward == backwards.count or not self.has_unsharded_grads())
             )
 
@@ -94,12 +87,26 @@ class Watch:
     def was_forward_quiet(self) -> bool:
         """Whether no forward replaced, added, removed, froze, thawed or wrote to an unsharded parameter."""
         return (
-            _hold(self._unsharded_dicts, self._unsharded_values)
+            self._unsharded_slots.is_same()
             and [*map(_unsharded_version, self._handles)] == self._versions
             and [*map(_requires_grad, self._unsharded)] == self._flags
         )
 
 
-def _hold(dicts: Sequence[dict[str, Any]], values: tuple[Any, ...]) -> bool:
-    """Whether the dicts hold these very values, in this order."""
-    return sum(map(len, dicts)) == len(values) and all(map(is_, chain.from_iterable(map(dict.values, dicts)), values))
+class _Memory:
+    """Where the elements of sharded parameters are. One that is given other memory gets another local tensor, which
+    itself may be pointed elsewhere too."""
+
+    __slots__ = ("_addresses", "_filled", "_locals", "_params")
+
+    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self._params = params
+        self._locals = [*map(local_elements, params)]
+        self._filled = [local for local in self._locals if local.numel()]
+        self._addresses = [*map(_data_ptr, self._filled)]
+
+    def is_same(self) -> bool:
+        return (
+            all(map(is_, map(local_elements, self._params), self._locals))
+            and [*map(_data_ptr, self._filled)] == self._addresses
+        )

@@ -1,6 +1,6 @@
 """Flat views for optimizers, and clipping of gradients."""
 
 from .clip import clip_grad_norm_ as clip_grad_norm_
-from .flat_parameters import declare_elementwise as declare_elementwise
-from .flat_parameters import elementwise_classes as elementwise_classes
+from .elementwise import declare_elementwise as declare_elementwise
+from .elementwise import elementwise_classes as elementwise_classes
 from .flat_parameters import flat_parameters as flat_parameters

@@ -8,9 +8,7 @@ flat views are refused and gradients brought together; after, the step is noted 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
 
-import torch
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
@@ -25,21 +23,7 @@ from ..flat import (
 )
 from ..group import _get_fsdp_states, after_every_step, before_every_step
 from ..ragged import note_write_of_all_ranks
-
-_Class = TypeVar("_Class", bound=type[Optimizer])
-
-elementwise_classes: list[type[Optimizer]] = [
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop,
-]  # fmt: skip
-
-_REFUSED: dict[type[Optimizer], str] = {
-    torch.optim.Adafactor: "it keeps averages of the rows and columns of each parameter",
-    torch.optim.Muon: "it orthogonalises each parameter as a matrix",
-    torch.optim.LBFGS: "it gathers the whole gradient, and its history, on every rank, where flat views gain "
-    "nothing, and takes inner products over it, which are wrong on local ones",
-    torch.optim.SparseAdam: "it takes sparse gradients only",
-}
+from .elementwise import refuse_unless_elementwise
 
 _has_hooks = False
 
@@ -163,31 +147,6 @@ def _ranges(indices: Iterable[int]) -> list[range]:
     return result
 
 
-def declare_elementwise(optimizer: _Class) -> _Class:
-    """Declare that a class of optimizers, and its subclasses, can train flat views: what it does to an element
-    depends on the gradients and the state of that element only, never on a parameter's shape, norm or name.
-
-    Usable as a decorator. Ranks: no communication.
-
-    Args:
-        optimizer: a subclass of ``torch.optim.Optimizer``.
-
-    Returns:
-        ``optimizer``.
-
-    Raises:
-        TypeError: it is no such class.
-        ValueError: it is, or inherits from, one of ``torch.optim`` that is known not to be element-wise.
-    """
-    if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
-        raise TypeError(f"declare_elementwise(): expected a subclass of torch.optim.Optimizer, got {optimizer!r}")
-    for refused, reason in _REFUSED.items():
-        if issubclass(optimizer, refused):
-            raise ValueError(f"declare_elementwise({optimizer.__name__}): {refused.__name__} is not: {reason}")
-    elementwise_classes.append(optimizer)
-    return optimizer
-
-
 # ---- around the steps of optimizers
 
 
@@ -211,7 +170,7 @@ def _before_step(optimizer: Optimizer) -> None:
     handles = _handles_of(optimizer)
     if not handles:
         return
-    _refuse_unless_elementwise(optimizer)
+    refuse_unless_elementwise(optimizer)
     for handle in handles:
         check_segments(handle)
     if not are_untouched([handle.gradient for handle in handles]):
@@ -225,18 +184,3 @@ def _after_step(optimizer: Optimizer) -> None:
     handles = _handles_of(optimizer)
     if handles:
         note_write_of_all_ranks([tensor for handle in handles for tensor in (handle.shard, *handle.sharded_params)])
-
-
-def _refuse_unless_elementwise(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, tuple(elementwise_classes)):
-        return
-    kind = type(optimizer)
-    remedy = "Give it the sharded parameters themselves: model.parameters()"
-    for refused, reason in _REFUSED.items():
-        if isinstance(optimizer, refused):
-            raise TypeError(f"{kind.__name__} cannot train flat_parameters(): {reason}. {remedy}")
-    raise TypeError(
-        f"{kind.__name__} was given flat_parameters(), but is not known to treat every element alike: if what it does "
-        "does not depend on the shapes or norms of parameters, declare it with "
-        f"fsdp_compose.declare_elementwise({kind.__name__}). {remedy}"
-    )

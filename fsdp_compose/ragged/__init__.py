@@ -22,4 +22,5 @@ from .tensor import distribute_ragged as distribute_ragged
 from .tensor import gather_local_shards as gather_local_shards
 from .tensor import gather_parameter as gather_parameter
 from .tensor import hook_owners as hook_owners
+from .tensor import rebind as rebind
 from .tensor import scatter_average as scatter_average

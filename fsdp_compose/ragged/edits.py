@@ -44,6 +44,9 @@ class _Toggles:
     def __init__(self) -> None:
         self.count = 0
 
+    def note(self) -> None:
+        self.count += 1
+
 
 class _EveryLook:
     """The same where setting it cannot be seen: another number whenever it is looked at."""
@@ -54,9 +57,7 @@ class _EveryLook:
     def count(self) -> int:
         return next(self._count)
 
-    @count.setter
-    def count(self, value: int) -> None:
-        pass
+    def note(self) -> None: ...
 
 
 toggles: _Toggles | _EveryLook = _EveryLook() if PLAIN_SHARDED_PARAMS else _Toggles()

@@ -17,7 +17,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,14 +26,13 @@ from torch.distributed.tensor.placement_types import Placement
 from .._torch import (
     DTensorSpec,
     TensorMeta,
-    all_gather_single,
     allow_in_foreach,
     is_swapping_tensors,
     local_tensor,
     make_dtensor,
     set_local_tensor,
 )
-from ..comm import as_transferable
+from ..comm import Label, transport_of
 from .edits import note_write_of_all_ranks, toggles
 from .old_names import known_as
 from .placement import RaggedShard
@@ -190,7 +188,7 @@ class RaggedDTensor(DTensor):
     # ---- attributes
 
     def _set_requires_grad(self, value: bool) -> None:
-        toggles.count += 1
+        toggles.note()
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
 
     # Reading calls nothing of Python.
@@ -203,7 +201,7 @@ class RaggedDTensor(DTensor):
 
     def detach_(self) -> RaggedDTensor:
         """Take it out of its graph; a leaf does not require grad any more."""
-        toggles.count += 1
+        toggles.note()
         return super().detach_()  # type: ignore[return-value]
 
     @property
@@ -466,6 +464,20 @@ def distribute_ragged(
         return RaggedDTensor(shard_inner(local_tensor(tensor), spec), spec)
 
 
+def make_view(local: torch.Tensor, spec: RaggedSpec, is_part: bool) -> RaggedDTensor:
+    """A view of another one over ``local``; ``is_part``: of a part of it."""
+    view = RaggedDTensor(local, spec)
+    view.is_part = is_part
+    return view
+
+
+def rebind(tensor: RaggedDTensor, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
+    """Make ``tensor``, the same object, one over ``local``; sharded by ``spec``, if that is given."""
+    set_local_tensor(tensor, local)
+    if spec is not None:
+        tensor._spec = spec
+
+
 def shard_inner(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     """This rank's local shard of the inner tensor, with memory of its own."""
     start, stop = spec.element_range
@@ -478,33 +490,19 @@ def shard_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     return shard_inner(whole[tuple([slice(offset, offset + size) for offset, size in places])], spec)
 
 
+_LABEL = Label(["a RaggedDTensor"])
+
+
 def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
     """The inner tensor, from the local shards of all ranks of the ragged mesh dimension."""
     spec, local = tensor._spec, tensor._local_tensor
     group, shape = spec.group, spec.inner_shape
     ranges = [spec.ragged.element_range(shape, rank) for rank in range(len(spec.ragged.counts))]
-    owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]
     flat = local.new_empty(prod(shape))
     if len(ranges) == 1 or local.device.type == "meta":
         flat[slice(*ranges[spec.rank])] = local.reshape(-1)
-    elif 2 * len(owners) <= len(ranges):
-        # Few ranks hold anything: their local shards go straight to where they belong.
-        flat[slice(*ranges[spec.rank])] = local.reshape(-1)
-        works = [
-            dist.broadcast(as_transferable(flat[slice(*ranges[rank])]), group=group, group_src=rank, async_op=True)
-            for rank in owners
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
     else:
-        longest = max(stop - start for start, stop in ranges)
-        padded = local.new_zeros(longest)
-        padded[: local.numel()] = local.reshape(-1)
-        everything = local.new_empty(longest * len(ranges))
-        all_gather_single(as_transferable(everything), as_transferable(padded), group=group)
-        for rank, (start, stop) in enumerate(ranges):
-            flat[start:stop] = everything[rank * longest : rank * longest + stop - start]
+        transport_of(group, local.device).gather(flat, local.reshape(-1), ranges, True, _LABEL)
     return flat.view(shape)
 
 

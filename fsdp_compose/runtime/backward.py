@@ -4,15 +4,20 @@ published.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 
 import torch
 
 from .._torch import queue_end_of_backward
-from ..comm import first_difference, last_of_every_rank, meet
 from ..flat import follow_profiler
-from ..group import END_OF_BACKWARD, Backward, Root, _FSDPState, name_models, never_traced
+from ..group import (
+    END_OF_BACKWARD,
+    Backward,
+    Root,
+    _FSDPState,
+    never_traced,
+)
+from .exchange import begin_exchange, end_exchange
 from .recovery import recover_backward
 from .steps import follow_toggles_before_backward, hide_shown, reduce, stays_unsharded
 
@@ -210,17 +215,9 @@ def _exchange(root: Root, states: list[_FSDPState]) -> None:
         if may_be_late:
             for state in states:
                 exchange.late[state.place.index] = _lateness(state)
-        root.communicator.announce_exchange(root, END_OF_BACKWARD)
-        exchange.start(root.order.hash(root, END_OF_BACKWARD))
+        begin_exchange(root, exchange, END_OF_BACKWARD)
         root.communicator.finish()
-        try:
-            is_same = exchange.wait()
-        except RuntimeError:
-            root.order.close()  # as on the other ranks
-            raise
-        if not is_same:
-            raise_different_order(root, END_OF_BACKWARD)
-        root.order.close()
+        end_exchange(root, exchange, END_OF_BACKWARD)
         if not any(exchange.late):
             if root.watch is not None and not may_be_late:
                 root.watch.backward_has_ended()
@@ -241,36 +238,3 @@ def _lateness(state: _FSDPState) -> int:
         if handle.unsharded.has_grad() or handle.contributions.outside:
             late = max(late, _LATE if handle.contributions.is_trainable else _LATE_THOUGH_FROZEN)
     return late
-
-
-def raise_different_order(root: Root, code: int) -> None:
-    """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it.
-
-    Args:
-        code: of what this rank is about to do.
-    """
-    group = root.live_states()[0].mesh.shard_group
-    lasts = last_of_every_rank(group)
-    lines = root.order.trace_as_text(root, code)
-
-    def explain(rank: int, ours: str, theirs: str) -> str:
-        difference = first_difference(ours.split("\n"), theirs.split("\n"))
-        if difference is None:
-            return f"the ranks issued different collectives, in a part of the run that is no longer remembered{lasts}"
-        position, a, b = difference
-        a, b = name_models(a or "nothing", b or "nothing")
-        return (
-            f"the ranks issued different collectives in this iteration: collective {position} was {a} on "
-            f"rank 0 and {b} on rank {rank}. No gradient was published. Ranks must run the same "
-            "fully_shard groups in the same order: shard modules that only some ranks use (experts, modalities) in "
-            "one group with their parent, or run all of them on every rank; run several models in the same order on "
-            f"every rank{lasts}"
-        )
-
-    details = "\n".join(lines)
-    digest = hashlib.sha256(details.encode()).hexdigest()
-    try:
-        meet(group, "comparing collectives", digest, lambda _: "", details, explain)
-    finally:
-        root.order.close()  # all ranks know: other models shall not hear of it again
-    raise RuntimeError("the ranks issued different collectives in this iteration; no gradient was published")

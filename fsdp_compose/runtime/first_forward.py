@@ -24,6 +24,7 @@ from ..group import (
     announce_first_forward,
     apply_moves,
     contexts_of,
+    count_steps,
     find_moves,
     judge_places,
     modules_to_run,
@@ -111,6 +112,8 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     num_forwards = max((context.num_forwards for context in earlier), default=0)
     root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards)
     root.used_starts.update(starts)
+    if mesh.has_peers:
+        count_steps(root)
     take_over(root, states)  # what was changed since fully_shard()
     for item in states:
         item.swap.note_children()

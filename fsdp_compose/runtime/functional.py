@@ -34,7 +34,7 @@ from ..flat import (
     whole_like_original,
 )
 from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, HookedUse, Root, _FSDPState
-from .backward import raise_different_order
+from .exchange import begin_exchange, end_exchange
 from .given import GivenValues
 from .recovery import recover_backward
 
@@ -166,7 +166,7 @@ class Gather:
 
     def _reduce_scatter(self, handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         flat = torch.zeros(handle.layout.flat_numel, dtype=handle.contributions.dtype, device=handle.shard.device)
-        reduction = Reduction(handle.layout, handle.mesh, handle.shard.dtype, flat)
+        reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.shard.dtype, flat)
         present = [item for item in zip(reduction.views, grads, strict=True) if item[1] is not None]
         if present:
             copy_gradients(*map(list, zip(*present)))
@@ -246,12 +246,12 @@ class _RootExchange:
         """Find out whether all ranks have done the same, and are about to do what ``code`` says."""
         root = self._root()
         assert root is not None
-        root.communicator.announce_exchange(root, code)
-        self._exchange.start(root.order.hash(root, code))
-        if not self._exchange.wait():
+        begin_exchange(root, self._exchange, code)
+        try:
+            end_exchange(root, self._exchange, code)
+        except RuntimeError:
             root.forward.fail()
-            raise_different_order(root, code)
-        root.order.close()
+            raise
 
 
 _exchanges: weakref.WeakKeyDictionary[Root, _RootExchange] = weakref.WeakKeyDictionary()

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import warnings
 
-from ..comm import RECOVERY_TIMEOUT, failure_of, last_of_every_rank, meet
-from ..group import Root, _FSDPState
+from ..comm import RECOVERY_TIMEOUT, failure_of, known_journal, last_of_every_rank, meet
+from ..group import Root, _FSDPState, steps_were_compared
 from .steps import stays_unsharded
 
 
@@ -62,10 +62,11 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
     mesh, count = states[0].mesh, root.order.count
     is_tainted = root.has_added
     if mesh.has_peers:
+        journal = known_journal(mesh.shard_group)
         verdict = meet(
             mesh.shard_group,
             "recovery after an interrupted iteration",
-            f"{count} {int(is_tainted)}",
+            f"{count} {int(is_tainted)} {0 if journal is None else journal.count}",
             _judge,
             timeout=RECOVERY_TIMEOUT,
         )
@@ -75,13 +76,17 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
                 "an iteration was interrupted by a collective that failed, and its process group carries nothing any "
                 f"more: restart the processes from a checkpoint. It was this: {failure}"
             )
-        if verdict not in ("0", "1"):
+        tainted, _, number = verdict.partition(" ")
+        if tainted not in ("0", "1"):
             raise RuntimeError(verdict + last_of_every_rank(mesh.shard_group))
-        is_tainted = verdict == "1"
+        is_tainted = tainted == "1"
     root.exchange.abandon()
     root.forward_exchange.abandon()
     root.communicator.finish(discards=True)
+    if mesh.has_peers and journal is not None:
+        journal.restart(int(number))
     root.order.close()
+    steps_were_compared(root)
     return is_tainted
 
 
@@ -98,4 +103,4 @@ def _judge(payloads: list[str]) -> str:
             "an iteration was interrupted at different places on different ranks, and cannot be recovered: collectives "
             f"are left without a partner ({listing} collectives). Restart the processes from a checkpoint"
         )
-    return str(max(int(payload.split()[1]) for payload in payloads))
+    return " ".join(str(max(int(payload.split()[part]) for payload in payloads)) for part in (1, 2))

@@ -23,7 +23,7 @@ from .._torch import same_storage, without_modes
 from ..comm import is_on
 from ..flat import FlatParamHandle
 from ..group import END_OF_FORWARD, Root, _FSDPState
-from .backward import raise_different_order
+from .exchange import begin_exchange, end_exchange
 from .functional import FunctionalUse
 
 _MAX_GAP = 97  # uses between two looks; a prime, for programs that edit every so many steps
@@ -63,10 +63,8 @@ def refuse_unseen_writes(root: Root) -> None:
     for handle, indexes in written.items():
         for i in indexes:
             used[starts[handle] + i] = 1
-    root.communicator.announce_exchange(root, END_OF_FORWARD)
-    exchange.start(root.order.hash(root, END_OF_FORWARD))
-    if not exchange.wait():
-        raise_different_order(root, END_OF_FORWARD)
+    begin_exchange(root, exchange, END_OF_FORWARD)
+    end_exchange(root, exchange, END_OF_FORWARD)
     if not any(used):
         return
     names = [

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..._torch import dtensor_spec, local_tensor, make_dtensor
-from ...comm import exchange, is_better, others
+from ...comm import Messages
 from ...flat import FlatParamHandle, gather_flat, local_of
 from ...ragged import RaggedDTensor
 from ..state.nested import leaves_of, map_leaves
@@ -156,8 +156,9 @@ def is_sharded_like(value: Any, place: Place) -> bool:
 
 def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key, torch.Tensor]:
     handle = bundle.handle
-    if is_better(handle.mesh.shard_group, handle.mesh.device):
-        wholes = _gather_pieces(bundle, rank0_only)
+    transport = handle.mesh.transport
+    if isinstance(transport, Messages):
+        wholes = _gather_pieces(bundle, transport, rank0_only)
         return {key: wholes[index] for key, index in bundle.keys.items() if wholes}
     flat = gather_flat(handle, _as_shard(handle, bundle.locals), rank0_only, to_cpu)
     if flat is None:
@@ -168,12 +169,12 @@ def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key,
     return {key: wholes[index] for key, index in bundle.keys.items()}
 
 
-def _gather_pieces(bundle: _Bundle, rank0_only: bool) -> dict[int, torch.Tensor]:
+def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> dict[int, torch.Tensor]:
     """Whole tensors by index, where they are wanted, from each rank's parts of them; no other memory is used."""
     layout, mesh = bundle.handle.layout, bundle.handle.mesh
-    group, mine = mesh.shard_group, mesh.shard_rank
+    mine, others = mesh.shard_rank, [rank for rank in range(mesh.shard_world_size) if rank != mesh.shard_rank]
     is_wanted = mine == 0 or not rank0_only
-    receivers = [rank for rank in others(group) if rank == 0 or not rank0_only]
+    receivers = [rank for rank in others if rank == 0 or not rank0_only]
     sent = [(rank, local) for local in bundle.locals.values() for rank in receivers if local.numel()]
     wholes: dict[int, torch.Tensor] = {}
     received = []
@@ -181,8 +182,8 @@ def _gather_pieces(bundle: _Bundle, rank0_only: bool) -> dict[int, torch.Tensor]
         whole = wholes[index] = local.new_empty(layout.params[index].shape)
         pieces = [whole.view(-1)[part.param_start :][: part.numel] for part in layout.local_shards_of(index)]
         pieces[mine].copy_(local.reshape(-1))
-        received += [(rank, pieces[rank]) for rank in others(group) if pieces[rank].numel()]
-    exchange(sent, received, group)
+        received += [(rank, pieces[rank]) for rank in others if pieces[rank].numel()]
+    transport.exchange(sent, received, bundle.handle.label)
     return wholes
 
 

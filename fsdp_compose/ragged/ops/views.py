@@ -10,7 +10,7 @@ import torch
 from ..._torch import local_tensor, share_versions
 from ..placement import RaggedShard
 from ..spec import RaggedSpec
-from ..tensor import RaggedDTensor, inference_mode_of
+from ..tensor import RaggedDTensor, inference_mode_of, make_view
 from .gathered_view import GatheredView
 from .gathering import gathered_with_warning
 from .operands import replicated
@@ -66,9 +66,7 @@ def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | No
     begin = min(max(start, own_start), own_stop) - own_start
     with inference_mode_of(tensor), share_versions():
         mine = local.view(-1)[begin : begin + counts[spec.rank]].view(view_spec.local_shape)
-        view = RaggedDTensor(mine, view_spec)
-    view.is_part = True
-    return view
+        return make_view(mine, view_spec, True)
 
 
 def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -90,9 +88,7 @@ def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
     view_spec = RaggedSpec.make(spec.mesh, placements, tuple(result.shape), result.dtype)
     with inference_mode_of(tensor), share_versions():
         numbers = func(local if to_real else local.view(-1, 2)).view(view_spec.local_shape)
-        result = RaggedDTensor(numbers, view_spec)
-    result.is_part = tensor.is_part
-    return result
+        return make_view(numbers, view_spec, tensor.is_part)
 
 
 def gathered_view(func: Any, args: Args, kwargs: Kwargs) -> Any:

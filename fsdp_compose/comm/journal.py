@@ -1,0 +1,215 @@
+"""What each process group has carried, in order, where ranks talk by messages; and ranks that wait for each other.
+
+A collective made of messages (``messages``) takes the next number of its process group, and so does a control
+exchange. Its messages have tags, of the number, the kind and the size, so that none is taken for one of an earlier or
+a later collective. (Which parameters it is for the exchange at the end of backward compares, as with all collectives.)
+
+So ranks that have gone different ways wait. A thread looks after them: a rank that has waited for ``STALL_SECONDS``
+tells in the key-value store what it has entered last, and reads what the others have told. If two ranks have entered
+different collectives under one number, connections are closed, and every rank raises one error, which tells what they
+were at. Ranks that do not wait that long have none of this cost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+import torch.distributed as dist
+
+from .._torch import group_timeout
+from .broken import close_connections, give_up
+from .label import KINDS, Label
+from .namespace import known_namespace
+
+STALL_SECONDS = 3.0  # of waiting, after which a rank tells what it waits for
+PERIOD = 0.5  # seconds between looks
+_NUM_KEPT = 64  # collectives that a rank can tell: more than are under way at a time
+_FIRST_TAG, _NUMBER_BITS, _WHAT_BITS = 1 << 30, 10, 20  # tags have 31 bits; those from the first on are ours
+_GRACE = 0.5  # seconds in which the others may tell what they wait for, once a collective has failed
+_DIFFERENCE = "difference"  # the key of what was found
+
+
+_KINDS = {kind: number for number, kind in enumerate(KINDS)}
+
+
+class Journal:
+    """The order of what one process group carries.
+
+    Attributes:
+        count: how many collectives and exchanges this rank has entered.
+        waits_for: the number of the one whose other parts this rank waits for; 0 if it does not wait.
+        patience: seconds of waiting after which this rank tells what it waits for.
+        dropped: messages that are under way, and were not waited for.
+        difference: how the ranks differ, once that is known.
+    """
+
+    __slots__ = ("_entries", "count", "difference", "dropped", "patience", "waits_for")
+
+    def __init__(self, timeout: float) -> None:
+        self.count = self.waits_for = 0
+        self.patience = min(STALL_SECONDS, timeout / 2)
+        self._entries: deque[tuple[str, Label | None, int]] = deque(maxlen=_NUM_KEPT)
+        self.dropped: deque[Any] = deque()
+        self.difference = ""
+
+    def enter(self, kind: str, label: Label | None, nbytes: int) -> int:
+        """Note the next collective (``kind``: one of ``KINDS``); the tag of its messages."""
+        self.count += 1
+        self._entries.append((kind, label, nbytes))
+        what = hash((_KINDS[kind], nbytes)) & ((1 << _WHAT_BITS) - 1)  # of integers: alike in every process
+        return _FIRST_TAG | (self.count & ((1 << _NUMBER_BITS) - 1)) << _WHAT_BITS | what
+
+    def wait(self, number: int) -> None:
+        self.waits_for = number
+
+    def go_on(self) -> None:
+        """This rank no longer waits."""
+        self.waits_for = 0
+
+    def wait_for_dropped(self) -> None:
+        while self.dropped:
+            self.dropped[0].wait()
+            self.dropped.popleft()
+
+    def restart(self, count: int) -> None:
+        """All ranks have thrown away what was under way, and go on from one number."""
+        self.count, self.waits_for = count, 0
+        self._entries.clear()
+
+    def as_text(self) -> str:
+        """The last entries, for other ranks."""
+        names = [
+            kind if label is None else f"{kind} of {label}, {nbytes} B" for kind, label, nbytes in [*self._entries]
+        ]
+        return json.dumps([self.count, names])
+
+
+_journals: weakref.WeakKeyDictionary[dist.ProcessGroup, Journal] = weakref.WeakKeyDictionary()
+
+
+def journal_of(group: dist.ProcessGroup) -> Journal:
+    """The journal of ``group``; made at the first call, which all ranks make."""
+    journal = _journals.get(group)
+    if journal is None:
+        journal = _journals[group] = Journal(group_timeout(group).total_seconds())
+        _look_after(group, journal)
+    return journal
+
+
+def known_journal(group: dist.ProcessGroup) -> Journal | None:
+    """The journal of ``group``, if it has one."""
+    return _journals.get(group)
+
+
+# ---- ranks that wait
+
+
+def difference_of(group: dist.ProcessGroup) -> str:
+    """How the ranks differ, now that a collective of ``group`` has failed; empty if no other rank tells of a difference
+    in a moment. Closes the connections of ``group``, so that the others hear of it."""
+    journal = known_journal(group)
+    if journal is None:
+        return ""
+    close_connections(group)
+    deadline = time.monotonic() + _GRACE
+    with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+        while not _compare(group, journal) and time.monotonic() < deadline:
+            time.sleep(_GRACE / 10)
+    return journal.difference
+
+
+def _compare(group: dist.ProcessGroup, journal: Journal) -> bool:
+    """Tell what this rank has entered, and read what other ranks that wait have told. Whether all is known."""
+    namespace = known_namespace(group)
+    if namespace is None:
+        return True
+    store, rank, ours = dist.PrefixStore("waiting", namespace), group.rank(), journal.as_text()
+    store.set(str(rank), ours)
+    if not journal.difference and store.check([_DIFFERENCE]):
+        journal.difference = store.get(_DIFFERENCE).decode()
+    others = [other for other in range(group.size()) if other != rank and store.check([str(other)])]
+    for other in others:
+        if not journal.difference:
+            journal.difference = first_difference_of(rank, ours, other, store.get(str(other)).decode())
+            if journal.difference:
+                store.set(_DIFFERENCE, journal.difference)
+    return bool(journal.difference) or len(others) == group.size() - 1
+
+
+def first_difference_of(rank: int, ours: str, other: int, theirs: str) -> str:
+    """How two ranks differ in what they have entered; empty if they do not. What they told may be old: what a rank has
+    entered does not change by its going on."""
+    if other < rank:
+        rank, ours, other, theirs = other, theirs, rank, ours
+    (count, names), (other_count, other_names) = json.loads(ours), json.loads(theirs)
+    first = max(count - len(names), other_count - len(other_names)) + 1
+    for number in range(first, min(count, other_count) + 1):
+        name, other_name = names[number - count - 1], other_names[number - other_count - 1]
+        if name != other_name:
+            return (
+                f"the ranks run different programs: as number {number} of what their process group carries, rank "
+                f"{rank} has entered the {name}, rank {other} the {other_name}. Every rank must run the same forwards "
+                "and backwards in the same order: where one rank would skip one (a loss that is NaN, an empty batch) "
+                "or do one more (for its log), let all ranks decide together, by all-reducing a flag. What was under "
+                "way is lost: restart the processes from a checkpoint"
+            )
+    return ""
+
+
+class _Lookout(threading.Thread):
+    """Looks after the ranks that wait: one thread for all process groups."""
+
+    def __init__(self) -> None:
+        super().__init__(name="fsdp_compose: ranks that wait", daemon=True)
+        self._journals: list[tuple[weakref.ref[dist.ProcessGroup], Journal]] = []
+        self._ends = threading.Event()
+
+    def add(self, group: dist.ProcessGroup, journal: Journal) -> None:
+        self._journals = [*self._journals, (weakref.ref(group), journal)]
+
+    def end(self) -> None:
+        self._ends.set()
+        self.join()
+
+    def run(self) -> None:
+        since: dict[int, tuple[int, int]] = {}  # by journal: what it waits for, and for how many looks
+        while not self._ends.wait(PERIOD):
+            before, since = since, {}
+            for reference, journal in self._journals:
+                number = journal.waits_for
+                if not number:
+                    continue
+                previous, looks = before.get(id(journal), (0, 0))
+                looks = looks + 1 if previous == number else 0
+                since[id(journal)] = number, looks
+                if looks * PERIOD >= journal.patience and not journal.difference:
+                    _try_to_compare(reference, journal)
+            self._journals = [item for item in self._journals if item[0]() is not None]
+
+
+def _try_to_compare(reference: weakref.ref[dist.ProcessGroup], journal: Journal) -> None:
+    group = reference()
+    if group is not None:
+        with contextlib.suppress(RuntimeError):  # the process that holds the store is gone: gloo will tell
+            _compare(group, journal)
+        if journal.difference:
+            give_up(group, journal.difference)  # which ends the waiting
+
+
+_lookout: _Lookout | None = None
+
+
+def _look_after(group: dist.ProcessGroup, journal: Journal) -> None:
+    global _lookout
+    if _lookout is None or not _lookout.is_alive():  # a fork has no threads
+        _lookout = _Lookout()
+        _lookout.start()
+        atexit.register(_lookout.end)
+    _lookout.add(group, journal)

@@ -1,0 +1,68 @@
+"""The exchange at the end of a backward, at that of a forward that has looked for writes, and before each reduction in
+functional mode: whether all ranks have done the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from ..comm import ControlExchange, last_of_every_rank, meet
+from ..group import Root, first_difference_of_traces, raise_different_steps, steps_to_compare, steps_were_compared
+
+
+def begin_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
+    """Send off what this rank has done, and what it is about to do (``code``). Ranks: all."""
+    root.communicator.announce_exchange(root, code)
+    exchange.start(root.order.hash(root, code), steps_to_compare(root))
+
+
+def end_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
+    """Wait for the other ranks.
+
+    Raises:
+        RuntimeError: on every rank, they have issued other collectives, or made other numbers of optimizer steps; or a
+            rank did not come.
+    """
+    try:
+        is_same = exchange.wait()
+    except RuntimeError:
+        root.order.close()  # as on the other ranks
+        raise
+    if not is_same:
+        _raise_different_order(root, code)
+    if not exchange.steps_agree:
+        raise_different_steps(root)
+    root.order.close()
+    steps_were_compared(root)
+
+
+def _raise_different_order(root: Root, code: int) -> None:
+    """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it.
+
+    Args:
+        code: of what this rank is about to do.
+    """
+    group = root.live_states()[0].mesh.shard_group
+    lasts = last_of_every_rank(group)
+    lines = root.order.trace_as_text(root, code)
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        difference = first_difference_of_traces(ours, theirs)
+        if difference is None:
+            return f"the ranks issued different collectives, in a part of the run that is no longer remembered{lasts}"
+        position, a, b = difference
+        return (
+            f"the ranks issued different collectives in this iteration: collective {position} was {a} on "
+            f"rank 0 and {b} on rank {rank}. No gradient was published. Ranks must run the same "
+            "fully_shard groups in the same order: shard modules that only some ranks use (experts, modalities) in "
+            "one group with their parent, or run all of them on every rank; run several models in the same order on "
+            f"every rank{lasts}"
+        )
+
+    details = "\n".join(lines)
+    digest = hashlib.sha256(details.encode()).hexdigest()
+    try:
+        meet(group, "comparing collectives", digest, lambda _: "", details, explain)
+    finally:
+        root.order.close()  # all ranks know: other models shall not hear of it again
+    raise RuntimeError("the ranks issued different collectives in this iteration; no gradient was published")

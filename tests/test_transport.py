@@ -1,0 +1,150 @@
+"""The ways in which tensors move between ranks: the same results by all, on every rank."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_compose.comm import Label, Messages, Transport, transport_of
+from tests.harness import distributed
+
+LABEL = Label(["some.weight"])
+DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int16]
+TRANSPORTS = [Messages, Transport]
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def of_ranks(numel: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """What each rank has, known to all: integers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(-9, 9, (numel,), generator=generator).to(dtype) for _ in range(dist.get_world_size())]
+
+
+@distributed(world_size=(1, 2, 4))
+def test_gloo_on_the_cpu_has_messages_unless_they_are_switched_off(world_size):
+    chosen = transport_of(world(), torch.device("cpu"))
+    assert type(chosen) is (Messages if world_size > 1 else Transport)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("FSDP_COMPOSE_TRANSPORT", "collectives")
+        assert type(transport_of(world(), torch.device("cpu"))) is Transport
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@distributed(world_size=(1, 2, 3, 4))
+def test_shards_arrive_in_the_order_of_ranks(dtype, transport, world_size):
+    rank = dist.get_rank()
+    if world_size == 1 and transport is Messages:
+        return
+    shards, moved = of_ranks(5, dtype), transport(world())
+    expected = torch.cat(shards)
+    for is_part in (False, True, False):
+        whole = torch.zeros_like(expected)
+        own = whole[5 * rank : 5 * rank + 5].copy_(shards[rank]) if is_part else shards[rank].clone()
+        moved.all_gather(whole, own, LABEL).wait()
+        assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("lengths", [[5, 5, 5, 5], [0, 3, 1, 4], [0, 0, 7, 0], [0, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@distributed(world_size=(2, 3, 4))
+def test_parts_arrive_where_they_belong(dtype, lengths, transport, world_size):
+    rank, moved = dist.get_rank(), transport(world())
+    parts = [part[:length] for part, length in zip(of_ranks(7, dtype), lengths, strict=False)]
+    stops = torch.tensor([part.numel() for part in parts]).cumsum(0).tolist()
+    ranges = [*zip([0, *stops], stops, strict=False)]
+    expected = torch.cat(parts)
+    whole = torch.zeros_like(expected)
+    moved.gather(whole, parts[rank].clone(), ranges, True, LABEL)
+    assert torch.equal(whole, expected)
+    if len({*lengths[:world_size]}) == 1:
+        first = torch.zeros_like(expected) if rank == 0 else None
+        moved.gather(first, parts[rank].clone(), ranges, False, LABEL)
+        assert first is None or torch.equal(first, expected)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_average", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@distributed(world_size=(2, 3, 4))
+def test_sums_and_averages(dtype, is_average, transport, world_size):
+    rank, moved = dist.get_rank(), transport(world())
+    wholes = of_ranks(5 * world_size, dtype)
+    total = torch.stack(wholes).sum(0)
+    expected = total / world_size if is_average else total
+    for is_part in (False, True):
+        whole = wholes[rank].clone()
+        own = whole[5 * rank : 5 * rank + 5]
+        shard = own if is_part else torch.zeros_like(own)
+        moved.reduce_scatter(shard, whole, is_average, LABEL).wait()
+        torch.testing.assert_close(shard, expected[5 * rank : 5 * rank + 5])
+    for numel in (5 * world_size, 5, 1):  # also where some ranks have nothing to add up
+        tensor = wholes[rank][:numel].clone()
+        moved.all_reduce(tensor, is_average, LABEL).wait()
+        torch.testing.assert_close(tensor, expected[:numel])
+
+
+@distributed(world_size=(2, 3, 4))
+def test_sums_of_messages_are_made_in_the_order_of_ranks(world_size):
+    """Whatever rank has them: shards of other bounds have the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(12 * world_size, generator=generator) for _ in range(world_size)]
+    expected = wholes[0].clone()
+    for whole in wholes[1:]:
+        expected += whole
+    shard, rank = torch.zeros(12), dist.get_rank()
+    Messages(world()).reduce_scatter(shard, wholes[rank].clone(), False, LABEL).wait()
+    assert torch.equal(shard, expected.chunk(world_size)[rank])
+
+
+@distributed(world_size=(2, 3))
+def test_many_in_flight_are_waited_for_in_any_order(world_size):
+    rank, moved = dist.get_rank(), Messages(world())
+    wholes = [torch.zeros(4 * world_size) for _ in range(6)]
+    works = [moved.all_gather(whole, torch.full((4,), float(10 * i + rank)), LABEL) for i, whole in enumerate(wholes)]
+    order = [3, 0, 5, 1, 4, 2] if rank else [5, 4, 3, 2, 1, 0]
+    for i in order:
+        works[i].wait()
+        expected = torch.arange(world_size).repeat_interleave(4) + 10.0 * i
+        assert torch.equal(wholes[i], expected)
+
+
+@distributed(world_size=(2, 3))
+def test_messages_that_were_dropped_do_not_keep_later_ones_from_arriving(world_size):
+    """gloo would carry nothing more between the two ranks."""
+    rank, moved = dist.get_rank(), Messages(world())
+    for late in range(world_size):
+        whole, shard = torch.zeros(1 << 20), torch.zeros((1 << 20) // world_size)
+        if rank == late:
+            time.sleep(0.2)
+        moved.all_gather(whole[: shard.numel() * world_size], shard, LABEL)
+        del whole, shard
+        dist.barrier()
+        moved.all_reduce(torch.zeros(3), False, LABEL)  # dropped too, before its second half
+        result = torch.zeros(4 * world_size)
+        moved.all_gather(result, torch.full((4,), float(rank)), LABEL).wait()
+        assert result.tolist() == torch.arange(world_size).repeat_interleave(4).tolist()
+
+
+@distributed(world_size=4)
+def test_a_part_of_the_ranks_gathers_next_to_messages_of_the_users():
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    group, peer = groups[rank % 2], (rank + 2) % 4
+    mine, theirs = torch.full((3,), float(rank)), torch.zeros(3)
+    works = [dist.irecv(theirs, peer, group), dist.isend(mine, peer, group)]  # under way
+    flat = torch.zeros(4)
+    Messages(group).all_gather(flat, torch.full((2,), float(rank) + 10), LABEL).wait()
+    for work in works:
+        work.wait()
+    first = rank % 2 + 10
+    assert flat.tolist() == [first, first, first + 2, first + 2] and theirs.tolist() == [peer] * 3
