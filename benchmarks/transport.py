@@ -41,7 +41,7 @@ class Row:
     collective: str = column("collective")
     nbytes: int = column("bytes", ",")
     gloo_ms: float = column("gloo's ms", ".2f")
-    messages_ms: float = column("messages ms", ".2f")
+    messages_ms: float = column("fsdp_compose ms", ".2f")
     ratio: float = column("ratio", ".2f")
     gloo_cpu_ms: float = column("CPU ms", ".2f")
     messages_cpu_ms: float = column("CPU ms", ".2f")
