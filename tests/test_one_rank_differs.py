@@ -201,11 +201,20 @@ def test_with_debugging_an_exception_on_one_rank_does_not_let_the_others_wait():
 @pytest.mark.parametrize("is_functional", [False, True])
 @pytest.mark.parametrize("place", range(NUM_STEPS))
 @pytest.mark.parametrize("change", COLLECTIVES)
-@distributed(world_size=(2, 3))
-def test_every_rank_raises_in_bounded_time_and_one_that_waits_names_the_difference(
-    change, place, is_functional, world_size
-):
+@distributed(world_size=2)
+def test_every_rank_raises_in_bounded_time_and_one_that_waits_names_the_difference(change, place, is_functional):
+    check_that_ranks_notice(change, place, is_functional)
+
+
+@pytest.mark.parametrize("change", COLLECTIVES)
+@distributed(world_size=3)
+def test_every_one_of_three_ranks_raises(change):
+    check_that_ranks_notice(change, 1, is_functional=False)
+
+
+def check_that_ranks_notice(change, place, is_functional):
     """A rank that has come to its end has not noticed: that it goes is noticed by the others."""
+    world_size = dist.get_world_size()
     model, _ = build(breakable_mesh())
     loop = Loop(model, is_functional, change if dist.get_rank() == world_size - 1 else "", place)
     error = None

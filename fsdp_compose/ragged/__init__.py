@@ -14,13 +14,13 @@ from .norms import combine_norms as combine_norms
 from .norms import finish_norm as finish_norm
 from .norms import partial_norm as partial_norm
 from .old_names import known_as as known_as
+from .owned import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
+from .owned import hook_owners as hook_owners
 from .placement import RaggedShard as RaggedShard
 from .spec import RaggedSpec as RaggedSpec
-from .tensor import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
 from .tensor import RaggedDTensor as RaggedDTensor
 from .tensor import distribute_ragged as distribute_ragged
 from .tensor import gather_local_shards as gather_local_shards
 from .tensor import gather_parameter as gather_parameter
-from .tensor import hook_owners as hook_owners
 from .tensor import rebind as rebind
 from .tensor import scatter_average as scatter_average

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
-import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -27,19 +23,20 @@ from .._torch import (
     DTensorSpec,
     TensorMeta,
     allow_in_foreach,
-    is_swapping_tensors,
     local_tensor,
     make_dtensor,
     set_local_tensor,
 )
 from ..comm import Label, transport_of
-from .edits import note_write_of_all_ranks, toggles
+from .checkpointed import CheckpointedDTensor
+from .edits import toggles
 from .old_names import known_as
+from .owned import OWNER_ATTRIBUTE, hook_owners
 from .placement import RaggedShard
 from .spec import RaggedSpec
 
 
-class RaggedDTensor(DTensor):
+class RaggedDTensor(CheckpointedDTensor):
     """A tensor of which every rank holds one contiguous range of elements; see ``RaggedShard``.
 
     Every operation either gives the value that it would give on the full tensor or raises. Element-wise operations,
@@ -243,62 +240,6 @@ class RaggedDTensor(DTensor):
             result.__dict__[OWNER_ATTRIBUTE] = owner
         return result
 
-    def data_ptr(self) -> int:
-        """0, which torch's own code understands. Of a sharded parameter, or what is detached from it, it raises for all
-        others: what they read, compare or save there would be nothing."""
-        self._refuse_address("data_ptr()")
-        return super().data_ptr()
-
-    def storage(self) -> Any:
-        """As ``data_ptr``."""
-        self._refuse_address("storage()")
-        return super().storage()
-
-    def _refuse_address(self, what: str) -> None:
-        owner = self.__dict__.get(OWNER_ATTRIBUTE)
-        if owner is None or sys._getframe(2).f_globals.get("__name__", "").startswith("torch."):
-            return
-        group, fqn = owner
-        raise RuntimeError(
-            f"{what} of the parameter {fqn} of the fully_shard group {group}: each rank holds a part of it, "
-            ".to_local(), and none the whole. To save a model as whole tensors (save_pretrained(), safetensors) gather "
-            "them on all ranks, inside summon_full_params(model, writeback=False), or by "
-            "fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
-            "which is then given to the saving function as its state_dict"
-        )
-
-    def share_memory_(self) -> RaggedDTensor:
-        """Raises: torch would crash, looking for memory behind the wrapper."""
-        raise NotImplementedError(
-            f"share_memory_() of a sharded tensor of shape {tuple(self.shape)}: give other processes .full_tensor() of "
-            "it, or what this rank holds, .to_local()"
-        )
-
-    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        owner = hook_owners.get(id(self))
-        return super().register_hook(hook) if owner is None else owner.register(self, hook, after_accumulation=False)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        owner = hook_owners.get(id(self))
-        if owner is None:
-            return super().register_post_accumulate_grad_hook(hook)
-        return owner.register(self, hook, after_accumulation=True)
-
-    # Ways to find the node that accumulates the gradient of a leaf: p.view_as(p).grad_fn.next_functions[0][0].
-
-    def view_as(self, other: torch.Tensor) -> torch.Tensor:
-        self._refuse_accumulator(other)
-        return super().view_as(other)
-
-    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        self._refuse_accumulator(other)
-        return super().expand_as(other)
-
-    def _refuse_accumulator(self, other: torch.Tensor) -> None:
-        owner = hook_owners.get(id(self)) if other is self and torch.is_grad_enabled() else None
-        if owner is not None and not is_swapping_tensors():
-            owner.refuse_accumulator(self)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, placements={list(self.placements)}, rank {self._spec.rank} "
@@ -327,46 +268,6 @@ class RaggedDTensor(DTensor):
         spec = RaggedSpec(inner["device_mesh"], placements, TensorMeta(outer_size, outer_stride, meta.dtype))
         return RaggedDTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
-    # ---- torch.distributed.checkpoint
-
-    def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
-        base, (start, _) = self._spec.inner_offsets, self._spec.element_range
-        local = self._local_tensor.detach().view(-1)
-        return [
-            (
-                ChunkStorageMetadata(
-                    offsets=torch.Size([a + b for a, b in zip(base, box.offsets, strict=True)]),
-                    sizes=torch.Size(box.sizes),
-                ),
-                local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes),
-            )
-            for box in self._spec.boxes()
-        ]
-
-    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk, _ in self._chunks()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # Asked for on every rank, also where there is nothing to load, when torch.distributed.checkpoint is about to
-        # write to the local memory.
-        note_write_of_all_ranks(self._local_tensor)
-        return [chunk for chunk, _ in self._chunks()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for chunk, view in self._chunks():
-            if chunk.offsets == index.offset:
-                return view
-        raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
-
     # ---- dispatch
 
     @classmethod
@@ -385,36 +286,9 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 handlers: dict[Any, Handler] = {}
 choose_handler: list[Callable[[Any], Handler]] = []
 
-# Where a sharded parameter, or one that was replaced by one, remembers its owner: (name of the group, FQN).
-OWNER_ATTRIBUTE = "_fsdp_compose_owner"
-
-
-def describe_owner(tensor: Any) -> str:
-    """Which sharded tensor was mixed with a plain one, and what to do instead: the end of an error."""
-    owner = getattr(tensor, OWNER_ATTRIBUTE, None)
-    if owner is None:
-        return (
-            "a sharded one: make both DTensors (fsdp_compose.distribute_ragged()), or use .to_local() or "
-            ".full_tensor() of the sharded one"
-        )
-    group, fqn = owner
-    return (
-        f"the sharded parameter {fqn} of the fully_shard group {group}, which is whole only while that group's own "
-        "forward runs. Call that forward (or another method, registered with register_forward_method()); do not shard "
-        "by itself a module whose parameters another module computes with; or use .full_tensor(). Outside forward "
-        "(.grad, optimizer state) make the other one sharded too: fsdp_compose.distribute_ragged(tensor, "
-        "p.device_mesh, p.placements). In functional mode activation checkpointing must recompute whole groups"
-    )
-
-
 # How parameters of groups are gathered where autograd records, or ``None`` for a tensor that is none; set by
 # ``outside_use``.
 gather_parameter: list[Callable[[Any], torch.Tensor | None]] = []
-
-# The keepers of the gradient hooks (``GradientHooks``) of parameters whose gradients arrive without autograd, by the id
-# of the parameter, which outlives everything else in it when ``module.to()`` exchanges its content.
-hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
 
 # ---- movement between layouts
 

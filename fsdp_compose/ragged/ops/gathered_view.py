@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from ..._torch import dtensor_spec, local_tensor, make_dtensor
 from ..edits import note_write_of_all_ranks
-from ..tensor import OWNER_ATTRIBUTE, RaggedDTensor, averaged, describe_owner, inference_mode_of, shard_whole
+from ..owned import OWNER_ATTRIBUTE, describe_owner
+from ..tensor import RaggedDTensor, averaged, inference_mode_of, shard_whole
 from .schema import map_tensors, writes_through, written
 
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import current_graph_task_id
 from ..edits import note_write_of_all_ranks
-from ..tensor import OWNER_ATTRIBUTE, RaggedDTensor, describe_owner, gathered, shard_whole
+from ..owned import OWNER_ATTRIBUTE, describe_owner
+from ..tensor import RaggedDTensor, gathered, shard_whole
 from .operands import replicated
 from .schema import Args, Kwargs, map_tensors, writes_by_index, written
 

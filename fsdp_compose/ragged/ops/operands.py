@@ -8,8 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor
+from ..owned import describe_owner
 from ..spec import RaggedSpec
-from ..tensor import RaggedDTensor, describe_owner, distribute_ragged, gathered
+from ..tensor import RaggedDTensor, distribute_ragged, gathered
 from .gathered_view import GatheredView
 
 
