@@ -70,6 +70,7 @@ __all__ = [
     "foreach_zero_",
     "gradient_hooks",
     "group_timeout",
+    "has_gloo_on_cpu",
     "hook_gradient",
     "in_forward_ad",
     "in_transform",
@@ -516,9 +517,15 @@ def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int) -> bool:
     return False
 
 
+def has_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether gloo moves the tensors of ``group`` that are on the CPU."""
+    return _gloo_backend(group) is not None
+
+
 def _gloo_backend(group: dist.ProcessGroup) -> Any:
     cpu = torch.device("cpu")
-    backend = group._get_backend(cpu) if cpu in group._device_types else None
+    backend: Any = group._get_backend(cpu) if cpu in group._device_types else None
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
     return backend if isinstance(backend, _c10d.ProcessGroupGloo) else None
 
 

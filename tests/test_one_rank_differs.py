@@ -274,6 +274,25 @@ def test_ranks_may_have_other_optimizers_of_what_they_hold(make, world_size):
         model(torch.ones(1, 3)).sum().backward()
 
 
+@distributed(world_size=(2, 3))
+def test_a_rank_that_holds_frozen_elements_only_may_have_no_optimizer(world_size):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1, bias=False))
+    model[0].requires_grad_(False)
+    fully_shard(model)
+    step_of_holders(model)
+
+
+def step_of_holders(model):
+    model(torch.ones(1, 8)).sum().backward()
+    params = [param for param in model.parameters() if param.requires_grad and param.to_local().numel()]
+    optimizer = torch.optim.SGD(params, 0.1) if params else None
+    for _ in range(3):
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+
+
 @distributed(world_size=2)
 def test_a_step_of_a_model_of_one_rank_alone_is_of_no_concern():
     model, _ = build()

@@ -980,6 +980,26 @@ def test_is_gloo_connection_closed():
     assert _torch.is_gloo_connection_closed(group, 0)
 
 
+@distributed(world_size=2)
+def test_has_gloo_on_cpu():
+    for backend in ("gloo", "cpu:gloo", None):
+        group = dist.new_group(backend=backend)
+        assert _torch.has_gloo_on_cpu(group), backend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+        dist.set_debug_level_from_env()
+        try:
+            assert _torch.has_gloo_on_cpu(dist.new_group())
+        finally:
+            patch.undo()
+            dist.set_debug_level_from_env()
+
+
+def test_a_fake_group_has_no_gloo_on_cpu():
+    with fake_process_group():
+        assert not _torch.has_gloo_on_cpu(dist.group.WORLD)
+
+
 def test_collectives_of_the_fake_group():
     with fake_process_group(rank=1, world_size=4):
         whole = torch.ones(8)

@@ -18,6 +18,7 @@ from fsdp_compose import (
     record_collectives,
     summon_full_params,
 )
+from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed, fake_process_group
 from tests.models import local_part
@@ -187,3 +188,24 @@ def test_an_exception_ends_the_recording():
         raise ZeroDivisionError
     assert [handle.mesh.transport for handle in _get_fsdp_handles(model)] == before
     step(model)
+
+
+@distributed(world_size=2)
+def test_one_rank_alone_may_record():
+    model, reference = build()
+    with record_collectives(model) if dist.get_rank() else contextlib.nullcontext():
+        step(model)
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    for name, value in reference.state_dict().items():
+        assert torch.equal(full[name], value)
+
+
+@distributed(world_size=2)
+def test_copies_that_are_made_meanwhile_record_nothing():
+    model, _ = build()
+    with record_collectives(model) as lines:
+        twin = copy.deepcopy(model)
+        step(twin)
+        assert not lines
+        step(model)
+        assert lines

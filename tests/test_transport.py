@@ -8,7 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.comm import Label, Messages, Transport, transport_of
+from fsdp_compose.comm.journal import Journal, first_difference_of, journal_of
+from fsdp_compose.comm.label import ALL_GATHER, REDUCE_SCATTER
+from fsdp_compose.comm.messages import _InFlight
 from tests.harness import distributed
 
 LABEL = Label(["some.weight"])
@@ -133,6 +137,72 @@ def test_messages_that_were_dropped_do_not_keep_later_ones_from_arriving(world_s
         result = torch.zeros(4 * world_size)
         moved.all_gather(result, torch.full((4,), float(rank)), LABEL).wait()
         assert result.tolist() == torch.arange(world_size).repeat_interleave(4).tolist()
+
+
+@distributed(world_size=(2, 3))
+def test_an_interruption_right_after_messages_were_issued_leaves_them_to_the_journal(world_size):
+    """As Ctrl-C does: their memory may be freed when the journal has waited for them."""
+    rank, group = dist.get_rank(), world()
+    moved, journal, issue = Messages(group), journal_of(group), _InFlight.issue
+
+    def interrupted(flight, received, sent):
+        issue(flight, received, sent)
+        raise KeyboardInterrupt
+
+    whole, held = torch.zeros(1 << 18), []
+    for call in range(4):
+        shard = torch.full(((1 << 18) // world_size,), float(rank))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_InFlight, "issue", interrupted)
+            try:
+                if call % 2:
+                    moved.reduce_scatter(shard, whole[: shard.numel() * world_size], True, LABEL)
+                else:
+                    moved.all_gather(whole[: shard.numel() * world_size], shard, LABEL)
+            except KeyboardInterrupt as error:
+                held = [error] if call < 2 else []  # a notebook keeps it, with its frames
+        assert len(journal.under_way) == 1
+        journal.finish_all()
+        assert not journal.under_way and not journal.dropped
+        whole.untyped_storage().resize_(0)
+        whole.untyped_storage().resize_(4 << 18)
+        result = torch.zeros(4 * world_size)
+        moved.all_gather(result, torch.full((4,), float(rank)), LABEL).wait()
+        assert result.tolist() == torch.arange(world_size).repeat_interleave(4).tolist()
+    del held
+
+
+@distributed(world_size=3, fresh=True)
+def test_what_has_failed_fails_at_every_wait():
+    rank, moved = dist.get_rank(), Messages(world())
+    if rank == 2:
+        close_gloo_connections(world())
+        return
+    whole = torch.zeros(12)
+    work = moved.all_gather(whole, torch.ones(4), LABEL)
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            work.wait()
+    assert not journal_of(world()).under_way
+
+
+def test_what_a_rank_has_told_is_not_changed_by_a_label_that_gets_another_name():
+    label = Label(["weight", "bias"])
+    ours, theirs = Journal(60), Journal(60)
+    for journal in (ours, theirs):
+        journal.enter(ALL_GATHER, label, 8)
+    told = ours.as_text()
+    label.rename("layers.0.")
+    for journal in (ours, theirs):
+        journal.enter(ALL_GATHER, label, 8)
+    assert first_difference_of(0, told, 1, theirs.as_text()) == ""
+    assert first_difference_of(0, ours.as_text(), 1, theirs.as_text()) == ""
+    ours.enter(ALL_GATHER, label, 8)
+    theirs.enter(REDUCE_SCATTER, label, 8)
+    assert "number 3" in first_difference_of(1, theirs.as_text(), 0, ours.as_text())
+    assert "rank 0 has entered the all-gather of layers.0.weight and 1 more" in first_difference_of(
+        1, theirs.as_text(), 0, ours.as_text()
+    )
 
 
 @distributed(world_size=4)

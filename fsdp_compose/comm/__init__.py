@@ -13,6 +13,7 @@ from .control_exchange import control_group as control_group
 from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal
 from .label import Label as Label
+from .label import Work as Work
 from .messages import Messages as Messages
 from .messages import transport_of as transport_of
 from .ranks import DataParallelMesh as DataParallelMesh
@@ -26,4 +27,3 @@ from .rendezvous import first_difference as first_difference
 from .rendezvous import meet as meet
 from .transferable import as_transferable as as_transferable
 from .transport import Transport as Transport
-from .transport import Work as Work

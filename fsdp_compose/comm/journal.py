@@ -8,6 +8,9 @@ So ranks that have gone different ways wait. A thread looks after them: a rank t
 tells in the key-value store what it has entered last, and reads what the others have told. If two ranks have entered
 different collectives under one number, connections are closed, and every rank raises one error, which tells what they
 were at. Ranks that do not wait that long have none of this cost.
+
+gloo (torch 2.13) carries nothing more to or from a rank whose message was dropped before it arrived, and reads and
+writes memory that was freed meanwhile. So the journal holds all messages until they were waited for.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
 from .._torch import group_timeout
 from .broken import close_connections, give_up
-from .label import KINDS, Label
+from .label import KINDS, Label, Work
 from .namespace import known_namespace
 
 STALL_SECONDS = 3.0  # of waiting, after which a rank tells what it waits for
@@ -35,7 +38,6 @@ _FIRST_TAG, _NUMBER_BITS, _WHAT_BITS = 1 << 30, 10, 20  # tags have 31 bits; tho
 _GRACE = 0.5  # seconds in which the others may tell what they wait for, once a collective has failed
 _DIFFERENCE = "difference"  # the key of what was found
 
-
 _KINDS = {kind: number for number, kind in enumerate(KINDS)}
 
 
@@ -44,39 +46,56 @@ class Journal:
 
     Attributes:
         count: how many collectives and exchanges this rank has entered.
+        under_way: by number, the messages of a collective that are still to be waited for.
+        dropped: the numbers of those that no one will wait for.
         waits_for: the number of the one whose other parts this rank waits for; 0 if it does not wait.
         patience: seconds of waiting after which this rank tells what it waits for.
-        dropped: messages that are under way, and were not waited for.
         difference: how the ranks differ, once that is known.
     """
 
-    __slots__ = ("_entries", "count", "difference", "dropped", "patience", "waits_for")
+    __slots__ = ("_entries", "count", "difference", "dropped", "patience", "under_way", "waits_for")
 
     def __init__(self, timeout: float) -> None:
         self.count = self.waits_for = 0
         self.patience = min(STALL_SECONDS, timeout / 2)
-        self._entries: deque[tuple[str, Label | None, int]] = deque(maxlen=_NUM_KEPT)
-        self.dropped: deque[Any] = deque()
+        self._entries: deque[tuple[int, str, str, int]] = deque(maxlen=_NUM_KEPT)
+        self.under_way: dict[int, Iterator[Work]] = {}
+        self.dropped: set[int] = set()
         self.difference = ""
 
     def enter(self, kind: str, label: Label | None, nbytes: int) -> int:
         """Note the next collective (``kind``: one of ``KINDS``); the tag of its messages."""
         self.count += 1
-        self._entries.append((kind, label, nbytes))
+        # Its name as it is now: a label is renamed when a root is known, and others may have told of the old one.
+        self._entries.append((self.count, kind, "" if label is None else label.text, nbytes))
         what = hash((_KINDS[kind], nbytes)) & ((1 << _WHAT_BITS) - 1)  # of integers: alike in every process
         return _FIRST_TAG | (self.count & ((1 << _NUMBER_BITS) - 1)) << _WHAT_BITS | what
 
     def wait(self, number: int) -> None:
+        """This rank waits for a collective. What was dropped comes first: it may be what the others wait for."""
         self.waits_for = number
+        if self.dropped:
+            self.finish([*self.dropped])
 
     def go_on(self) -> None:
         """This rank no longer waits."""
         self.waits_for = 0
 
-    def wait_for_dropped(self) -> None:
-        while self.dropped:
-            self.dropped[0].wait()
-            self.dropped.popleft()
+    def forget(self, number: int) -> None:
+        """All messages of a collective have arrived, or none will any more."""
+        self.under_way.pop(number, None)
+        self.dropped.discard(number)
+
+    def finish(self, numbers: Iterable[int]) -> None:
+        """Wait for the messages of some collectives, whose results are of no use."""
+        for number in numbers:
+            for work in self.under_way.get(number, ()):
+                work.wait()
+            self.forget(number)
+
+    def finish_all(self) -> None:
+        """Wait for all messages: their memory may be freed then."""
+        self.finish([*self.under_way])
 
     def restart(self, count: int) -> None:
         """All ranks have thrown away what was under way, and go on from one number."""
@@ -84,11 +103,11 @@ class Journal:
         self._entries.clear()
 
     def as_text(self) -> str:
-        """The last entries, for other ranks."""
-        names = [
-            kind if label is None else f"{kind} of {label}, {nbytes} B" for kind, label, nbytes in [*self._entries]
-        ]
-        return json.dumps([self.count, names])
+        """The last entries, for other ranks: the number of each, and what it is."""
+        entries = [*self._entries]  # at once: another thread may read them while this one goes on
+        return json.dumps(
+            [(number, f"{kind} of {text}, {nbytes} bytes" if text else kind) for number, kind, text, nbytes in entries]
+        )
 
 
 _journals: weakref.WeakKeyDictionary[dist.ProcessGroup, Journal] = weakref.WeakKeyDictionary()
@@ -148,10 +167,9 @@ def first_difference_of(rank: int, ours: str, other: int, theirs: str) -> str:
     entered does not change by its going on."""
     if other < rank:
         rank, ours, other, theirs = other, theirs, rank, ours
-    (count, names), (other_count, other_names) = json.loads(ours), json.loads(theirs)
-    first = max(count - len(names), other_count - len(other_names)) + 1
-    for number in range(first, min(count, other_count) + 1):
-        name, other_name = names[number - count - 1], other_names[number - other_count - 1]
+    names = dict(json.loads(theirs))
+    for number, name in json.loads(ours):
+        other_name = names.get(number, name)
         if name != other_name:
             return (
                 f"the ranks run different programs: as number {number} of what their process group carries, rank "
@@ -163,44 +181,53 @@ def first_difference_of(rank: int, ours: str, other: int, theirs: str) -> str:
     return ""
 
 
+_Item = tuple["weakref.ref[dist.ProcessGroup]", Journal]
+_Since = dict[int, tuple[int, int]]  # by journal: what it waits for, and for how many looks
+
+
 class _Lookout(threading.Thread):
     """Looks after the ranks that wait: one thread for all process groups."""
 
     def __init__(self) -> None:
         super().__init__(name="fsdp_compose: ranks that wait", daemon=True)
-        self._journals: list[tuple[weakref.ref[dist.ProcessGroup], Journal]] = []
+        self._items: list[_Item] = []
+        self._lock = threading.Lock()  # of the list
         self._ends = threading.Event()
 
     def add(self, group: dist.ProcessGroup, journal: Journal) -> None:
-        self._journals = [*self._journals, (weakref.ref(group), journal)]
+        with self._lock:
+            self._items = [item for item in self._items if item[0]() is not None]
+            self._items.append((weakref.ref(group), journal))
 
     def end(self) -> None:
         self._ends.set()
-        self.join()
+        self.join(2 * PERIOD)
 
     def run(self) -> None:
-        since: dict[int, tuple[int, int]] = {}  # by journal: what it waits for, and for how many looks
+        since: _Since = {}
         while not self._ends.wait(PERIOD):
-            before, since = since, {}
-            for reference, journal in self._journals:
-                number = journal.waits_for
-                if not number:
-                    continue
-                previous, looks = before.get(id(journal), (0, 0))
-                looks = looks + 1 if previous == number else 0
-                since[id(journal)] = number, looks
-                if looks * PERIOD >= journal.patience and not journal.difference:
-                    _try_to_compare(reference, journal)
-            self._journals = [item for item in self._journals if item[0]() is not None]
+            since = self._look(since)
+
+    def _look(self, before: _Since) -> _Since:
+        with self._lock:
+            self._items = [item for item in self._items if item[0]() is not None]
+            waiting = [item for item in self._items if item[1].waits_for]
+        since: _Since = {}
+        for reference, journal in waiting:
+            number = journal.waits_for
+            previous, looks = before.get(id(journal), (0, 0))
+            since[id(journal)] = number, looks + 1 if previous == number else 0
+            group = reference()
+            if group is not None and not journal.difference and since[id(journal)][1] * PERIOD >= journal.patience:
+                _compare_while_waiting(group, journal)
+        return since
 
 
-def _try_to_compare(reference: weakref.ref[dist.ProcessGroup], journal: Journal) -> None:
-    group = reference()
-    if group is not None:
-        with contextlib.suppress(RuntimeError):  # the process that holds the store is gone: gloo will tell
-            _compare(group, journal)
-        if journal.difference:
-            give_up(group, journal.difference)  # which ends the waiting
+def _compare_while_waiting(group: dist.ProcessGroup, journal: Journal) -> None:
+    with contextlib.suppress(RuntimeError):  # the process that holds the store is gone: gloo will tell
+        _compare(group, journal)
+    if journal.difference:
+        give_up(group, journal.difference)  # which ends the waiting
 
 
 _lookout: _Lookout | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_PHASE, MESSAGES, BACKWARD, FORWARD = KINDS = (
     "all-gather",
@@ -15,22 +16,31 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_PHASE, MESSAGES, BACKWARD, FORWAR
 )
 
 
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any:
+        """Let what follows, on the present stream, see the result. After an interruption it may be called again."""
+
+
 class Label:
     """What collectives are for: some parameters.
 
     Attributes:
         prefix: what precedes their names.
-        fqns: the names; at least one.
+        text: the label in messages.
     """
 
-    __slots__ = ("fqns", "prefix")
+    __slots__ = ("_fqns", "prefix", "text")
 
     def __init__(self, fqns: Sequence[str], prefix: str = "") -> None:
-        self.fqns, self.prefix = fqns, prefix
+        """``fqns``: the names; at least one."""
+        self._fqns = fqns
+        self.rename(prefix)
 
     def rename(self, prefix: str) -> None:
-        self.prefix = prefix
+        more = f" and {len(self._fqns) - 1} more" if len(self._fqns) > 1 else ""
+        self.prefix, self.text = prefix, f"{prefix}{self._fqns[0]}{more}"
 
     def __str__(self) -> str:
-        more = f" and {len(self.fqns) - 1} more" if len(self.fqns) > 1 else ""
-        return f"{self.prefix}{self.fqns[0]}{more}"
+        return self.text

@@ -9,16 +9,16 @@ Each message belongs to one collective, by its tag (``journal``).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from .._torch import backend_name
-from .broken import noticing_loss
-from .journal import Journal, journal_of
-from .label import ALL_GATHER, ALL_REDUCE, MESSAGES, REDUCE_SCATTER, SECOND_PHASE, Label
-from .transport import Range, Transport, Work
+from .._torch import has_gloo_on_cpu
+from .broken import give_up
+from .journal import difference_of, journal_of
+from .label import ALL_GATHER, ALL_REDUCE, MESSAGES, REDUCE_SCATTER, SECOND_PHASE, Label, Work
+from .transport import Range, Transport
 
 TRANSPORT_ENV = "FSDP_COMPOSE_TRANSPORT"
 MOST_RANKS = 16  # each rank sends to each: with many, gloo's rings ask less of a network
@@ -29,7 +29,7 @@ Message = tuple[int, torch.Tensor]
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """How tensors on ``device`` move between the ranks of ``group``: the same on every rank."""
-    goes_direct = backend_name(group) == "gloo" and device.type == "cpu" and 2 <= group.size() <= MOST_RANKS
+    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and has_gloo_on_cpu(group)
     if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
         return Messages(group)
     return Transport(group)
@@ -50,39 +50,30 @@ class Messages(Transport):
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
         numel = shard.numel()
-        tag = self._journal.enter(ALL_GATHER, label, shard.nbytes)
+        flight = _InFlight(self, self._journal.enter(ALL_GATHER, label, shard.nbytes))
         received = [(rank, whole[rank * numel : rank * numel + numel]) for rank in self._peers]
-        works = self._issue(received, [(rank, shard) for rank in self._peers], tag)
+        flight.issue(received, [(rank, shard) for rank in self._peers])
         own = whole[self._rank * numel : self._rank * numel + numel]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        return _InFlight(self._journal, works)
+        return flight
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        tag = self._journal.enter(REDUCE_SCATTER, label, whole.nbytes)
-        return self._reduce([*whole.chunk(self.group.size())], shard, is_average, tag)
-
-    def _reduce(self, parts: Sequence[torch.Tensor], result: torch.Tensor, is_average: bool, tag: int) -> _Sum:
-        """Send each rank its part, and add what the others send to this rank's own."""
-        size, own = len(parts), parts[self._rank]
-        memory = own.new_empty(len(self._peers) * own.numel())
-        received = dict(zip(self._peers, memory.chunk(len(self._peers)), strict=True)) if own.numel() else {}
-        works = self._issue(received.items(), [(rank, parts[rank]) for rank in self._peers], tag)
-        terms = [own if rank == self._rank else received[rank] for rank in range(size)] if received else []
-        return _Sum(self._journal, works, terms, own, result, size if is_average else 1)
+        flight = _Sum(self, self._journal.enter(REDUCE_SCATTER, label, whole.nbytes))
+        return flight.begin([*whole.chunk(self.group.size())], shard, is_average)
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
-        """As a reduce-scatter, and an all-gather, which begins in ``wait()``."""
-        journal = self._journal
-        tags = [journal.enter(kind, label, tensor.nbytes) for kind in (ALL_REDUCE, SECOND_PHASE)]
-        parts = tensor.tensor_split(self.group.size())
-        return _Phases(iter(self._all_reduce(parts, is_average, *tags)))
-
-    def _all_reduce(self, parts: Sequence[torch.Tensor], is_average: bool, tag: int, next_tag: int) -> Iterator[Work]:
+        """As a reduce-scatter, and an all-gather, which begins in ``wait()``: all ranks wait in one order."""
+        journal, parts = self._journal, tensor.tensor_split(self.group.size())
+        flight = _Sum(self, journal.enter(ALL_REDUCE, label, tensor.nbytes))
+        second = _InFlight(self, journal.enter(SECOND_PHASE, label, tensor.nbytes))
         own = parts[self._rank]
-        yield self._reduce(parts, own, is_average, tag)
-        received = [(rank, part) for rank, part in enumerate(parts) if rank != self._rank]
-        yield _InFlight(self._journal, self._issue(received, [(rank, own) for rank in self._peers], next_tag))
+
+        def begin_second() -> None:
+            received = [(rank, part) for rank, part in enumerate(parts) if rank != self._rank]
+            second.issue(received, [(rank, own) for rank in self._peers])
+
+        return _InTurn(flight.begin(parts, own, is_average), begin_second, second)
 
     def gather(
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
@@ -92,33 +83,73 @@ class Messages(Transport):
             received = [(rank, whole[start:stop]) for rank, (start, stop) in enumerate(ranges) if rank != self._rank]
             whole[slice(*ranges[self._rank])] = part
         receivers = self._peers if is_everywhere else [] if self._rank == 0 else [0]
-        self.exchange([(rank, part) for rank in receivers], received, label)
+        nbytes = sum(stop - start for start, stop in ranges) * part.element_size()
+        self.exchange([(rank, part) for rank in receivers], received, nbytes, label)
 
-    def exchange(self, sent: Iterable[Message], received: Iterable[Message], label: Label) -> None:
+    def exchange(self, sent: Iterable[Message], received: Iterable[Message], nbytes: int, label: Label) -> None:
         """Send and receive messages, and wait for them. Those from one rank to another arrive in their order, empty
-        ones are left out."""
-        tag = self._journal.enter(MESSAGES, label, 0)
-        with noticing_loss(self.group, f"the exchange of {label} between the ranks"):
-            _InFlight(self._journal, self._issue(received, sent, tag)).wait()
+        ones are left out. ``nbytes``: a size of it all that is the same on every rank."""
+        flight = _InFlight(self, self._journal.enter(MESSAGES, label, nbytes))
+        flight.issue(received, sent)
+        try:
+            flight.wait()
+        except RuntimeError as error:
+            failure = f"rank {self._rank}: the exchange of {label} between the ranks failed: " + (
+                difference_of(self.group) or f"another rank died, or did not enter the same collective. {error}"
+            )
+            give_up(self.group, failure)
+            raise RuntimeError(failure) from error
 
-    def _issue(self, received: Iterable[Message], sent: Iterable[Message], tag: int) -> list[Work]:
+
+class _InFlight:
+    """The messages of one collective. An exception of the user's (Ctrl-C) between two of them leaves the rest to be
+    waited for; where no one does (an iteration was interrupted, and its model deleted), the journal will."""
+
+    __slots__ = ("_group", "_journal", "_messages", "_number", "_rest", "_tag")
+
+    def __init__(self, transport: Messages, tag: int) -> None:
+        self._group, self._journal, self._tag = transport.group, transport._journal, tag
+        self._number = self._journal.count
+        self._messages: list[Work] = []
+        self._rest = self._journal.under_way[self._number] = iter(self._messages)
+
+    def issue(self, received: Iterable[Message], sent: Iterable[Message]) -> None:
         """Begin to receive and to send, all but empty messages. What fails fails when it is waited for."""
-        group = self.group
-        works: list[Work] = []
+        group, tag, messages = self._group, self._tag, self._messages
         try:
             for rank, item in received:
                 if item.numel():
-                    works.append(group.recv([item], rank, tag))
+                    messages.append(group.recv([item], rank, tag))
             for rank, item in sent:
                 if item.numel():
-                    works.append(group.send([item], rank, tag))
+                    messages.append(group.send([item], rank, tag))
         except RuntimeError as error:  # the other rank has closed its connections
-            works = [_Failed(error)]
-        return works
+            self._fail(error)
+
+    def _fail(self, error: RuntimeError) -> None:
+        """Nothing will arrive any more."""
+        self._rest = iter([_Failed(error.with_traceback(None))])
+        self._journal.forget(self._number)
+
+    def wait(self) -> None:
+        journal = self._journal
+        journal.wait(self._number)
+        try:
+            for message in self._rest:
+                message.wait()
+        except RuntimeError as error:
+            self._fail(error)
+            raise
+        journal.forget(self._number)
+        journal.go_on()
+
+    def __del__(self) -> None:
+        if self._number in self._journal.under_way:
+            self._journal.dropped.add(self._number)
 
 
 class _Failed:
-    """Messages that could not be issued."""
+    """Messages that will not arrive."""
 
     __slots__ = ("_error",)
 
@@ -129,54 +160,25 @@ class _Failed:
         raise self._error
 
 
-class _InFlight:
-    """Messages under way. An exception of the user's (Ctrl-C) between two of them leaves the rest to be waited for.
-
-    gloo (torch 2.13) carries nothing more to or from a rank whose message was dropped before it arrived. So what is
-    not waited for (an iteration was interrupted, and its model deleted) is left to the journal, and waited for before
-    a later collective.
-    """
-
-    __slots__ = ("_journal", "_number", "_works")
-
-    def __init__(self, journal: Journal, works: list[Work]) -> None:
-        self._journal, self._number = journal, journal.count
-        self._works = iter(works)
-
-    def wait(self) -> None:
-        journal = self._journal
-        journal.wait(self._number)
-        if journal.dropped:
-            journal.wait_for_dropped()
-        for work in self._works:
-            work.wait()
-        journal.go_on()
-
-    def __del__(self) -> None:
-        self._journal.dropped.extend(self._works)
-
-
 class _Sum(_InFlight):
-    """A reduction under way: ``result`` is to be the sum of ``terms``, in their order, over ``divisor``. All terms but
-    ``own`` may be overwritten."""
+    """A reduction: what the other ranks send is added to this rank's own part, in the order of the ranks."""
 
     __slots__ = ("_divisor", "_own", "_result", "_terms")
 
-    def __init__(
-        self,
-        journal: Journal,
-        works: list[Work],
-        terms: Sequence[torch.Tensor],
-        own: torch.Tensor,
-        result: torch.Tensor,
-        divisor: int,
-    ) -> None:
-        super().__init__(journal, works)
-        self._terms, self._own, self._result, self._divisor = terms, own, result, divisor
+    def begin(self, parts: Sequence[torch.Tensor], result: torch.Tensor, is_average: bool) -> _Sum:
+        """Send each rank its part; ``result`` takes the sum, or average, of this rank's."""
+        rank, size = self._group.rank(), len(parts)
+        own, peers = parts[rank], [(rank + i) % size for i in range(1, size)]
+        memory = own.new_empty((size - 1) * own.numel())
+        received = dict(zip(peers, memory.chunk(size - 1), strict=True)) if own.numel() else {}
+        self._terms = [own if i == rank else received[i] for i in range(size)] if received else []
+        self._own, self._result, self._divisor = own, result, size if is_average else 1
+        self.issue(received.items(), [(peer, parts[peer]) for peer in peers])
+        return self
 
     def wait(self) -> None:
         super().wait()
-        terms, self._terms = self._terms, ()
+        terms = self._terms
         if not terms:
             return
         total = terms[0]
@@ -185,18 +187,21 @@ class _Sum(_InFlight):
         torch.add(total, terms[-1], out=self._result)
         if self._divisor > 1:
             self._result.div_(self._divisor)
+        self._terms = []
 
 
-class _Phases:
-    """Work that is done one after the other, each begun when the one before is done."""
+class _InTurn:
+    """Two collectives, of which the second begins when the first is done."""
 
-    __slots__ = ("_present", "_rest")
+    __slots__ = ("_begin", "_first", "_second")
 
-    def __init__(self, works: Iterator[Work]) -> None:
-        self._rest = works
-        self._present: Work | None = next(works)
+    def __init__(self, first: Work, begin: Callable[[], None], second: Work) -> None:
+        self._first, self._second = first, second
+        self._begin: Callable[[], None] | None = begin
 
     def wait(self) -> None:
-        while self._present is not None:
-            self._present.wait()
-            self._present = next(self._rest, None)
+        self._first.wait()
+        if self._begin is not None:
+            self._begin()
+            self._begin = None
+        self._second.wait()

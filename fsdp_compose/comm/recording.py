@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .label import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label
-from .transport import Range, Transport, Work
+from .label import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label, Work
+from .transport import Range, Transport
 
 
 class Recorder(Transport):
@@ -27,15 +27,21 @@ class Recorder(Transport):
         super().__init__(inner.group)
         self.inner, self._note = inner, note
 
+    @property
+    def unrecorded(self) -> Transport:
+        return self.inner.unrecorded
+
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        return self._recorded(self.inner.all_gather(whole, shard, label), ALL_GATHER, label, whole)
+        what = self._tell(ALL_GATHER, label, whole)
+        return _Recorded(self.inner.all_gather(whole, shard, label), what, self._note)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        work = self.inner.reduce_scatter(shard, whole, is_average, label)
-        return self._recorded(work, REDUCE_SCATTER, label, whole)
+        what = self._tell(REDUCE_SCATTER, label, whole)
+        return _Recorded(self.inner.reduce_scatter(shard, whole, is_average, label), what, self._note)
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
-        return self._recorded(self.inner.all_reduce(tensor, is_average, label), ALL_REDUCE, label, tensor)
+        what = self._tell(ALL_REDUCE, label, tensor)
+        return _Recorded(self.inner.all_reduce(tensor, is_average, label), what, self._note)
 
     def gather(
         self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
@@ -44,18 +50,19 @@ class Recorder(Transport):
         self._note(f"gather {label} on {where}")
         self.inner.gather(whole, part, ranges, is_everywhere, label)
 
-    def _recorded(self, work: Work, kind: str, label: Label, whole: torch.Tensor) -> Work:
+    def _tell(self, kind: str, label: Label, whole: torch.Tensor) -> str:
+        """Note it, before it is issued: what raises here leaves nothing under way."""
         dtype = str(whole.dtype).removeprefix("torch.")
         self._note(f"{kind} {label} ({whole.numel()} x {dtype})")
-        return _Recorded(work, f"  wait for {kind} {label}", self._note)
+        return f"{kind} {label}"
 
 
 class _Recorded:
-    __slots__ = ("_line", "_note", "_work")
+    __slots__ = ("_note", "_what", "_work")
 
-    def __init__(self, work: Work, line: str, note: Callable[[str], Any]) -> None:
-        self._work, self._line, self._note = work, line, note
+    def __init__(self, work: Work, what: str, note: Callable[[str], Any]) -> None:
+        self._work, self._what, self._note = work, what, note
 
     def wait(self) -> None:
         self._work.wait()
-        self._note(self._line)
+        self._note(f"  wait for {self._what}")

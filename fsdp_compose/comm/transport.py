@@ -7,24 +7,17 @@ A transport belongs to one process group and serves the ``fully_shard`` groups o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
-from .label import Label
+from .label import Label, Work
 from .transferable import as_transferable
 
 Range = tuple[int, int]
 """The elements from the first number to before the second."""
-
-
-class Work(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> Any:
-        """Let what follows, on the present stream, see the result. After an interruption it may be called again."""
 
 
 class Transport:
@@ -42,6 +35,11 @@ class Transport:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+
+    @property
+    def unrecorded(self) -> Transport:
+        """This one, or what it records."""
+        return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
         """Fill ``whole`` with the equal shards of all ranks, in their order; ``shard`` may be this rank's part of
@@ -76,14 +74,14 @@ class Transport:
         is_even = len(lengths) == 1 and [*ranges] == sorted(ranges)
         if is_everywhere and is_even:
             assert whole is not None
-            self.all_gather(whole, part, label).wait()
+            self.all_gather(whole, part.resolve_conj(), label).wait()
         elif is_everywhere:
             assert whole is not None
             self._gather_uneven(whole, part, ranges, label)
         else:
             assert is_even, "only whole shards are gathered on one rank"
             parts = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
-            dist.gather(as_transferable(part), parts, group=self.group, group_dst=0)
+            dist.gather(as_transferable(part.resolve_conj()), parts, group=self.group, group_dst=0)
 
     def _gather_uneven(self, whole: torch.Tensor, part: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
         owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]

@@ -119,7 +119,8 @@ class FlatParamHandle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of its own, over copies of the sharded parameters: those that ``memo`` has, which modules show."""
-        twin = FlatParamHandle(self.layout, self.mesh, self.mp_policy, self.local_shards)
+        mesh = replace(self.mesh, transport=self.mesh.transport.unrecorded)
+        twin = FlatParamHandle(self.layout, mesh, self.mp_policy, self.local_shards)
         memo[id(self)] = twin
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))

@@ -97,7 +97,10 @@ def steps_were_compared(root: Root) -> None:
 def holds_elements(root: Root) -> bool:
     """Whether there is something on this rank for an optimizer to train: it may have none where there is not."""
     return any(
-        start < stop for state in root.live_states() for item in state._handles for start, stop, _ in item.local_shards
+        start < stop and flag
+        for state in root.live_states()
+        for handle in state._handles
+        for (start, stop, _), flag in zip(handle.local_shards, handle.unsharded.flags, strict=True)
     )
 
 

@@ -84,6 +84,7 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
     root.forward_exchange.abandon()
     root.communicator.finish(discards=True)
     if mesh.has_peers and journal is not None:
+        journal.finish_all()  # before memory is freed
         journal.restart(int(number))
     root.order.close()
     steps_were_compared(root)

@@ -156,7 +156,7 @@ def is_sharded_like(value: Any, place: Place) -> bool:
 
 def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key, torch.Tensor]:
     handle = bundle.handle
-    transport = handle.mesh.transport
+    transport = handle.mesh.transport.unrecorded  # other ranks may record nothing
     if isinstance(transport, Messages):
         wholes = _gather_pieces(bundle, transport, rank0_only)
         return {key: wholes[index] for key, index in bundle.keys.items() if wholes}
@@ -183,7 +183,8 @@ def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> di
         pieces = [whole.view(-1)[part.param_start :][: part.numel] for part in layout.local_shards_of(index)]
         pieces[mine].copy_(local.reshape(-1))
         received += [(rank, pieces[rank]) for rank in others if pieces[rank].numel()]
-    transport.exchange(sent, received, bundle.handle.label)
+    sizes = [layout.params[index].numel * local.element_size() for index, local in bundle.locals.items()]
+    transport.exchange(sent, received, sum(sizes), bundle.handle.label)
     return wholes
 
 
