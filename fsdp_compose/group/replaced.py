@@ -15,12 +15,17 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from .._torch import is_wrapper, set_leaf_hooks
 from ..flat import SHARDED_PARAM_ATTRIBUTE, handle_of, owner_of
 from ..ragged import RaggedDTensor
 from .rebind import remember_sharded_param
 from .state import state_of
+
+_MRO = RaggedDTensor.__mro__
+# What RaggedDTensor, and the classes of ours that it is made of, have of their own.
+_OWN = {name: value for item in reversed(_MRO[: _MRO.index(DTensor)]) for name, value in vars(item).items()}
 
 
 class ReplacedParameter(nn.Parameter):
@@ -33,7 +38,7 @@ class ReplacedParameter(nn.Parameter):
             return func(*args, **kwargs)
         # ``func`` is the method, or accessor, of torch.Tensor: RaggedDTensor may have one of its own.
         name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
-        own = vars(RaggedDTensor)
+        own = _OWN
         if name in own:
             return getattr(args[0], name)(*args[1:], **kwargs)
         if name in ("__get__", "__set__") and getattr(owner, "__name__", None) in own:
