@@ -1,8 +1,7 @@
 """Collectives of flat parameters on real gloo processes: gloo's own, and those made of direct messages.
 
 Every rank of this machine is a process that the script starts. Both kinds run in turn, in another random order each
-round; the time is that of the slowest rank, CPU time that of all threads of the first rank. Medians. Memory is what the
-resident set of the first rank grows by at its peak, in a run of that collective alone.
+round; the time is that of the slowest rank, CPU time that of all threads of the first rank. Medians.
 
     python benchmarks/transport.py                      # 2 processes
     python benchmarks/transport.py --processes 4
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -45,8 +43,6 @@ class Row:
     ratio: float = column("ratio", ".2f")
     gloo_cpu_ms: float = column("CPU ms", ".2f")
     messages_cpu_ms: float = column("CPU ms", ".2f")
-    gloo_peak_mb: float | None = column("peak MB", ".1f")
-    messages_peak_mb: float | None = column("peak MB", ".1f")
 
 
 Action = Callable[[], None]
@@ -91,8 +87,7 @@ def _worker(sizes: Sequence[int], rounds: int, path: Path) -> None:
             a, b = (collective, GLOO), (collective, MESSAGES)
             times = [median(seconds[key]) * 1e3 for key in (a, b)]
             cpus = [median(cpu[key]) * 1e3 for key in (a, b)]
-            peaks = [_peak(actions[key]) for key in (a, b)]
-            rows.append(Row(collective, nbytes, *times, times[1] / times[0], *cpus, *peaks))
+            rows.append(Row(collective, nbytes, *times, times[1] / times[0], *cpus))
     if dist.get_rank() == 0:
         path.write_text(json.dumps([asdict(row) for row in rows]))
 
@@ -101,24 +96,6 @@ def _slowest(seconds: float) -> float:
     value = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return value.item()
-
-
-def _peak(action: Action) -> float | None:
-    """MB that the resident set grows by while the action runs; ``None`` where the system does not tell."""
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not reset.exists():
-        action()
-        return None
-
-    def kilobytes(key: str) -> int:
-        found = re.search(rf"{key}:\s+(\d+)", status.read_text())
-        return int(found[1]) if found else 0
-
-    reset.write_text("5")  # forgets the peak
-    before = kilobytes("VmRSS")
-    dist.barrier()
-    action()
-    return max(0, kilobytes("VmHWM") - before) / 1e3
 
 
 def main() -> None:
