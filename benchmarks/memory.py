@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 os.environ["KINETO_LOG_LEVEL"] = "99"  # read when torch is loaded: no line on the terminal for each profile
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")  # likewise: what kernels take for themselves differs
 
 import report
 import torch

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_compose
 
 DDP, FSDP1, FSDP2, OURS, PLAIN = "DDP", "FSDP1", "FSDP2", "fsdp_compose", "plain"
+OURS_REPLICATE, TORCH_REPLICATE = "fsdp_compose replicate", "torch replicate"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def wrap(model: nn.Module, system: str, precision: Precision = PRECISIONS["fp32"
     """Put ``model`` under ``system``, on the device where it is.
 
     Args:
-        system: ``PLAIN``, ``DDP``, ``FSDP1``, ``FSDP2`` or ``OURS``.
+        system: ``PLAIN``, ``DDP``, ``FSDP1``, ``FSDP2``, ``OURS``, or one of the two that replicate.
         reshard: free the gathered parameters between forward and backward: blocks, not the root, which every system
             keeps by default. ``False``: free nothing.
     """
@@ -99,6 +101,14 @@ def wrap(model: nn.Module, system: str, precision: Precision = PRECISIONS["fp32"
         return model if precision.param_dtype is None else model.to(precision.param_dtype)
     if system == DDP:
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if system in (OURS_REPLICATE, TORCH_REPLICATE):
+        replicate = fsdp_compose.replicate if system == OURS_REPLICATE else torch_replicate
+        policies = fsdp_compose if system == OURS_REPLICATE else torch_fsdp
+        policy = policies.MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+        if system == TORCH_REPLICATE:  # it overlaps from group to group
+            for block in model.blocks:
+                replicate(block, mp_policy=policy)
+        return replicate(model, mp_policy=policy)
     if system == FSDP1:
         return _fsdp1(model, precision, use_orig_params=True, reshard=reshard)
     return _fully_shard_each_block(model, LIBRARIES[system], precision, reshard)

@@ -1,4 +1,4 @@
-"""Collectives of flat parameters on real gloo processes: gloo's own, and those made of direct messages.
+"""All-gathers and reduce-scatters on real gloo processes: gloo's own, and those made of direct messages.
 
 Every rank of this machine is a process that the script starts. Both kinds run in turn, in another random order each
 round; the time is that of the slowest rank, CPU time that of all threads of the first rank. Medians.
@@ -61,7 +61,6 @@ def _actions(nbytes: int) -> dict[tuple[str, str], Action]:
         actions["reduce-scatter", name] = lambda moved=transport: moved.reduce_scatter(
             result, whole, True, LABEL
         ).wait()
-        actions["all-reduce", name] = lambda moved=transport: moved.all_reduce(whole, True, LABEL).wait()
     return actions
 
 
@@ -101,9 +100,9 @@ def _slowest(seconds: float) -> float:
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, help="timed runs of each (default: 20; --quick: 3)")
+    parser.add_argument("--rounds", type=int, help="timed runs of each (default: 60; --quick: 3)")
     options = parser.parse_args()
-    sizes, rounds = QUICK if options.quick else SIZES, options.rounds or (3 if options.quick else 20)
+    sizes, rounds = QUICK if options.quick else SIZES, options.rounds or (3 if options.quick else 60)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         run_on_ranks(options.processes, _worker, sizes, rounds, path)

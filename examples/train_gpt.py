@@ -7,6 +7,8 @@ batch from (seed, step) and every rank takes its slice: the run is the same on a
 holds log.json and loss.png, and the model has written some Python of its own.
 
 With --save-every 100 it saves checkpoints; --resume goes on from the latest, also with another number of processes.
+With four processes, two replicas of two shards each: --strategy hybrid --mesh 2x2.
+
 One command that survives three crashes (the variable gives each attempt a store of its own):
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc_per_node 2 --max-restarts 3 \
@@ -127,13 +129,28 @@ def build_model(args: argparse.Namespace, device: torch.device) -> tuple[GPT, in
     if args.compile:
         for block in model.blocks:
             block.compile()
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    shape = mesh_shape(args)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.bf16 else {}
     policy = MixedPrecisionPolicy(**dtypes)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model, num_parameters
+
+
+def mesh_shape(args: argparse.Namespace) -> tuple[int, ...]:
+    """Of the mesh: (shards,), or (replicas, shards)."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if args.mesh is None and args.strategy != "hybrid":
+        return (world_size, 1) if args.strategy == "replicated" else (world_size,)
+    shape = tuple(int(size) for size in str(args.mesh).split("x") if size.isdigit())
+    if args.strategy != "hybrid" or len(shape) != 2 or math.prod(shape) != world_size:
+        raise SystemExit(
+            f"--strategy {args.strategy} --mesh {args.mesh}: expected --strategy hybrid --mesh RxS, of R replicas of S "
+            f"shards, {world_size} processes in all"
+        )
+    return shape
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -307,6 +324,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep and reduce in float32")
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
+    parser.add_argument("--strategy", choices=("sharded", "hybrid", "replicated"), default="sharded")
+    parser.add_argument("--mesh", metavar="RxS", help="with --strategy hybrid: replicas x shards, for example 2x2")
     parser.add_argument("--log-every", type=int, default=5)
     parser.add_argument("--val-every", type=int, default=50)
     parser.add_argument("--val-batches", type=int, default=4)
@@ -344,6 +363,7 @@ def start_process_group(args: argparse.Namespace) -> torch.device:
     world_size, local_world_size = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if args.batch % world_size:
         raise SystemExit(f"--batch {args.batch} is the global batch: expected a multiple of the {world_size} processes")
+    mesh_shape(args)  # refused before anything is begun
     if torch.cuda.device_count() < local_world_size:
         dist.init_process_group("gloo")
         return torch.device("cpu")

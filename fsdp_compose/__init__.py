@@ -7,6 +7,7 @@ from .controls import (
     functional_mode,
     keep_unsharded,
     no_sync,
+    reduce_gradients,
     reshard,
     set_force_sum_reduction_for_comms,
     set_functional_mode,
@@ -28,6 +29,8 @@ from .inspect import UnreducedParameter, check, record_collectives
 from .optim import clip_grad_norm_, declare_elementwise, flat_parameters
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
 from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
+from .replicas import broadcast_replicas
+from .replicate import replicate
 from .summon import summon_full_params
 
 __version__ = "0.1.0"
@@ -38,6 +41,7 @@ __all__ = [
     "RaggedShard",
     "UnreducedParameter",
     "UnshardHandle",
+    "broadcast_replicas",
     "check",
     "clip_grad_norm_",
     "declare_elementwise",
@@ -48,7 +52,9 @@ __all__ = [
     "keep_unsharded",
     "no_sync",
     "record_collectives",
+    "reduce_gradients",
     "register_forward_method",
+    "replicate",
     "reshard",
     "set_force_sum_reduction_for_comms",
     "set_functional_mode",

@@ -31,8 +31,10 @@ from torch.distributed import _state_dict_utils
 from torch.distributed import distributed_c10d as _distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed._composable_state import _State as ComposableState
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as _AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.device_mesh import DeviceMesh as _DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -59,6 +61,7 @@ __all__ = [
     "close_gloo_connections",
     "composable_registry",
     "compute_local_shape_and_global_offset",
+    "concatenate_meshes",
     "contract",
     "current_graph_task_id",
     "default_store",
@@ -86,6 +89,7 @@ __all__ = [
     "loads_as_torch",
     "loads_as_torch_module",
     "make_gloo_group",
+    "make_gloo_group_of",
     "memory_exchange",
     "non_persistent_buffers",
     "post_accumulate_hooks",
@@ -99,6 +103,7 @@ __all__ = [
     "temporarily_clear_interpreter_stack",
     "unwrapped",
     "versions_of",
+    "waited",
     "with_versions",
     "without_modes",
     "wrapped_child",
@@ -484,6 +489,20 @@ def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.Process
     return made
 
 
+def make_gloo_group_of(ranks: tuple[int, ...], name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group over ``ranks`` of the default process group, in their order, which alone make it; ``name``: new, and
+    theirs. ``torch.distributed`` knows it, and destroys it with all others.
+
+    See ``make_gloo_group`` for why it is not made by ``new_group(use_local_synchronization=True)``.
+    """
+    rank, backend = dist.get_rank(), dist.Backend("gloo")
+    group, _ = _distributed_c10d._new_process_group_helper(
+        len(ranks), ranks.index(rank), [*ranks], backend, default_store(), cast(Any, name), timeout=timeout
+    )
+    _distributed_c10d._world.pg_group_ranks[group] = {item: i for i, item in enumerate(ranks)}
+    return cast(dist.ProcessGroup, group)
+
+
 def is_destroyed(group: dist.ProcessGroup) -> bool:
     """Whether ``torch.distributed`` does not know ``group``: it was destroyed, or made past it."""
     return group not in _distributed_c10d._world.pg_map
@@ -563,6 +582,23 @@ def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that may be the result of a collective in flight, as DTensors make them."""
+    return tensor.wait() if isinstance(tensor, _AsyncCollectiveTensor) else tensor
+
+
+def concatenate_meshes(meshes: list[_DeviceMesh]) -> _DeviceMesh:
+    """One mesh of the dimensions of several, which are parts of one mesh.
+
+    Raises:
+        RuntimeError: they are not, or have ranks in common, or a mesh has no names.
+    """
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise RuntimeError("a mesh without names is no part of another one")
+    joined: _DeviceMesh = _DeviceMesh._concatenate(meshes)
+    return joined
+
+
 _VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -605,7 +641,8 @@ def admit_placements(
 
     @functools.wraps(original)
     def distribute_tensor(tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        if placements is not None and is_ours(placements):
+        has_ours = isinstance(tensor, DTensor) and is_ours(tensor.placements)
+        if placements is not None and (has_ours or is_ours(placements)):
             return distribute(tensor, device_mesh, placements, **options)
         return original(tensor, device_mesh, placements, **options)
 

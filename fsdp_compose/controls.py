@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from .group import _FSDPState, get_state, states_to_run
-from .runtime import enter_alone, wait_for_unshard
+from .runtime import enter_alone, reduce_accumulated, wait_for_unshard
 from .runtime import reshard as _reshard
 from .runtime import unshard as _unshard
 
@@ -152,6 +152,46 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     with _option_within(module, "requires_gradient_sync", False):
         yield
+
+
+def reduce_gradients(module: nn.Module) -> None:
+    """Reduce, outside of any backward, what backwards without gradient sync, or without the average over replicas,
+    have accumulated: for schedules that run many backwards in an order of their own (pipelines), in which none is
+    known to be the last::
+
+        with no_sync(model):
+            for part in batch.chunk(8):
+                loss_of(model(part)).backward()
+        reduce_gradients(model)
+        optimizer.step()
+
+    One reduction for each flat parameter with gradients, and one exchange between the ranks, as at the end of a
+    backward. The flags of ``set_requires_gradient_sync`` and ``set_requires_all_reduce`` are left as they are.
+
+    Ranks: all ranks that run ``module`` together. Between iterations, or between the forwards and backwards of one.
+
+    Args:
+        module: a module whose forward begins iterations, or one above such modules.
+
+    Raises:
+        RuntimeError: a forward or backward is running; the ranks have done different things.
+    """
+    states = _states(module, recurse=True)
+    roots = dict.fromkeys(state.root for state in states if state.root is not None)
+    for root in roots:
+        if root.backward is not None or root.forward.depth:
+            raise RuntimeError(f"reduce_gradients(): a forward or backward of {root.label} is running")
+    options = [(state, state.options) for root in roots for state in root.live_states()]
+    try:
+        for state, _ in options:
+            state.set_options(requires_gradient_sync=True, requires_all_reduce=True)
+        for root in roots:
+            reduce_accumulated(root)
+    finally:
+        for state, before in options:
+            state.set_options(
+                requires_gradient_sync=before.requires_gradient_sync, requires_all_reduce=before.requires_all_reduce
+            )
 
 
 def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurse: bool = True) -> None:
@@ -309,8 +349,24 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
 
 
 def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-    """Whether backwards all-reduce over replicas: taken, and without effect on a mesh of one dimension, which has
-    none. A flag that is no bool is a TypeError."""
+    """Whether the backwards to come average gradients over replicas too, or over the shard group alone.
+
+    On a mesh (replicate, shard) a backward without it reduce-scatters, and keeps what this rank gets, in the reduce
+    dtype, until one that averages: accumulation over several batches costs one all-reduce, and the memory of a shard,
+    where ``no_sync`` takes that of the whole model. Meanwhile gradients cannot be read, as inside ``no_sync``, and
+    ``zero_grad()`` drops what was kept. Without effect where there are no replicas, and in functional mode, where every
+    backward reduces.
+
+    Ranks: all ranks must set the same. Local: no communication.
+
+    Args:
+        module: root of the tree to set.
+        requires_all_reduce: the flag; ``True`` at first.
+        recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        TypeError: the flag is not a bool.
+    """
     _check_flag("set_requires_all_reduce", requires_all_reduce)
     for state in _states(module, recurse):
         state.set_options(requires_all_reduce=requires_all_reduce)

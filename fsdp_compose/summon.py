@@ -25,7 +25,7 @@ from .flat import (
     restore_attributes,
 )
 from .group import SlotView, _FSDPState, _get_fsdp_states, state_of
-from .ragged import note_write_of_all_ranks
+from .ragged import RaggedDTensor, inner_of_whole, note_write_of_all_ranks
 from .runtime import enter_alone
 
 
@@ -81,13 +81,14 @@ class _Summoned:
             for i, param in present.items():
                 sharded, (start, stop, shape) = handle.sharded_params[i], handle.local_shards[i]
                 first = handle.layout.local_shard(i, handle.mesh.shard_rank).param_start
-                local_elements(sharded).copy_(param.detach().reshape(-1)[first : first + stop - start].view(shape))
+                whole = _inner_of(param.detach(), sharded)
+                local_elements(sharded).copy_(whole.reshape(-1)[first : first + stop - start].view(shape))
                 if not with_grads:
                     continue
                 if param.grad is None:
                     sharded.grad = None
                     continue
-                local = param.grad.reshape(-1)[first : first + stop - start].view(shape)
+                local = _inner_of(param.grad, sharded).reshape(-1)[first : first + stop - start].view(shape)
                 if sharded.grad is None:
                     sharded.grad = make_gradient(local.to(handle.shard.device, handle.shard.dtype, copy=True), sharded)
                 else:
@@ -112,7 +113,8 @@ def summon_full_params(
     context is left by an exception.
 
     Ranks: all ranks of the mesh enter it together (they meet first, in bounded time), and leave it: leaving does not
-    communicate. Memory: the whole unsharded parameters, on every rank.
+    communicate. Memory: the whole unsharded parameters, on every rank; also of those that tensor parallelism has cut,
+    which are plain tensors within.
 
     Args:
         module: root of the tree; a sharded module, one above sharded ones, or one inside a group.
@@ -141,9 +143,9 @@ def summon_full_params(
     for handle in handles:
         _make_ready(_state_of(handle))
     options = (recurse, writeback, rank0_only, offload_to_cpu, with_grads)
-    for group in {id(handle.mesh.shard_group): handle.mesh for handle in handles}.values():
-        if group.has_peers:
-            _meet(group.shard_group, handles, options)
+    for mesh in {id(handle.mesh.peers): handle.mesh for handle in handles}.values():
+        if mesh.has_peers:
+            _meet(mesh.peers, handles, options)
     views: list[SlotView] = []
     inherited = [handle.summoned for handle in handles if handle.summoned is not None]
     if rank0_only is False and any(item is _ELSEWHERE for item in inherited):
@@ -247,25 +249,50 @@ def _summon(
     for grad in grads:
         if isinstance(grad, UnreducedGradient) and with_grads:
             grad.refuse("summon_full_params(with_grads=True)")
-    flat = gather_flat(handle, handle.shard.detach(), rank0_only, offload_to_cpu)
+    to_cpu = offload_to_cpu and handle.tensor_parallel is None
+    flat = gather_flat(handle, handle.shard.detach(), rank0_only, to_cpu)
     flat_grad = None
     if with_grads and any(grad is not None for grad in grads):
         shard_grad = torch.zeros_like(handle.shard)
         for grad, (start, stop, shape) in zip(grads, handle.local_shards, strict=True):
             if grad is not None:
                 shard_grad[start:stop].view(shape).copy_(local_elements(grad))
-        flat_grad = gather_flat(handle, shard_grad, rank0_only, offload_to_cpu)
+        flat_grad = gather_flat(handle, shard_grad, rank0_only, to_cpu)
     if flat is None:
         return None
+    views, gradients = handle.full_views_of(flat), None
+    if handle.tensor_parallel is not None:
+        views = handle.tensor_parallel.wholes(views)
+    if flat_grad is not None:
+        gradients = handle.full_views_of(flat_grad)
+        if handle.tensor_parallel is not None:
+            gradients = handle.tensor_parallel.wholes(gradients)
+    if rank0_only and not _is_first(handle):
+        return None
     params = []
-    for i, (sharded, view) in enumerate(zip(handle.sharded_params, handle.full_views_of(flat), strict=True)):
-        param = nn.Parameter(view, requires_grad=sharded.requires_grad)
+    for i, (sharded, view) in enumerate(zip(handle.sharded_params, views, strict=True)):
+        param = nn.Parameter(view.cpu() if offload_to_cpu else view, requires_grad=sharded.requires_grad)
         restore_attributes(sharded, param)
-        if flat_grad is not None and grads[i] is not None:
-            param.grad = handle.full_views_of(flat_grad)[i]
+        if gradients is not None and grads[i] is not None:
+            param.grad = gradients[i].cpu() if offload_to_cpu else gradients[i]
         params.append(param)
-    is_everywhere = not rank0_only or handle.mesh.shard_world_size == 1
+    is_everywhere = not rank0_only or handle.mesh.peers.size() == 1
     return _Summoned(handle, slots, params, is_everywhere)
+
+
+def _is_first(handle: FlatParamHandle) -> bool:
+    """Whether this is the one rank that gets full parameters, of those that have the first shard of the first
+    replica."""
+    mesh, own = handle.mesh, handle.tensor_parallel
+    if own is not None:
+        return own.is_on_first_rank
+    return mesh.peers.size() == mesh.data_world_size or mesh.rank == 0
+
+
+def _inner_of(whole: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
+    """The part of a whole tensor that the shard group has of ``sharded``: all of it, unless tensor parallelism has cut
+    it too."""
+    return inner_of_whole(whole, sharded._spec) if isinstance(sharded, RaggedDTensor) else whole
 
 
 def _put(summoned: Sequence[_Summoned]) -> list[SlotView]:

@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -44,7 +45,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+import torch.distributed.run
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,6 +180,36 @@ def end(process: ForkServerProcess) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
+
+
+def run_forked(
+    num_ranks: int, folder: Path, target: Callable[..., None], *arguments: Any, timeout: float = 60
+) -> list[tuple[int | None, str]]:
+    """Calls ``target(rank, *arguments)`` in processes of their own, for what ranks of a pool cannot do, such as to die.
+    Returns the exit code of each, ``None`` if it had to be ended after ``timeout`` seconds, and what it has printed."""
+    outputs = [folder / f"{target.__name__}.{rank}" for rank in range(num_ranks)]
+    processes = [start_forked(output, target, rank, *arguments) for rank, output in enumerate(outputs)]
+    deadline = time.monotonic() + timeout
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            end(process)
+    return [*zip(codes, (output.read_text(errors="replace") for output in outputs), strict=True)]
+
+
+def run_torchrun(folder: Path, *arguments: str, timeout: float = 60, **environment: str) -> tuple[int | None, str]:
+    """Runs torchrun; returns its exit code and all that was said. With ``--run-path --start-method=fork`` its workers
+    are forked as well: interpreters that begin are longer at importing torch than at all that tests do."""
+    ((code, said),) = run_forked(1, folder, _torchrun, arguments, environment, timeout=timeout)
+    return code, said
+
+
+def _torchrun(_rank: int, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.distributed.run.main(arguments)
 
 
 # ---- the pytest process: pools of workers ----------------------------------------------------------------------------
@@ -357,12 +390,26 @@ def _run_task(task: _Task, connection: Connection) -> str | None:
         connection.send(BODY_DONE)
         if task.barrier_after:
             dist.barrier()  # fails or hangs here, not in the next test, if the ranks' collectives did not pair
+            _end_groups()
     except BaseException as error:  # pytest.skip and sys.exit too: a rank that leaves early has failed
         frame = error.__traceback__
         while frame and frame.tb_next and frame.tb_frame.f_code.co_filename == __file__:
             frame = frame.tb_next
         return "".join(traceback.format_exception(type(error), error, frame))
     return None
+
+
+lasting_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # that bodies share with those of later tests
+
+
+def _end_groups() -> None:
+    """Ends the process groups that a test has made: a thread of each would wake up a hundred times a second."""
+    made = [group for group in _world.pg_map if group is not dist.group.WORLD and group not in lasting_groups]
+    if made:
+        while made:
+            dist.destroy_process_group(made.pop())
+        _clear_sharding_prop_cache()  # it has meshes, which hold groups, and gives them to the next that is equal
+        gc.collect()  # models that have not been freed yet
 
 
 def _reset() -> None:

@@ -30,8 +30,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, seq, dim = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        qkv = self.qkv(self.norm1(x))
+        (batch, seq, _), dim = qkv.shape, x.shape[-1]  # sequence parallelism gives a part of the sequence in x
+        qkv = qkv.view(batch, seq, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(batch, seq, dim))
         return x + self.down(F.gelu(self.up(self.norm2(x))))

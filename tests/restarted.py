@@ -1,5 +1,5 @@
 """A small trainer with checkpoints that can be killed anywhere; as a program, under torchrun: kills itself at random
-places, in each attempt but the last. Imports little: it is started many times."""
+places, in each attempt but the last. torchrun runs it in forked processes (--run-path --start-method=fork)."""
 
 from __future__ import annotations
 
@@ -119,4 +119,3 @@ if __name__ == "__main__":
     is_last = attempt == int(os.environ["TORCHELASTIC_MAX_RESTARTS"])
     Trainer(sys.argv[1], None if is_last else draw_death(random.Random(attempt), attempt, size)).run()
     print(f"rank {rank} finished in attempt {attempt}", flush=True)
-    os._exit(0)

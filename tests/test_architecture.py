@@ -109,6 +109,17 @@ def test_no_file_needs_itself_and_the_floors_are_few():
     assert max(floors.values()) <= MOST_FLOORS, sorted(floors.items(), key=lambda item: -item[1])[:5]
 
 
+def test_the_hooks_alone_know_modes():
+    modes = {file for file in files() if file[:2] == ("runtime", "modes")}
+    wrong = [
+        f"{'/'.join(file)}, line {line}: {'.'.join(target)}"
+        for file in files()
+        for target, line in imports(file)
+        if target in modes and file != ("runtime", "hooks")
+    ]
+    assert len(modes) > 2 and not wrong, "\n".join(wrong)
+
+
 # ---- classes
 
 MOST_FIELDS, MOST_LINES = 15, 250

@@ -100,12 +100,14 @@ def test_neither_mesh_nor_process_group():
         assert_trains(fully_shard(model))
 
 
-def test_mesh_of_two_dimensions(fake_group):
+def test_mesh_of_three_dimensions(fake_group):
     model = Net()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with refused(ValueError, "1-D mesh", "2 dimensions", r"\(2, 2\)", r"mesh\['shard'\]", model=model):
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
+    with refused(
+        ValueError, "one dimension, or of two", "3 dimensions", r"\(2, 2, 1\)", r"mesh\['shard'\]", model=model
+    ):
         fully_shard(model, mesh=mesh)
-    assert_trains(fully_shard(model, mesh=mesh["shard"]))
+    assert_trains(fully_shard(model, mesh=mesh["replicate", "shard"]))
 
 
 @pytest.mark.parametrize("mesh", [4, "cpu", torch.arange(4), [0, 1]], ids=["int", "str", "tensor", "list"])
@@ -157,7 +159,7 @@ def test_groups_of_one_model_on_different_meshes(fake_group):
     model = Net()
     fully_shard(model.layers[0], mesh=DeviceMesh("cpu", [0, 1]))
     fully_shard(model)
-    with pytest.raises(ValueError, match=r"layers.0.*different meshes.*use one mesh"):
+    with pytest.raises(ValueError, match=r"different meshes: layers\.0.*Use meshes of the same ranks"):
         model(torch.ones(2, 4))
 
 

@@ -8,79 +8,60 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import signal
 import sys
 import time
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from tests.harness import ROOT
-
-PROGRAM = """
-import os, signal, sys, time
-from datetime import timedelta
-import torch, torch.distributed as dist
-from tests.test_invariants import Stack, loss_of, inputs
 from fsdp_compose import fully_shard
-
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, is_master=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
-torch.manual_seed(0)
-model = Stack()
-for block in model.blocks:
-    fully_shard(block)
-fully_shard(model)
-for _ in range(2):
-    loss_of(model, inputs()).backward()
-    model.zero_grad()
-loss = loss_of(model, inputs())
-if rank == 1:
-    model.blocks[1].trip.arm("backward", KeyboardInterrupt())
-    try:
-        loss.backward()
-    finally:
-        os.kill(os.getpid(), signal.SIGKILL)
-for attempt in (loss.backward, lambda: model(inputs())):
-    begin = time.monotonic()
-    try:
-        attempt()
-        print("no error")
-    except RuntimeError as error:
-        print(f"after {time.monotonic() - begin:.1f} s: {error}".replace(chr(10), " "))
-sys.stdout.flush()
-os._exit(0)
-"""
+from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from tests.harness import run_forked
+from tests.test_invariants import Stack, inputs, loss_of
 
 
-def test_rank_that_dies_in_backward_makes_the_others_raise_and_names_itself_at_the_next_forward():
+def train_until_one_dies(rank: int, port: int) -> None:
+    os.environ[TIMEOUT_ENV] = "2"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        loss_of(model, inputs()).backward()
+        model.zero_grad()
+    loss = loss_of(model, inputs())
+    if rank == 1:
+        model.blocks[1].trip.arm("backward", KeyboardInterrupt())
+        try:
+            loss.backward()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    for attempt in (loss.backward, lambda: model(inputs())):
+        begin = time.monotonic()
+        try:
+            attempt()
+            print("no error")
+        except RuntimeError as error:
+            print(f"after {time.monotonic() - begin:.1f} s: {error}".replace("\n", " "))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def test_rank_that_dies_in_backward_makes_the_others_raise_and_names_itself_at_the_next_forward(tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "FSDP_COMPOSE_TIMEOUT": "2",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(store.port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
     begin = time.monotonic()
-    try:
-        outputs = [process.communicate(timeout=80) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    ranks = run_forked(3, tmp_path, train_until_one_dies, store.port, timeout=80)
     assert time.monotonic() - begin < 60, "they waited for the timeout of the process group"
-    assert ranks[1].returncode < 0
+    assert ranks[1][0] == -signal.SIGKILL
     for rank in (0, 2):
-        first, second = outputs[rank][0].splitlines() or [outputs[rank][1], ""]
+        text = ranks[rank][1]
+        told = [line for line in text.splitlines() if line.startswith(("after ", "no error"))]
+        first, second = told or [text, ""]
         assert f"rank {rank}: the" in first and "another rank died" in first, first
         assert "recovery after an interrupted iteration: rank(s)" in second and "did not come" in second, second
         # The first rank tells who is absent. The other one may be, too: in the collective, waiting for the first rank's

@@ -46,7 +46,7 @@ from fsdp_compose.checkpoint.files.hf import plan_files
 from fsdp_compose.checkpoint.moving import gathering
 from fsdp_compose.comm import Transport
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.harness import ROOT, distributed, run_distributed
+from tests.harness import ROOT, distributed, run_distributed, run_forked
 from tests.test_checkpoint import FLATTENED, Net, adamw, assert_equal, build, shard, snapshot, train, whole
 from tests.test_invariants import same_on_every_rank
 
@@ -361,44 +361,27 @@ def test_damaged_and_incomplete_checkpoints_are_refused_on_every_rank():
         load(state_of(model, optimizer), folder / name)
 
 
-KILLED = """
-import os, signal, sys
-import torch, torch.distributed as dist
-from fsdp_compose.checkpoint import save
-from tests.test_checkpoint import build, shard, adamw, train
-from tests.test_checkpoint_storage import state_of
-
 class Bomb:
     def __reduce__(self):  # called when the checkpoint is written, by the rank that writes it
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return (str, ("",))
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-model = shard(build(0))
-optimizer = adamw(model.parameters())
-train(model, optimizer, 1)
-save(state_of(model, optimizer), f"{folder}/step-1")
-train(model, optimizer, 1)
-save({**state_of(model, optimizer), **{f"bomb{i}": Bomb() for i in range(8)}}, f"{folder}/step-2")
-"""
+
+def die_in_the_second_save(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = shard(build(0))
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, 1)
+    save(state_of(model, optimizer), folder / "step-1")
+    train(model, optimizer, 1)
+    save({**state_of(model, optimizer), **{f"bomb{i}": Bomb() for i in range(8)}}, folder / "step-2")
 
 
 @pytest.mark.timeout(120)
 def test_a_rank_killed_while_it_saves_leaves_the_earlier_checkpoint(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(rank), str(tmp_path)], env=environment, stderr=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    codes = []
-    for process in ranks:
-        process.communicate(timeout=100)
-        codes.append(process.returncode)
-    assert codes[1] == -signal.SIGKILL and codes[0] > 0, "the other one has noticed"
+    (noticed, said), (killed, _) = run_forked(2, tmp_path, die_in_the_second_save, tmp_path, timeout=100)
+    assert killed == -signal.SIGKILL and noticed is not None and noticed > 0, f"the other one has noticed: {said}"
     assert not (tmp_path / "step-2").exists()
     assert "there is no checkpoint" in damage(tmp_path / "step-2")
     reference, model = build(0), build(1)
@@ -490,7 +473,7 @@ def check_that_flat_parameters_are_gathered_one_by_one(model: nn.Module, optimiz
 
     counts: list[int] = []
     for handle in _get_fsdp_handles(model):
-        handle.use_transport(Transport(handle.mesh.shard_group))  # as on other backends than gloo
+        handle.change_transports(lambda item: Transport(item.group))  # as on other backends than gloo
     with pytest.MonkeyPatch.context() as counting:
         counting.setattr(gathering, "gather_flat", gather_flat)
         for cpu_offload in (False, True):

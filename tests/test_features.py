@@ -35,6 +35,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.comm.journal import Journal
 from fsdp_compose.flat.accumulation import UnreducedGradient
+from fsdp_compose.group.order import KIND_BITS
 from fsdp_compose.group.registry import get_state, states_to_run
 from fsdp_compose.group.state import _FSDPState
 from tests.harness import distributed, fake_process_group
@@ -1914,7 +1915,7 @@ class Events(TorchDispatchMode):
         if function.namespace == "c10d":
             root = get_state(self.model).root
             kind = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
-            self.note(f"    {kind[function._schema.name]} {root.states[root.order.trace[-1] >> 1]().name}")
+            self.note(f"    {kind[function._schema.name]} {root.states[root.order.trace[-1] >> KIND_BITS]().name}")
         return result
 
 

@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests import harness
 from tests.harness import distributed, fake_process_group, run_distributed
@@ -64,6 +68,33 @@ def _hang_here() -> None:
 def _leaves_a_collective_unpaired() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1), async_op=True)
+
+
+_groups_made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def _makes_groups() -> None:
+    mesh = init_device_mesh("cpu", (2, 1))
+    weight = distribute_tensor(torch.arange(4.0), mesh, [Shard(0), Replicate()])
+    assert (weight + weight).full_tensor().tolist() == [0, 2, 4, 6]  # DTensor remembers the mesh of the sum
+    in_a_cycle: list[object] = [dist.new_group()]
+    _groups_made.add(in_a_cycle[0])
+    in_a_cycle.append(in_a_cycle)
+
+
+def _has_no_groups_of_earlier_tests() -> None:
+    assert [*distributed_c10d._world.pg_map] == [dist.group.WORLD]
+    assert not [*_groups_made]
+
+
+def _makes_a_lasting_group() -> None:
+    harness.lasting_groups.add(dist.new_group())
+
+
+def _has_a_lasting_group() -> None:
+    (group,) = harness.lasting_groups
+    dist.barrier(group)
+    dist.destroy_process_group(group)
 
 
 def _dies_on_rank_1() -> None:
@@ -170,6 +201,16 @@ def test_unpaired_collective_fails_its_own_test():
     assert "_leaves_a_collective_unpaired: every rank finished, but the barrier behind the test hangs" in failure
 
 
+def test_process_groups_end_with_the_test_that_has_made_them():
+    run_distributed(_makes_groups, 2)
+    before = _pids(2)
+    run_distributed(_has_no_groups_of_earlier_tests, 2)
+    run_distributed(_makes_groups, 2)  # the mesh is equal, and another
+    run_distributed(_makes_a_lasting_group, 2)
+    run_distributed(_has_a_lasting_group, 2)
+    assert _pids(2) == before
+
+
 def test_fake_process_group():
     with fake_process_group(rank=3, world_size=1024):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 1024)
@@ -202,7 +243,7 @@ def test_no_worker_outlives_its_parent(tmp_path):
         for end in ("normal", "interrupted", "killed")
     }
     for end, parent in parents.items():
-        pid = int(parent.communicate(timeout=60)[0])
+        pid = int(parent.communicate(timeout=100)[0])
         deadline = time.monotonic() + 5
         while _is_running(pid) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -402,3 +402,17 @@ def test_llama_block_is_planned_within_50_ms_on_4096_ranks():
 def test_docstring_examples_run():
     results = doctest.testmod(layout_module)
     assert results.attempted and not results.failed
+
+
+def test_ranks_with_less_of_a_parameter_have_it_at_the_same_place():
+    planned = plan_layout([ParamSpec("a", (4, 5)), ParamSpec("b", (3,)), ParamSpec("c", (4, 4))], 2, 4)
+    own = planned.with_shapes([(3, 5), (3,), (4, 3)])
+    assert planned.with_shapes([(4, 5), (3,), (4, 4)]) is planned
+    assert [param.offset for param in own.params] == [param.offset for param in planned.params]
+    assert own.shard_numel == planned.shard_numel and own.params[1] == planned.params[1]
+    for i, numel in enumerate((15, 3, 12)):
+        parts = own.local_shards_of(i)
+        assert [part.numel for part in parts] == [*own.counts(i)] and sum(own.counts(i)) == numel
+    covered = sorted([*own.gaps(), *((p.offset, p.offset + p.numel) for p in own.params)])
+    assert covered[0][0] == 0 and covered[-1][1] == own.flat_numel
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(covered))

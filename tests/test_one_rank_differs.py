@@ -38,7 +38,7 @@ def build(mesh=None):
 
 
 def batch(step):
-    return torch.randn(6, 6, generator=torch.Generator().manual_seed(step))
+    return torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
 
 
 class Loop:

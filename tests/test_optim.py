@@ -391,24 +391,14 @@ def test_a_gradient_that_the_user_holds_stays_his():
 
 @distributed(world_size=2)
 def test_gradients_that_the_user_puts_in_place_are_honoured():
-    def replace_sharded_param(model: Net, flat: list[Any] | None) -> None:
-        model.first.weight.grad = model.first.weight.grad * 3
-
     def replace_data(model: Net, flat: list[Any] | None) -> None:
         model.first.weight.grad.data = model.first.weight.grad.data * 3
-
-    def replace_all(model: Net, flat: list[Any] | None) -> None:
-        grads = [param.grad * 2 for param in model.parameters()]
-        for param in flat if flat is not None else model.parameters():
-            param.grad = None  # what comes now has no gradient of ours next to it
-        for param, grad in zip(model.parameters(), grads, strict=True):
-            param.grad = grad
 
     def replace_flat(model: Net, flat: list[Any] | None) -> None:
         for param in flat if flat is not None else model.parameters():
             param.grad = param.grad * 2
 
-    for replace in (replace_sharded_param, replace_data, replace_all, replace_flat):
+    for replace in (replace_data, replace_flat):
         for then_accumulate in (False, True):
             models = [shard(build()) for _ in range(2)]
             for model in models:
@@ -425,11 +415,36 @@ def test_gradients_that_the_user_puts_in_place_are_honoured():
                 assert_same(*models)
             except AssertionError as error:
                 raise AssertionError(f"{replace.__name__}, accumulating {then_accumulate}: {error}") from error
-    backward(model := models[0], mine(0))
+
+
+@pytest.mark.parametrize("look", ["forward", "backward", "step", "clipping"])
+@pytest.mark.parametrize("how", ["next to ours", "with none of ours", "next to one given to the flat view"])
+@distributed(world_size=2)
+def test_a_gradient_assigned_to_a_sharded_parameter_of_a_flat_view_is_refused(look, how):
+    """What looks at the flat view before the step would pass it by: ``GradScaler.unscale_()``, torch's clipping."""
+    model = shard(build())
     flat = flat_parameters(model)
-    flat[0].grad, model.first.weight.grad = flat[0].grad * 2, model.first.weight.grad * 2
-    with pytest.raises(RuntimeError, match="both a flat view and a sharded parameter"):
-        backward(model, mine(0))
+    optimizer = torch.optim.SGD(flat, lr=0.1)
+    backward(model, mine(0))
+    loss = model(mine(1)).square().mean()
+    before = [param.full_tensor().detach().clone() for param in flat]
+    grad = model.first.weight.grad * 2
+    if how == "with none of ours":
+        for param in flat:
+            param.grad = None
+    elif how != "next to ours":
+        flat[0].grad = flat[0].grad * 2
+    model.first.weight.grad = grad
+    looks = {
+        "forward": lambda: model(mine(2)),
+        "backward": loss.backward,
+        "step": optimizer.step,
+        "clipping": lambda: clip_grad_norm_(flat, 0.1),
+    }
+    with pytest.raises(RuntimeError, match=r"first\.weight was assigned to.*begins with scale"):
+        looks[look]()
+    assert all(torch.equal(param.full_tensor(), old) for param, old in zip(flat, before, strict=True))
+    assert model.first.weight.grad is grad
 
 
 @distributed(world_size=2)

@@ -4,6 +4,7 @@ test for each; and no other file uses one, except for a short list."""
 from __future__ import annotations
 
 import ast
+import importlib
 import pickle
 import re
 import subprocess
@@ -22,14 +23,14 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose
 from fsdp_compose import _torch
-from tests.harness import ROOT, distributed, fake_process_group
+from tests.harness import ROOT, distributed, fake_process_group, run_forked
 
 PACKAGE = Path(fsdp_compose.__file__).parent
 
@@ -129,7 +130,18 @@ def test_every_name_in_the_private_file_has_a_test():
         elif isinstance(node, ast.ImportFrom):
             names += [alias.asname or alias.name for alias in node.names]
     public = {name for name in names if not name.startswith("_")}
-    outside = {"annotations", "OrderedDict", "Callable", "FrameType", "timedelta", "cache", "count", "Any", "cast"}
+    outside = {
+        "annotations",
+        "OrderedDict",
+        "Callable",
+        "FrameType",
+        "timedelta",
+        "cache",
+        "count",
+        "Any",
+        "cast",
+        "Sequence",
+    }
     missing = {name for name in public - outside if f"test_{name}" not in globals()}
     assert not missing, f"tests are missing for {missing}"
 
@@ -137,23 +149,22 @@ def test_every_name_in_the_private_file_has_a_test():
 VERSIONS = {"2.11.1": False, "1.13.0+cu117": False, "2.12.0a0+git1": True, "3.0": True}
 
 
-def test_importing_on_an_older_torch_says_so():
-    code = f"""
-        import sys, torch
-        for version, works in {VERSIONS!r}.items():
-            for name in [name for name in sys.modules if name.startswith("fsdp_compose")]:
-                del sys.modules[name]
-            torch.__version__ = version
-            try:
-                import fsdp_compose
-            except ImportError as error:
-                assert not works and f"needs torch 2.12 or newer; this is torch {{version}}" in str(error), version
-            else:
-                assert works, version
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
+def import_on_other_torches(_rank: int) -> None:
+    for version, works in VERSIONS.items():
+        for name in [name for name in sys.modules if name.startswith("fsdp_compose")]:
+            del sys.modules[name]
+        torch.__version__ = version
+        try:
+            importlib.import_module("fsdp_compose")
+        except ImportError as error:
+            assert not works and f"needs torch 2.12 or newer; this is torch {version}" in str(error), version
+        else:
+            assert works, version
+
+
+def test_importing_on_an_older_torch_says_so(tmp_path):
+    ((code, text),) = run_forked(1, tmp_path, import_on_other_torches)
+    assert code == 0, text
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
@@ -942,6 +953,22 @@ def test_make_gloo_group():
         assert value.item() == 3 and made._get_sequence_number_for_group() == 1
 
 
+@distributed(world_size=3)
+def test_make_gloo_group_of(world_size):
+    """Two of three ranks make it alone; what torch offers for all its groups works on it."""
+    if dist.get_rank() == 0:
+        return
+    made = _torch.make_gloo_group_of((1, 2), "test_make_gloo_group_of", timedelta(seconds=60))
+    value = torch.tensor([dist.get_rank()])
+    dist.all_reduce(value, group=made)
+    objects = [None, None]
+    dist.all_gather_object(objects, dist.get_rank(), group=made)
+    assert value.item() == world_size and objects == [1, 2] and dist.get_process_group_ranks(made) == [1, 2]
+    assert _torch.group_timeout(made) == timedelta(seconds=60) and not _torch.is_destroyed(made)
+    dist.destroy_process_group(made)
+    assert _torch.is_destroyed(made)
+
+
 @distributed(world_size=2)
 def test_is_destroyed():
     group = dist.new_group()
@@ -1220,3 +1247,28 @@ def test_without_modes():
         assert mode.count == 0
         torch.ones(2).add_(1)
     assert mode.count == 2
+
+
+@distributed(world_size=4)
+def test_concatenate_meshes():
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    joined = _torch.concatenate_meshes([mesh["a", "b"], mesh["c"]])
+    assert joined == mesh and joined.mesh_dim_names == ("a", "b", "c") and torch.equal(joined.mesh, mesh.mesh)
+    other = _torch.concatenate_meshes([mesh["c"], mesh["a"]])
+    assert other.mesh_dim_names == ("c", "a") and torch.equal(other.mesh, mesh.mesh[:, 0].t())
+    assert other.get_group(0) is mesh["c"].get_group() and other.get_group("a") is mesh["a"].get_group()
+    for wrong in (init_device_mesh("cpu", (4,), mesh_dim_names=("all",)), mesh["c"], init_device_mesh("cpu", (4,))):
+        with pytest.raises(RuntimeError):
+            _torch.concatenate_meshes([mesh["c"], wrong])
+
+
+@distributed(world_size=2)
+def test_waited():
+    """What autograd leaves as the gradient of a DTensor may be the result of a collective that is still in flight."""
+    mesh = init_device_mesh("cpu", (2,))
+    terms = DTensor.from_local(torch.full((3,), 1.0 + dist.get_rank()), mesh, [Partial()])
+    local = terms.redistribute(placements=[Replicate()], async_op=True)._local_tensor
+    assert type(local) is not torch.Tensor
+    assert type(_torch.waited(local)) is torch.Tensor and torch.equal(_torch.waited(local), torch.full((3,), 3.0))
+    plain = torch.ones(2)
+    assert _torch.waited(plain) is plain

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compose import (
     MixedPrecisionPolicy,
@@ -23,6 +24,7 @@ from fsdp_compose import (
     set_functional_mode,
     set_gradient_divide_factor,
     set_post_reduction_hook,
+    set_requires_all_reduce,
 )
 from tests.harness import distributed
 from tests.models import local_part
@@ -83,18 +85,21 @@ ROWS = {
 class Both:
     """The sharded model and the unsharded one, with the same backwards."""
 
-    def __init__(self, row: Row, is_functional: bool, is_flat: bool) -> None:
+    def __init__(self, row: Row, is_functional: bool, is_flat: bool, mesh: DeviceMesh | None = None) -> None:
         torch.manual_seed(0)
         self.sharded, self.reference = pair(Net())
         self.row, self.is_functional = row, is_functional
         for module in (*self.sharded.layers, self.sharded.head, self.sharded):
-            fully_shard(module, mp_policy=row.policy)
+            fully_shard(module, mp_policy=row.policy, mesh=mesh)
         row.option(self.sharded)
         set_functional_mode(self.sharded, is_functional)
         self.flat = flat_parameters(self.sharded) if is_flat else []
         self.generator = torch.Generator().manual_seed(1)
 
-    def backward(self, with_extra: bool = True, with_head: bool = False, syncs: bool = True) -> None:
+    def backward(
+        self, with_extra: bool = True, with_head: bool = False, syncs: bool = True, averages: bool = True
+    ) -> None:
+        set_requires_all_reduce(self.sharded, averages)
         batch = torch.randn(12, 5, generator=self.generator)
         for model, x in ((self.reference, batch), (self.sharded, local_part(batch))):
             is_ours = model is self.sharded
@@ -160,14 +165,37 @@ def late(both: Both) -> None:
     both.backward(with_extra=False, with_head=True)
 
 
-PROGRAMS = [plain, added, accumulated, unused, late]
+def scattered(both: Both) -> None:
+    """Backwards that leave out the average over replicas, where there are some; mixed with those without sync."""
+    both.backward(averages=False)
+    both.backward(averages=False, with_head=True)
+    both.backward(with_extra=False)
+    both.check()
+    both.backward(syncs=False)
+    both.backward(averages=False)
+    both.backward(syncs=False, with_extra=False)
+    both.backward()
+
+
+PROGRAMS = [plain, added, accumulated, unused, late, scattered]
 
 
 @pytest.mark.parametrize("mode", ["default", "functional", "flat views"])
 @distributed(world_size=(1, 2, 3, 4))
 def test_every_reduction_equals_unsharded_training(mode):
+    check_every_reduction(mode)
+
+
+@pytest.mark.parametrize("mode", ["default", "functional", "flat views"])
+@distributed(world_size=(2, 4))
+def test_every_reduction_over_replicas_equals_unsharded_training(mode, world_size):
+    shape = (2, world_size // 2)
+    check_every_reduction(mode, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+
+
+def check_every_reduction(mode: str, mesh: DeviceMesh | None = None) -> None:
     for name, row in ROWS.items():
-        both = Both(row, mode == "functional", mode == "flat views")
+        both = Both(row, mode == "functional", mode == "flat views", mesh)
         for program in PROGRAMS:
             try:
                 program(both)

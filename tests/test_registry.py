@@ -373,11 +373,11 @@ REJECTED: dict[str, tuple[Callable[[Tree], Any], Callable[[Tree], Any], type[Exc
     "an empty list": (lambda t: None, lambda t: fully_shard([]), TypeError, "non-empty list"),
     "a list with a tensor": (lambda t: None, lambda t: fully_shard([t.left, torch.ones(1)]), TypeError, "got list"),
     "a mesh that is none": (lambda t: None, lambda t: fully_shard(t.left, mesh=4), TypeError, "DeviceMesh, got int"),
-    "a mesh of two dimensions": (
+    "a mesh of three dimensions": (
         lambda t: None,
-        lambda t: fully_shard(t.left, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))),
+        lambda t: fully_shard(t.left, mesh=init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))),
         ValueError,
-        r"1-D mesh, got 2 dimensions.*mesh\[",
+        r"one dimension, or of two.*got 3 dimensions.*mesh\[",
     ),
     "a policy that is none": (
         lambda t: None,
@@ -465,7 +465,7 @@ REMEDIES: dict[str, Callable[[Tree], Any]] = {
     "a parameter with a gradient": lambda t: t.zero_grad(),
     "parameters half on meta": lambda t: setattr(t.left, "first", Leaf()),
     "an error in granularity": lambda t: None,
-    "a mesh of two dimensions": lambda t: None,
+    "a mesh of three dimensions": lambda t: None,
     "an unknown dtype": lambda t: None,
 }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import os
-import subprocess
 import sys
 
 import pytest
@@ -12,53 +12,47 @@ import torch.distributed as dist
 
 from fsdp_compose._requirements import ALLOW_2_11_ENV, check_torch
 from fsdp_compose._shared_store import hint
+from tests.harness import run_forked
 
-# One of two ranks trains a sharded model and its plain copy, on a torch that says it is 2.11.
-TRAIN = """
-import copy, os, sys
-import torch
-torch.__version__ = "2.11.0"
-import torch.distributed as dist
-from fsdp_compose import clip_grad_norm_, fully_shard
 
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, 2, False), rank=rank, world_size=2)
-torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
-plain = copy.deepcopy(model)
-for layer in model:
-    fully_shard(layer)
-fully_shard(model)
-for param in model.parameters():
-    assert type(param) is torch.nn.Parameter
-optimizers = [torch.optim.SGD(item.parameters(), lr=0.1, momentum=0.9) for item in (model, plain)]
-for step in range(4):
-    data = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-    model(data.chunk(2)[rank]).square().mean().backward()
-    plain(data).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-with torch.no_grad():
-    assert torch.allclose(model(data), plain(data), atol=1e-6)
-try:
-    clip_grad_norm_(model.parameters(), 1.0)
-except RuntimeError as error:
-    assert "2.12" in str(error)
-else:
-    raise AssertionError("clipped by the norm of one rank")
-loss = model(data).sum()
-torch._foreach_add_([p.detach() for p in model.parameters()], 1.0)
-try:
-    loss.backward()
-except RuntimeError as error:
-    assert "between a forward and its backward" in str(error)
-else:
-    raise AssertionError("a step between forward and backward went unnoticed")
-dist.barrier()
-print("trained", flush=True)
-os._exit(0)
-"""
+def train_on_2_11(rank: int, port: int) -> None:
+    """One of two ranks trains a sharded model and its plain copy, on a torch that says it is 2.11 to a package that is
+    imported anew."""
+    os.environ[ALLOW_2_11_ENV] = "1"
+    torch.__version__ = "2.11.0"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fsdp_compose"]:
+        del sys.modules[name]
+    with pytest.warns(UserWarning, match="for measurements only"):
+        from fsdp_compose import clip_grad_norm_, fully_shard
+
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port, 2, False), rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    for param in model.parameters():
+        assert type(param) is torch.nn.Parameter
+    optimizers = [torch.optim.SGD(item.parameters(), lr=0.1, momentum=0.9) for item in (model, plain)]
+    for step in range(4):
+        data = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        model(data.chunk(2)[rank]).square().mean().backward()
+        plain(data).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        assert torch.allclose(model(data), plain(data), atol=1e-6)
+    with pytest.raises(RuntimeError, match="2.12"):  # it would clip by the norm of one rank
+        clip_grad_norm_(model.parameters(), 1.0)
+    loss = model(data).sum()
+    torch._foreach_add_([p.detach() for p in model.parameters()], 1.0)
+    with pytest.raises(RuntimeError, match="between a forward and its backward"):  # a step there is noticed
+        loss.backward()
+    dist.barrier()
+    print("trained", flush=True)
+    os._exit(0)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.10.1+cpu", "1.13", "unknown"])
@@ -82,26 +76,11 @@ def test_the_variable_admits_2_11_and_nothing_older(monkeypatch):
     assert check_torch("2.13.0") is False, "a torch that can have DTensors as sharded parameters has them"
 
 
-def test_plain_sharded_parameters_train_like_unsharded_ones():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, ALLOW_2_11_ENV: "1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", TRAIN, str(rank), str(server.port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=100)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
-    assert all("trained" in output for output in outputs), outputs
+def test_plain_sharded_parameters_train_like_unsharded_ones(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = run_forked(2, tmp_path, train_on_2_11, store.port, timeout=100)
+    assert [code for code, _ in ranks] == [0, 0], ranks
+    assert all("trained" in text for _, text in ranks), ranks
     assert torch.__version__ != "2.11.0"
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
@@ -21,7 +19,7 @@ from fsdp_compose.checkpoint import get_model_state_dict
 from fsdp_compose.comm.control_exchange import control_group
 from fsdp_compose.comm.records import DEBUG_ENV
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
-from tests.harness import ROOT, distributed, end, start_forked
+from tests.harness import ROOT, distributed, end, run_torchrun, start_forked
 from tests.restarted import Trainer, assert_equal, build, draw_death, forget_torch_keys, train_step, trained
 from tests.test_invariants import environment
 
@@ -137,16 +135,12 @@ def test_killed_trainers_resume_bit_for_bit_next_to_the_keys_of_the_dead(tmp_pat
                 end(process)
 
 
-@pytest.mark.timeout(560)
+@pytest.mark.timeout(240)
 def test_torchrun_restarts_a_killed_trainer_which_resumes_bit_for_bit(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command += ["--monitor-interval=0.05", str(ROOT / "tests" / "restarted.py"), str(tmp_path / "checkpoints")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    }
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("finished in attempt 1") == 2, done.stdout
+    arguments = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1"]
+    arguments += ["--monitor-interval=0.05", "--run-path", "--start-method=fork"]
+    arguments += [str(ROOT / "tests" / "restarted.py"), str(tmp_path / "checkpoints")]
+    code, text = run_torchrun(tmp_path, *arguments, timeout=200)
+    assert code == 0, text
+    assert text.count("finished in attempt 1") == 2, text

@@ -453,6 +453,8 @@ TERMS: dict[str, Callable[[Pair, torch.Tensor], None]] = {
 @distributed(world_size=2, timeout=60)
 def test_terms_of_the_loss_are_added_once_whatever_the_gradient_was_before(hook, flat):
     for name, backward in TERMS.items():
+        if flat and "of the user's" in name:
+            continue  # refused: see test_a_gradient_assigned_to_a_sharded_parameter_of_a_flat_view_is_refused
         for first in ("nothing", "a", "ab", name):
             twins = Twins(Pair(), fully_shard, plain_sgd)
             if flat:
@@ -468,9 +470,10 @@ def test_terms_of_the_loss_are_added_once_whatever_the_gradient_was_before(hook,
                         backward(model, share)
                     backward(model, share)
                 if flat:
-                    for model in twins.both:  # unused parameters have zero gradients next to others
-                        for param in model.parameters():
-                            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                    ours, theirs = (model.parameters() for model in (twins.sharded, twins.reference))
+                    for param, expected in zip(ours, theirs, strict=True):
+                        if expected.grad is None and param.grad is not None:
+                            expected.grad = torch.zeros_like(expected)  # of an unused one next to others
                 twins.check_gradients()
             except Exception as error:
                 raise AssertionError(f"{name}, after {first}: {error}") from error

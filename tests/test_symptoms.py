@@ -198,13 +198,15 @@ def test_zeroing_parameters_after_a_forward_shows_in_state_dict_and_in_the_next_
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @distributed(world_size=2)
-def test_mesh_with_a_dimension_of_replicas_is_refused_and_not_left_without_sync(shape):
+def test_mesh_with_a_dimension_of_replicas_is_not_left_without_sync(shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    model = Net()
-    with pytest.raises(ValueError, match=r"expected a 1-D mesh, got 2 dimensions.*mesh\['shard'\]") as error:
-        fully_shard(model, mesh=mesh)
-    same_on_every_rank(str(error.value))
-    assert fully_shard.state(model) is None
+    model, reference = pair(Net())
+    shard_layers(model, mesh=mesh)
+    for x in batches(2):
+        mean_square(model, local_part(x)).backward()
+        mean_square(reference, x).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-6)
 
 
 @distributed(world_size=2)

@@ -227,7 +227,7 @@ def test_class_of_a_parameter_survives_in_forward_conversions_and_copies():
 
 
 @distributed(world_size=2)
-def test_parameters_sharded_by_tensor_parallelism_are_refused_by_name():
+def test_parameters_sharded_by_tensor_parallelism_on_the_same_ranks_are_refused_by_name():
     model, mesh = Net(), init_device_mesh("cpu", (2,))
     weight = model.layers[1].linear.weight
     model.layers[1].linear.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))

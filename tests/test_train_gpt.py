@@ -6,13 +6,13 @@ import argparse
 import importlib.util
 import json
 import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import harness
 from tests.harness import ROOT, fake_process_group
 
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
@@ -22,20 +22,23 @@ SMALL = (
 SMALL += "--heads=2 --sample-bytes=4"
 
 Log = list[dict[str, Any]]
+for module in ("tqdm", "matplotlib.pyplot"):
+    harness.preload(module)
 
 
 def run(out: Path, processes: int, *arguments: str, restarts: int = 0, **environment: str) -> tuple[Log, str]:
-    """The log of a run of the example, and what the launcher has said."""
+    """The log of a run of the example by torchrun, and what was said. Without restarts its processes are forked, and
+    have imported torch; with restarts each is a Python interpreter that begins, as for a user."""
     text = out.parent / "text.txt"
     text.write_text("To be, or not to be, that is the question. " * 50)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    launcher += [f"--nproc_per_node={processes}", f"--max-restarts={restarts}"]
-    command = [*launcher, str(EXAMPLE), *SMALL.split(), f"--data={text}", f"--out={out}", *arguments]
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    settings |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"} | environment
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((out / "log.json").read_text())["log"], done.stderr
+    command = ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={processes}", f"--max-restarts={restarts}"]
+    if not restarts:
+        command += ["--run-path", "--start-method=fork"]
+    command += [str(EXAMPLE), *SMALL.split(), f"--data={text}", f"--out={out}", *arguments]
+    settings = {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | environment
+    code, said = harness.run_torchrun(out.parent, *command, timeout=250, **settings)
+    assert code == 0, said[-3000:]
+    return json.loads((out / "log.json").read_text())["log"], said
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,26 @@ def test_a_run_resumed_with_another_number_of_processes_continues_the_loss_curve
     other, _ = run(tmp_path / "other", 1, f"--resume={out / 'step-4'}")
     assert [entry["loss"] for entry in other] == pytest.approx([entry["loss"] for entry in log], abs=1e-5)
     assert other[-1]["val_loss"] == pytest.approx(log[-1]["val_loss"], abs=1e-5)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_resumed_on_a_mesh_of_replicas_continues_the_loss_curve(whole, tmp_path):
+    out, log = whole
+    other, _ = run(tmp_path / "other", 4, f"--resume={out / 'step-4'}", "--strategy=hybrid", "--mesh=2x2")
+    assert [entry["loss"] for entry in other] == pytest.approx([entry["loss"] for entry in log], abs=1e-5)
+
+
+@pytest.mark.timeout(600)
+def test_tensor_parallelism_trains_as_one_process(tmp_path):
+    losses = []
+    for processes, mesh in ((1, "1x1"), (4, "2x2")):
+        command = ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={processes}"]
+        command += [str(EXAMPLE.with_name("tensor_parallel.py")), f"--mesh={mesh}", "--steps=4"]
+        (tmp_path / mesh).mkdir()
+        code, said = harness.run_torchrun(tmp_path / mesh, *command, timeout=250, PYTHONPATH=str(ROOT))
+        assert code == 0, said[-3000:]
+        losses.append([float(number) for number in re.findall(r"(?:loss|norm) ([\d.]+)", said)])
+    assert len(losses[0]) == 8 and losses[1] == pytest.approx(losses[0], abs=2e-3)
 
 
 # Imported by every Python that starts: the second worker of the first attempt kills itself when it sees a checkpoint.

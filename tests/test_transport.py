@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
+from fsdp_compose import fully_shard
 from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.comm import Label, Messages, Transport, transport_of
 from fsdp_compose.comm.journal import Journal, first_difference_of, journal_of
@@ -39,6 +41,16 @@ def test_gloo_on_the_cpu_has_messages_unless_they_are_switched_off(world_size):
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("FSDP_COMPOSE_TRANSPORT", "collectives")
         assert type(transport_of(world(), torch.device("cpu"))) is Transport
+
+
+@distributed(world_size=2)
+def test_ranks_of_which_one_has_them_switched_off_are_told_at_the_first_forward():
+    with pytest.MonkeyPatch.context() as environment:
+        if dist.get_rank():
+            environment.setenv("FSDP_COMPOSE_TRANSPORT", "collectives")
+        model = fully_shard(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match=r'"transport": "messages".* rank 1, which has .*"transport": "collectives"'):
+        model(torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -133,7 +145,6 @@ def test_messages_that_were_dropped_do_not_keep_later_ones_from_arriving(world_s
         moved.all_gather(whole[: shard.numel() * world_size], shard, LABEL)
         del whole, shard
         dist.barrier()
-        moved.all_reduce(torch.zeros(3), False, LABEL)  # dropped too, before its second half
         result = torch.zeros(4 * world_size)
         moved.all_gather(result, torch.full((4,), float(rank)), LABEL).wait()
         assert result.tolist() == torch.arange(world_size).repeat_interleave(4).tolist()

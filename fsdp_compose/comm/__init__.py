@@ -4,12 +4,14 @@ Each file is one way for ranks to meet: the process groups themselves (``ranks``
 the key-value store, direct messages; and what is noted for errors.
 """
 
+from .broken import fail_together as fail_together
 from .broken import failure_of as failure_of
 from .broken import give_up as give_up
 from .broken import noticing_loss as noticing_loss
 from .control_exchange import Carrier as Carrier
 from .control_exchange import ControlExchange as ControlExchange
 from .control_exchange import control_group as control_group
+from .journal import Journal as Journal
 from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal
 from .label import Label as Label
@@ -17,7 +19,11 @@ from .label import Work as Work
 from .messages import Messages as Messages
 from .messages import transport_of as transport_of
 from .ranks import DataParallelMesh as DataParallelMesh
+from .ranks import check_mesh as check_mesh
 from .ranks import data_parallel_mesh as data_parallel_mesh
+from .ranks import device_of_mesh as device_of_mesh
+from .ranks import joined_mesh as joined_mesh
+from .ranks import replicated_mesh as replicated_mesh
 from .recording import Recorder as Recorder
 from .records import is_on as is_on
 from .records import last_of_every_rank as last_of_every_rank

@@ -9,7 +9,7 @@ waits a few seconds only.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -18,6 +18,10 @@ from .._torch import close_gloo_connections, is_gloo_connection_closed
 
 # Weak both ways: the group of a control group, and the control group of a group.
 _partners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+# Process groups of one mesh: a rank that waits in one of them waits for ranks that wait in others.
+_families: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
@@ -25,6 +29,12 @@ def carries(control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     """``control`` carries the exchanges of ``group``: they fail together."""
     _partners[group] = weakref.ref(control)
     _partners[control] = weakref.ref(group)
+
+
+def fail_together(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Where a collective of one of ``groups`` has failed, none of them carries anything more."""
+    for group in groups:
+        _families.setdefault(group, weakref.WeakSet()).update(groups)
 
 
 def give_up(group: dist.ProcessGroup, failure: str) -> None:
@@ -43,6 +53,13 @@ def close_connections(group: dist.ProcessGroup) -> None:
 
 
 def _together(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    found = [group]
+    for item in found:  # grows
+        found += [other for other in (*_same_ranks(item), *_families.get(item, ())) if other not in found]
+    return found
+
+
+def _same_ranks(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     partner = _partners.get(group)
     return [item for item in (group, None if partner is None else partner()) if item is not None]
 
@@ -54,7 +71,7 @@ def failure_of(group: dist.ProcessGroup) -> str:
 
 def gone(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
     """Those of ``ranks`` whose connections are closed: they have died, or given up."""
-    return [rank for rank in ranks if any(is_gloo_connection_closed(item, rank) for item in _together(group))]
+    return [rank for rank in ranks if any(is_gloo_connection_closed(item, rank) for item in _same_ranks(group))]
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""What each process group has carried, in order, where ranks talk by messages; and ranks that wait for each other.
+"""What process groups have carried, in order, where ranks talk by messages; and ranks that wait for each other.
 
-A collective made of messages (``messages``) takes the next number of its process group, and so does a control
-exchange. Its messages have tags, of the number, the kind and the size, so that none is taken for one of an earlier or
-a later collective. (Which parameters it is for the exchange at the end of backward compares, as with all collectives.)
+A collective made of messages (``messages``) takes the next number of its journal, and so does a control exchange. The
+process groups of one mesh share a journal, that of all its ranks, for their training: these issue the same collectives
+in the same order, each in the process groups that it is in. Messages have tags, of the number, the kind and the size,
+so that none is taken for one of an earlier or a later collective. (Which parameters it is for the exchange at the end
+of backward compares, as with all collectives.)
 
 So ranks that have gone different ways wait. A thread looks after them: a rank that has waited for ``STALL_SECONDS``
 tells in the key-value store what it has entered last, and reads what the others have told. If two ranks have entered
@@ -42,7 +44,7 @@ _KINDS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class Journal:
-    """The order of what one process group carries.
+    """The order of what one process group carries, or, of several with parts of its ranks, what these do together.
 
     Attributes:
         count: how many collectives and exchanges this rank has entered.
@@ -53,7 +55,9 @@ class Journal:
         difference: how the ranks differ, once that is known.
     """
 
-    __slots__ = ("_entries", "count", "difference", "dropped", "patience", "under_way", "waits_for")
+    __slots__ = (
+        "_entries", "count", "difference", "dropped", "patience", "under_way", "waits_for",
+    )  # fmt: skip
 
     def __init__(self, timeout: float) -> None:
         self.count = self.waits_for = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_PHASE, MESSAGES, BACKWARD, FORWARD = KINDS = (
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD = KINDS = (
     "all-gather",
     "reduce-scatter",
     "all-reduce",

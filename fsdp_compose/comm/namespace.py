@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -31,8 +32,20 @@ _FIRST_LOOK, _RAREST_LOOK = 0.002, 0.5  # seconds between looks for a newer chal
 Absence = Callable[[Sequence[int]], Exception]
 """The error to raise when these ranks did not come."""
 
+
+class Ranks(Protocol):
+    """Ranks that meet: a process group, or those that are to form one."""
+
+    @property
+    def group_name(self) -> str: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
 _namespaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
-_tokens: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_tokens: weakref.WeakKeyDictionary[Ranks, str] = weakref.WeakKeyDictionary()
 
 
 def known_namespace(group: dist.ProcessGroup) -> dist.Store | None:
@@ -52,18 +65,25 @@ def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: time
     """
     namespace = _namespaces.get(group)
     if namespace is None:
-        base = f"fsdp_compose/{group.group_name}"
-        store = dist.PrefixStore(f"{base}/challenge", default_store())
-        token = _tokens.get(group)
-        if token is None:
-            token = _tokens[group] = secrets.token_hex(8)
-        if group.rank() == 0:
-            name = token
-            _challenge(store, token, group.size(), timeout, absence)
-        else:
-            name = _answer(store, token, group.rank(), timeout + grace, absence)
-        namespace = _namespaces[group] = dist.PrefixStore(f"{base}/{name}", default_store())
+        name = agree_on_name(group, timeout, grace, absence)
+        namespace = _namespaces[group] = dist.PrefixStore(name, default_store())
     return namespace
+
+
+def agree_on_name(ranks: Ranks, timeout: timedelta, grace: timedelta, absence: Absence) -> str:
+    """A name that ``ranks`` agree on, and that no earlier initialisation has used; otherwise as
+    ``agree_on_namespace``."""
+    base = f"fsdp_compose/{ranks.group_name}"
+    store = dist.PrefixStore(f"{base}/challenge", default_store())
+    token = _tokens.get(ranks)
+    if token is None:
+        token = _tokens[ranks] = secrets.token_hex(8)
+    if ranks.rank() == 0:
+        name = token
+        _challenge(store, token, ranks.size(), timeout, absence)
+    else:
+        name = _answer(store, token, ranks.rank(), timeout + grace, absence)
+    return f"{base}/{name}"
 
 
 def _challenge(store: dist.Store, token: str, size: int, timeout: timedelta, absence: Absence) -> None:

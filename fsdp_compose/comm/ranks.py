@@ -1,88 +1,277 @@
-"""The ranks that share the shards of a ``fully_shard`` group: a checked view of the user's ``DeviceMesh``.
+"""The ranks that a ``fully_shard`` group concerns: a checked view of the user's ``DeviceMesh``.
 
-The runtime asks this object for process groups and ranks and never looks at the mesh itself, so that meshes of more
-dimensions (replication, tensor parallelism) can be added here.
+Four sets of ranks, which a mesh of one dimension has as one::
+
+    shard group       share the shards: gather, scatter                            one for each group
+    replicate group   hold the same shard: average what was scattered              one for each group; may be none
+    data ranks        have different batches: gradients are averaged over them     of a root: the largest
+    peers             run the model together: meet, exchange, recover              of a root: the widest
+
+Peers that are not data ranks hold other parts of parameters (tensor parallelism) and get the same batches.
+
+The runtime asks this object for process groups and ranks and never looks at the mesh itself.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 
-from .._torch import backend_name, group_device_types
+from .._torch import backend_name, concatenate_meshes, group_device_types, is_destroyed
+from .broken import fail_together
 from .messages import transport_of
+from .peers import group_of_ranks
 from .transport import Transport
 
 SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
 
+# Each mesh weakly: it knows the process group, which has connections and threads.
+_Joined = weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
+_joined: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joined] = weakref.WeakKeyDictionary()
+
 
 @dataclass(frozen=True)
 class DataParallelMesh:
-    """The ranks over which the flat parameters of a ``fully_shard`` group are sharded.
+    """The ranks over which the flat parameters of a ``fully_shard`` group are sharded, and replicated.
 
     Attributes:
-        mesh: the user's mesh, 1-D.
-        shard_group: process group over which shards are gathered and gradients reduced.
+        mesh: the user's mesh: of one dimension, or (replicate, shard).
+        shard_group: process group over which shards are gathered and gradients scattered.
         shard_rank, shard_world_size: this rank's place in it.
+        replicate_group: process group of the ranks that hold the same shard; ``None`` if this rank alone does.
+        replicate_world_size: how many they are.
+        peers: process group of all ranks that run the group together.
         device: where shards and unsharded parameters live.
         is_simulated: the process group only pretends (backend ``fake``, or the variable ``FSDP_COMPOSE_SIMULATED=1``):
             there are no ranks to meet, and checks that need other ranks are local.
+        has_whole: each of several ranks holds all elements: there is nothing to gather or to scatter, only to average.
         transport: how flat tensors move over ``shard_group``.
+        replica_transport: how they move over ``replicate_group``.
+        missing_factor: how many times more data ranks there are than ranks here, over which collectives average: the
+            rest of gradients came together in backward, as sums (expert parallelism).
     """
 
     mesh: DeviceMesh
     shard_group: dist.ProcessGroup
     shard_rank: int
     shard_world_size: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_world_size: int
+    peers: dist.ProcessGroup
     device: torch.device
     is_simulated: bool
+    has_whole: bool
     transport: Transport
+    replica_transport: Transport | None
+    missing_factor: int = 1
+
+    def with_transports(self, change: Callable[[Transport], Transport]) -> DataParallelMesh:
+        """The same, whose transports are what ``change`` makes of these."""
+        replicas = self.replica_transport
+        return replace(
+            self,
+            transport=change(self.transport),
+            replica_transport=None if replicas is None else change(replicas),
+        )
 
     @property
     def has_peers(self) -> bool:
         """Whether there are other ranks that one can really talk to."""
-        return self.shard_world_size > 1 and not self.is_simulated
+        return self.peers.size() > 1 and not self.is_simulated
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the peers: the one that errors name."""
+        return self.peers.rank()
+
+    @property
+    def data_world_size(self) -> int:
+        """Over how many ranks gradients are averaged."""
+        return self.shard_world_size * self.replicate_world_size
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's shard is the one that counts, where only one is wanted."""
+        return self.replicate_group is None or self.replicate_group.rank() == 0
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that carry something for the group."""
+        groups = [self.peers, self.shard_group, self.replicate_group]
+        return [group for group in groups if group is not None]
+
+    @property
+    def first_rank(self) -> int:
+        """The rank, by its number in the default process group, that holds the first shard of the first replica."""
+        return int(self.mesh.mesh.flatten()[0])
+
+    def facts(self) -> dict[str, object]:
+        """What must be the same on every rank."""
+        facts: dict[str, object] = {"transport": self.transport.unrecorded.name}
+        if self.mesh.ndim > 1:
+            facts |= {"replicas": self.replicate_world_size, "shards": self.shard_world_size}
+        return facts
+
+    def ranks(self) -> frozenset[int]:
+        """The data-parallel ranks, by their numbers in the default process group."""
+        return frozenset(self.mesh.mesh.flatten().tolist())
+
+    def placements(self, sharded: Placement) -> tuple[Placement, ...]:
+        """How a tensor lies on ``mesh`` that is ``sharded`` over the shard group."""
+        return (Replicate(),) * (self.mesh.ndim - 1) + (sharded,)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place on ``mesh``."""
+        place = 0
+        for dim, size in enumerate(self.mesh.shape):
+            place = place * size + self.mesh.get_local_rank(dim)
+        return place
+
+    def beside(self, tensor_mesh: DeviceMesh) -> DeviceMesh:
+        """The mesh of parameters that were DTensors on ``tensor_mesh`` before: the dimensions of both."""
+        return joined_mesh(self.mesh, tensor_mesh)
+
+    def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> DataParallelMesh:
+        """The same, below a root of these peers; for ``missing_factor`` see there."""
+        if self.peers is peers and self.missing_factor == missing_factor:
+            return self
+        fail_together([peers, *self.groups()])
+        moved = self.with_transports(lambda transport: transport.among(peers))
+        return replace(moved, peers=peers, missing_factor=missing_factor)
 
 
-def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMesh:
-    """Check ``mesh`` (or make the default one over all ranks) and describe it.
+def joined_mesh(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions of both, which are parts of one mesh; made once.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    known = _joined.setdefault(mesh.get_group(mesh.ndim - 1), weakref.WeakValueDictionary())
+    joined = known.get((mesh, tensor_mesh))
+    if joined is None:
+        joined = known[mesh, tensor_mesh] = concatenate_meshes([mesh, tensor_mesh])
+    return joined
+
+
+def replicated_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """A mesh (replicate, shard) of the ranks of ``mesh``, of one dimension (by default all ranks), each of which is to
+    hold everything. No communication.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as ``check_mesh``; and the mesh has two dimensions.
+    """
+    return _with_own_dimension(_checked(mesh, "replicate", 1, "of one dimension, all of which replicates"))
+
+
+def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """Check ``mesh``, or make the default one over all ranks.
 
     Raises:
         RuntimeError: there is no mesh and no initialised process group to make one from.
         TypeError: ``mesh`` is no ``DeviceMesh``.
-        ValueError: ``mesh`` has more than one dimension, or this rank is not in it.
+        ValueError: ``mesh`` has more than two dimensions, or this rank is not in it.
     """
+    expected = "of one dimension, or of two, (replicate, shard)"
+    return _checked(mesh, "fully_shard", 2, expected)
+
+
+def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str) -> DeviceMesh:
     if mesh is None:
         if not dist.is_initialized():
             raise RuntimeError(
-                "fully_shard() got no mesh, and torch.distributed has no process group to make one from: call "
+                f"{caller}() got no mesh, and torch.distributed has no process group to make one from: call "
                 "torch.distributed.init_process_group() first (under torchrun), or pass mesh=init_device_mesh(...)"
             )
         mesh = _default_mesh()
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"fully_shard(mesh=...): expected a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
-    if mesh.ndim != 1:
+        raise TypeError(f"{caller}(mesh=...): expected a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
+    if mesh.ndim > most_dims:
         raise ValueError(
-            f"fully_shard(mesh=...): expected a 1-D mesh, got {mesh.ndim} dimensions {mesh.mesh_dim_names or ''} of "
-            f"shape {tuple(mesh.mesh.shape)}; pass the sharding dimension alone, for example mesh['shard']"
+            f"{caller}(mesh=...): expected a mesh {expected}, got {mesh.ndim} "
+            f"dimensions {mesh.mesh_dim_names or ''} of shape {tuple(mesh.mesh.shape)}; pass the data-parallel ones "
+            "alone, for example mesh['shard'] or mesh['replicate', 'shard']"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"fully_shard(mesh=...): rank {dist.get_rank()} is not in the mesh {mesh}")
-    group, device = mesh.get_group(), _mesh_device(mesh.device_type)
+        raise ValueError(f"{caller}(mesh=...): rank {dist.get_rank()} is not in the mesh {mesh}")
+    return mesh
+
+
+def data_parallel_mesh(mesh: DeviceMesh, tensor_meshes: Iterable[DeviceMesh] = ()) -> DataParallelMesh:
+    """Describe a mesh that was checked.
+
+    Ranks: all of the mesh and of ``tensor_meshes``, where these are not all ranks there are.
+
+    Args:
+        tensor_meshes: those that parameters of the group lie on already (tensor parallelism); all of them are parts of
+            the mesh that ``mesh`` is a part of.
+
+    Raises:
+        ValueError: this machine has no device of the mesh, or none of the meshes contains the ranks of the others.
+    """
+    group, device = mesh.get_group(mesh.ndim - 1), device_of_mesh(mesh)
+    replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
     is_simulated = os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
+    peers = group
+    widest = _widest([mesh, *(joined_mesh(mesh, item) for item in tensor_meshes)])
+    if not is_simulated and widest.ndim > 1:
+        groups = [item for item in (group, replicas) if item is not None]
+        peers = group_of_ranks(widest.mesh.flatten().tolist(), groups)
+        fail_together([peers, *groups])
     return DataParallelMesh(
         mesh=mesh,
         shard_group=group,
         shard_rank=group.rank(),
         shard_world_size=group.size(),
+        replicate_group=replicas,
+        replicate_world_size=1 if replicas is None else replicas.size(),
+        peers=peers,
         device=device,
         is_simulated=is_simulated,
-        transport=Transport(group) if is_simulated else transport_of(group, device),
+        transport=_transport(group, device, peers, is_simulated),
+        replica_transport=None if replicas is None else _transport(replicas, device, peers, is_simulated),
+        has_whole=replicas is not None and group.size() == 1,
     )
+
+
+def _widest(meshes: list[DeviceMesh]) -> DeviceMesh:
+    widest = max(meshes, key=DeviceMesh.size)
+    ranks = {*widest.mesh.flatten().tolist()}
+    for item in meshes:
+        if not ranks.issuperset(item.mesh.flatten().tolist()):
+            raise ValueError(
+                f"fully_shard(): parameters of one group are DTensors on the ranks {sorted(ranks)} and "
+                f"{sorted(item.mesh.flatten().tolist())} (data-parallel ones included): one of the meshes must contain "
+                "the others"
+            )
+    return widest
+
+
+def _transport(
+    group: dist.ProcessGroup, device: torch.device, peers: dist.ProcessGroup, is_simulated: bool
+) -> Transport:
+    return Transport(group) if is_simulated else transport_of(group, device, peers)
+
+
+# By default process group: that of this rank alone.
+_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def _with_own_dimension(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one dimension with a second one, in which each rank is alone."""
+    world = dist.group.WORLD
+    assert world is not None, "there are process groups"
+    if world not in _alone or is_destroyed(_alone[world]):
+        _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups, ranks = [mesh.get_group(0), _alone[world]], [[rank] for rank in mesh.mesh.tolist()]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def _default_mesh() -> DeviceMesh:
@@ -95,9 +284,15 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-def _mesh_device(device_type: str) -> torch.device:
+def device_of_mesh(mesh: DeviceMesh) -> torch.device:
+    """Where shards of groups on ``mesh`` live.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    device_type = mesh.device_type
     if device_type == "cpu":
         return torch.device("cpu")
     if not torch.get_device_module(device_type).is_available():
-        raise ValueError(f"fully_shard(mesh=...): the mesh is on {device_type}, and this machine has no such device")
+        raise ValueError(f"the device mesh given is on {device_type}, and this machine has no such device")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .label import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Label, Work
 from .transport import Range, Transport
@@ -31,6 +32,9 @@ class Recorder(Transport):
     def unrecorded(self) -> Transport:
         return self.inner.unrecorded
 
+    def among(self, peers: dist.ProcessGroup) -> Transport:
+        return Recorder(self.inner.among(peers), self._note)
+
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
         what = self._tell(ALL_GATHER, label, whole)
         return _Recorded(self.inner.all_gather(whole, shard, label), what, self._note)
@@ -49,6 +53,9 @@ class Recorder(Transport):
         where = "every rank" if is_everywhere else "the first rank"
         self._note(f"gather {label} on {where}")
         self.inner.gather(whole, part, ranges, is_everywhere, label)
+
+    def skip(self, nbytes: int, label: Label) -> None:
+        self.inner.skip(nbytes, label)
 
     def _tell(self, kind: str, label: Label, whole: torch.Tensor) -> str:
         """Note it, before it is issued: what raises here leaves nothing under way."""

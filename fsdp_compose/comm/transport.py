@@ -1,7 +1,7 @@
 """How flat tensors move between the ranks of a process group: each collective is spelled here, once.
 
 A transport belongs to one process group and serves the ``fully_shard`` groups on it; a group may be given another one
-(``FlatParamHandle.use_transport``). It only issues: the caller chooses the stream, waits, and tells what failed.
+(``FlatParamHandle.change_transports``). It only issues: the caller chooses the stream, waits, and tells what failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Transport:
     one order. ``label`` says what for.
 
     Attributes:
-        name: for errors; the same on every rank.
+        name: compared at the first forward: the same on every rank.
         group: the process group.
     """
 
@@ -39,6 +39,10 @@ class Transport:
     @property
     def unrecorded(self) -> Transport:
         """This one, or what it records."""
+        return self
+
+    def among(self, peers: dist.ProcessGroup) -> Transport:
+        """The same, for ranks that do the same together with all of ``peers``."""
         return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
@@ -82,6 +86,9 @@ class Transport:
             assert is_even, "only whole shards are gathered on one rank"
             parts = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
             dist.gather(as_transferable(part.resolve_conj()), parts, group=self.group, group_dst=0)
+
+    def skip(self, nbytes: int, label: Label) -> None:
+        """Ranks of other process groups of the mesh gather ``nbytes``, and those of this one do not."""
 
     def _gather_uneven(self, whole: torch.Tensor, part: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
         owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]

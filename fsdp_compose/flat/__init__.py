@@ -51,4 +51,10 @@ from .shared_memory import Region as Region
 from .shared_memory import refuse_shared_memory as refuse_shared_memory
 from .shared_memory import regions_of as regions_of
 from .subclasses import check_class as check_class
+from .tensor_parallel import placed as placed
+from .tensor_parallel import refuse_placement as refuse_placement
+from .tensor_parallel import specs_of as specs_of
+from .tensor_parallel import tensor_meshes as tensor_meshes
 from .unsharded import explain_refused_access as explain_refused_access
+from .whole import LARGE_BYTES as LARGE_BYTES
+from .whole import place as place

@@ -1,7 +1,9 @@
-"""Gradients of backwards without gradient sync (``no_sync``): unsharded, in the reduce dtype, on every rank by itself.
+"""Gradients that are not reduced over all data ranks yet, in the reduce dtype, on every rank by itself.
 
-Owned by a ``FlatParamHandle`` from the first such backward to the next reduction, whose input its buffer becomes;
-filled by ``reduction``. Meanwhile the sharded parameters show an ``UnreducedGradient``, which raises whenever it is
+Those of backwards without gradient sync (``no_sync``) are unsharded; those of backwards that leave out the replicas'
+average (``set_requires_all_reduce``) are scattered. Owned by a ``FlatParamHandle`` from the first such backward to the
+next one that reduces over all: the unsharded buffer becomes the input of its reduce-scatter, what was scattered is
+added to the result. Meanwhile the sharded parameters show an ``UnreducedGradient``, which raises whenever it is
 read: no rank knows the gradient yet. And because it stands in ``.grad``, ``zero_grad()`` is noticed, and drops what was
 accumulated.
 """
@@ -77,9 +79,9 @@ class UnreducedGradient(RaggedDTensor):
         """Raise, the same on every rank."""
         raise RuntimeError(
             f"{what}: the gradient of {self._name} has not been reduced: its last backward ran without gradient sync "
-            "(no_sync(), set_requires_gradient_sync(False)), so every rank holds a part of it, unsharded. Run the last "
-            "backward of an accumulation with gradient sync, and clip and step after it; zero_grad() drops what was "
-            "accumulated"
+            "(no_sync(), set_requires_gradient_sync(False), or set_requires_all_reduce(False)), so every rank holds a "
+            "part of it, unsharded or of one replica. Run the last backward of an accumulation with gradient sync, and "
+            "clip and step after it; zero_grad() drops what was accumulated"
         )
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -138,37 +140,50 @@ def refuse_unreduced(what: str, params: Iterable[torch.Tensor]) -> None:
 
 
 class Accumulation:
-    """The unsharded gradient of one flat parameter, summed over backwards without gradient sync.
+    """The gradient of one flat parameter, summed over backwards that did not reduce it over all data ranks.
 
     Args:
-        flat: zeros, of the flat parameter's length, in the reduce dtype.
-        views: of ``flat``, with the parameters' shapes.
         sharded_params: the sharded parameters.
         names: their FQNs.
         is_used: which of them have contributed, on any rank; a parameter that is dropped is cleared there.
         mesh: the ranks.
+
+    Attributes:
+        flat: the sum over the backwards without gradient sync, unsharded; ``None`` before the first.
+        scattered: the sum over those without the replicas' average, of a shard's length; ``None`` before the first.
     """
 
-    __slots__ = ("__weakref__", "_mesh", "_names", "_places", "_views", "flat", "is_used")
+    __slots__ = (
+        "__weakref__", "_local_views", "_mesh", "_names", "_places", "_views", "flat", "is_used", "scattered",
+    )  # fmt: skip
 
     def __init__(
         self,
-        flat: torch.Tensor,
-        views: Sequence[torch.Tensor],
         sharded_params: Sequence[nn.Parameter],
         names: Sequence[str],
         is_used: bytearray | memoryview,
         mesh: DeviceMesh,
     ) -> None:
-        self.flat, self._mesh = flat, mesh
-        self._views, self._names = views, names
-        self.is_used = is_used
+        self.flat: torch.Tensor | None = None
+        self.scattered: torch.Tensor | None = None
+        self._mesh, self._names, self.is_used = mesh, names, is_used
+        self._views: Sequence[torch.Tensor] = ()
+        self._local_views: Sequence[torch.Tensor] = ()
         self._places = [_Place(sharded, range(i, i + 1)) for i, sharded in enumerate(sharded_params)]
         waiting.add(self)
 
     def shows_at(self, parameter: nn.Parameter, sharded_params: range) -> None:
         """``parameter`` stands for several of the sharded parameters, too: its gradient is theirs."""
         self._places.append(_Place(parameter, sharded_params))
+
+    def begin(self, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """There is memory for backwards without gradient sync: zeros, of the flat parameter's length, and views of it,
+        with the parameters' shapes."""
+        self.flat, self._views = flat, views
+
+    def keep_scattered(self, scattered: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """``views``: with the shapes of the local shards."""
+        self.scattered, self._local_views = scattered, views
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients that one backward has left on the unsharded parameters."""
@@ -200,16 +215,21 @@ class Accumulation:
                 place.parameter.grad = None if dropped.issuperset(place.sharded_params) else shown.hidden
             shown.hidden = place.shown = None
         for i in dropped:
-            self._views[i].zero_()
+            self._zero(i)
             self.is_used[i] = 0
         return any(self.is_used)
 
     def zero(self, place: _Place) -> None:
         """The user has zeroed a gradient in place."""
         for i in place.sharded_params:
-            self._views[i].zero_()
+            self._zero(i)
         if place.shown is not None and place.shown.hidden is not None:
             place.shown.hidden.zero_()
+
+    def _zero(self, index: int) -> None:
+        for views in (self._views, self._local_views):
+            if views:
+                views[index].zero_()
 
 
 class _Place:

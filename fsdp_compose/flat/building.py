@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
+from .._torch import DTensorSpec, local_tensor
 from ..comm import DataParallelMesh
 from ..ragged import RaggedSpec, hook_owners
 from .flat_param import FlatParamHandle
 from .hooks import GradientHooks
 from .layout import FlatLayout, ParamSpec, plan_layout
 from .policy import Granularity, MixedPrecisionPolicy
+from .registry import handle_of
 from .sharded_param import (
     ManagedParameter,
+    inner_of_sharded_param,
     local_elements,
     make_sharded_param,
     rebind_sharded_param,
     sharded_spec,
-    whole_of_sharded_param,
 )
 from .subclasses import plain_tensor
+from .tensor_parallel import TensorParallel, is_even, largest_local_shape, local_shape, spec_of
 
 SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
 
@@ -33,17 +38,19 @@ def shard_params(
 ) -> FlatParamHandle:
     """A flat parameter over parameters of one dtype and one ``requires_grad``: copies this rank's elements, and changes
     nothing in the modules."""
-    layout = _plan(managed, mesh, mp_policy, granularity)
     originals = [item.parameter for item in managed]
+    own = [spec_of(original) for original in originals]
+    layout = _plan(managed, own, mesh, mp_policy, granularity)
     dtype, device = originals[0].dtype, originals[0].device
-    specs = _specs(layout, mesh, dtype)
-    handle = FlatParamHandle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs))
+    specs = _specs(layout, mesh, dtype, own)
+    handle = FlatParamHandle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own))
     shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device if device.type == "meta" else mesh.device)
     starts = _param_starts(layout, mesh)
     with torch.no_grad():
         for original, first, (start, stop, _) in zip(originals, starts, handle.local_shards, strict=True):
             if stop > start:
-                shard[start:stop].copy_(plain_tensor(original).reshape(-1)[first : first + stop - start])
+                plain = local_tensor(original) if isinstance(original, DTensor) else plain_tensor(original)
+                shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
     with torch.inference_mode(False), torch.no_grad():
         parts = zip(handle.views_of(shard), originals, specs, strict=True)
         params = [make_sharded_param(*part) for part in parts]
@@ -64,18 +71,19 @@ def shard_again(
 
     Ranks: all ranks of the mesh; each parameter is all-gathered once.
     """
-    layout = _plan(managed, mesh, mp_policy, granularity)
     params = [item.parameter for item in managed]
+    own = [_own_spec(sharded) for sharded in params]
+    layout = _plan(managed, own, mesh, mp_policy, granularity)
     dtype, device = params[0].dtype, local_elements(params[0]).device
-    specs = _specs(layout, mesh, dtype)
-    handle = FlatParamHandle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs))
+    specs = _specs(layout, mesh, dtype, own)
+    handle = FlatParamHandle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own))
     with torch.inference_mode(False), torch.no_grad():
         shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
         parts = zip(params, handle.views_of(shard), specs, _param_starts(layout, mesh), strict=True)
         for sharded, local, spec, first in parts:
             if device.type != "meta":
-                whole = whole_of_sharded_param(sharded)
-                local.copy_(whole.reshape(-1)[first : first + local.numel()].view(local.shape))
+                inner = inner_of_sharded_param(sharded)
+                local.copy_(inner.reshape(-1)[first : first + local.numel()].view(local.shape))
             rebind_sharded_param(sharded, local, spec)
     hooks = GradientHooks(params, [hook_owners.get(id(sharded)) for sharded in params], owner=handle)
     handle.hold(params, hooks)
@@ -83,9 +91,18 @@ def shard_again(
     return handle
 
 
-def _specs(layout: FlatLayout, mesh: DataParallelMesh, dtype: torch.dtype) -> list[RaggedSpec]:
+def _own_spec(sharded: nn.Parameter) -> DTensorSpec | None:
+    """How a parameter that is sharded was placed before, if it was a DTensor."""
+    place = handle_of(sharded)
+    own = None if place is None else place[0].tensor_parallel
+    return None if place is None or own is None else own.specs[place[1]]
+
+
+def _specs(
+    layout: FlatLayout, mesh: DataParallelMesh, dtype: torch.dtype, own: Sequence[DTensorSpec | None]
+) -> list[RaggedSpec]:
     """How each parameter is sharded."""
-    return [sharded_spec(layout, i, mesh.mesh, dtype) for i in range(len(layout.params))]
+    return [sharded_spec(layout, i, mesh, dtype, spec) for i, spec in enumerate(own)]
 
 
 def _local_shards(
@@ -105,14 +122,23 @@ def _param_starts(layout: FlatLayout, mesh: DataParallelMesh) -> list[int]:
 
 def _plan(
     managed: Sequence[ManagedParameter],
+    own: Sequence[DTensorSpec | None],
     mesh: DataParallelMesh,
     mp_policy: MixedPrecisionPolicy,
     granularity: Granularity | None,
 ) -> FlatLayout:
     dtype = managed[0].parameter.dtype
     smallest = min(d.itemsize for d in (dtype, mp_policy.compute_dtype(dtype), mp_policy.reduction_dtype(dtype)))
-    specs = []
-    for item in managed:
+    specs, shapes = [], []
+    for item, spec in zip(managed, own, strict=True):
         granule = granularity(item.fqn, item.parameter) if granularity is not None else None
-        specs.append(ParamSpec(item.fqn, tuple(item.parameter.shape), granule))
-    return plan_layout(specs, mesh.shard_world_size, max(1, SHARD_ALIGNMENT_BYTES // smallest))
+        whole = tuple(item.parameter.shape)
+        specs.append(ParamSpec(item.fqn, whole if spec is None else largest_local_shape(spec), granule))
+        shapes.append(whole if spec is None else local_shape(spec))
+        if spec is not None and granule not in (None, "elements", "whole") and not is_even(spec):
+            raise ValueError(
+                f"fully_shard(granularity=...): {item.fqn}, placed {list(spec.placements)}, is not cut evenly by "
+                f"tensor parallelism, so that {granule!r} is not the same on all ranks: choose 'elements' or 'whole'"
+            )
+    layout = plan_layout(specs, mesh.shard_world_size, max(1, SHARD_ALIGNMENT_BYTES // smallest))
+    return layout.with_shapes(shapes)

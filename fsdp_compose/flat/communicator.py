@@ -12,111 +12,29 @@ does the rest. On the CPU the same code runs without streams and ``wait()`` bloc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..comm import difference_of, give_up
+from .accumulating import accumulate, keep_scattered
+from .all_gathers import AllGathers
 from .flat_param import FlatParamHandle
 from .gradient import WriteMode
 from .ranges import in_range
-from .reduction import ReduceBuffer, Reduction, pool_ids
+from .reduction import Destination, ReduceBuffer, Reduction, ReplicaAverage, pool_ids
+from .whole import take_whole
 
 
-class Communicator:
+class Communicator(AllGathers):
     """Streams and reduce buffers that the groups below one root share."""
 
-    __slots__ = (
-        "__weakref__", "_all_gather_stream", "_buffers", "_device", "_in_flight", "_module", "_pool_id",
-        "_reduce_stream",
-    )  # fmt: skip
+    __slots__ = ("_averages", "_buffers", "_in_flight", "_pool_id", "_reduce_stream")
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
-        self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
+        super().__init__(device)
         self._reduce_stream = self._module.Stream(device, priority=-1) if self._module else None
         self._buffers: dict[tuple[torch.dtype, torch.device], ReduceBuffer] = {}
         self._in_flight: dict[ReduceBuffer, tuple[FlatParamHandle, Reduction]] = {}
+        self._averages: list[tuple[FlatParamHandle, ReplicaAverage]] = []
         self._pool_id = next(pool_ids)
-
-    # ---- for agreement before collectives, which another class has (see ``lockstep``); here they do nothing
-
-    def announce(self, handle: FlatParamHandle, what: str) -> None:
-        """A collective is about to be issued that the other methods do not issue."""
-
-    def announce_exchange(self, root: object, code: int) -> None:
-        """A control exchange is about to begin."""
-
-    def announce_recovery(self, root: object) -> None:
-        """All ranks are about to throw away what an interrupted iteration left."""
-
-    # ---- parameters
-
-    def unshard(self, handle: FlatParamHandle) -> None:
-        """Allocate the unsharded memory of a handle that has none, and start the all-gather into it."""
-        handle.unsharded.allocate()
-        self._start_all_gather(handle)
-
-    def refresh(self, handle: FlatParamHandle) -> None:
-        """Gather again into the storage of a handle that was left unsharded; its shard may have changed."""
-        if handle.unsharded.never_freed:
-            return
-        self.wait(handle)
-        handle.unsharded.memory.hide()
-        self._start_all_gather(handle)
-
-    @in_range("all_gather")
-    def _start_all_gather(self, handle: FlatParamHandle) -> None:
-        unsharded = handle.unsharded
-        unsharded.note_gather(handle.segment_version() if handle.segments else 0)
-        if self._all_gather_stream is None:
-            unsharded.gather()
-            return
-        self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._all_gather_stream):
-            unsharded.gather()
-
-    @in_range("wait all_gather")
-    def wait(self, handle: FlatParamHandle) -> None:
-        """Make the unsharded parameters usable by what is issued from here on."""
-        work = handle.unsharded.work
-        if work is not None:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._failure("all-gather", handle, error) from error
-            if self._all_gather_stream is not None and handle.mesh.is_simulated:
-                self._wait_for_stream(self._all_gather_stream)
-            handle.unsharded.arrive()
-
-    def reshard(self, handle: FlatParamHandle) -> None:
-        """Free the unsharded memory, if it may be freed; nothing is in flight then."""
-        unsharded = handle.unsharded
-        if unsharded.work is not None:
-            self.wait(handle)
-        if unsharded.keep or not unsharded.is_allocated:
-            return
-        try:
-            unsharded.free()
-        except RuntimeError as error:
-            raise self._refuse_exported(handle, error) from error
-
-    @in_range("all_gather")
-    def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
-        """The whole flat parameter in its compute dtype, gathered from ``shard``, a tensor like the handle's own, into
-        memory of its own and waited for: for functional mode."""
-        mesh, shard = handle.mesh, shard.to(handle.unsharded.dtype)
-        if mesh.shard_world_size == 1:
-            return shard.clone()
-        flat = torch.empty(handle.layout.flat_numel, dtype=shard.dtype, device=shard.device)
-        try:
-            mesh.transport.all_gather(flat, shard, handle.label).wait()
-        except RuntimeError as error:
-            raise self._failure("all-gather", handle, error) from error
-        return flat
-
-    # ---- gradients
 
     def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
         """Take the gradients into the handle's unsharded accumulation buffer (reduce dtype), without communication.
@@ -125,16 +43,19 @@ class Communicator:
         grads, _ = handle.contributions.take(handle.unsharded.params)
         if not is_kept:
             self.reshard(handle)
-        handle.accumulate(grads)
+        accumulate(handle, grads)
 
-    def reduce(self, handle: FlatParamHandle, is_kept: bool = False) -> bool:
-        """Take the gradients and start their reduce-scatter; every rank calls this for the same handles in one order.
+    def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
+        """Take the gradients and start their reduction; every rank calls this for the same handles in one order.
 
-        Parameters without a gradient on this rank contribute zeros. ``is_kept``: as for ``accumulate``.
+        Parameters without a gradient on this rank contribute zeros. ``is_kept``: as for ``accumulate``. ``averages``:
+        over the replicas too, if there are any; else what is scattered waits for a reduction that does.
 
         Returns:
             Whether the result is added to a gradient that was there before.
         """
+        if handle.mesh.has_whole:
+            return self._reduce_whole(handle, is_kept, averages)
         contributions = handle.contributions
         if contributions.accumulation is not None:
             contributions.follow_zero_grad()
@@ -149,7 +70,8 @@ class Communicator:
         if buffer in self._in_flight:
             self._finish_reduction(buffer)
         accumulation = contributions.take_accumulation()
-        if accumulation is not None:
+        earlier = None if accumulation is None else accumulation.scattered
+        if accumulation is not None and accumulation.flat is not None:
             accumulation.add(grads)
             buffer.free()  # nothing is in flight in it, and this reduction brings its own memory
             reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.shard.dtype, accumulation.flat)
@@ -157,13 +79,49 @@ class Communicator:
             buffer.take(reduction)
             reduction.fill(grads, missing)
         del grads, accumulation
-        contributions.await_publication()
-        is_added = handle.gradient.prepare() is WriteMode.ADDED
-        assert handle.gradient.target is not None
-        reduction.aim(handle.gradient.target, is_added, contributions.options)
+        if averages:
+            contributions.await_publication()
+            is_added = handle.gradient.prepare() is WriteMode.ADDED
+            destination = Destination(handle.gradient.target, is_added, earlier)
+        else:
+            is_added, destination = earlier is not None, Destination(None, False, earlier)
+        reduction.aim(destination, contributions.options)
         self._in_flight[buffer] = handle, reduction
-        self._start_reduce_scatter(handle, reduction)
+        self._start_reduction(handle, reduction)
         return is_added
+
+    def _reduce_whole(self, handle: FlatParamHandle, is_kept: bool, averages: bool) -> bool:
+        """``reduce`` of a handle that every rank holds whole."""
+        if not averages:
+            self.accumulate(handle, is_kept)
+            return False
+        contributions = handle.contributions
+        if contributions.accumulation is not None:
+            contributions.follow_zero_grad()
+        grads, missing = contributions.take(handle.unsharded.params)
+        if not is_kept:
+            self.reshard(handle)
+        average = take_whole(handle, grads, missing)
+        self._start_average(handle, average)
+        self._averages.append((handle, average))
+        return average.is_added
+
+    @in_range("all_reduce")
+    def _start_average(self, handle: FlatParamHandle, average: ReplicaAverage) -> None:
+        if self._reduce_stream is None:
+            average.issue(handle.mesh, handle.label)
+            return
+        self._reduce_stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._reduce_stream):
+            average.issue(handle.mesh, handle.label)
+
+    def _start_reduction(self, handle: FlatParamHandle, reduction: Reduction) -> None:
+        self._start_reduce_scatter(handle, reduction)
+        if self._reduce_stream is not None and reduction.has_second_stage:
+            with self._module.stream(self._reduce_stream):
+                if reduction.work is not None:
+                    reduction.work.wait()  # that stream waits, not the host
+                self._average_replicas(handle, reduction)
 
     @in_range("reduce_scatter")
     def _start_reduce_scatter(self, handle: FlatParamHandle, reduction: Reduction) -> None:
@@ -174,18 +132,34 @@ class Communicator:
         with self._module.stream(self._reduce_stream):
             reduction.issue()
 
+    @in_range("all_reduce")
+    def _average_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
+        self._averages.append((handle, reduction.average_replicas()))
+
     def _finish_reduction(self, buffer: ReduceBuffer, discards: bool = False) -> None:
-        """Wait for the reduction that is in flight in ``buffer``; the result goes to the flat gradient."""
+        """Wait for the reduction that is in flight in ``buffer``; the result goes on to the replicas, or to where it is
+        to go."""
         handle, reduction = self._in_flight[buffer]
         try:
-            self._wait_reduction(handle, reduction, discards)
+            self._wait_reduction(handle, reduction)
+            self._deliver(handle, reduction, discards)
         except Exception:  # after others (Ctrl-C) it may still be in flight
             del self._in_flight[buffer]
             raise
         del self._in_flight[buffer]
 
+    def _deliver(self, handle: FlatParamHandle, reduction: Reduction, discards: bool) -> None:
+        if discards:
+            reduction.discard()
+        elif reduction.has_second_stage:
+            self._average_replicas(handle, reduction)
+        elif reduction.is_last:
+            reduction.finish()
+        elif reduction.output is not None:
+            keep_scattered(handle, reduction.leave())
+
     @in_range("wait reduce_scatter")
-    def _wait_reduction(self, handle: FlatParamHandle, reduction: Reduction, discards: bool = False) -> None:
+    def _wait_reduction(self, handle: FlatParamHandle, reduction: Reduction) -> None:
         if reduction.work is not None:
             try:
                 reduction.work.wait()
@@ -193,18 +167,29 @@ class Communicator:
                 raise self._failure("reduce-scatter", handle, error) from error
             if self._reduce_stream is not None and handle.mesh.is_simulated:
                 self._wait_for_stream(self._reduce_stream)
-        if discards:
-            reduction.discard()
-        else:
-            reduction.finish()
+            reduction.arrive()
+
+    @in_range("wait all_reduce")
+    def _finish_average(self, handle: FlatParamHandle, average: ReplicaAverage, discards: bool = False) -> None:
+        if average.work is not None:
+            try:
+                average.work.wait()
+            except RuntimeError as error:
+                raise self._failure("all-reduce", handle, error) from error
+            if self._reduce_stream is not None and handle.mesh.is_simulated:
+                self._wait_for_stream(self._reduce_stream)
+        if not discards:
+            average.finish()
 
     def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
         """Do ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
         dtype of the shard: for functional mode."""
         result = torch.empty(handle.layout.shard_numel, dtype=handle.shard.dtype, device=handle.shard.device)
-        reduction.aim(result, is_added=False, options=handle.contributions.options)
-        self._start_reduce_scatter(handle, reduction)
+        reduction.aim(Destination(result), handle.contributions.options)
+        self._start_reduction(handle, reduction)
         self._wait_reduction(handle, reduction)
+        self._deliver(handle, reduction, False)
+        self._finish_averages()
         return result
 
     @in_range("publish")
@@ -212,36 +197,24 @@ class Communicator:
         """Show the gradients that were reduced to the user."""
         handle.gradient.publish(handle.contributions.take_used(), has_others)
 
-    def _wait_for_stream(self, stream: Any) -> None:
-        """Let compute wait for all of a side stream. The work of a simulated group does not wait: what it copies are
-        kernels of the stream it was issued on."""
-        self._module.current_stream(self._device).wait_stream(stream)
-
     def finish(self, discards: bool = False) -> None:
         """Wait for every reduction in flight and free the buffers; ``discards``: the results are of no use."""
         for buffer in self._buffers.values():
             if buffer in self._in_flight:
                 self._finish_reduction(buffer, discards)
             buffer.free()
+        if self._averages:
+            self._finish_averages(discards)
 
-    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-        group = handle.mesh.shard_group
-        failure = (
-            f"rank {handle.mesh.shard_rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
-            f"({len(handle.fqns)} parameters) failed: "
-        )
-        failure += difference_of(group) or f"another rank died, or did not enter the same collective. {error}"
-        give_up(group, failure)
-        return RuntimeError(failure)
-
-    def _refuse_exported(self, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-        names = ", ".join(handle.prefix + fqn for fqn in handle.fqns)
-        return RuntimeError(
-            f"rank {handle.mesh.shard_rank}: the memory of unsharded parameters cannot be freed, since forward has "
-            f"given it to NumPy, which torch then cannot take away. It is one of {names}. Call .numpy() on a clone() "
-            "of the parameter, or outside forward on .full_tensor() of the sharded one; this model cannot go on: build "
-            f"it anew ({error})"
-        )
+    def _finish_averages(self, discards: bool = False) -> None:
+        """Wait for the replicas' averages that are in flight, in their order."""
+        while self._averages:
+            try:
+                self._finish_average(*self._averages[0], discards)
+            except Exception:  # as in ``_finish_reduction``
+                del self._averages[0]
+                raise
+            del self._averages[0]
 
     def _buffer_for(self, handle: FlatParamHandle) -> ReduceBuffer:
         key = (handle.contributions.dtype, handle.shard.device)

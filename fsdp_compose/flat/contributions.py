@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from .accumulation import Accumulation
 from .reduction import AVERAGE, Reduction, ReductionOptions
+from .tensor_parallel import TensorParallel
 
 _grad = attrgetter("grad")
 
@@ -22,18 +23,20 @@ class Contributions:
         is_used: for each parameter, 1 if it has contributed to the gradient that is reduced next; a part of the
             control exchange's memory, which all ranks combine.
         is_trainable: some parameter requires grad, as far as is known.
-        accumulation: the gradients of backwards without gradient sync.
+        accumulation: the gradients of backwards without gradient sync, or without the replicas' average.
         outside: whole gradients, by parameter, of uses outside the group's forward; see ``outside_use``.
         awaits_publication: reduced in this backward, not yet shown to the user.
+        tensor_parallel: how the parameters lie on meshes of their own; ``None`` if none does.
+        placed: which gradients of this backward are where they are averaged already; see ``whole``.
     """
 
     __slots__ = (
         "_all_used", "_none_used", "accumulation", "awaits_publication", "dtype", "is_trainable", "is_used",
-        "options", "outside", "reduction",
+        "options", "outside", "placed", "reduction", "tensor_parallel",
     )  # fmt: skip
 
-    def __init__(self, num_params: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, num_params: int, dtype: torch.dtype, tensor_parallel: TensorParallel | None = None) -> None:
+        self.dtype, self.tensor_parallel = dtype, tensor_parallel
         self.is_used: bytearray | memoryview = bytearray(num_params)
         self._all_used, self._none_used = b"\x01" * num_params, bytes(num_params)
         self.is_trainable = self.awaits_publication = False
@@ -41,6 +44,7 @@ class Contributions:
         self.reduction: Reduction | None = None
         self.accumulation: Accumulation | None = None
         self.outside: dict[int, torch.Tensor] = {}
+        self.placed: set[int] = set()
 
     def write_used_to(self, memory: memoryview) -> None:
         """From now on note there which parameters were used."""
@@ -72,6 +76,8 @@ class Contributions:
         grads = [*map(_grad, params)]
         for param in params:
             param.grad = None
+        if self.tensor_parallel is not None:
+            grads = self.tensor_parallel.local_gradients(grads, self.dtype)
         if self.outside:
             for i, outside in self.outside.items():
                 grads[i] = outside if grads[i] is None else outside + grads[i]
@@ -85,10 +91,15 @@ class Contributions:
             self.is_used[:] = self._all_used
         return grads, missing
 
-    def accumulate(self, accumulation: Accumulation, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add gradients to what was accumulated before, or begin with them; ``accumulation``: where."""
+    def take_placed(self) -> None:
+        """What was placed is being reduced."""
+        for index in self.placed:
+            self.is_used[index] = 1
+        self.placed = set()
+
+    def accumulate(self, accumulation: Accumulation) -> None:
+        """Gradients are accumulated there from now on."""
         self.accumulation = accumulation
-        accumulation.add(grads)
 
     def take_accumulation(self) -> Accumulation | None:
         accumulation, self.accumulation = self.accumulation, None
@@ -112,7 +123,7 @@ class Contributions:
 
     def drop(self, has_accumulated: bool) -> None:
         """Forget those of an interrupted iteration; ``has_accumulated``: and what earlier ones have accumulated."""
-        self.outside = {}
+        self.outside, self.placed = {}, set()
         self.awaits_publication = False
         if has_accumulated:
             self.accumulation = None

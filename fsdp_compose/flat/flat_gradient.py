@@ -10,7 +10,7 @@ optimizer's step (``follow_user``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 
@@ -35,12 +35,15 @@ class FlatGradient:
         shard: the shard, whose length, dtype and device the gradient has.
         hooks: the gradient hooks of the sharded parameters, which ``publish`` calls.
         segments: the flat views over the shard; the list is the handle's own.
+        keeps_memory: also while there is no gradient, as a bucket does.
 
     Attributes:
         buffer: the memory, and its views.
     """
 
-    __slots__ = ("_hooks", "_is_dropped", "_is_published", "_segments", "_sharded_params", "buffer")
+    __slots__ = (
+        "_hooks", "_is_dropped", "_is_published", "_keeps_memory", "_segments", "_sharded_params", "buffer",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -49,7 +52,9 @@ class FlatGradient:
         shard: torch.Tensor,
         hooks: GradientHooks,
         segments: list[FlatSegment],
+        keeps_memory: bool = False,
     ) -> None:
+        self._keeps_memory = keeps_memory
         self._sharded_params = sharded_params
         self._hooks = hooks
         self._segments = segments
@@ -68,7 +73,8 @@ class FlatGradient:
             for grad in map(_grad, self._sharded_params):
                 if grad is not None:
                     return
-        self.buffer.release()
+        if not self._keeps_memory:
+            self.buffer.release()
         self._is_published = bytes(len(self._sharded_params))
 
     # ---- together with flat views; Note [One owner]
@@ -116,7 +122,7 @@ class FlatGradient:
         """The flat gradient, if some sharded parameter has a part of it; only while ``is_untouched``."""
         return self.buffer.flat if self.buffer.is_allocated and 1 in self._is_published else None
 
-    def published_locals(self, sharded_params: range) -> list[torch.Tensor]:
+    def published_locals(self, sharded_params: Iterable[int]) -> list[torch.Tensor]:
         """This rank's part of the gradients of some sharded parameters; without those that have none."""
         return [self.buffer.locals[i] for i in sharded_params if self._is_published[i]]
 
@@ -136,7 +142,7 @@ class FlatGradient:
             Whether there is a gradient.
 
         Raises:
-            RuntimeError: the user gave gradients of his own both to a flat view and to one of its sharded parameters.
+            RuntimeError: the user gave a gradient of his own to a sharded parameter that is a part of a flat view.
         """
         if self.is_untouched():
             return self.flat is not None
@@ -192,7 +198,7 @@ class FlatGradient:
             if item.parameter.grad is not None and not (item.parameter.grad is item.gradient and buffer.holds(item))
         ]
         is_ours = [p.grad is view for p, view in zip(sharded_params, buffer.views)] or [False] * len(sharded_params)
-        self._refuse_two_owners([item for item, _ in replaced], is_ours)
+        self._refuse_foreign(is_ours)
         self._is_dropped = False
         given_ours = [item for item in self._segments if item.parameter.grad is item.gradient is not None]
         if not any(is_ours) and not given_ours:  # there is nothing in the flat gradient
@@ -216,14 +222,17 @@ class FlatGradient:
         for segment in self._segments:
             segment.parameter.grad = segment.gradient if segment.is_among(self._is_published) else None
 
-    def _refuse_two_owners(self, replaced: Sequence[FlatSegment], is_ours: Sequence[bool]) -> None:
-        for segment in replaced:
+    def _refuse_foreign(self, is_ours: Sequence[bool]) -> None:
+        """The optimizer of a flat view, ``GradScaler`` and torch's clipping look at the flat view alone."""
+        for segment in self._segments:
             for i in segment.sharded_params:
-                if self._sharded_params[i].grad is not None and not is_ours[i]:
+                if self._sharded_params[i].grad is not None and not is_ours[i] and not self._hooks.has_arrived(i):
+                    name, first = self._hooks.name_of(i), self._hooks.name_of(segment.sharded_params.start)
                     raise RuntimeError(
-                        "both a flat view and a sharded parameter that is a part of it (of shape "
-                        f"{tuple(self._sharded_params[i].shape)}) were given a gradient by assignment: assign to "
-                        ".grad of one of them, or change gradients in place"
+                        f".grad of the sharded parameter {name} was assigned to, and it is a part of a flat view of "
+                        f"flat_parameters() (the one that begins with {first}): what looks at the flat view before the "
+                        "step (GradScaler.unscale_(), torch's clip_grad_norm_) would pass by what was assigned. Change "
+                        "the gradient in place, or assign to .grad of the flat view"
                     )
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -29,7 +28,6 @@ import torch.nn as nn
 
 from .._torch import PlainAttributes
 from ..comm import DataParallelMesh, Label, Transport
-from .accumulation import Accumulation
 from .contributions import Contributions
 from .gradient import ShardedGradient
 from .gradient_view import FlatSegment, check_segments_agree
@@ -43,6 +41,7 @@ from .sharded_param import (
     rebind_sharded_param,
     restore_attributes,
 )
+from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
 from .views import full_views
 
@@ -101,14 +100,19 @@ class FlatParamHandle:
     )  # fmt: skip
 
     def __init__(
-        self, layout: FlatLayout, mesh: DataParallelMesh, mp_policy: MixedPrecisionPolicy, local_shards: LocalShards
+        self,
+        layout: FlatLayout,
+        mesh: DataParallelMesh,
+        mp_policy: MixedPrecisionPolicy,
+        local_shards: LocalShards,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:
         self.layout, self.mesh, self.mp_policy, self.local_shards = layout, mesh, mp_policy, local_shards
         self.label = Label([param.fqn for param in layout.params])
         self.segments: list[FlatSegment] = []
         self.owner: weakref.ref[Owner] | None = None
         self.summoned: Summoned | None = None
-        self.contributions = Contributions(len(layout.params), torch.float32)
+        self.contributions = Contributions(len(layout.params), torch.float32, tensor_parallel)
 
     # ---- building
 
@@ -119,8 +123,8 @@ class FlatParamHandle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of its own, over copies of the sharded parameters: those that ``memo`` has, which modules show."""
-        mesh = replace(self.mesh, transport=self.mesh.transport.unrecorded)
-        twin = FlatParamHandle(self.layout, mesh, self.mp_policy, self.local_shards)
+        mesh = self.mesh.with_transports(attrgetter("unrecorded"))
+        twin = FlatParamHandle(self.layout, mesh, self.mp_policy, self.local_shards, self.tensor_parallel)
         memo[id(self)] = twin
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))
@@ -132,9 +136,10 @@ class FlatParamHandle:
         side."""
         policy = self.mp_policy
         self.shard = shard
-        self.gradient = ShardedGradient(self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
+        arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
+        self.gradient = ShardedGradient(*arguments, keeps_memory=self.mesh.has_whole)
         dtype = policy.compute_dtype(shard.dtype)
-        self.unsharded = Unsharded(shard, self.layout, self.mesh, dtype, self.label)
+        self.unsharded = Unsharded(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
         self.contributions.begin_again(policy.reduction_dtype(shard.dtype))
         for sharded, unsharded in zip(self.sharded_params, self.unsharded.params, strict=True):
             restore_attributes(sharded, unsharded)
@@ -145,13 +150,19 @@ class FlatParamHandle:
         """``prefix`` precedes the parameters' names in the root."""
         if prefix != self.prefix:
             self.label.rename(prefix)
-            self.unsharded.memory.rename(error_of_late_access(self.mesh.shard_rank, self.label))
+            self.unsharded.memory.rename(error_of_late_access(self.mesh.rank, self.label))
 
-    def use_transport(self, transport: Transport) -> None:
-        """Move shards and gradients by ``transport`` from the next collective on. Ranks: all, between iterations."""
-        self.mesh = replace(self.mesh, transport=transport)
-        self.unsharded.gather_by(transport)
-        self.contributions.begin_again(self.contributions.dtype)  # of which the reductions know the mesh
+    def change_transports(self, change: Callable[[Transport], Transport]) -> None:
+        """Move shards and gradients by what ``change`` makes of the present transports, from the next collective on.
+        Ranks: all, between iterations."""
+        self.run_on(self.mesh.with_transports(change))
+
+    def run_on(self, mesh: DataParallelMesh) -> None:
+        """Run on ``mesh``, which has the same ranks."""
+        if mesh is not self.mesh:
+            self.mesh = mesh
+            self.unsharded.gather_by(mesh.transport)
+            self.contributions.begin_again(self.contributions.dtype)  # of which the reductions know the mesh
 
     def belong_to(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
@@ -168,6 +179,11 @@ class FlatParamHandle:
     def forget(self, param: nn.Parameter) -> None:
         """``param`` no longer stands for one of the sharded parameters."""
         del sharded_param_owners[id(param)]
+
+    @property
+    def tensor_parallel(self) -> TensorParallel | None:
+        """How the parameters lie on meshes of their own; ``None`` if none was a DTensor."""
+        return self.contributions.tensor_parallel
 
     @property
     def prefix(self) -> str:
@@ -265,19 +281,6 @@ class FlatParamHandle:
     def show_to_segments(self, sharded_params: Sequence[int]) -> None:
         """Call the hooks of flat views, which have what autograd has brought to some sharded parameters."""
         self.gradient.show_to_segments(sharded_params)
-
-    def accumulate(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add gradients that were taken from the unsharded parameters to what was accumulated before."""
-        contributions = self.contributions
-        accumulation = contributions.accumulation
-        if accumulation is None:
-            with torch.inference_mode(False), torch.no_grad():
-                flat = torch.zeros(self.layout.flat_numel, dtype=contributions.dtype, device=self.shard.device)
-            views, used = self.full_views_of(flat), contributions.is_used
-            accumulation = Accumulation(flat, views, self.sharded_params, self.names, used, self.mesh.mesh)
-            for segment in self.segments:
-                accumulation.shows_at(segment.parameter, segment.sharded_params)
-        contributions.accumulate(accumulation, grads)
 
     def prepare_reduction(self, buffer: ReduceBuffer) -> Reduction:
         """The reduction through a pooled buffer, from now on."""

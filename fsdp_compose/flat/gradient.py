@@ -48,10 +48,16 @@ class ShardedGradient(FlatGradient):
         shard: torch.Tensor,
         hooks: GradientHooks,
         segments: list[FlatSegment],
+        keeps_memory: bool = False,
     ) -> None:
-        super().__init__(sharded_params, local_shards, shard, hooks, segments)
+        super().__init__(sharded_params, local_shards, shard, hooks, segments, keeps_memory)
         self._write_mode = WriteMode.FRESH
         self.target: torch.Tensor | None = None
+
+    @property
+    def write_mode(self) -> WriteMode:
+        """What ``prepare`` has decided last."""
+        return self._write_mode
 
     # ---- while a backward runs
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor, set_local_tensor
+from ..comm import DataParallelMesh
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
 from .layout import FlatLayout
 from .sharded_param import copy_attributes
@@ -32,8 +32,7 @@ class FlatSegment:
 
     Args:
         layout: of the flat parameter.
-        mesh: the ranks, 1-D.
-        rank: this rank's place in it.
+        mesh: the ranks.
         sharded_params: the neighbours, as a range of indices; all of them: the whole shard, with its padding.
         is_local: the flat view is a plain tensor of what this rank holds, instead of a DTensor.
         shard: this rank's shard, of which the flat view shows a part.
@@ -52,8 +51,7 @@ class FlatSegment:
     def __init__(
         self,
         layout: FlatLayout,
-        mesh: DeviceMesh,
-        rank: int,
+        mesh: DataParallelMesh,
         sharded_params: range,
         is_local: bool,
         shard: torch.Tensor,
@@ -69,7 +67,7 @@ class FlatSegment:
             (min(max(begin - r * numel, 0), numel), min(max(end - r * numel, 0), numel))
             for r in range(layout.world_size)
         ]
-        self.start, self.stop = bounds[rank]
+        self.start, self.stop = bounds[mesh.shard_rank]
         self._shape = (end - begin,)
         self._placement = RaggedShard(tuple([stop - start for start, stop in bounds]), flat=True)
         self.gradient: torch.Tensor | None = None
@@ -114,9 +112,10 @@ class FlatSegment:
         if self.is_local:
             return local
         if not self.is_whole:
-            return RaggedDTensor(local, RaggedSpec.make(self._mesh, [self._placement], self._shape, local.dtype))
-        meta = TensorMeta(torch.Size(self._shape), (1,), local.dtype)
-        tensor: torch.Tensor = make_dtensor(DTensor, local, DTensorSpec(self._mesh, (Shard(0),), meta))
+            placements = self._mesh.placements(self._placement)
+            return RaggedDTensor(local, RaggedSpec.make(self._mesh.mesh, placements, self._shape, local.dtype))
+        meta, placements = TensorMeta(torch.Size(self._shape), (1,), local.dtype), self._mesh.placements(Shard(0))
+        tensor: torch.Tensor = make_dtensor(DTensor, local, DTensorSpec(self._mesh.mesh, placements, meta))
         return tensor
 
 

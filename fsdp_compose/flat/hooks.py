@@ -87,6 +87,7 @@ class GradientHooks:
         self._sharded_params = sharded_params
         self._owner = weakref.ref(owner)
         self._arrivals: dict[int, _Arrival] = {}  # by index of the sharded parameter
+        self._recent: Sequence[int] = ()  # those that were just accumulated, while flat views take them in
         self._accumulated: set[int] = set()  # of those, which autograd has added to ``.grad`` in this backward
         self.on_gradient: dict[int, _Hooks] = {}
         self.after_accumulation: dict[int, _Hooks] = {}
@@ -107,7 +108,7 @@ class GradientHooks:
         """Take over the hooks of the parameter that sharded parameter ``index`` replaces. Handles to remove them stay
         valid."""
         if any(map(is_part_of_multi_grad_hook, gradient_hooks(original))):
-            raise ValueError(_REFUSED.format(self._name_of(index), "fully_shard() after register_multi_grad_hook()"))
+            raise ValueError(_REFUSED.format(self.name_of(index), "fully_shard() after register_multi_grad_hook()"))
         if original._backward_hooks:
             self.on_gradient[index] = cast(_Hooks, original._backward_hooks)
         after = getattr(original, "_post_accumulate_grad_hooks", None)
@@ -137,9 +138,13 @@ class GradientHooks:
         owner = self._owner()
         if sharded.requires_grad and sharded.grad_fn is None and owner is not None and not owner.is_functional:
             what = "view_as() or expand_as() of it with itself (as register_multi_grad_hook() calls it)"
-            raise RuntimeError(_REFUSED.format(self._name_of(self._index(sharded)), what))
+            raise RuntimeError(_REFUSED.format(self.name_of(self._index(sharded)), what))
 
-    def _name_of(self, index: int) -> str:
+    def has_arrived(self, index: int) -> bool:
+        """Whether autograd has brought a gradient to a sharded parameter that was not shown yet."""
+        return index in self._arrivals or index in self._recent
+
+    def name_of(self, index: int) -> str:
         owner = self._owner()
         return "?" if owner is None else owner.name_of(index)
 
@@ -283,7 +288,11 @@ class GradientHooks:
         self.forget_arrivals()
         owner = self._owner()
         if accumulated and owner is not None and owner.segments:
-            owner.follow_user()
+            self._recent = accumulated
+            try:
+                owner.follow_user()
+            finally:
+                self._recent = ()
             owner.show_to_segments(accumulated)
 
     def forget(self, is_published: bytes) -> None:

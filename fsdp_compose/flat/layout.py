@@ -25,7 +25,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 __all__ = ["FlatLayout", "Granule", "LocalShard", "ParamPlacement", "ParamSpec", "plan_layout"]
@@ -143,6 +143,17 @@ class FlatLayout:
         if not param.row_aligned:
             return (numel,)
         return (numel // _row_numel(param.shape), *param.shape[1:])
+
+    def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> "FlatLayout":
+        """The same places, on a rank that has less of some parameters than was planned for (uneven tensor parallelism):
+        offsets and shard length are those of all ranks. What is missing of a parameter is padding."""
+        if all(param.shape == tuple(shape) for param, shape in zip(self.params, shapes, strict=True)):
+            return self
+        params = [
+            _placement(ParamSpec(param.fqn, tuple(shape)), param.offset, param.granule, self.shard_numel)
+            for param, shape in zip(self.params, shapes, strict=True)
+        ]
+        return replace(self, params=tuple(params))
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding: `(start, stop)` intervals of the flat parameter that belong to no parameter, in order."""

@@ -7,6 +7,7 @@ from typing import Any
 from ..ragged import note_write_of_all_ranks, writes
 from .flat_param import FlatParamHandle
 from .sharded_param import copy_attributes, local_elements
+from .tensor_parallel import specs_of
 
 
 def reflatten(handle: FlatParamHandle) -> None:
@@ -27,7 +28,7 @@ def reflatten(handle: FlatParamHandle) -> None:
         if tuple(local.shape) != tuple(shape):
             raise ValueError(
                 f"the sharded parameter {handle.prefix}{fqn} was given data of shape {tuple(local.shape)} on rank "
-                f"{handle.mesh.shard_rank}, where its local shard has shape {tuple(shape)}: assign data of that shape"
+                f"{handle.mesh.rank}, where its local shard has shape {tuple(shape)}: assign data of that shape"
             )
     device = locals_[0].device
     if device.type not in ("meta", handle.mesh.device.type):
@@ -67,7 +68,7 @@ def is_stale(handle: FlatParamHandle) -> bool:
         return True
     names = ", ".join(handle.names)
     raise RuntimeError(
-        f"rank {handle.mesh.shard_rank}: a sharded parameter was written to through its local memory (to_local(), or "
+        f"rank {handle.mesh.rank}: a sharded parameter was written to through its local memory (to_local(), or "
         "a flat view made with local=True) after it had been gathered, which other ranks cannot know, so that "
         f"what was gathered would be used with old values. It is one of {names}. Write to the sharded parameter "
         "itself, under torch.no_grad(); or outside forward, where no keep_unsharded() keeps what was gathered (the "
@@ -77,16 +78,18 @@ def is_stale(handle: FlatParamHandle) -> bool:
 
 def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
     """The facts that must be the same on every rank: one for each parameter, then one for the whole."""
+    specs = specs_of(handle.tensor_parallel, len(handle.fqns))
     facts: list[dict[str, Any]] = [
         {
             "parameter": handle.prefix + placement.fqn,
-            "shape": list(placement.shape),
+            "shape": list(placement.shape if spec is None else spec.shape),
+            **({} if spec is None else {"placements": str(spec.placements)}),
             "dtype": str(handle.shard.dtype),
             "compute dtype": str(handle.unsharded.dtype),
             "reduce dtype": str(handle.contributions.dtype),
             "requires_grad": sharded.requires_grad,
         }
-        for placement, sharded in zip(handle.layout.params, handle.sharded_params, strict=True)
+        for placement, sharded, spec in zip(handle.layout.params, handle.sharded_params, specs, strict=True)
     ]
     offsets = [placement.offset for placement in handle.layout.params]
     return [*facts, {"elements per rank": handle.layout.shard_numel, "offsets": offsets}]

@@ -1,16 +1,33 @@
 """Ranges for profilers around what a group communicates: ``fsdp_compose::all_gather layers.0``, ``wait all_gather``,
-``reduce_scatter``, ``wait reduce_scatter``, ``publish``. Without a profiler they cost one look at a flag per iteration,
-which chooses the methods that all models have from then on."""
+``reduce_scatter``, ``wait reduce_scatter``, ``all_reduce``, ``wait all_reduce``, ``publish``. Without a profiler they
+cost one look at a flag per iteration, which chooses the methods that all models have from then on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.profiler import record_function
 
 from .._torch import is_profiling
-from .flat_param import FlatParamHandle
+
+
+class Group(Protocol):
+    """The group of a handle."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Handle(Protocol):
+    """The part of a ``FlatParamHandle`` that names of ranges need."""
+
+    @property
+    def owner(self) -> Callable[[], Group | None] | None: ...  # a weak reference
+
+    @property
+    def prefix(self) -> str: ...
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -33,7 +50,7 @@ class _Ranged:
     def _with_range(self) -> Callable[..., Any]:
         what, plain = self._what, self._plain
 
-        def call(communicator: object, handle: FlatParamHandle, *args: Any) -> Any:
+        def call(communicator: object, handle: Handle, *args: Any) -> Any:
             with record_function(f"fsdp_compose::{what} {_name(handle)}"):
                 return plain(communicator, handle, *args)
 
@@ -62,6 +79,6 @@ def follow_profiler() -> None:
             method.choose(_have_ranges)
 
 
-def _name(handle: FlatParamHandle) -> str:
+def _name(handle: Handle) -> str:
     state = handle.owner() if handle.owner is not None else None
     return handle.prefix.rstrip(".") if state is None else state.name

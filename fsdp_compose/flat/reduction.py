@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,8 @@ from .._torch import foreach_copy_, foreach_zero_
 from ..comm import DataParallelMesh, Label, Work
 from .layout import FlatLayout
 from .views import full_views
+
+Hook = Callable[[torch.Tensor], None]
 
 pool_ids = count()
 
@@ -81,14 +84,14 @@ class ReductionOptions:
 
     divide_factor: float | None = None
     forces_sum: bool = False
-    hook: Callable[[torch.Tensor], None] | None = None
+    hook: Hook | None = None
 
-    def factors(self, world_size: int, is_half: bool) -> tuple[float, bool, float]:
-        """What gradients are divided by before the collective, whether that averages, and what they are divided by
-        after it."""
+    def factors(self, world_size: int, missing_factor: int, is_half: bool) -> tuple[float, bool, float]:
+        """What gradients are divided by before the collective, over ``world_size`` ranks, whether that averages, and
+        what they are divided by after it; ``missing_factor``: see ``DataParallelMesh``."""
         if not (is_half or self.forces_sum or self.divide_factor is not None):
-            return 1, True, 1
-        whole = world_size if self.divide_factor is None else self.divide_factor
+            return 1, True, missing_factor
+        whole = world_size * missing_factor if self.divide_factor is None else self.divide_factor
         before = _first_factor(world_size) if is_half else 1
         return before, False, whole / before
 
@@ -96,8 +99,39 @@ class ReductionOptions:
 AVERAGE = ReductionOptions()
 
 
+class Destination(NamedTuple):
+    """Where the result of a reduction goes.
+
+    Attributes:
+        target: what takes it; ``None``: it waits for the replicas' average of a later backward.
+        is_added: it is added to what is there.
+        earlier: what earlier backwards have scattered, and not averaged over the replicas.
+    """
+
+    target: torch.Tensor | None
+    is_added: bool = False
+    earlier: torch.Tensor | None = None
+
+    def take(self, output: torch.Tensor, after: float, hook: Hook | None) -> None:
+        """Bring ``output`` there, divided by ``after``; ``hook``: see ``ReductionOptions``."""
+        target = self.target
+        assert target is not None
+        if after != 1:
+            output.div_(after)
+        if hook is not None:
+            hook(output)
+        if self.is_added:
+            target.add_(output)
+        elif output is not target:
+            target.copy_(output)
+
+
 class Reduction:
-    """A reduce-scatter of one flat gradient, through one memory; begun again and again.
+    """The reduction of one flat gradient, through one memory; begun again and again.
+
+    It has one stage or two: a reduce-scatter over the shard group; and, where there are replicas, an all-reduce of its
+    result over the replicate group (``ReplicaAverage``), which leaves the memory to others. ``leave`` ends it after the
+    first stage: what was scattered waits for a later one.
 
     Args:
         layout, mesh, label: of the flat parameter.
@@ -114,9 +148,8 @@ class Reduction:
     """
 
     __slots__ = (
-        "_factors", "_label", "_mesh", "_options", "_own_slice", "_target", "buffer", "flat",
-        "gap_bounds", "gaps", "goes_direct", "is_added", "output", "views",
-        "work",
+        "_destination", "_factors", "_label", "_mesh", "_options", "_own_slice", "buffer", "flat",
+        "gap_bounds", "gaps", "goes_direct", "output", "views", "work",
     )  # fmt: skip
 
     def __init__(
@@ -137,63 +170,135 @@ class Reduction:
             self.gaps = [flat[start:stop] for start, stop in bounds]
             self._own_slice = flat[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
         self._follow(AVERAGE)
-        self.goes_direct = flat.dtype == dtype and mesh.shard_world_size > 1
-        self._target: torch.Tensor | None = None
+        self.goes_direct = flat.dtype == dtype and mesh.data_world_size > 1
+        self._destination: Destination | None = None
         self.work: Work | None = None
         self.output: torch.Tensor | None = None
-        self.is_added = False
 
     def fill(self, grads: list[torch.Tensor], missing: Sequence[int]) -> None:
         """Copy the gradients there are into the views, and zeros for those that are missing."""
-        if not missing:
-            copy_gradients(self.views, grads)
-            return
-        foreach_zero_([self.views[i] for i in missing])
-        present = [i for i, grad in enumerate(grads) if grad is not None]
-        if present:
-            copy_gradients([self.views[i] for i in present], [grads[i] for i in present])
+        fill(self.views, grads, missing)
 
     def _follow(self, options: ReductionOptions) -> None:
         self._options = options
-        self._factors = options.factors(self._mesh.shard_world_size, self.flat.dtype == torch.float16)
+        mesh, is_half = self._mesh, self.flat.dtype == torch.float16
+        self._factors = options.factors(mesh.data_world_size, mesh.missing_factor, is_half)
 
-    def aim(self, target: torch.Tensor, is_added: bool, options: ReductionOptions) -> None:
-        """Choose how to reduce, where the result goes, and whether it is added to what is there."""
+    def aim(self, destination: Destination, options: ReductionOptions) -> None:
+        """Choose how to reduce, and where the result goes."""
         if options is not self._options:
             self._follow(options)
-        self._target, self.is_added = target, is_added
-        self.output = target if self.goes_direct and not is_added else self._own_slice
+        self._destination = destination
+        target = destination.target
+        if target is not None and self.goes_direct and not destination.is_added:
+            self.output = target
+        elif target is None or self._mesh.replica_transport is not None:  # it outlives what is in the buffer
+            self.output = torch.empty_like(self._own_slice)
+        else:
+            self.output = self._own_slice
 
     def issue(self) -> None:
-        """Issue the collective, on the present stream, if there is another rank."""
+        """Issue the first stage, on the present stream, if there is another rank."""
         output, flat, mesh = self.output, self.flat, self._mesh
         assert output is not None
-        if mesh.shard_world_size == 1:
-            return
         before, is_average, _ = self._factors
         if before != 1:
             flat.div_(before)
-        self.work = mesh.transport.reduce_scatter(output, flat, is_average, self._label)
+        if mesh.shard_world_size > 1:
+            self.work = mesh.transport.reduce_scatter(output, flat, is_average, self._label)
+        elif output is not self._own_slice:
+            output.copy_(self._own_slice)
+
+    def arrive(self) -> None:
+        """The first stage is done."""
+        self.work = None
 
     def discard(self) -> None:
-        """The collective is done, and its result of no use."""
-        self.work = self.output = self._target = None
+        """Its result is of no use."""
+        self.output = self._destination = None
+
+    @property
+    def has_second_stage(self) -> bool:
+        """Whether its result is to be averaged over replicas."""
+        return self._mesh.replica_transport is not None and self.is_last
+
+    @property
+    def is_last(self) -> bool:
+        """Whether its result goes somewhere, and has not gone there yet."""
+        return self._destination is not None and self._destination.target is not None
+
+    def leave(self) -> torch.Tensor:
+        """The first stage is done, and the last for now: what this rank has of the sum over the shard group, and of
+        earlier ones."""
+        output, destination = self.output, self._destination
+        assert output is not None and destination is not None
+        if destination.earlier is not None:
+            output.add_(destination.earlier)
+        self.output = self._destination = None
+        return output
+
+    def average_replicas(self) -> ReplicaAverage:
+        """The first stage is done: issue the second, on the present stream."""
+        destination, (_, is_average, after) = self._destination, self._factors
+        assert destination is not None
+        earlier = destination.earlier  # kept until all is done: another stream may read it
+        result = ReplicaAverage(self.leave(), destination, is_average, after, self._options.hook, earlier)
+        result.issue(self._mesh, self._label)
+        return result
+
+    def finish(self) -> None:
+        """The only stage is done: bring the result to where it goes."""
+        output, destination = self.output, self._destination
+        assert output is not None and destination is not None
+        if destination.earlier is not None:
+            output.add_(destination.earlier)
+        self.output = self._destination = None
+        destination.take(output, self._factors[2], self._options.hook)
+
+
+class ReplicaAverage:
+    """The second stage of a reduction, or its only one: what was scattered, or whole gradients, are averaged over the
+    replicas, in memory of their own.
+
+    Args:
+        output: the memory.
+        destination: where the average goes.
+        is_average, after: whether the collective averages, and what its result is divided by; ``hook``: see
+            ``ReductionOptions``.
+        earlier: what must be kept until then.
+
+    Attributes:
+        work: the collective in flight, for which the caller waits.
+    """
+
+    __slots__ = ("_after", "_destination", "_earlier", "_hook", "_is_average", "_output", "work")
+
+    def __init__(
+        self,
+        output: torch.Tensor,
+        destination: Destination,
+        is_average: bool,
+        after: float,
+        hook: Hook | None,
+        earlier: object = None,
+    ) -> None:
+        self._output, self._destination, self._after, self._hook = output, destination, after, hook
+        self._is_average, self._earlier = is_average, earlier
+        self.work: Work | None = None
+
+    def issue(self, mesh: DataParallelMesh, label: Label) -> None:
+        """Issue the collective, on the present stream."""
+        assert mesh.replica_transport is not None
+        self.work = mesh.replica_transport.all_reduce(self._output, self._is_average, label)
+
+    @property
+    def is_added(self) -> bool:
+        """Whether the result is added to a gradient that was there before."""
+        return self._destination.is_added
 
     def finish(self) -> None:
         """The collective is done: bring the result to where it goes."""
-        self.work = None
-        output, target = self.output, self._target
-        assert output is not None and target is not None
-        after = self._factors[2]
-        if after != 1:
-            output.div_(after)
-        if self._options.hook is not None:
-            self._options.hook(output)
-        if self.is_added:
-            target.add_(output)
-        elif output is not target:
-            target.copy_(output)
-        self.output = self._target = None
+        self._destination.take(self._output, self._after, self._hook)
 
 
 def _first_factor(world_size: int) -> int:
@@ -203,6 +308,17 @@ def _first_factor(world_size: int) -> int:
     while world_size % (before * 2) == 0 and before * before < world_size:
         before *= 2
     return before
+
+
+def fill(views: list[torch.Tensor], grads: list[torch.Tensor], missing: Sequence[int]) -> None:
+    """Copy the gradients there are into ``views``, and zeros for those that are missing (``None`` in the list)."""
+    if not missing:
+        copy_gradients(views, grads)
+        return
+    foreach_zero_([views[i] for i in missing])
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+    if present:
+        copy_gradients([views[i] for i in present], [grads[i] for i in present])
 
 
 def copy_gradients(views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:

@@ -33,7 +33,7 @@ def segment_over(handle: FlatParamHandle, sharded_params: range, is_local: bool)
 def add_segment(handle: FlatParamHandle, sharded_params: range, is_local: bool) -> FlatSegment:
     """A new segment, over sharded parameters of which none is in another one."""
     mesh = handle.mesh
-    segment = FlatSegment(handle.layout, mesh.mesh, mesh.shard_rank, sharded_params, is_local, handle.shard)
+    segment = FlatSegment(handle.layout, mesh, sharded_params, is_local, handle.shard)
     handle.segments.append(segment)
     handle.hooks.listen_to_all()
     handle.gradient.attach(segment)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._requirements import PLAIN_SHARDED_PARAMS
-from .._torch import is_wrapper, set_local_tensor
-from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged, rebind
+from .._torch import DTensorSpec, is_wrapper, set_local_tensor
+from ..comm import DataParallelMesh
+from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged, gather_local_shards, rebind
 from .layout import FlatLayout
 
 # Where a sharded parameter remembers which subclass of nn.Parameter the original was an instance of.
@@ -59,17 +59,23 @@ _Specs = weakref.WeakValueDictionary[Any, RaggedSpec]
 _specs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Specs] = weakref.WeakKeyDictionary()
 
 
-def sharded_spec(layout: FlatLayout, index: int, mesh: DeviceMesh, dtype: torch.dtype) -> RaggedSpec:
-    """How parameter ``index`` is sharded over ``mesh``; equal specs are one object, so that comparing them is fast."""
+def sharded_spec(
+    layout: FlatLayout, index: int, mesh: DataParallelMesh, dtype: torch.dtype, own: DTensorSpec | None = None
+) -> RaggedSpec:
+    """How parameter ``index`` is sharded over ``mesh``, and, if it was a DTensor before, as its ``own`` placements say;
+    equal specs are one object, so that comparing them is fast."""
     param, counts = layout.params[index], layout.counts(index)
     row = param.row_numel
     is_rows = param.row_aligned and bool(param.shape) and row > 0
     placement = RaggedShard(tuple([n // row for n in counts]) if is_rows else counts, flat=not is_rows)
-    known = _specs.setdefault(mesh.get_group(), weakref.WeakValueDictionary())
-    key = (placement, param.shape, dtype)
+    known = _specs.setdefault(mesh.shard_group, weakref.WeakValueDictionary())
+    whole, placements, shape = mesh.mesh, mesh.placements(placement), param.shape
+    if own is not None:
+        whole, placements, shape = mesh.beside(own.mesh), (*placements, *own.placements), tuple(own.shape)
+    key = (whole, placements, shape, dtype)
     spec = known.get(key)
     if spec is None:
-        spec = known[key] = RaggedSpec.make(mesh, [placement], param.shape, dtype)
+        spec = known[key] = RaggedSpec.make(whole, placements, shape, dtype)
     return spec
 
 
@@ -152,9 +158,10 @@ def rebind_sharded_param(sharded: nn.Parameter, local: torch.Tensor, spec: Ragge
     rebind(sharded, local, spec)
 
 
-def whole_of_sharded_param(sharded: nn.Parameter) -> torch.Tensor:
-    """All elements of ``sharded``, outside autograd. Ranks: all ranks of the mesh."""
-    return sharded.detach().full_tensor()  # type: ignore[attr-defined]
+def inner_of_sharded_param(sharded: nn.Parameter) -> torch.Tensor:
+    """All elements of ``sharded`` that the shard group has, outside autograd: the whole parameter, or what was local of
+    one that was a DTensor. Ranks: all ranks of the shard group."""
+    return gather_local_shards(sharded.detach())  # type: ignore[arg-type]
 
 
 class Snapshot:

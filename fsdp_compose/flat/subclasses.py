@@ -48,7 +48,7 @@ def check_class(param: nn.Parameter, fqn: str) -> None:
             f"fully_shard(): the parameter {fqn} is a {cls.__name__}, whose own all-gather (fsdp_pre_all_gather) is "
             f"not used: it is gathered in {param.dtype}, or the policy's param_dtype, with the same results and more "
             "bytes than its class would send (this is said once per class)",
-            stacklevel=4,
+            stacklevel=5,  # where the user calls fully_shard()
         )
 
 

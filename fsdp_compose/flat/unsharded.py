@@ -23,14 +23,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
-from .._torch import memory_exchange, refuse_access
+from .._torch import memory_exchange, refuse_access, set_local_tensor
 from ..comm import DataParallelMesh, Label, Transport, Work
 from ..ragged import writes
 from .layout import FlatLayout
+from .tensor_parallel import TensorParallel
 from .views import full_views
 
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
+_version_of = attrgetter("_version")
 
 
 class UnshardedMemory:
@@ -118,10 +121,12 @@ class Unsharded:
         layout, mesh: of the flat parameter.
         dtype: to compute in.
         label: the parameters.
+        tensor_parallel: those that are DTensors inside forward too.
 
     Attributes:
         dtype: as given.
         params: the unsharded parameters, in the order of the layout; usable while ``is_allocated``.
+        dtensors: those of them that are DTensors, over views of the memory.
         memory: their memory.
         is_allocated: it exists (its all-gather may still be in flight).
         never_freed: there is nothing to gather, the unsharded parameters always exist.
@@ -133,12 +138,18 @@ class Unsharded:
     """
 
     __slots__ = (
-        "_cast_shard", "_issue", "_shard", "_unedited", "dtype", "flags", "gathered", "is_allocated", "keep",
-        "left_by_forward", "memory", "never_freed", "params", "work",
+        "_cast_shard", "_issue", "_shard", "_unedited", "dtensors", "dtype", "flags", "gathered", "is_allocated",
+        "keep", "left_by_forward", "memory", "never_freed", "params", "work",
     )  # fmt: skip
 
     def __init__(
-        self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh, dtype: torch.dtype, label: Label
+        self,
+        shard: torch.Tensor,
+        layout: FlatLayout,
+        mesh: DataParallelMesh,
+        dtype: torch.dtype,
+        label: Label,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:
         rank, numel, is_alone = mesh.shard_rank, layout.shard_numel, mesh.shard_world_size == 1
         self.dtype, self._shard = dtype, shard
@@ -157,11 +168,15 @@ class Unsharded:
             arguments = (flat, own_slice if is_cast else shard, label)
             self._issue = None if is_local else partial(mesh.transport.all_gather, *arguments)
             may_free = not (self.never_freed or self.is_meta)
-            self.memory = UnshardedMemory(flat, error_of_late_access(rank, label) if may_free else None)
+            self.memory = UnshardedMemory(flat, error_of_late_access(mesh.rank, label) if may_free else None)
             self.memory.show()
             views = full_views(layout, self.memory.shown)
-            self.params = [nn.Parameter(view, requires_grad=False) for view in views]
-        self._unedited = self.memory.shown._version
+            if tensor_parallel is None:
+                self.params = [nn.Parameter(view, requires_grad=False) for view in views]
+            else:
+                self.params = tensor_parallel.parameters(views)
+        self.dtensors = [param for param in self.params if isinstance(param, DTensor)]
+        self.forgive_edit()
         self.flags = [False] * len(self.params)
         self.gathered = Gathered()
         self.work: Work | None = None
@@ -216,6 +231,14 @@ class Unsharded:
         """Whether this rank has seen a write to its shard since then."""
         return segments != self.gathered.segments or self._shard._version != self.gathered.version
 
+    def put_back(self, index: int, view: torch.Tensor) -> None:
+        """Let a parameter that was given other memory be a view of this one again."""
+        param = self.params[index]
+        if isinstance(param, DTensor):
+            set_local_tensor(param, view)
+        else:
+            param.data = view
+
     # ---- facts
 
     @property
@@ -230,10 +253,14 @@ class Unsharded:
     def was_edited(self) -> bool:
         """Whether an unsharded parameter was written to since it was gathered; such an edit would be lost. See Note
         [Version counters]."""
-        return self.memory.shown._version != self._unedited
+        return self.versions() != self._unedited
 
     def forgive_edit(self) -> None:
-        self._unedited = self.memory.shown._version
+        self._unedited = self.versions()
+
+    def versions(self) -> list[int]:
+        """Change with every edit. A DTensor counts its own: what it does to the view inside counts nowhere."""
+        return [self.memory.shown._version, *map(_version_of, self.dtensors)]
 
     def has_grad(self) -> bool:
         """Whether autograd has left a gradient on an unsharded parameter, not taken yet."""

@@ -11,7 +11,6 @@ from .iteration import ForwardRecord as ForwardRecord
 from .kept_tensors import tensors_requiring_grad as tensors_requiring_grad
 from .lockstep import LockstepCommunicator as LockstepCommunicator
 from .lockstep import announce_first_forward as announce_first_forward
-from .members import by_kind as by_kind
 from .members import group_modules as group_modules
 from .members import managed_parameters as managed_parameters
 from .members import prepare_swap as prepare_swap
@@ -25,10 +24,12 @@ from .order import ALL_GATHER as ALL_GATHER
 from .order import END_OF_BACKWARD as END_OF_BACKWARD
 from .order import END_OF_FORWARD as END_OF_FORWARD
 from .order import REDUCE_SCATTER as REDUCE_SCATTER
+from .order import SCATTER_ALONE as SCATTER_ALONE
 from .order import CollectiveOrder as CollectiveOrder
 from .order import code_of_flags as code_of_flags
 from .order import first_difference_of_traces as first_difference_of_traces
 from .order import judge_places as judge_places
+from .partition import partition as partition
 from .progress import GroupUse as GroupUse
 from .progress import HookedUse as HookedUse
 from .rebind import rebind_live_optimizers as rebind_live_optimizers
@@ -45,6 +46,7 @@ from .roots import roots_together as roots_together
 from .state import Root as Root
 from .state import _FSDPState as _FSDPState
 from .state import state_of as state_of
+from .state import widest_mesh as widest_mesh
 from .step_hooks import after_every_step as after_every_step
 from .step_hooks import before_every_step as before_every_step
 from .steps_made import count_steps as count_steps

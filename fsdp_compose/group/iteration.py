@@ -111,15 +111,21 @@ class Backward:
         has_outside_grads: it has brought gradients of uses outside a group's forward (``outside_use``).
         after_publication: what to call when its gradients have been published.
         shown: groups that have been shown since it began, because they had stayed unsharded; by their swap.
+        has_only_buckets: the process group carries nothing meanwhile but the buckets of one replicated group; ``None``
+            if that is not known yet.
     """
 
-    __slots__ = ("after_publication", "has_added", "has_outside_grads", "shown")
+    __slots__ = ("after_publication", "has_added", "has_only_buckets", "has_outside_grads", "shown")
 
     def __init__(self, has_added: bool = False) -> None:
         self.has_added = has_added
         self.has_outside_grads = False
         self.after_publication: list[Callable[[], None]] = []
         self.shown: dict[Shown, None] = {}
+        self.has_only_buckets: bool | None = None
+
+    def judge(self, has_only_buckets: bool) -> None:
+        self.has_only_buckets = has_only_buckets
 
     def add(self) -> None:
         self.has_added = True

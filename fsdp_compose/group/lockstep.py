@@ -50,9 +50,9 @@ class LockstepCommunicator(Communicator):
             self.announce(handle, "all-gather")
         super().refresh(handle)
 
-    def reduce(self, handle: FlatParamHandle, is_kept: bool = False) -> bool:
-        self.announce(handle, "reduce-scatter")
-        return super().reduce(handle, is_kept)
+    def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
+        self.announce(handle, "reduce-scatter" if averages else "reduce-scatter without all-reduce")
+        return super().reduce(handle, is_kept, averages)
 
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
         self.announce(handle, "all-gather")
@@ -69,9 +69,9 @@ class LockstepCommunicator(Communicator):
         text, state = _describe(handle, what), state_of(handle)
         root: Root | None = None if state is None else state.root
         label = "" if root is None else f" of {root.label}"
-        note(handle.mesh.shard_group, text if root is None else f"{text}, collective {root.order.count}")
+        note(handle.mesh.peers, text if root is None else f"{text}, collective {root.order.count}")
         try:
-            _agree(handle.mesh, f"{text}{label}", root)
+            _agree(handle.mesh if root is None else root.mesh, f"{text}{label}", root)
         except RuntimeError:
             if root is not None:
                 root.order.trace.pop()  # it is not issued
@@ -80,7 +80,7 @@ class LockstepCommunicator(Communicator):
 
     def announce_exchange(self, root: object, code: int) -> None:
         assert isinstance(root, Root)
-        mesh = root.live_states()[0].mesh
+        mesh = root.mesh
         if mesh.has_peers:
             what = ENDS.get(code, "a reduction in functional mode")
             try:
@@ -93,13 +93,13 @@ class LockstepCommunicator(Communicator):
         """Before all ranks throw away what an iteration left that was interrupted on this one: those that are
         elsewhere learn of it, and raise; then they are expected here."""
         assert isinstance(root, Root)
-        mesh = root.live_states()[0].mesh
+        mesh = root.mesh
         while mesh.has_peers and _compare(mesh, _RECOVERY, None, RECOVERY_TIMEOUT):
             pass
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         failure = super()._failure(what, handle, error)
-        return RuntimeError(f"{failure}{last_of_every_rank(handle.mesh.shard_group)}")
+        return RuntimeError(f"{failure}{last_of_every_rank(handle.mesh.peers)}")
 
 
 def _describe(handle: FlatParamHandle, what: str) -> str:
@@ -129,7 +129,7 @@ def _agree(mesh: DataParallelMesh, what: str, root: Root | None) -> None:
 
 def _compare(mesh: DataParallelMesh, what: str, root: Root | None, timeout: timedelta | None = None) -> str:
     """Meet all ranks, each of which is about to do something; return, as text, how they differ."""
-    group = mesh.shard_group
+    group = mesh.peers
     steps = None if root is None else num_steps(root)
     payload = json.dumps([what, steps])
     verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout, is_frequent=True)

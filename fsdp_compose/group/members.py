@@ -82,14 +82,6 @@ def _stands_below(module: nn.Module, handle: FlatParamHandle) -> bool:
     return state is not None and module in group_modules(state.live_modules())
 
 
-def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """One flat parameter for each (dtype, requires_grad), in the order of their first parameters."""
-    kinds: dict[tuple[torch.dtype, bool], list[ManagedParameter]] = {}
-    for item in managed:
-        kinds.setdefault((item.parameter.dtype, item.parameter.requires_grad), []).append(item)
-    return list(kinds.values())
-
-
 def prepare_swap(state: _FSDPState) -> None:
     """Prepare a group to show its parameters, when its modules are complete: the copy of one, or one that has got other
     parameters, wherever they stand below its modules."""

@@ -22,10 +22,12 @@ class GroupOptions:
 
     Attributes:
         mp_policy, granularity: see ``fully_shard``.
+        bucket_bytes: of a replicated group, see ``replicate``; ``None``: it is sharded.
         reshard_after_forward: see ``fully_shard``; ``None``: the groups that are no root.
         reshard_after_backward: see ``set_reshard_after_backward``.
         requires_gradient_sync: whether backward reduces (``no_sync`` says no).
-        requires_all_reduce, is_last_backward: taken as FSDP2 takes them; see ``controls``.
+        requires_all_reduce: whether backward averages over replicas, where it reduces.
+        is_last_backward: taken as FSDP2 takes it; see ``controls``.
         is_functional: whether forwards gather in a way that autograd can differentiate twice.
         keeps_unsharded: whether forwards without grad mode leave the group gathered (``keep_unsharded``).
         is_held: gathered until ``reshard()`` (``unshard(until_reshard=True)``).
@@ -37,6 +39,7 @@ class GroupOptions:
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     granularity: Granularity | None = None
     reshard_after_forward: bool | None = None
+    bucket_bytes: int | None = None
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True

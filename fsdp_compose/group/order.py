@@ -19,13 +19,14 @@ import torch.distributed as dist
 from ..flat import FlatParamHandle
 
 _MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
-ALL_GATHER, REDUCE_SCATTER = 0, 1  # the last bit of what the trace holds; the others: the number of the group
+ALL_GATHER, REDUCE_SCATTER, SCATTER_ALONE = 0, 1, 2  # the last bits of what the trace holds; the others: which group
+KIND_BITS = 2
 END_OF_BACKWARD = -1  # no collective, but what an exchange may be for
 END_OF_FORWARD = 1 << 62  # likewise, of a forward that has looked for unseen writes
 ENDS = {END_OF_BACKWARD: "the end of backward", END_OF_FORWARD: "the end of forward"}
 _MAX_GROUPS = 1 << 24  # a code below END_OF_BACKWARD: a hash of the flags of requires_grad, and which group has them
 _FOLDED = 1 << 63  # a code from here on: a hash of many
-_KINDS = ("all-gather", "reduce-scatter")
+_KINDS = ("all-gather", "reduce-scatter", "reduce-scatter without all-reduce")
 
 
 class OrderedRoot(Protocol):
@@ -39,6 +40,8 @@ class OrderedRoot(Protocol):
 
     @property
     def label(self) -> str: ...
+
+    def has_backward_to_come(self) -> bool: ...
 
 
 class Group(Protocol):
@@ -117,6 +120,11 @@ class CollectiveOrder:
 
     # ---- models
 
+    def has_others_in_backward(self, root: OrderedRoot) -> bool:
+        """Whether another root than ``root`` has a backward that is running, or to come."""
+        roots = {id(item): item for state in self._states.values() if (item := state.root) is not None}
+        return any([item is not root and item.has_backward_to_come() for item in roots.values()])
+
     def expect(self, state: Group) -> None:
         """A group was made that this process group will carry."""
         self._waiting.add(state)
@@ -134,7 +142,7 @@ class CollectiveOrder:
         for state in states:
             self._waiting.discard(state)
             if state.code < 0:
-                state.take_number(self._next_number << 1)
+                state.take_number(self._next_number << KIND_BITS)
                 self._states[self._next_number] = state
                 self._next_number += 1
         previous = root.root
@@ -153,19 +161,19 @@ class CollectiveOrder:
     def _as_text(self, code: int) -> str:
         if code >= _FOLDED:
             return "the last of many collectives that are no longer remembered"
-        flags, number = divmod(-2 - code, _MAX_GROUPS) if code < END_OF_BACKWARD else (0, code >> 1)
+        flags, number = divmod(-2 - code, _MAX_GROUPS) if code < END_OF_BACKWARD else (0, code >> KIND_BITS)
         state = self._states.get(number)
         root = None if state is None else state.root
         name = "a group that is gone\t" if state is None or root is None else f"{state.name}\t{root.label}"
         if code < END_OF_BACKWARD:
             return f"no collective but a change of requires_grad (to {flags:x}) in {name}"
-        return f"the {_KINDS[code & 1]} of {name}"
+        return f"the {_KINDS[code & 3]} of {name}"
 
 
 def code_of_flags(code: int, text: str) -> int:
     """The code of a change of ``requires_grad`` in the group of ``code``: ``text`` says in what, and to what."""
     digest = hashlib.sha256(text.encode()).digest()
-    return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - (code >> 1)
+    return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - (code >> KIND_BITS)
 
 
 def first_difference_of_traces(ours: str, theirs: str) -> tuple[int, str, str] | None:

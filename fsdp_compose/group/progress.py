@@ -11,17 +11,20 @@ from typing import Any, Protocol
 
 import torch
 
-from ..flat import Region
+from ..flat import FlatParamHandle, Region
 
 
 class GroupUse(Protocol):
-    """One forward of one group under grad mode, in either mode."""
+    """One forward of one group, in any mode; in the default mode, one under grad mode."""
 
     def end(self) -> HookedUse | None:
         """Forward has ended; the use around this one that is in the default mode."""
 
     def check(self) -> None:
         """Raise if forward has changed a parameter, in a way that this mode can tell."""
+
+    def find_writes(self) -> dict[FlatParamHandle, list[int]]:
+        """The parameters that forward has written to in a way that raises no version, by index."""
 
     def hook_outputs(self, module: torch.nn.Module, output: Any, is_recomputed: bool) -> bool:
         """Let backward find this use; whether it may come to groups that wait for one."""
@@ -101,13 +104,14 @@ class GroupBackward:
         is_iterated: this backward has come to a use a second time: it may come any number of times.
         last_use: number of the latest forward that it has reached.
         is_reduced: the reduction came.
+        num_early: how many flat parameters were reduced before that, by themselves; the first ones.
     """
 
-    __slots__ = ("active_uses", "is_iterated", "is_reduced", "last_use", "was_reached")
+    __slots__ = ("active_uses", "is_iterated", "is_reduced", "last_use", "num_early", "was_reached")
 
     def __init__(self) -> None:
         self.was_reached = self.is_iterated = self.is_reduced = False
-        self.active_uses = self.last_use = 0
+        self.active_uses = self.last_use = self.num_early = 0
 
     def reach(self, number: int) -> bool:
         """A use of the forward of this number is reached; whether no other one was active."""
@@ -131,6 +135,9 @@ class GroupBackward:
     def reduce(self) -> None:
         self.is_reduced = True
 
+    def reduce_early(self) -> None:
+        self.num_early += 1
+
 
 class GroupHistory:
     """What earlier iterations have left to know, until something changes it.
@@ -142,12 +149,13 @@ class GroupHistory:
         is_unhooked: a forward returned something that cannot be hooked: the group stays unsharded, and is reduced at
             the end of any backward; ``unhooked_versions``: of the shards, at that forward.
         has_leaf_hooks: of the unsharded parameters, which tell that a backward runs.
+        has_bucket_hooks: of theirs, which tell that buckets are complete.
         regions: where the parameters' memory was, until the first forward.
     """
 
     __slots__ = (
-        "has_leaf_hooks", "has_unsynced", "is_unhooked", "num_toggles", "regions", "unhooked_versions",
-        "was_functional",
+        "has_bucket_hooks", "has_leaf_hooks", "has_unsynced", "is_unhooked", "num_toggles", "regions",
+        "unhooked_versions", "was_functional",
     )  # fmt: skip
 
     def __init__(self, regions: Sequence[Region] = ()) -> None:
@@ -159,7 +167,7 @@ class GroupHistory:
 
     def have_new_parameters(self) -> None:
         """The unsharded parameters are new ones, which have no hooks yet."""
-        self.is_unhooked = self.has_leaf_hooks = False
+        self.is_unhooked = self.has_leaf_hooks = self.has_bucket_hooks = False
 
     def begin_use(self, is_functional: bool) -> None:
         self.was_functional = is_functional
@@ -178,6 +186,9 @@ class GroupHistory:
 
     def hook_leaves(self) -> None:
         self.has_leaf_hooks = True
+
+    def hook_buckets(self) -> None:
+        self.has_bucket_hooks = True
 
     def forget_regions(self) -> None:
         self.regions = []

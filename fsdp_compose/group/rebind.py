@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from .._torch import PlainAttributes
+from .._torch import PlainAttributes, local_tensor
 from ..flat import SHARDED_PARAM_ATTRIBUTE, refuse_unreduced, waiting
-from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged
+from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged, shard_inner
 from .step_hooks import before_every_step
 
 _grad = attrgetter("grad")
@@ -131,7 +132,11 @@ def _sharded_state(
 def _sharded(optimizer: Optimizer, param: torch.Tensor, sharded: RaggedDTensor, key: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.shape == param.shape:
+    if value.shape == param.shape and isinstance(value, DTensor) and isinstance(param, DTensor):
+        if value.device_mesh == param.device_mesh and value.placements == param.placements:
+            spec = sharded._spec.with_dtype(value.dtype)
+            return RaggedDTensor(shard_inner(local_tensor(value), spec), spec)
+    elif value.shape == param.shape:
         return distribute_ragged(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
     if value.dim() == 0:
         return value

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from .._torch import ComposableState
@@ -87,7 +88,7 @@ class _FSDPState(ComposableState):
         self.ignored = weakref.WeakSet(ignored)
         self.past = GroupHistory(regions)
         self.adopt(handles)
-        CollectiveOrder.of(mesh.shard_group).expect(self)
+        CollectiveOrder.of(mesh.peers).expect(self)
 
     def show_by(self, swap: ParameterSwap) -> None:
         """Let the modules show parameters by ``swap`` from now on."""
@@ -99,6 +100,12 @@ class _FSDPState(ComposableState):
         self.take_place(self.fqn, self.place.index, self.place.is_outermost)
         for handle in self._handles:
             handle.contributions.follow(self.options.reduction)
+
+    def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> None:
+        """Run below a root of these peers; see ``DataParallelMesh.run_among``."""
+        self.mesh = self.mesh.run_among(peers, missing_factor)
+        for handle in self._handles:
+            handle.run_on(handle.mesh.run_among(peers, missing_factor))
 
     def take_place(self, fqn: str, index: int, is_outermost: bool) -> None:
         """The group is ``fqn`` below a root now, and the one of this index there."""
@@ -402,6 +409,14 @@ class Root:
                 backward.add()
         self.failed_backward = backward
 
+    def has_one_group(self) -> bool:
+        """Whether one group has all the parameters."""
+        return len([state for state in self.live_states() if state._handles]) == 1
+
+    def has_backward_to_come(self) -> bool:
+        """Whether a backward is running, or may come to a forward that has run."""
+        return self.backward is not None or any([state.progress.outstanding for state in self.live_states()])
+
     @property
     def has_added(self) -> bool:
         """Whether older gradients are lost with those of a backward that is running, or has failed."""
@@ -419,6 +434,16 @@ class Root:
         return _Watches(watches) if watches else None
 
     @property
+    def mesh(self) -> DataParallelMesh:
+        """That of the most peers: all ranks that run the root together."""
+        return widest_mesh(self.live_states())
+
+    @property
+    def data_mesh(self) -> DataParallelMesh:
+        """That of the most data ranks: all that have a batch of their own."""
+        return max((state.mesh for state in self.live_states()), key=attrgetter("data_world_size"))
+
+    @property
     def label(self) -> str:
         """The name of the root in messages, where there are several."""
         owner = self.states[0]()
@@ -433,6 +458,11 @@ class Root:
 
     def live_states(self) -> list[_FSDPState]:
         return [state for ref in self.states if (state := ref()) is not None]
+
+
+def widest_mesh(states: Sequence[_FSDPState]) -> DataParallelMesh:
+    """The mesh, among those of some groups, of the most peers; the first of several."""
+    return max((state.mesh for state in states), key=lambda mesh: mesh.peers.size())
 
 
 def state_of(handle: FlatParamHandle) -> _FSDPState | None:

@@ -107,7 +107,7 @@ def holds_elements(root: Root) -> bool:
 def raise_different_steps(root: Root) -> None:
     """Raise, on every rank, an error that tells how many steps each has made. Ranks: all, for each knows of it."""
     steps = steps_to_compare(root)
-    group = root.live_states()[0].mesh.shard_group
+    group = root.mesh.peers
     root.order.close()
     steps_were_compared(root)  # each difference is told once
     text = meet(group, "comparing optimizer steps", "-" if steps is None else str(steps), _list_steps)

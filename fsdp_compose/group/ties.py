@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch.nn as nn
 
 from ..flat import ManagedParameter, handle_of, owner_of, shard_again
-from .members import by_kind, group_modules, prepare_swap
+from .members import group_modules, prepare_swap
+from .partition import partition
 from .state import _FSDPState, state_of
 
 
@@ -167,7 +168,7 @@ def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> Non
         prefix = f"{i}." if len(tops) > 1 else ""  # as group_modules() has it: names must be unique in the group
         names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
     managed = [ManagedParameter(names[id(sharded)], sharded) for sharded in sharded_params]
-    parts = by_kind(managed)
+    parts = partition(managed, state.options)
     state.adopt([shard_again(part, state.mesh, state.options.mp_policy, state.options.granularity) for part in parts])
     prepare_swap(state)
 

@@ -40,6 +40,8 @@ class Watch:
         self._handles = handles
         self._num_toggles = self._ended_backward = -1
         self._versions = [*map(_unsharded_version, handles)]
+        # Which count their own.
+        self._dtensors = [(param, param._version) for handle in handles for param in handle.unsharded.dtensors]
         self._has_meta = any(handle.unsharded.is_meta for handle in handles)
         self._keepers = {id(state.swap.kept): weakref.ref(state) for state in states[1:]}
         self._quiet = QuietGroups([state.swap.kept for state in states[1:]])
@@ -89,6 +91,7 @@ class Watch:
         return (
             self._unsharded_slots.is_same()
             and [*map(_unsharded_version, self._handles)] == self._versions
+            and (not self._dtensors or all([param._version == before for param, before in self._dtensors]))
             and [*map(_requires_grad, self._unsharded)] == self._flags
         )
 

@@ -42,11 +42,9 @@ def record_collectives(model: nn.Module, note: Callable[[str], Any] | None = Non
 
     handles = [handle for state, _ in states_to_run(model) for handle in state._handles]
     for handle in handles:
-        handle.use_transport(Recorder(handle.mesh.transport, take))
+        handle.change_transports(lambda transport: Recorder(transport, take))
     try:
         yield lines
     finally:
         for handle in handles:
-            transport = handle.mesh.transport
-            if isinstance(transport, Recorder):
-                handle.use_transport(transport.inner)
+            handle.change_transports(lambda item: item.inner if isinstance(item, Recorder) else item)

@@ -40,8 +40,8 @@ def clip_grad_norm_(
     """Scale gradients in place so that their norm, over all parameters together, is at most ``max_norm``.
 
     As ``torch.nn.utils.clip_grad_norm_`` (which is right on sharded parameters too), but with one all-reduce of one
-    number for all sharded parameters of a mesh, and with one kernel for each flat gradient of which all parameters are
-    given. Half-precision gradients are summed in fp32.
+    number for all sharded parameters of a mesh (for each of its dimensions), and with one kernel for each flat gradient
+    of which all parameters are given. Half-precision gradients are summed in fp32.
 
     Ranks: all ranks of the mesh, with the same parameters.
 
@@ -72,19 +72,22 @@ def clip_grad_norm_(
         refuse_unreduced("clip_grad_norm_()", params)
     found = _Gradients(params, order)
     partials = []
-    for groups, locals_ in found.locals_by_groups.items():
-        partial = _partial_norm(locals_, order)
-        for group in groups:
-            combine_norms(partial, order, group)
-        partials.append(partial.count_nonzero().to(partial.dtype) if order == 0 else partial)
+    by_groups = {groups: [_partial_norm(locals_, order)] for groups, locals_ in found.locals_by_groups.items()}
+    while by_groups:
+        groups = max(by_groups, key=len)  # of equally long ones the first
+        partial = _together(by_groups.pop(groups), order)
+        if groups:  # over the innermost, and then with what the ranks of the others hold the rest of
+            combine_norms(partial, order, groups[-1])
+            by_groups.setdefault(groups[:-1], []).append(partial)
+        else:
+            partials.append(partial.count_nonzero().to(partial.dtype) if order == 0 else partial)
     for grad in found.unfinished:
         norm = torch.linalg.vector_norm(grad, order)
         partials.append(partial_norm(norm.full_tensor().view(1), order))
     if not partials:
         return torch.tensor(0.0)
     stacked = torch.stack([partial.to(partials[0].device) for partial in partials])
-    combined = stacked.amax() if order == inf else stacked.amin() if order == -inf else stacked.sum()
-    total = finish_norm(combined, order)
+    total = finish_norm(_together([*stacked], order) if order else stacked.sum(), order)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; to "
@@ -167,9 +170,19 @@ class _Gradients:
         if flat is not None:
             self._whole.append(gradient)
             self._scaled.append(flat)
-            # Of negative orders zeros are not neutral.
-            parts = [flat] if self._order >= 0 else gradient.published_locals(range(len(handle.sharded_params)))
-            self._locals_of((handle.mesh.shard_group,)).extend(parts)
+            self._add_parts(handle, range(len(handle.sharded_params)), flat)
+
+    def _add_parts(self, handle: FlatParamHandle, sharded_params: range, local: torch.Tensor) -> None:
+        """Take norms of a part of a flat gradient, ``local``, which is that of some neighbours."""
+        if handle.tensor_parallel is not None:
+            for groups, indices in handle.tensor_parallel.by_groups(sharded_params).items():
+                parts = handle.gradient.published_locals(indices)
+                if parts:
+                    self._locals_of((handle.mesh.shard_group, *groups)).extend(parts)
+            return
+        # Of negative orders zeros are not neutral.
+        parts = [local] if self._order >= 0 else handle.gradient.published_locals(sharded_params)
+        self._locals_of((handle.mesh.shard_group,)).extend(parts)
 
     def _add(self, param: torch.Tensor) -> None:
         owner = segment_owners.get(id(param))
@@ -184,8 +197,7 @@ class _Gradients:
         if handle is not None:
             self._whole.append(handle.gradient)
             sharded_params = next(item.sharded_params for item in handle.segments if item.parameter is param)
-            parts = [local] if self._order >= 0 else handle.gradient.published_locals(sharded_params)
-            self._locals_of((handle.mesh.shard_group,)).extend(parts)
+            self._add_parts(handle, sharded_params, local)
         elif isinstance(grad, DTensor):
             if any(item.is_partial() for item in grad.placements):
                 self.unfinished.append(grad)
@@ -197,6 +209,16 @@ class _Gradients:
 
     def _locals_of(self, groups: _Groups) -> list[torch.Tensor]:
         return self.locals_by_groups.setdefault(groups, [])
+
+
+def _together(partials: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """Several results of ``_partial_norm`` as one."""
+    if order == 0:
+        return torch.cat([*partials])
+    if len(partials) == 1:
+        return partials[0]
+    stacked = torch.stack([partial.to(partials[0].device) for partial in partials])
+    return stacked.amax() if order == inf else stacked.amin() if order == -inf else stacked.sum(0)
 
 
 def _partial_norm(locals_: list[torch.Tensor], order: float) -> torch.Tensor:

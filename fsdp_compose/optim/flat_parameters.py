@@ -7,7 +7,7 @@ flat views are refused and gradients brought together; after, the step is noted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
@@ -76,8 +76,8 @@ def flat_parameters(
 
     Raises:
         TypeError: ``model`` is no module, or ``where`` no function.
-        ValueError: nothing below ``model`` is sharded, or a parameter is in a flat view already that an earlier call
-            has made of another selection.
+        ValueError: nothing below ``model`` is sharded; tensor parallelism has cut a parameter too, and ``local`` is
+            false; or a parameter is in a flat view already that an earlier call has made of another selection.
         RuntimeError: called inside ``forward``.
 
     Example::
@@ -90,9 +90,11 @@ def flat_parameters(
         raise TypeError(f"flat_parameters(): expected an nn.Module, got {type(model).__name__}")
     if where is not None and not callable(where):
         raise TypeError(f"flat_parameters(where={where!r}): expected a function from (FQN, parameter) to a bool")
-    if any(state.swap.num_shows for state in _get_fsdp_states(model)):
+    if any(state.is_complete and state.swap.num_shows for state in _get_fsdp_states(model)):
         raise RuntimeError("flat_parameters() was called inside forward or backward of the model; call it outside")
     parts = _select(model, where)
+    if not local:
+        _refuse_tensor_parallel(parts)
     for owner, ranges in parts:
         if isinstance(owner, FlatParamHandle):
             for sharded_params in ranges:
@@ -134,6 +136,19 @@ def _select(
             f"flat_parameters(): no parameter of this {type(model).__name__} is sharded: call fully_shard() first"
         )
     return [(owner, _ranges(indices)) for owner, indices in chosen.items()]
+
+
+def _refuse_tensor_parallel(parts: Sequence[tuple[FlatParamHandle | nn.Parameter, list[range]]]) -> None:
+    for owner, ranges in parts:
+        if not isinstance(owner, FlatParamHandle) or owner.tensor_parallel is None:
+            continue
+        for i in (i for sharded_params in ranges for i in sharded_params):
+            if owner.tensor_parallel.sharded_dims(i):
+                raise ValueError(
+                    f"flat_parameters(): tensor parallelism has cut {owner.name_of(i)} too, so that no DTensor would "
+                    "be right for it and its neighbours: ask for plain tensors, flat_parameters(model, local=True), "
+                    "and clip by fsdp_compose.clip_grad_norm_()"
+                )
 
 
 def _ranges(indices: Iterable[int]) -> list[range]:

@@ -22,5 +22,7 @@ from .tensor import RaggedDTensor as RaggedDTensor
 from .tensor import distribute_ragged as distribute_ragged
 from .tensor import gather_local_shards as gather_local_shards
 from .tensor import gather_parameter as gather_parameter
+from .tensor import inner_of_whole as inner_of_whole
 from .tensor import rebind as rebind
 from .tensor import scatter_average as scatter_average
+from .tensor import shard_inner as shard_inner

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch import admit_placements
+from .owned import OWNER_ATTRIBUTE
 from .placement import RaggedShard
 from .spec import RaggedSpec
 from .tensor import RaggedDTensor, distribute_ragged, shard_whole
@@ -73,6 +74,13 @@ def _distribute(
     src_data_rank: int | None = 0,
 ) -> DTensor:
     """``distribute_tensor``."""
+    if isinstance(tensor, RaggedDTensor) and not _is_ours(placements):
+        _, fqn = tensor.__dict__.get(OWNER_ATTRIBUTE, ("", ""))
+        raise ValueError(
+            f"distribute_tensor(): {f'the parameter {fqn}' if fqn else 'the tensor'} is sharded already, placed "
+            f"{list(tensor.placements)}, and cannot be placed {list(placements)} as well: parallelize_module() comes "
+            "before fully_shard(), and redistribute() gives a sharded tensor another layout"
+        )
     if not tensor.is_leaf:
         raise RuntimeError("distribute_tensor(): expected a leaf tensor, got the result of an operation")
     if isinstance(tensor, DTensor):

@@ -94,8 +94,9 @@ class RaggedSpec(DTensorSpec):
 
     @cached_property
     def is_only_ragged(self) -> bool:
-        """Whether no other placement shards the tensor."""
-        return self.inner_shape == tuple(self.shape)
+        """Whether no other placement shards the tensor: what the ``RaggedShard`` shards is the whole, on every rank."""
+        sizes = self.mesh.shape
+        return all(item.is_replicate() or size == 1 for item, size in zip(self.gathered_placements, sizes, strict=True))
 
     @cached_property
     def is_scalar(self) -> bool:

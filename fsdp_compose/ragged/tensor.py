@@ -98,15 +98,21 @@ class RaggedDTensor(CheckpointedDTensor):
 
         Ranks: all ranks of the ragged mesh dimension.
         """
-        whole = self._gather_as_parameter()
-        if whole is not None:
-            placements = self._spec.gathered_placements
-            return DTensor.from_local(whole, self.device_mesh, placements, run_check=False)
+        inner = self._gather_as_parameter()
+        if inner is not None:
+            return self.around(inner)
         result: DTensor = _Gather.apply(self, True)
         return result
 
+    def around(self, inner: torch.Tensor) -> DTensor:
+        """A plain DTensor over what all ranks of the ragged mesh dimension together have; differentiable."""
+        spec = self._spec
+        return DTensor.from_local(
+            inner, spec.mesh, spec.gathered_placements, run_check=False, shape=self.shape, stride=self.stride()
+        )
+
     def _gather_as_parameter(self) -> torch.Tensor | None:
-        """The whole tensor, if this is a parameter of a group and autograd records."""
+        """The inner tensor, if this is a parameter of a group and autograd records."""
         if not (gather_parameter and self.requires_grad and self.is_leaf and torch.is_grad_enabled()):
             return None
         return gather_parameter[0](self)
@@ -123,8 +129,10 @@ class RaggedDTensor(CheckpointedDTensor):
         if grad_placements is not None:
             explicit: DTensor = _Gather.apply(self, False)
             return explicit.full_tensor(grad_placements=grad_placements)
-        whole = self._gather_as_parameter()
-        return self.all_gather().full_tensor() if whole is None else whole
+        inner = self._gather_as_parameter()
+        if inner is None:
+            return self.all_gather().full_tensor()
+        return inner if self._spec.is_only_ragged else self.around(inner).full_tensor()
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
@@ -360,8 +368,13 @@ def shard_inner(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
 
 def shard_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
     """This rank's local shard of the whole tensor, with memory of its own."""
+    return shard_inner(inner_of_whole(whole, spec), spec)
+
+
+def inner_of_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """The part of the whole tensor that the ``RaggedShard`` shards: a view."""
     places = zip(spec.inner_offsets, spec.inner_shape, strict=True)
-    return shard_inner(whole[tuple([slice(offset, offset + size) for offset, size in places])], spec)
+    return whole[tuple([slice(offset, offset + size) for offset, size in places])]
 
 
 _LABEL = Label(["a RaggedDTensor"])
@@ -427,10 +440,10 @@ def averaged(grad: DTensor) -> Any:
 
 
 def scatter_average(grad: torch.Tensor, like: RaggedDTensor) -> RaggedDTensor:
-    """The average over the ranks of whole gradients, sharded like a ragged tensor. Ranks: all ranks of the mesh."""
+    """The average over the ranks of gradients of the inner tensor, sharded like a ragged tensor. Ranks: all ranks of
+    the mesh."""
     spec = like._spec
-    whole = DTensor.from_local(grad, spec.mesh, spec.gathered_placements, run_check=False)
-    result: RaggedDTensor = _Scatter.apply(whole, spec.placements, True)
+    result: RaggedDTensor = _Scatter.apply(like.around(grad), spec.placements, True)
     return result
 
 

@@ -4,9 +4,12 @@ published.
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from typing import Any
 
 import torch
+import torch.nn as nn
 
 from .._torch import queue_end_of_backward
 from ..flat import follow_profiler
@@ -56,7 +59,7 @@ def refuse_double_backward() -> None:
         )
 
 
-def notice_backwards(state: _FSDPState) -> None:
+def _notice_backwards(state: _FSDPState) -> None:
     """From now on let hooks on the unsharded parameters of a group tell that a backward runs: one that passes none of
     the group's outputs, so that its end is reached all the same."""
     if state.past.has_leaf_hooks:
@@ -74,6 +77,23 @@ def notice_backwards(state: _FSDPState) -> None:
         for param in handle.unsharded.params:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(note)
+
+
+def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
+    """Backward can enter the group unnoticed: keep it unsharded, and let its parameters' own hooks make sure that the
+    end of backward is reached."""
+    if state.past.is_unhooked or not state._handles:
+        return
+    state.past.stay_unsharded()
+    for handle in state._handles:
+        handle.unsharded.keep_allocated(True)
+    _notice_backwards(state)
+    warnings.warn(
+        f"forward of the fully_shard'ed {type(module).__name__} ({state.name}) returned {type(output).__name__}, "
+        "in which no output that requires grad can be found or hooked: its parameters stay unsharded between forwards. "
+        "Return tensors, or a type registered with torch.utils._pytree, to save that memory",
+        stacklevel=2,
+    )
 
 
 class _EndOfBackward:
@@ -192,10 +212,23 @@ def publish_from_inside(root: Root) -> None:
         if any(handle.unsharded.has_grad() for handle in state._handles):
             if state.place.index not in begun:
                 state.refuse_unseen_backward()
-            notice_backwards(state)
+            _notice_backwards(state)
     backward = root.begin_backward()
     try:
         finish_backward(root, is_inside=True)
+    except BaseException:
+        _give_up_backward(root, backward)
+        raise
+
+
+def reduce_accumulated(root: Root) -> None:
+    """As the end of a backward that has reached no group: reduce and publish what earlier ones have accumulated."""
+    if root.failed_backward is not None:
+        recover_backward(root)
+    follow_profiler()
+    backward = root.begin_backward()
+    try:
+        finish_backward(root)
     except BaseException:
         _give_up_backward(root, backward)
         raise

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 
-from ..comm import ControlExchange, last_of_every_rank, meet
+from ..comm import ControlExchange, known_journal, last_of_every_rank, meet
 from ..group import Root, first_difference_of_traces, raise_different_steps, steps_to_compare, steps_were_compared
 
 
@@ -42,14 +42,13 @@ def _raise_different_order(root: Root, code: int) -> None:
     Args:
         code: of what this rank is about to do.
     """
-    group = root.live_states()[0].mesh.shard_group
+    group = root.mesh.peers
     lasts = last_of_every_rank(group)
     lines = root.order.trace_as_text(root, code)
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         difference = first_difference_of_traces(ours, theirs)
-        if difference is None:
-            return f"the ranks issued different collectives, in a part of the run that is no longer remembered{lasts}"
+        assert difference is not None, "digests of the codes differ"
         position, a, b = difference
         return (
             f"the ranks issued different collectives in this iteration: collective {position} was {a} on "
@@ -62,8 +61,17 @@ def _raise_different_order(root: Root, code: int) -> None:
     details = "\n".join(lines)
     codes = [line.partition("\t")[0] for line in lines]  # what they name may be gone on some ranks only
     digest = hashlib.sha256("\n".join(codes).encode()).hexdigest()
+    journal = known_journal(group)
+    if journal is not None:
+        journal.wait(journal.count)  # another rank may wait for a collective of ours: tell what this one has entered
     try:
         meet(group, "comparing collectives", digest, lambda _: "", details, explain)
+    except RuntimeError as error:
+        if journal is not None and journal.difference:
+            raise RuntimeError(journal.difference) from error
+        raise
     finally:
+        if journal is not None:
+            journal.go_on()
         root.order.close()  # all ranks know: other models shall not hear of it again
     raise RuntimeError("the ranks issued different collectives in this iteration; no gradient was published")

@@ -13,7 +13,7 @@ from types import FrameType
 import torch.nn as nn
 
 from .._torch import current_graph_task_id
-from ..comm import Carrier, ControlExchange, first_difference, is_on, meet
+from ..comm import Carrier, ControlExchange, DataParallelMesh, first_difference, is_on, meet
 from ..flat import Communicator, FlatParamHandle, describe, handle_of, refuse_shared_memory, regions_of
 from ..group import (
     CollectiveOrder,
@@ -34,7 +34,10 @@ from ..group import (
     roots_together,
     unsharded_tensors,
 )
+from .buckets import watch_buckets
+from .data_ranks import mesh_of_root
 from .recovery import recover
+from .replicas import broadcast_first_replica, compare_replicas
 from .user_changes import take_over
 
 
@@ -83,24 +86,20 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         _check_everything_is_managed(part.module, part.states)
         refuse_unwritten_buffers(modules_to_run(part.module))
         _refuse_shared_memory(part.module, part.groups)
-    mesh = state.mesh
-    for item, name in found:
-        if item.mesh.shard_group is not mesh.shard_group:
-            raise ValueError(
-                f"the fully_shard groups {name or '(root)'} and {state.name} below one root have different meshes "
-                f"({item.mesh.mesh} and {mesh.mesh}): use one mesh for all groups of a model"
-            )
+    mesh = mesh_of_root(found)
     for index, (item, name) in enumerate(found):
         item.take_place(name, index, is_outermost=item in owners)
         item.set_prefix(f"{name}." if name else "")
-    order = CollectiveOrder.of(mesh.shard_group)
-    model = _meet_first_forward(order, state, states, moves) if mesh.has_peers else ""
+    order = CollectiveOrder.of(mesh.peers)
+    model = ""
+    if mesh.has_peers:
+        model = _meet_first_forward(order, mesh, state, states, moves)
     apply_moves(moves)
     for item, name in found:
         item.set_prefix(f"{name}." if name else "")
     handles = [handle for item in states for handle in item._handles]
     num_params = sum(len(item.fqns) for item in handles)
-    carrier = Carrier.of(mesh.shard_group) if mesh.has_peers else None
+    carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
     exchange = ControlExchange(num_params, len(states), carrier)
     forward_exchange = ControlExchange(num_params, len(states), carrier, may_stop=False, end_of="forward")
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
@@ -115,7 +114,11 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     if mesh.has_peers:
         count_steps(root)
     take_over(root, states)  # what was changed since fully_shard()
+    broadcast_first_replica([item for item in states if item.root is None])
+    if mesh.has_peers:
+        compare_replicas(mesh, [item for item in states if item.root is None])
     for item in states:
+        watch_buckets(item)
         item.swap.note_children()
         item.join(root, keeps_outstanding=len(roots) > 1)
     return root
@@ -180,12 +183,14 @@ def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
     return place is not None and place[0] in handles
 
 
-def _meet_first_forward(order: CollectiveOrder, state: _FSDPState, states: list[_FSDPState], moves: list[Move]) -> str:
+def _meet_first_forward(
+    order: CollectiveOrder, mesh: DataParallelMesh, state: _FSDPState, states: list[_FSDPState], moves: list[Move]
+) -> str:
     """Compare the models of all ranks; a digest of it."""
     lines = []
     for item in states:
         facts = [fact for handle in item._handles for fact in describe(handle)]
-        options = item.options.facts(item.place.is_outermost)
+        options = {**item.options.facts(item.place.is_outermost), **item.mesh.facts()}
         lines += [json.dumps({"group": item.name, **fact}) for fact in (*facts, options)]
     lines += [
         json.dumps({"group": move.target.name, "tied parameters": [*move.sharded_params.values()]}) for move in moves
@@ -203,9 +208,9 @@ def _meet_first_forward(order: CollectiveOrder, state: _FSDPState, states: list[
 
     digest = hashlib.sha256(details.encode()).hexdigest()
 
-    announce_first_forward(state.mesh)
+    announce_first_forward(mesh)
     place = order.place_of(state, states, digest)
-    verdict = meet(state.mesh.shard_group, "first forward", digest, judge_places, details, explain, aside=place)
+    verdict = meet(mesh.peers, "first forward", digest, judge_places, details, explain, aside=place)
     if verdict:
         raise RuntimeError(verdict)
     return digest

@@ -123,3 +123,29 @@ def check_after_forward(root: Root) -> None:
                     latest.hook_output(tensor)
     if backwards.count != root.forward.num_backwards and watch is not None and watch.has_unsharded_grads():
         publish_from_inside(root)
+
+
+def end_forward(root: Root, is_hooked: bool) -> None:
+    """The outermost forward ends: free prefetches that were not used, and, when no backward will come, everything but
+    what ``keep_unsharded`` keeps."""
+    root.forward.end()
+    for state in root.live_states():
+        progress, options = state.progress, state.options
+        stays = options.keeps_unsharded or options.is_held
+        for handle in state._handles:
+            is_needed = is_hooked and not (progress.pending_modules and state.place.reshards_after_forward)
+            unsharded = handle.unsharded
+            if unsharded.is_allocated and not (unsharded.left_by_forward and (is_needed or stays)):
+                root.communicator.reshard(handle)
+        if progress.pending_modules:
+            progress.pending_modules.clear()
+        progress.note_use(None)
+
+
+def abandon_forward(root: Root) -> None:
+    """The outermost forward has ended in an exception."""
+    root.forward.abandon()
+    for state in root.live_states():
+        state.progress.note_use(None)
+    if root.watch is not None:
+        root.watch.newly_kept()  # a backward inside this forward may have needed it: next time it is hooked

@@ -23,7 +23,7 @@ from ..flat import FlatParamHandle, handle_of
 from ..group import ALL_GATHER, Root, _FSDPState, state_of
 from ..ragged import RaggedDTensor, gather_local_shards, gather_parameter, scatter_average
 from .backward import begin_backward
-from .functional import Gather, refuse_accumulated
+from .differentiable_gather import Gather, refuse_accumulated
 
 
 def _place_of(sharded: torch.Tensor) -> tuple[FlatParamHandle, int, _FSDPState, Root] | None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import warnings
 
-from ..comm import RECOVERY_TIMEOUT, failure_of, known_journal, last_of_every_rank, meet
+import torch.distributed as dist
+
+from ..comm import RECOVERY_TIMEOUT, Journal, failure_of, known_journal, last_of_every_rank, meet
 from ..group import Root, _FSDPState, steps_were_compared
 from .steps import stays_unsharded
 
@@ -59,18 +61,18 @@ def recover_backward(root: Root) -> None:
 def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
     """Meet all ranks, and end what is in flight; whether older gradients are lost too."""
     root.communicator.announce_recovery(root)
-    mesh, count = states[0].mesh, root.order.count
+    mesh, count = root.mesh, root.order.count
     is_tainted = root.has_added
     if mesh.has_peers:
-        journal = known_journal(mesh.shard_group)
+        journals = _journals_of(mesh.peers, states)
         verdict = meet(
-            mesh.shard_group,
+            mesh.peers,
             "recovery after an interrupted iteration",
-            f"{count} {int(is_tainted)} {0 if journal is None else journal.count}",
+            f"{count} {int(is_tainted)} {max((journal.count for journal in journals), default=0)}",
             _judge,
             timeout=RECOVERY_TIMEOUT,
         )
-        failure = failure_of(mesh.shard_group)
+        failure = failure_of(mesh.peers)
         if failure:
             raise RuntimeError(
                 "an iteration was interrupted by a collective that failed, and its process group carries nothing any "
@@ -78,17 +80,22 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
             )
         tainted, _, number = verdict.partition(" ")
         if tainted not in ("0", "1"):
-            raise RuntimeError(verdict + last_of_every_rank(mesh.shard_group))
+            raise RuntimeError(verdict + last_of_every_rank(mesh.peers))
         is_tainted = tainted == "1"
     root.exchange.abandon()
     root.forward_exchange.abandon()
     root.communicator.finish(discards=True)
-    if mesh.has_peers and journal is not None:
+    for journal in journals if mesh.has_peers else ():
         journal.finish_all()  # before memory is freed
         journal.restart(int(number))
     root.order.close()
     steps_were_compared(root)
     return is_tainted
+
+
+def _journals_of(peers: dist.ProcessGroup, states: list[_FSDPState]) -> list[Journal]:
+    groups = [peers, *(group for state in states for group in state.mesh.groups())]
+    return [*dict.fromkeys(journal for group in groups if (journal := known_journal(group)) is not None)]
 
 
 def _warn_of_recovery(what: str, is_tainted: bool) -> None:

@@ -5,7 +5,7 @@ follows from a change of ``requires_grad``.
 from __future__ import annotations
 
 from ..flat import FlatParamHandle, is_stale
-from ..group import ALL_GATHER, REDUCE_SCATTER, ParameterSwap, Root, _FSDPState, code_of_flags
+from ..group import ALL_GATHER, REDUCE_SCATTER, SCATTER_ALONE, Backward, ParameterSwap, Root, _FSDPState, code_of_flags
 from ..ragged import toggles
 
 
@@ -52,22 +52,42 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
         hide_shown(root, state.swap)
     options = state.options
     is_kept, is_synced = bool(state.progress.entries) or options.keeps_after_backward(), options.requires_gradient_sync
+    averages = options.requires_all_reduce or state.mesh.replicate_group is None
+    handles = state._handles
+    if state.backward.num_early and not state.backward.is_reduced:
+        handles = handles[state.backward.num_early :]
     state.backward.reduce()
-    state.past.reduce(is_synced)
-    for handle in state._handles:
+    state.past.reduce(is_synced and averages)
+    for handle in handles:
         is_due = handle.contributions.is_trainable or with_frozen
         if not (is_due or (handle.contributions.accumulation is not None and is_synced)):
             if not is_kept:
                 root.communicator.reshard(handle)
         elif is_synced:
-            root.order.trace.append(state.code | REDUCE_SCATTER)
-            if handle.contributions.accumulation is not None:
-                backward.add()  # before it is taken: what raises after that has lost it
-            if root.communicator.reduce(handle, is_kept):
-                backward.add()
+            _reduce(root, backward, state, handle, is_kept, averages)
         else:
             backward.add()
             root.communicator.accumulate(handle, is_kept)
+
+
+def reduce_early(root: Root, state: _FSDPState) -> None:
+    """Reduce the next flat parameter of a group, all gradients of which are there, before the others. It stays
+    unsharded."""
+    backward, handle = root.backward, state._handles[state.backward.num_early]
+    assert backward is not None
+    state.backward.reduce_early()
+    if handle.contributions.is_trainable or handle.contributions.accumulation is not None:
+        _reduce(root, backward, state, handle, True, True)
+
+
+def _reduce(
+    root: Root, backward: Backward, state: _FSDPState, handle: FlatParamHandle, is_kept: bool, averages: bool
+) -> None:
+    root.order.trace.append(state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
+    if handle.contributions.accumulation is not None or not averages:
+        backward.add()  # before it is taken: what raises after that has lost it
+    if root.communicator.reduce(handle, is_kept, averages):
+        backward.add()
 
 
 def hide_shown(root: Root, only: ParameterSwap | None = None) -> None:

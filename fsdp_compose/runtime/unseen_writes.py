@@ -18,40 +18,46 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn as nn
 
-from .._torch import same_storage, without_modes
+from .._torch import in_transform, same_storage, without_modes
 from ..comm import is_on
-from ..flat import FlatParamHandle
-from ..group import END_OF_FORWARD, Root, _FSDPState
+from ..flat import FlatParamHandle, local_of
+from ..group import END_OF_FORWARD, GroupUse, Root, _FSDPState
 from .exchange import begin_exchange, end_exchange
-from .functional import FunctionalUse
 
 _MAX_GAP = 97  # uses between two looks; a prime, for programs that edit every so many steps
 _CHUNK = 1 << 20  # elements that are compared at a time: what is made for it stays small
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def look_for_writes(root: Root, state: _FSDPState, has_grad_mode: bool, use: FunctionalUse | None) -> None:
-    """At the end of a use of a group, whose turn it is, find the parameters that forward has written to.
+def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: GroupUse | None) -> None:
+    """At the end of a use of a group, whose turn it is, find the parameters that forward has written to. Inside a
+    transform of ``torch.func``, and before the last of the group's modules, it becomes the turn of the next use.
 
     Args:
-        use: in functional mode, which gathers into memory of its own.
+        use: ``None`` in the default mode without grad mode.
     """
-    mode = not has_grad_mode
-    progress = state.progress
+    progress, mode = state.progress, use is None
+    if in_transform() or progress.pending_modules - {id(module)}:
+        progress.uses_left[mode] = 1
+        return
     gap = progress.look_gaps[mode]
     progress.uses_left[mode], progress.look_gaps[mode] = gap, 1 if is_on() else min(2 * gap, _MAX_GAP)
     if state.mesh.is_simulated or not root.exchange.is_on:
         return  # nothing is gathered; or the ranks do not exchange any more
     root.forward.note_written()
     with torch.no_grad(), without_modes():
-        if use is not None:
-            found = {handle: _written(handle, flat) for handle, flat in use.gathered(state).items()}
-        else:
-            present = [item for item in state._handles if item.unsharded.is_allocated and item.unsharded.work is None]
-            found = {handle: [*_put_back(handle), *_written_to_memory(handle)] for handle in present}
+        found = writes_to_unsharded(state) if use is None else use.find_writes()
     for handle, indexes in found.items():
         root.forward.note_written(handle, indexes)
+
+
+def writes_to_unsharded(state: _FSDPState) -> dict[FlatParamHandle, list[int]]:
+    """The unsharded parameters of a group that forward has written to, by index; those that it gave other memory are
+    put back."""
+    present = [item for item in state._handles if item.unsharded.is_allocated and item.unsharded.work is None]
+    return {handle: [*_put_back(handle), *_written_to_memory(handle)] for handle in present}
 
 
 def refuse_unseen_writes(root: Root) -> None:
@@ -76,7 +82,7 @@ def refuse_unseen_writes(root: Root) -> None:
     groups = [state.name for state in states if not written.keys().isdisjoint(state._handles)]
     where = f"on this rank in group {', '.join(groups)}" if groups else "seen on another rank"
     raise RuntimeError(
-        f"rank {states[0].mesh.shard_rank}: unsharded parameters were modified in place inside forward, through .data "
+        f"rank {states[0].mesh.rank}: unsharded parameters were modified in place inside forward, through .data "
         f"or an address, or .data was assigned to: {', '.join(names)} ({where}). What was written would be lost when "
         "their groups are resharded: the sharded parameters are authoritative. Modify these outside forward, under "
         "torch.no_grad() or in summon_full_params(); keep what changes in forward (codebooks, averages) in buffers; "
@@ -86,9 +92,10 @@ def refuse_unseen_writes(root: Root) -> None:
 
 def _put_back(handle: FlatParamHandle) -> list[int]:
     """Find the parameters that are not views of the gathered memory, each in its place, and make them be."""
+    present = map(local_of, handle.unsharded.params)
     displaced = [
         i
-        for i, (param, place) in enumerate(zip(handle.unsharded.params, handle.layout.params, strict=True))
+        for i, (param, place) in enumerate(zip(present, handle.layout.params, strict=True))
         if not same_storage(param.untyped_storage(), handle.unsharded.storage)
         or param.storage_offset() != place.offset
         or param.shape != place.shape
@@ -97,7 +104,7 @@ def _put_back(handle: FlatParamHandle) -> list[int]:
     if displaced:
         views = handle.full_views_of(handle.unsharded.memory.shown)
         for i in displaced:
-            handle.unsharded.params[i].data = views[i]
+            handle.unsharded.put_back(i, views[i])
     return displaced
 
 
@@ -105,10 +112,10 @@ def _written_to_memory(handle: FlatParamHandle) -> list[int]:
     segments = handle.segment_version() if handle.segments else handle.unsharded.gathered.segments
     if handle.unsharded.never_freed or handle.unsharded.was_written_since_gather(segments):
         return []  # it is the shard's own memory; or other writes are followed, or refused
-    return _written(handle, handle.unsharded.memory.shown)
+    return written(handle, handle.unsharded.memory.shown)
 
 
-def _written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
+def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
     """The parameters of which this rank's slice of ``flat`` is not what was gathered from the shard."""
     rank, numel = handle.mesh.shard_rank, handle.layout.shard_numel
     own = flat[rank * numel : (rank + 1) * numel]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..flat import reflatten
 from ..group import Root, Watch, _FSDPState
+from .buckets import watch_buckets
 from .steps import follow_requires_grad
 
 
@@ -57,3 +58,4 @@ def _reflatten(root: Root, state: _FSDPState) -> None:
             reflatten(handle)
     state.swap.rebuild()
     state.past.have_new_parameters()
+    watch_buckets(state)

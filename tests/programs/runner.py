@@ -32,6 +32,7 @@ from fsdp_compose.checkpoint import StateDictOptions, get_state_dict, set_state_
 from fsdp_compose.flat.accumulation import UnreducedGradient
 from fsdp_compose.flat.registry import handle_of
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
+from tests.harness import lasting_groups
 from tests.observed_hooks import ObservedHooks
 
 from .description import Action, Program, parts_of
@@ -467,7 +468,9 @@ def _mesh_of(generation: int) -> DeviceMesh:
     global _present_generation
     _present_generation = generation
     if generation not in _meshes:
-        _meshes[generation] = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=10)), "cpu")
+        group = dist.new_group(timeout=timedelta(seconds=10))
+        lasting_groups.add(group)
+        _meshes[generation] = DeviceMesh.from_group(group, "cpu")
     return _meshes[generation]
 
 

@@ -30,7 +30,7 @@ def group_of(names: ModelNames) -> dist.ProcessGroup | None:
     handles = names.handles()
     if not dist.is_initialized() or any(handle.mesh.is_simulated for handle in handles):
         return None
-    groups: list[dist.ProcessGroup] = [handle.mesh.shard_group for handle in handles]
+    groups = _widest([handle.mesh.peers for handle in handles])
     groups += [m.process_group for m in names.model.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
     in_handles = {id(sharded) for handle in handles for sharded in handle.sharded_params}
     tensors = [*names.parameters.values(), *names.model.buffers()]
@@ -42,6 +42,15 @@ def group_of(names: ModelNames) -> dist.ProcessGroup | None:
     if len(names_of_groups) > 1:
         return dist.group.WORLD
     return groups[0] if groups else None
+
+
+def _widest(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    """The process group that has the ranks of all others, if there is one; else all of them."""
+    ranks = {group: {*dist.get_process_group_ranks(group)} for group in dict.fromkeys(groups)}
+    if len(ranks) < 2:
+        return groups
+    widest = max(ranks, key=lambda group: len(ranks[group]))
+    return [widest] if all(ranks[widest].issuperset(item) for item in ranks.values()) else groups
 
 
 def group_of_values(values: Any) -> dist.ProcessGroup | None:

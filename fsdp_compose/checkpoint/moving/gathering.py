@@ -1,5 +1,5 @@
 """Whole tensors from sharded ones: one collective for each flat parameter, whose memory is the only extra; or messages
-that arrive in the result."""
+that arrive in the result. What tensor parallelism has cut goes by itself, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def key_text(key: Key) -> str:
 
 def layout_of(tensor: DTensor) -> str:
     """Where a tensor has its elements, as text. Not which ranks a mesh has: other ranks may be in another one."""
-    mesh = tensor.device_mesh
-    return f"placed {list(tensor.placements)} on a {mesh.device_type} mesh of shape {tuple(mesh.shape)}"
+    mesh, placements = tensor.device_mesh, [*map(str, map(repr, tensor.placements))]
+    if isinstance(tensor, RaggedDTensor) and not tensor._spec.is_only_ragged:
+        placements[tensor._spec.ragged_dim] = "RaggedShard"  # of what is local, which may be uneven over other ranks
+    return f"placed [{', '.join(placements)}] on a {mesh.device_type} mesh of shape {tuple(mesh.shape)}"
 
 
 def gather_values(
@@ -144,12 +146,14 @@ def _bundle(values: Mapping[Key, Any], places: Mapping[Key, Place | None]) -> di
 
 
 def is_sharded_like(value: Any, place: Place) -> bool:
-    """Whether ``value`` has its elements where the parameter at ``place`` has them."""
+    """Whether ``value`` has its elements where the parameter at ``place`` has them, and the flat parameter holds all of
+    it (tensor parallelism has not cut it)."""
     sharded = place[0].sharded_params[place[1]]
     return (
         isinstance(value, RaggedDTensor)
         and value.shape == sharded.shape
         and isinstance(sharded, RaggedDTensor)
+        and sharded._spec.is_only_ragged
         and value._spec.is_sharded_like(sharded._spec)
     )
 
@@ -172,6 +176,10 @@ def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key,
 def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> dict[int, torch.Tensor]:
     """Whole tensors by index, where they are wanted, from each rank's parts of them; no other memory is used."""
     layout, mesh = bundle.handle.layout, bundle.handle.mesh
+    sizes = [layout.params[index].numel * local.element_size() for index, local in bundle.locals.items()]
+    if rank0_only and not mesh.is_first_replica:
+        transport.skip(sum(sizes), bundle.handle.label)
+        return {}
     mine, others = mesh.shard_rank, [rank for rank in range(mesh.shard_world_size) if rank != mesh.shard_rank]
     is_wanted = mine == 0 or not rank0_only
     receivers = [rank for rank in others if rank == 0 or not rank0_only]
@@ -183,7 +191,6 @@ def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> di
         pieces = [whole.view(-1)[part.param_start :][: part.numel] for part in layout.local_shards_of(index)]
         pieces[mine].copy_(local.reshape(-1))
         received += [(rank, pieces[rank]) for rank in others if pieces[rank].numel()]
-    sizes = [layout.params[index].numel * local.element_size() for index, local in bundle.locals.items()]
     transport.exchange(sent, received, sum(sizes), bundle.handle.label)
     return wholes
 

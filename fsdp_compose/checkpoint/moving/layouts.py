@@ -169,7 +169,12 @@ def from_first_rank(
 def is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
     """Whether ``from_first_rank`` sends each rank its part only."""
     place = target.place
-    return place is not None and place[0].mesh.shard_group is group and is_sharded_like(target.like, place)
+    if place is None or not is_sharded_like(target.like, place):
+        return False
+    mesh = place[0].mesh
+    if mesh.peers.size() > mesh.data_world_size:
+        return False  # other ranks have the same, or other parts (tensor parallelism)
+    return mesh.peers is group and mesh.first_rank == dist.get_process_group_ranks(group)[0]
 
 
 def _broadcast(given: Any, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
@@ -185,7 +190,8 @@ def _broadcast(given: Any, group: dist.ProcessGroup, device: torch.device) -> to
 def _scatter(
     parcel: _Parcel, wanted: Mapping[Key, tuple[Any, Target]], group: dist.ProcessGroup
 ) -> dict[Key, torch.Tensor]:
-    handle, device = parcel.place[0], parcel.place[0].mesh.device
+    handle, mesh = parcel.place[0], parcel.place[0].mesh
+    device = mesh.device
     shard = torch.zeros(handle.layout.shard_numel, dtype=parcel.dtype, device=device)
     parts = None
     if group.rank() == 0:
@@ -193,9 +199,11 @@ def _scatter(
         views = handle.full_views_of(flat)
         for key, index in parcel.keys.items():
             views[index].copy_(wanted[key][0])
-        parts = [as_transferable(part) for part in flat.chunk(group.size())] if flat.numel() else []
-    if shard.numel():
-        dist.scatter(as_transferable(shard), parts, group=group, group_src=0)
+        parts = [as_transferable(part) for part in flat.chunk(mesh.shard_world_size)] if flat.numel() else []
+    if shard.numel() and mesh.is_first_replica:
+        dist.scatter(as_transferable(shard), parts, group=mesh.shard_group, group_src=0)
+    if shard.numel() and mesh.replicate_group is not None:
+        dist.broadcast(as_transferable(shard), group=mesh.replicate_group, group_src=0)
     received: dict[Key, torch.Tensor] = {}
     for key, index in parcel.keys.items():
         start, stop, shape = handle.local_shards[index]

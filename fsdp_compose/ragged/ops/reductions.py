@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from ..._torch import dtensor_spec, foreach_norm, make_dtensor
+from ..._torch import DTensorSpec, TensorMeta, foreach_norm, make_dtensor
 from ..norms import accurate_dtype, combine_extremes, combine_norms, finish_norm, partial_norm
 from ..spec import RaggedSpec
 from ..tensor import Handler, RaggedDTensor
@@ -118,18 +119,22 @@ def foreach_norms(func: Any, args: Args, kwargs: Kwargs) -> Any:
         else:
             key = type(tensor)  # stock DTensors and plain tensors do not mix
         alike.setdefault(key, []).append(i)
+    meshes = [tensor._spec.mesh for tensor in tensors if isinstance(tensor, RaggedDTensor)]
+    widest = max(meshes, key=DeviceMesh.size)  # all ranks have all norms: torch computes with those of one mesh only
     for key, indices in alike.items():
         if isinstance(key, type):
             norms = func([tensors[i] for i in indices], *args[1:], **kwargs)
         else:
-            norms = _norms([tensors[i] for i in indices], order, dtype)
+            norms = _norms([tensors[i] for i in indices], order, dtype, widest)
         for i, norm in zip(indices, norms, strict=True):
             results[i] = norm
     return results
 
 
-def _norms(tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None) -> list[DTensor]:
-    """Of tensors of one dtype, that the same ranks hold."""
+def _norms(
+    tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None, mesh: DeviceMesh
+) -> list[DTensor]:
+    """Of tensors of one dtype, that the same ranks hold; as tensors of ``mesh``."""
     spec, accurate = tensors[0]._spec, accurate_dtype(dtype or tensors[0].dtype)
     # An empty local shard has no largest element, nor a norm of negative order: an element is put in that does not
     # change it.
@@ -141,7 +146,7 @@ def _norms(tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | 
     for dim in spec.reduce_dims:
         combine_norms(partial, order, spec.mesh.get_group(dim))
     norms = finish_norm(partial, order).to(_norm_dtype(tensors[0].dtype, dtype)).unbind()
-    scalar = dtensor_spec(replicated(norms[0], spec))
+    scalar = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(norms[0].shape, (), norms[0].dtype))
     return [make_dtensor(DTensor, norm, scalar) for norm in norms]
 
 

@@ -1,10 +1,10 @@
-"""Functional mode: gathering the parameters is itself an operation that autograd differentiates, as often as asked.
+"""The gather of functional mode: itself an operation that autograd differentiates, as often as asked.
 
-Instead of refilling memory that hooks manage, the forward of a group in this mode makes new full parameters from the
-sharded ones, which stay in the graph: gradients flow through a reduce-scatter back to the sharded parameters, and
-gradients of gradients through another all-gather. So ``autograd.grad(loss, model.parameters(), create_graph=True)`` and
-gradient penalties are what they are for the unsharded model. The price: what was gathered lives until the graph is
-freed, and nothing is prefetched. ``hooks`` enters and leaves; between them modules show the new parameters.
+Instead of refilling memory that hooks manage, it makes new full parameters from the sharded ones, which stay in the
+graph: gradients flow through a reduce-scatter back to the sharded parameters, and gradients of gradients through
+another all-gather. So ``autograd.grad(loss, model.parameters(), create_graph=True)`` and gradient penalties are what
+they are for the unsharded model. The price: what was gathered lives until the graph is freed, and nothing is
+prefetched. ``modes.functional`` lets modules show what was gathered; ``outside_use`` gathers single parameters.
 
 Note [Averages]. Each rank differentiates its own loss, and what arrives at sharded parameters is the average over the
 ranks, as everywhere in data parallel training. A term of the loss that was computed from such an average is the same on
@@ -20,9 +20,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn as nn
 
-from .._torch import in_forward_ad, in_transform, queue_end_of_backward
+from .._torch import in_forward_ad, queue_end_of_backward
 from ..comm import Carrier, ControlExchange
 from ..flat import (
     FlatParamHandle,
@@ -31,70 +30,10 @@ from ..flat import (
     like_sharded_param,
     local_elements,
     make_gradient,
-    whole_like_original,
 )
-from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, HookedUse, Root, _FSDPState
+from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, Root, _FSDPState
 from .exchange import begin_exchange, end_exchange
-from .given import GivenValues
 from .recovery import recover_backward
-
-
-class FunctionalUse:
-    """One forward of one group in functional mode."""
-
-    __slots__ = ("_before", "_given", "_has_addresses", "_outer", "_shard_versions", "_shown", "_state", "_whole")
-
-    def __init__(self, root: Root, state: _FSDPState, given: GivenValues | None = None) -> None:
-        self._state, self._outer = state, root.forward.innermost
-        given = given or GivenValues({})
-        handles = [handle for handle in state._handles if not given.are_full(handle)]
-        gather = Gather(root, state, handles)
-        params = [param for handle in handles for param in handle.unsharded.params]
-        parts = [part for handle in handles for part in given.sharded_parts(handle)]
-        whole: Sequence[torch.Tensor] = _AllGather.apply(gather, *parts) if params else ()
-        restored = [*map(whole_like_original, gather.sharded_params, whole)]
-        names = [handle.prefix + fqn for handle in handles for fqn in handle.fqns]
-        self._has_addresses = not in_transform()  # tensors of a transform of torch.func have none
-        self._before = [*zip(names, restored, map(self._marks, whole), strict=True)]
-        self._given, self._shard_versions = given, state.shard_versions()
-        self._whole = {id(p): item for p, item in zip(params, whole, strict=True)}
-        shown = {id(p): item for p, item in zip(params, restored, strict=True)}
-        self._shown = state.swap.show_instead({**shown, **given.full_values(state._handles)})
-
-    def end(self) -> HookedUse | None:
-        return self._outer
-
-    def check(self) -> None:
-        """Raise if forward has written to a gathered parameter, or replaced one: the change would be lost."""
-        state = self._state
-        state.swap.check_shown(self._shown)
-        for name, tensor, before in self._before:
-            if self._marks(tensor) != before:
-                raise RuntimeError(
-                    f"the parameter {name} of the fully_shard group {state.name} was modified in place inside forward, "
-                    "or its .data assigned to; the edit is lost, since the sharded parameters are authoritative. "
-                    "Modify parameters outside forward, or keep what changes in forward in a buffer"
-                )
-
-    def hook_outputs(self, module: nn.Module, output: Any, is_recomputed: bool) -> bool:
-        return True  # autograd finds them by itself
-
-    def _marks(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Marks that change with a write to the tensor, or with other memory for it."""
-        return (tensor._version, *((tensor.data_ptr(), tensor.stride()) if self._has_addresses else ()))
-
-    def gathered(self, state: _FSDPState) -> dict[FlatParamHandle, torch.Tensor]:
-        """The flat tensors that were gathered from shards that were not written to since."""
-        if state.shard_versions() != self._shard_versions:
-            return {}
-        found = {}
-        for handle in state._handles:
-            first = self._whole.get(id(handle.unsharded.params[0]))
-            parts = zip(self._given.sharded_parts(handle), handle.sharded_params, strict=True)
-            if first is not None and all(part is sharded for part, sharded in parts):
-                flat = torch.empty(0, dtype=handle.unsharded.dtype, device=handle.shard.device)
-                found[handle] = flat.set_(first.untyped_storage(), 0, (handle.layout.flat_numel,))  # type: ignore[call-overload]
-        return found
 
 
 def refuse_accumulated(state: _FSDPState) -> None:
@@ -112,12 +51,17 @@ class Gather:
     """One all-gather of one group, or of some of its handles, as its derivatives know it. Tensors are in the order of
     the handles' parameters."""
 
-    def __init__(self, root: Root, state: _FSDPState, handles: Sequence[FlatParamHandle] | None = None) -> None:
+    def __init__(self, root: Root, state: _FSDPState, handles: Sequence[FlatParamHandle]) -> None:
         self._root, self._state = root, state
         self._versions = state.shard_versions()
-        self._handles = list(state._handles if handles is None else handles)
+        self._handles = list(handles)
         self._bounds = [0, *accumulate(len(handle.sharded_params) for handle in self._handles)]
         self.sharded_params = [sharded for handle in self._handles for sharded in handle.sharded_params]
+
+    def apply(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+        """The whole of every parameter, from sharded parts, by an operation that autograd differentiates."""
+        whole: Sequence[torch.Tensor] = _AllGather.apply(self, *parts) if parts else ()
+        return whole
 
     def all_gather(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The whole of every parameter, from sharded parts; zeros where there is none."""
@@ -189,12 +133,12 @@ class _RootExchange:
 
     def __init__(self, root: Root) -> None:
         states = root.live_states()
-        mesh = states[0].mesh
+        mesh = root.mesh
         handles = [handle for state in states for handle in state._handles]
         starts = accumulate((len(handle.fqns) for handle in handles), initial=0)
         self._starts = dict(zip(map(id, handles), starts))
         self._root = weakref.ref(root)
-        carrier = Carrier.of(mesh.shard_group) if mesh.has_peers else None
+        carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
         self._exchange = ControlExchange(sum(len(item.fqns) for item in handles), 0, carrier, may_stop=False)
         self._has_begun = False
 

@@ -1,0 +1,212 @@
+"""Parameters that were DTensors before ``fully_shard``: tensor parallelism has cut them over ranks of another mesh.
+
+A flat parameter is over what is local of them, so that they lie beside plain parameters and go with these in one
+collective. Here is what that takes, of one flat parameter: ``TensorParallel``, which there is none of where all
+parameters were plain::
+
+    before fully_shard     DTensor on tp, [Shard(0)]                      its own placements
+    unsharded parameter    the same, over a view of the flat parameter    what forward computes with
+    sharded parameter      RaggedDTensor on (dp, tp), [RaggedShard, Shard(0)]
+
+The plan is that of the largest local tensors of any rank, so that offsets and shard lengths are the same on all. What
+autograd brings is placed as autograd likes; what is reduced is placed as the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .._requirements import PLAIN_SHARDED_PARAMS
+from .._torch import (
+    DTensorSpec,
+    TensorMeta,
+    compute_local_shape_and_global_offset,
+    dtensor_spec,
+    local_tensor,
+    make_dtensor,
+    set_local_tensor,
+    waited,
+)
+from ..comm import joined_mesh, noticing_loss
+from ..ragged import RaggedDTensor
+
+
+def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
+    """Raise ValueError if a DTensor cannot be sharded over ``mesh`` too."""
+    what = f"fully_shard(): the parameter {fqn} is a DTensor already, placed {list(param.placements)} on "
+    if PLAIN_SHARDED_PARAMS:
+        raise ValueError(f"{what}{param.device_mesh}: tensor parallelism needs torch 2.12 or newer")
+    if isinstance(param, RaggedDTensor):
+        raise ValueError(f"{what}{param.device_mesh}: it was made by distribute_ragged(); give its module plain ones")
+    if any(not item.is_replicate() and type(item) is not Shard for item in param.placements):
+        raise ValueError(f"{what}{param.device_mesh}: of tensor parallelism, Shard and Replicate are supported")
+    own, data = (set(item.mesh.flatten().tolist()) for item in (param.device_mesh, mesh))
+    advice = (
+        "Both must be dimensions of one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then "
+        "parallelize_module(module, mesh['tp'], ...), then fully_shard(module, mesh=mesh['dp'])"
+    )
+    if own & data != {dist.get_rank()}:
+        raise ValueError(
+            f"{what}the ranks {sorted(own)}, and the data-parallel mesh is on the ranks {sorted(data)}, so the ranks "
+            f"{sorted(own & data)} are in both (without mesh=, it is on all ranks). {advice}"
+        )
+    try:
+        joined_mesh(mesh, param.device_mesh)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{what}{param.device_mesh}, and the data-parallel mesh is {mesh}: {error}. {advice}"
+        ) from error
+
+
+def tensor_meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
+    """The meshes that those among ``params`` lie on that are DTensors."""
+    return [*dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))]
+
+
+def placed(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """A DTensor over ``local``, placed as ``spec`` says; differentiable."""
+    assert spec.tensor_meta is not None
+    shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_shape(spec: DTensorSpec) -> tuple[int, ...]:
+    """The shape of what this rank has of a tensor."""
+    return tuple(compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)[0])
+
+
+def largest_local_shape(spec: DTensorSpec) -> tuple[int, ...]:
+    """The largest ``local_shape`` of any rank."""
+    shape = list(spec.shape)
+    for dim, placement in enumerate(spec.placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // spec.mesh.size(dim))
+    return tuple(shape)
+
+
+def is_even(spec: DTensorSpec) -> bool:
+    """Whether all ranks have equally much."""
+    sharded = [spec.mesh.size(dim) for dim, item in enumerate(spec.placements) if item.is_shard()]
+    return prod(largest_local_shape(spec)) * prod(sharded) == prod(spec.shape)
+
+
+def specs_of(own: TensorParallel | None, num_params: int) -> Sequence[DTensorSpec | None]:
+    """For each parameter, how it was placed before, if it was a DTensor."""
+    return [None] * num_params if own is None else own.specs
+
+
+class TensorParallel:
+    """How the parameters of one flat parameter lie on meshes of their own.
+
+    Attributes:
+        specs: for each parameter, how it was placed before ``fully_shard``; ``None`` if it was no DTensor.
+    """
+
+    __slots__ = ("specs",)
+
+    def __init__(self, specs: Sequence[DTensorSpec | None]) -> None:
+        self.specs = tuple(specs)
+
+    @staticmethod
+    def of(specs: Sequence[DTensorSpec | None]) -> TensorParallel | None:
+        """``None`` if no parameter was a DTensor."""
+        return None if all(spec is None for spec in specs) else TensorParallel(specs)
+
+    def sharded_dims(self, index: int) -> tuple[tuple[DeviceMesh, int], ...]:
+        """The dimensions of its mesh over which ranks have different elements of a parameter."""
+        spec = self.specs[index]
+        if spec is None:
+            return ()
+        return tuple((spec.mesh, dim) for dim, item in enumerate(spec.placements) if item.is_shard())
+
+    def by_groups(self, indices: Iterable[int]) -> dict[tuple[dist.ProcessGroup, ...], list[int]]:
+        """Parameters by the process groups of these dimensions."""
+        found: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+        for i in indices:
+            groups = tuple(mesh.get_group(dim) for mesh, dim in self.sharded_dims(i))
+            found.setdefault(groups, []).append(i)
+        return found
+
+    def place(self, index: int) -> str:
+        """This rank's places on these dimensions, as text: alike on ranks with the same elements."""
+        dims = [(mesh.mesh_dim_names or ())[dim] for mesh, dim in self.sharded_dims(index)]
+        ranks = [mesh.get_local_rank(dim) for mesh, dim in self.sharded_dims(index)]
+        return ",".join(f"{dim}={rank}" for dim, rank in zip(dims, ranks, strict=True))
+
+    # ---- parameters
+
+    def parameters(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+        """Parameters over views of a whole flat parameter, as modules had them before; frozen."""
+        return [
+            nn.Parameter(view, requires_grad=False) if spec is None else _parameter(view, spec)
+            for view, spec in zip(views, self.specs, strict=True)
+        ]
+
+    def wholes(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Whole tensors, from views of a whole flat tensor. Ranks: all of the parameters' own meshes."""
+        with torch.no_grad():
+            return [
+                view if spec is None else placed(view, spec).full_tensor()  # type: ignore[attr-defined]
+                for view, spec in zip(views, self.specs, strict=True)
+            ]
+
+    @property
+    def is_on_first_rank(self) -> bool:
+        """Whether this rank is the first on all meshes."""
+        meshes = {spec.mesh for spec in self.specs if spec is not None}
+        return not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
+
+    # ---- gradients
+
+    def local_gradients(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """What this rank has of gradients that autograd has left on the unsharded parameters, placed like these. Those
+        of which each rank has a term are summed in ``dtype``, with one all-reduce for all of them.
+
+        Ranks: all of the parameters' own meshes, which have gradients of the same parameters.
+        """
+        result, terms = [*grads], dict[tuple[DeviceMesh, int], list[int]]()
+        for i, (grad, spec) in enumerate(zip(grads, self.specs, strict=True)):
+            if spec is None or not isinstance(grad, DTensor):
+                continue
+            differing = [dim for dim, item in enumerate(grad.placements) if item != spec.placements[dim]]
+            if all(grad.placements[dim].is_partial("sum") and spec.placements[dim].is_replicate() for dim in differing):
+                for dim in differing:
+                    terms.setdefault((spec.mesh, dim), []).append(i)
+            else:
+                grad = grad.redistribute(placements=spec.placements)
+            result[i] = waited(local_tensor(grad))
+        for (mesh, dim), indices in terms.items():
+            _sum_over(mesh.get_group(dim), result, indices, dtype)
+        return result
+
+
+def _sum_over(
+    group: dist.ProcessGroup, grads: list[torch.Tensor | None], indices: Sequence[int], dtype: torch.dtype
+) -> None:
+    """Sum those of some gradients over the ranks of ``group``, together."""
+    parts = [grad for i in indices if (grad := grads[i]) is not None]
+    flat = torch.cat([part.reshape(-1).to(dtype) for part in parts])
+    with noticing_loss(group, "the sum of gradients over tensor-parallel ranks"):
+        dist.all_reduce(flat, group=group)
+    for i, part, total in zip(indices, parts, flat.split([part.numel() for part in parts]), strict=True):
+        grads[i] = total.view(part.shape)
+
+
+def _parameter(view: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
+    assert spec.tensor_meta is not None
+    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, view.dtype)
+    parameter = nn.Parameter(make_dtensor(DTensor, view, DTensorSpec(spec.mesh, spec.placements, meta)), False)
+    set_local_tensor(parameter, view)  # type: ignore[arg-type]
+    return parameter
+
+
+def spec_of(param: torch.Tensor) -> DTensorSpec | None:
+    """How a parameter is placed that may be a DTensor."""
+    return dtensor_spec(param) if isinstance(param, DTensor) else None

@@ -1,0 +1,1 @@
+"""The modes in which a group's forward computes, one file each, behind one seam: ``mode``."""

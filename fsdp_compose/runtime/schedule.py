@@ -1,0 +1,44 @@
+"""Prefetch: the all-gather of the group that comes next starts while this one computes.
+
+Which one comes next, the last iteration tells in forward, and this forward in backward; or the user has said so.
+"""
+
+from __future__ import annotations
+
+from ..group import ForwardRecord, Modules, Root, _FSDPState, get_state
+from .steps import unshard
+
+
+def prefetch_forward(root: Root, state: _FSDPState) -> None:
+    """Start the all-gather of the group that came next in the last iteration, if this one goes the same way."""
+    forward, index = root.forward, state.place.index
+    begun, previous = forward.record.begun, forward.previous.begun
+    i = len(begun)
+    begun.append(index)
+    if state.options.forward_prefetch is not None:
+        _prefetch(root, state.options.forward_prefetch)
+    elif i + 1 < len(previous) and previous[i] == index:
+        following = root.states[previous[i + 1]]()
+        if following is not None:
+            unshard(root, following)
+
+
+def prefetch_backward(root: Root, state: _FSDPState, record: ForwardRecord, position: int) -> None:
+    """Start the all-gather of the group whose forward ended before that of ``state``, which was the one at ``position``
+    of those that ``record`` has hooked."""
+    hints = state.options.backward_prefetch
+    if hints is not None:
+        _prefetch(root, hints)
+    elif position and record.states is root.states:
+        previous = root.states[record.hooked[position - 1]]()
+        if previous is not None:
+            unshard(root, previous)
+
+
+def _prefetch(root: Root, modules: Modules) -> None:
+    """Start the all-gathers of the groups that the user wants to be gathered ahead; of this root's alone."""
+    for ref in modules:
+        module = ref()
+        other = None if module is None else get_state(module)
+        if other is not None and other.root is root:
+            unshard(root, other)

@@ -1,0 +1,205 @@
+"""A use in the default mode: one forward of one group under grad mode, and the two hooks of its backward.
+
+The autograd graph holds it through hooks on inputs and outputs, so that backward knows which forward it undoes: the
+gradient of an output calls ``pre_backward``, those of all aliased inputs ``post_backward``.
+
+Note [When are all gradients there?]. The aliases of the inputs are the first nodes that a use adds to the graph, and
+autograd runs ready nodes latest first. So when one of them runs, every other node of the use has run: the first alias
+to receive its gradient is the post-backward. (Only aliases on the group's own device count: each device has a queue of
+its own.) A group that is used again in the same or an earlier forward waits for that use (``outstanding``). What this
+cannot see (no input requires grad, a use that never comes) is reduced at the end of backward, in a fixed order; a
+gradient that arrives after the reduction is noticed there and reduced again, on all ranks. Counting accumulated
+gradients instead would let ranks that use different parameters issue collectives in different orders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_leaves
+
+from .._torch import hook_gradient
+from ..flat import FlatParamHandle
+from ..group import Backward, ForwardRecord, HookedUse, _FSDPState, never_traced
+from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
+from .outputs import hook_outputs
+from .schedule import prefetch_backward
+from .steps import reduce, reshard, unshard, wait_for_unshard
+from .unseen_writes import writes_to_unsharded
+
+_Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class DefaultUse:
+    """One forward of one group under grad mode, as backward sees it."""
+
+    __slots__ = (
+        "_active_backward",
+        "_backward",
+        "_has_ended",
+        "_is_outstanding",
+        "_outer",
+        "_position",
+        "_record",
+        "_state",
+        "_versions",
+        "containers",
+        "has_alias",
+    )
+
+    def __init__(self, state: _FSDPState, record: ForwardRecord, outer: HookedUse | None) -> None:
+        self._state = state
+        self._record = record
+        self._outer = outer
+        self._has_ended = False
+        self.containers: list[tuple[Any, set[int]]] | None = None
+        self.has_alias = False  # some input requires grad
+        self._position = 0
+        self._is_outstanding = False  # the state's list of outstanding uses has, or had, this one
+        # The backward that reached this use last, and the one that it has not finished.
+        self._backward: Backward | None = None
+        self._active_backward: Backward | None = None
+        self._versions = state.shard_versions()
+
+    @property
+    def device_type(self) -> str:
+        return self._state.mesh.device.type
+
+    # ---- forward
+
+    def end(self) -> HookedUse | None:
+        self._has_ended = True
+        return self._outer
+
+    def check(self) -> None:
+        """``check_after_forward`` looks at all groups in the default mode together."""
+
+    def find_writes(self) -> dict[FlatParamHandle, list[int]]:
+        return writes_to_unsharded(self._state)
+
+    def hook_outputs(self, module: nn.Module, output: Any, is_recomputed: bool) -> bool:
+        state = self._state
+        if not is_recomputed:
+            state.progress.note_use(self)
+        has_hooks, has_gaps = hook_outputs(state, self, output)
+        if has_gaps:
+            keep_unsharded(state, module, output)
+            state.past.note_unhooked(self._versions)
+        elif not has_hooks:
+            return False
+        self._await_backward(is_recomputed)
+        return True
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of an input that requires grad, whose gradient tells that this group's backward is done.
+
+        Not the input itself: its gradient may be complete much later (skip connections), and the hook of a leaf can
+        come before its gradient is accumulated.
+        """
+        self.has_alias = True
+        # tensor[...] is cheaper than a view, forward and backward; jagged tensors have views alone.
+        alias = tensor.view(tensor.shape) if tensor.is_nested else tensor[...]
+        hook_gradient(alias, self.post_backward)
+        return alias
+
+    def watch_container(self, container: list[Any] | dict[Any, Any]) -> None:
+        """Remember a list or dict among the inputs: forward may put tensors in there."""
+        if self.containers is None:
+            self.containers = []
+        self.containers.append((container, {id(item) for item in tree_leaves(container)}))
+
+    def tensors_put_into_inputs(self) -> list[torch.Tensor]:
+        """Tensors that require grad and that forward has put into lists or dicts that it was given; asked once."""
+        containers, self.containers = self.containers or (), None
+        return [
+            item
+            for container, before in containers
+            for item in tree_leaves(container)
+            if isinstance(item, _Tensor) and item.grad_fn is not None and id(item) not in before
+        ]
+
+    def hook_output(self, tensor: torch.Tensor) -> bool:
+        """Hook an output for pre-backward; ``False`` if backward could enter the group past such a hook."""
+        base = tensor._base
+        if tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+            return False  # a parameter, or a view of one (to_local() of a DTensor is one of what requires no grad)
+        hook_gradient(tensor, self.pre_backward)
+        if base is not None and base.requires_grad:
+            hook_gradient(base, self.pre_backward)  # an in-place operation on a view drops the view's own hook
+        return True
+
+    def _await_backward(self, is_recomputed: bool) -> None:
+        """This use will be reached by backward."""
+        if is_recomputed:
+            self._position = 0
+            return
+        self._position = len(self._record.hooked)
+        self._record.hooked.append(self._state.place.index)
+        self._state.progress.outstanding.append(self._record.number)
+        self._is_outstanding = True
+
+    # ---- backward
+
+    @never_traced
+    def pre_backward(self, _grad: torch.Tensor) -> None:
+        state = self._state
+        root = state.root
+        assert root is not None
+        backward = root.backward
+        if backward is None:
+            backward = begin_backward(root)
+        elif _is_grad_enabled():
+            refuse_double_backward()  # of a backward inside the one that is running
+        if self._active_backward is backward:
+            return
+        progress = state.backward
+        if self._backward is backward:
+            progress.iterate()  # by autograd.grad() in a hook, say: this use had been left already
+        self._backward = self._active_backward = backward
+        outer = self._outer
+        if outer is not None:
+            outer.reach(backward, _grad)
+        state.check_versions(self._versions)
+        if not progress.was_reached:
+            if root.forward.depth:
+                refuse_unseen_backward(root, state)
+            elif not state.progress.entries:
+                state.refuse_unseen_backward()
+        if progress.reach(self._record.number):
+            state.swap.show_unsharded()
+        unshard(root, state)
+        prefetch_backward(root, state, self._record, self._position)
+        wait_for_unshard(root, state)
+
+    def reach(self, backward: object, grad: torch.Tensor) -> None:
+        """A backward has come to a use inside this one, past its outputs: it may go on to layers before that."""
+        if self._active_backward is not backward and self._has_ended:
+            self.pre_backward(grad)
+
+    @never_traced
+    def post_backward(self, _grad: torch.Tensor) -> None:
+        state, number = self._state, self._record.number
+        root = state.root
+        assert root is not None
+        if self._active_backward is None or self._active_backward is not root.backward:
+            return  # another alias of this use came before, or no hook of its outputs did
+        self._active_backward = None
+        outstanding, progress = state.progress.outstanding, state.backward
+        if self._is_outstanding:
+            self._is_outstanding = False
+            if number in outstanding:
+                outstanding.remove(number)
+        if not progress.leave():
+            return
+        state.swap.show_sharded()
+        if progress.is_iterated:
+            return  # stays gathered, to be reduced once, at the end of this backward
+        for earlier in outstanding:
+            if earlier <= number:
+                if not state.options.keeps_after_backward():
+                    reshard(root, state)
+                return
+        reduce(root, state)
