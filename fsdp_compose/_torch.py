@@ -89,7 +89,7 @@ __all__ = [
     "loads_as_torch",
     "loads_as_torch_module",
     "make_gloo_group",
-    "make_gloo_group_of",
+    "make_group_of",
     "memory_exchange",
     "non_persistent_buffers",
     "post_accumulate_hooks",
@@ -489,13 +489,18 @@ def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.Process
     return made
 
 
-def make_gloo_group_of(ranks: tuple[int, ...], name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group over ``ranks`` of the default process group, in their order, which alone make it; ``name``: new, and
-    theirs. ``torch.distributed`` knows it, and destroys it with all others.
+def make_group_of(
+    ranks: tuple[int, ...], name: str, timeout: timedelta, like: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup:
+    """A process group over ``ranks`` of the default one, in their order, which alone make it, of the backends that
+    ``like`` has, else on gloo; ``name``: new, and theirs. ``torch.distributed`` knows it, and destroys it with all
+    others.
 
     See ``make_gloo_group`` for why it is not made by ``new_group(use_local_synchronization=True)``.
     """
     rank, backend = dist.get_rank(), dist.Backend("gloo")
+    if like is not None:
+        backend = dist.Backend(_distributed_c10d._world.pg_map[like][0])
     group, _ = _distributed_c10d._new_process_group_helper(
         len(ranks), ranks.index(rank), [*ranks], backend, default_store(), cast(Any, name), timeout=timeout
     )

@@ -228,37 +228,46 @@ def functional_mode(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool | int, *, recurse: bool = True) -> None:
     """Set ``reshard_after_forward`` (see ``fully_shard``) from the next forward on, the same on all ranks.
 
     It is about the time between a forward and its backward. After a forward without grad mode parameters are freed all
     the same, for an edit before the next one may leave no trace: see ``keep_unsharded``.
+
+    Args:
+        module: root of the tree to set.
+        reshard_after_forward: a bool; or the number that the groups were made with.
+        recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is a number, and a group was made with another one, or with none.
     """
-    _check_flag("set_reshard_after_forward", reshard_after_forward)
-    for state in _states(module, recurse):
-        state.set_options(reshard_after_forward=reshard_after_forward)
+    _set_resharding("reshard_after_forward", module, reshard_after_forward, recurse)
 
 
-def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool | int, *, recurse: bool = True) -> None:
     """Whether groups are freed after their backward, or stay gathered for the next forward: in accumulation over
     several batches, memory for all-gathers.
 
     A group that has stayed is gathered again in the next forward if the ranks have written to its sharded parameters
     (an optimizer's step); a write to a rank's local memory alone raises there. See ``keep_unsharded``.
 
+    With the number that ``fully_shard(reshard_after_forward=...)`` had, the parts that stay between forward and
+    backward stay until a step, too: all gathers but the first one after a step are among the ranks that share parts.
+
     Ranks: all ranks must set the same; compared at the first forward. Local: no communication.
 
     Args:
         module: root of the tree to set.
-        reshard_after_backward: the flag; ``True`` at first.
+        reshard_after_backward: ``True`` at first: free them; ``False``: they stay; or the number.
         recurse: set it for all groups below ``module``, not only its own.
 
     Raises:
-        TypeError: the flag is not a bool.
+        TypeError: it is neither a bool nor a number.
+        ValueError: it is a number, and a group was made with another one, or with none.
     """
-    _check_flag("set_reshard_after_backward", reshard_after_backward)
-    for state in _states(module, recurse):
-        state.set_options(reshard_after_backward=reshard_after_backward)
+    _set_resharding("reshard_after_backward", module, reshard_after_backward, recurse)
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recurse: bool = True) -> None:
@@ -378,6 +387,22 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: 
     _check_flag("set_is_last_backward", is_last_backward)
     for state in _states(module, recurse):
         state.set_options(is_last_backward=is_last_backward)
+
+
+def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: bool) -> None:
+    if not isinstance(value, int):  # a bool is an int
+        raise TypeError(f"set_{option}(): expected True, False or a number of ranks, got {value!r}")
+    states = _states(module, recurse)
+    for state in states:
+        made_with = state.mesh.part_size
+        if not isinstance(value, bool) and value != made_with:
+            raise ValueError(
+                f"set_{option}(..., {value}): the fully_shard group {state.name} was made with "
+                f"{'no number of ranks that hold parts' if made_with is None else made_with}: call "
+                f"fully_shard(..., reshard_after_forward={value})"
+            )
+    for state in states:
+        state.set_options(**{option: value})
 
 
 def _check_flag(call: str, flag: object) -> None:

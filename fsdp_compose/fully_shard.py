@@ -21,7 +21,7 @@ def fully_shard(
     module: _M,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     granularity: Granularity | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -49,7 +49,10 @@ def fully_shard(
             dimensions that are not all ranks the first call waits for the others of them, to make a process group.
         reshard_after_forward: free the gathered parameters between forward and backward and gather them again
             (``True``: least memory), or keep them (``False``: less communication). ``None``: ``False`` for the module
-            whose forward is outermost, ``True`` for all others.
+            whose forward is outermost, ``True`` for all others. A number, a factor of that of the ranks that share the
+            shards: so many neighbours among them (those of one node, say) hold the parameters together between forward
+            and backward, each an equal part, and backward gathers among them alone; the first call with it makes a
+            process group of them. 1 is ``False``, all of the ranks ``True``; in functional mode any number is.
         granularity: a function from (FQN relative to ``module``, parameter) to the smallest piece of the parameter
             that no shard boundary may split: ``"elements"``, ``"rows"``, ``"whole"``, a number of elements, a block
             shape, or ``None`` for the default (rows where that costs next to nothing, else elements).
@@ -63,7 +66,8 @@ def fully_shard(
         TypeError: an argument has the wrong type.
         ValueError: a module is sharded twice, a parameter would be in two groups, is on the wrong device, or is a
             tensor of a class that cannot be sharded (quantised weights); the mesh has more than two dimensions, or has
-            ranks in common with that of a parameter which is a DTensor already.
+            ranks in common with that of a parameter which is a DTensor already; the number given for
+            ``reshard_after_forward`` is no factor of that of the ranks.
         RuntimeError: there is neither a mesh nor a process group.
 
     Example::
@@ -74,8 +78,11 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
     """
     modules = check_modules(module, "fully_shard")
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"fully_shard(reshard_after_forward={reshard_after_forward!r}): expected True, False or None")
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):  # a bool is an int
+        raise TypeError(
+            f"fully_shard(reshard_after_forward={reshard_after_forward!r}): expected True, False, None or a number of "
+            "ranks"
+        )
     if mp_policy is None:
         mp_policy = MixedPrecisionPolicy()
     mp_policy = as_ours(MixedPrecisionPolicy, mp_policy, "fully_shard(mp_policy=...)")
@@ -84,9 +91,30 @@ def fully_shard(
             f"fully_shard(granularity={granularity!r}): expected a function from (FQN, parameter) to a granule"
         )
     ignored = check_ignored(ignored_params, "fully_shard")
-    make_group(modules, check_mesh(mesh), GroupOptions(mp_policy, granularity, reshard_after_forward), ignored)
+    mesh = check_mesh(mesh)
+    reshard_after_forward = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
+    make_group(modules, mesh, GroupOptions(mp_policy, granularity, reshard_after_forward), ignored)
     drive(modules)
     return module
+
+
+def _checked_parts(reshard_after_forward: bool | int | None, num_ranks: int) -> bool | int | None:
+    """``reshard_after_forward``, of which a number is neither 1 nor that of all ranks."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if reshard_after_forward < 1 or num_ranks % reshard_after_forward:
+        raise ValueError(
+            f"fully_shard(reshard_after_forward={reshard_after_forward}): {num_ranks} ranks share the shards, so that "
+            f"{_factors(num_ranks)} of them can hold the parameters together between forward and backward"
+        )
+    if reshard_after_forward in (1, num_ranks):
+        return reshard_after_forward != 1
+    return reshard_after_forward
+
+
+def _factors(number: int) -> str:
+    *others, last = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 fully_shard.state = get_state  # type: ignore[attr-defined]

@@ -61,7 +61,8 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     caller = "fully_shard" if options.bucket_bytes is None else "replicate"
     _check_parameters(managed, mesh, caller)
     regions = _check_memory(managed, fqns)
-    data_mesh = data_parallel_mesh(mesh, tensor_meshes(item.parameter for item in managed))
+    tensor_parallel_meshes = tensor_meshes(item.parameter for item in managed)
+    data_mesh = data_parallel_mesh(mesh, tensor_parallel_meshes, options.part_size)
     parts = partition(managed, options)
     handles = [shard_params(part, data_mesh, options.mp_policy, options.granularity) for part in parts]
 

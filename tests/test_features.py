@@ -1620,7 +1620,7 @@ def test_gradients_are_reduced_in_reduce_dtype():
         model = shard_layers(Net(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
         with record_collectives(model) as lines:
             model(next(inputs())).float().mean().backward()
-        dtypes = {line.split()[-1].rstrip(")") for line in lines if line.startswith("reduce-scatter")}
+        dtypes = {line.split(" x ")[1].split()[0] for line in lines if line.startswith("reduce-scatter")}
         assert dtypes == {str(expected).removeprefix("torch.")}
 
 

@@ -953,12 +953,15 @@ def test_make_gloo_group():
         assert value.item() == 3 and made._get_sequence_number_for_group() == 1
 
 
+@pytest.mark.parametrize("is_like_another", (False, True))
 @distributed(world_size=3)
-def test_make_gloo_group_of(world_size):
+def test_make_group_of(world_size, is_like_another):
     """Two of three ranks make it alone; what torch offers for all its groups works on it."""
     if dist.get_rank() == 0:
         return
-    made = _torch.make_gloo_group_of((1, 2), "test_make_gloo_group_of", timedelta(seconds=60))
+    like = dist.group.WORLD if is_like_another else None
+    made = _torch.make_group_of((1, 2), f"test_make_group_of/{is_like_another}", timedelta(seconds=60), like)
+    assert _torch.backend_name(made) == "gloo"
     value = torch.tensor([dist.get_rank()])
     dist.all_reduce(value, group=made)
     objects = [None, None]

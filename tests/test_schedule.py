@@ -52,17 +52,17 @@ def test_first_iteration():
     assert_expected_inline(
         schedule(),
         """\
-all-gather 0.weight and 1 more (32 x float32)
+all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 0.weight and 1 more
-all-gather 1.weight and 1 more (32 x float32)
+all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 1.weight and 1 more
-all-gather 1.weight and 1 more (32 x float32)
-all-gather 0.weight and 1 more (32 x float32)
+all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
+all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 1.weight and 1 more
-reduce-scatter 1.weight and 1 more (32 x float32)
+reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 0.weight and 1 more
   wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32)
+reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
   wait for reduce-scatter 0.weight and 1 more""",
     )
 
@@ -71,17 +71,17 @@ def test_second_iteration_gathers_ahead():
     assert_expected_inline(
         schedule(1),
         """\
-all-gather 0.weight and 1 more (32 x float32)
-all-gather 1.weight and 1 more (32 x float32)
+all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
+all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 0.weight and 1 more
   wait for all-gather 1.weight and 1 more
-all-gather 1.weight and 1 more (32 x float32)
-all-gather 0.weight and 1 more (32 x float32)
+all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
+all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 1.weight and 1 more
-reduce-scatter 1.weight and 1 more (32 x float32)
+reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 0.weight and 1 more
   wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32)
+reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
   wait for reduce-scatter 0.weight and 1 more""",
     )
 
@@ -90,13 +90,13 @@ def test_without_resharding_backward_gathers_nothing():
     assert_expected_inline(
         schedule(1, reshard_after_forward=False),
         """\
-all-gather 0.weight and 1 more (32 x float32)
-all-gather 1.weight and 1 more (32 x float32)
+all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
+all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 0.weight and 1 more
   wait for all-gather 1.weight and 1 more
-reduce-scatter 1.weight and 1 more (32 x float32)
+reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
   wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32)
+reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
   wait for reduce-scatter 0.weight and 1 more""",
     )
 
@@ -109,13 +109,13 @@ def test_functional_mode_gathers_again_for_no_backward():
     assert_expected_inline(
         "\n".join(lines),
         """\
-all-gather 0.weight and 1 more (32 x float32)
+all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 0.weight and 1 more
-all-gather 1.weight and 1 more (32 x float32)
+all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
   wait for all-gather 1.weight and 1 more
-reduce-scatter 1.weight and 1 more (32 x float32)
+reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
   wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32)
+reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
   wait for reduce-scatter 0.weight and 1 more""",
     )
 
@@ -133,9 +133,9 @@ def test_without_sync_backward_reduces_nothing_until_the_last():
     assert_expected_inline(
         "\n".join(line for line in lines if "reduce" in line),
         """\
-reduce-scatter 1.weight and 1 more (32 x float32)
+reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
   wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32)
+reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
   wait for reduce-scatter 0.weight and 1 more""",
     )
 

@@ -7,17 +7,19 @@ one that is made here, on gloo, for it carries rendezvous, control exchanges and
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from .._torch import group_timeout, is_destroyed, make_gloo_group_of
+from .._torch import backend_name, group_timeout, is_destroyed, make_group_of
 from .namespace import agree_on_name
 
 _GRACE = timedelta(seconds=5)
-_Made = dict[tuple[int, ...], dist.ProcessGroup]
+_numbers = itertools.count()
+_Made = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
 # Strongly: ranks that drop their models at different times still have the same ones.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()
 
@@ -39,36 +41,51 @@ class _Gathering:
         return len(self._ranks)
 
 
-def group_of_ranks(ranks: Iterable[int], known: Iterable[dist.ProcessGroup]) -> dist.ProcessGroup:
+def group_of_ranks(
+    ranks: Iterable[int],
+    known: Iterable[dist.ProcessGroup] = (),
+    like: dist.ProcessGroup | None = None,
+    is_simulated: bool = False,
+) -> dist.ProcessGroup:
     """A process group over ``ranks``, which are numbers in the default one: that one, one of ``known``, or one that is
     made for it, once.
 
     Ranks: all of ``ranks``, where it must be made.
+
+    Args:
+        like: one for other ranks, whose backends it must have (it is not the default one then); default: any.
+        is_simulated: the other ranks are not there.
 
     Raises:
         RuntimeError: some of them did not come in time.
     """
     wanted, world = tuple(sorted(ranks)), dist.group.WORLD
     assert world is not None, "there are process groups"
-    for group in (world, *known):
+    for group in (world, *known) if like is None else ():
         if tuple(dist.get_process_group_ranks(group)) == wanted:
             return group
     made = _made.setdefault(world, {})
-    if wanted not in made or is_destroyed(made[wanted]):
-        made[wanted] = _make(wanted, world)
-    return made[wanted]
+    key = wanted, "gloo" if like is None else backend_name(like)
+    if key not in made or is_destroyed(made[key]):
+        made[key] = _make(wanted, world, like, is_simulated)
+    return made[key]
 
 
-def _make(ranks: tuple[int, ...], world: dist.ProcessGroup) -> dist.ProcessGroup:
-    timeout = group_timeout(world)
+def _make(
+    ranks: tuple[int, ...], world: dist.ProcessGroup, like: dist.ProcessGroup | None, is_simulated: bool
+) -> dist.ProcessGroup:
+    timeout = group_timeout(world if like is None else like)
 
     def absence(absent: Sequence[int]) -> RuntimeError:
         return RuntimeError(
-            f"making the process group of the ranks {[*ranks]}, which run a model together: rank(s) "
+            f"making a process group of the ranks {[*ranks]}, for a model that they run together: rank(s) "
             f"{', '.join(str(ranks[i]) for i in absent)} did not come within {timeout.total_seconds():g} s. Every rank "
             "of a mesh must call fully_shard()"
         )
 
     gathering = _Gathering(ranks, world.rank())
     # The name is one that no earlier initialisation has used: torch keeps what it needs for the group below it.
-    return make_gloo_group_of(ranks, agree_on_name(gathering, timeout, _GRACE, absence), timeout)
+    name = f"{gathering.group_name}/{next(_numbers)}"
+    if not is_simulated:
+        name = agree_on_name(gathering, timeout, _GRACE, absence)
+    return make_group_of(ranks, name, timeout, like)

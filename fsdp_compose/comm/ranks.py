@@ -57,6 +57,8 @@ class DataParallelMesh:
         replica_transport: how they move over ``replicate_group``.
         missing_factor: how many times more data ranks there are than ranks here, over which collectives average: the
             rest of gradients came together in backward, as sums (expert parallelism).
+        part_transport: among the neighbours in the shard group that hold the parameters together between forward and
+            backward (``reshard_after_forward=int``); ``None`` if there is no such set of ranks.
     """
 
     mesh: DeviceMesh
@@ -72,14 +74,16 @@ class DataParallelMesh:
     transport: Transport
     replica_transport: Transport | None
     missing_factor: int = 1
+    part_transport: Transport | None = None
 
     def with_transports(self, change: Callable[[Transport], Transport]) -> DataParallelMesh:
         """The same, whose transports are what ``change`` makes of these."""
-        replicas = self.replica_transport
+        replicas, parts = self.replica_transport, self.part_transport
         return replace(
             self,
             transport=change(self.transport),
             replica_transport=None if replicas is None else change(replicas),
+            part_transport=None if parts is None else change(parts),
         )
 
     @property
@@ -104,7 +108,8 @@ class DataParallelMesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that carry something for the group."""
-        groups = [self.peers, self.shard_group, self.replicate_group]
+        part_group = None if self.part_transport is None else self.part_transport.group
+        groups = [self.peers, self.shard_group, self.replicate_group, part_group]
         return [group for group in groups if group is not None]
 
     @property
@@ -117,7 +122,14 @@ class DataParallelMesh:
         facts: dict[str, object] = {"transport": self.transport.unrecorded.name}
         if self.mesh.ndim > 1:
             facts |= {"replicas": self.replicate_world_size, "shards": self.shard_world_size}
+        if self.part_transport is not None:
+            facts["ranks that share parts"] = self.part_size
         return facts
+
+    @property
+    def part_size(self) -> int | None:
+        """How many ranks share parts; ``None`` if none do."""
+        return None if self.part_transport is None else self.part_transport.group.size()
 
     def ranks(self) -> frozenset[int]:
         """The data-parallel ranks, by their numbers in the default process group."""
@@ -204,12 +216,17 @@ def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str
     return mesh
 
 
-def data_parallel_mesh(mesh: DeviceMesh, tensor_meshes: Iterable[DeviceMesh] = ()) -> DataParallelMesh:
+def data_parallel_mesh(
+    mesh: DeviceMesh, tensor_meshes: Iterable[DeviceMesh] = (), part_size: int | None = None
+) -> DataParallelMesh:
     """Describe a mesh that was checked.
 
-    Ranks: all of the mesh and of ``tensor_meshes``, where these are not all ranks there are.
+    Ranks: all of the mesh and of ``tensor_meshes``, where these are not all ranks there are, or there is a
+    ``part_size``.
 
     Args:
+        part_size: how many neighbours in the shard group hold the parameters together between forward and backward, a
+            factor of their number; ``None``: none do.
         tensor_meshes: those that parameters of the group lie on already (tensor parallelism); all of them are parts of
             the mesh that ``mesh`` is a part of.
 
@@ -225,6 +242,11 @@ def data_parallel_mesh(mesh: DeviceMesh, tensor_meshes: Iterable[DeviceMesh] = (
         groups = [item for item in (group, replicas) if item is not None]
         peers = group_of_ranks(widest.mesh.flatten().tolist(), groups)
         fail_together([peers, *groups])
+    parts = None
+    if part_size is not None:
+        part_group = _part_group(group, part_size, is_simulated)
+        fail_together([peers, part_group])
+        parts = _transport(part_group, device, peers, is_simulated)
     return DataParallelMesh(
         mesh=mesh,
         shard_group=group,
@@ -238,7 +260,15 @@ def data_parallel_mesh(mesh: DeviceMesh, tensor_meshes: Iterable[DeviceMesh] = (
         transport=_transport(group, device, peers, is_simulated),
         replica_transport=None if replicas is None else _transport(replicas, device, peers, is_simulated),
         has_whole=replicas is not None and group.size() == 1,
+        part_transport=parts,
     )
+
+
+def _part_group(group: dist.ProcessGroup, size: int, is_simulated: bool) -> dist.ProcessGroup:
+    """The process group of ``size`` neighbours in ``group``."""
+    first = group.rank() // size * size
+    ranks = dist.get_process_group_ranks(group)[first : first + size]
+    return group_of_ranks(ranks, like=group, is_simulated=is_simulated)
 
 
 def _widest(meshes: list[DeviceMesh]) -> DeviceMesh:

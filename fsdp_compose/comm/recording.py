@@ -60,7 +60,7 @@ class Recorder(Transport):
     def _tell(self, kind: str, label: Label, whole: torch.Tensor) -> str:
         """Note it, before it is issued: what raises here leaves nothing under way."""
         dtype = str(whole.dtype).removeprefix("torch.")
-        self._note(f"{kind} {label} ({whole.numel()} x {dtype})")
+        self._note(f"{kind} {label} ({whole.numel()} x {dtype} among {self.group.size()} ranks)")
         return f"{kind} {label}"
 
 

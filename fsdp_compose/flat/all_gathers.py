@@ -39,6 +39,11 @@ class AllGathers:
         handle.unsharded.allocate()
         self._start_all_gather(handle)
 
+    def unshard_parts(self, handle: FlatParamHandle) -> None:
+        """As ``unshard``, of the parts that ``reshard_to_part`` has kept, among the ranks that share them."""
+        handle.unsharded.allocate()
+        self._start_all_gather_of_parts(handle)
+
     def refresh(self, handle: FlatParamHandle) -> None:
         """Gather again into the storage of a handle that was left unsharded; its shard may have changed."""
         if handle.unsharded.never_freed:
@@ -57,6 +62,15 @@ class AllGathers:
         self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._all_gather_stream):
             unsharded.gather()
+
+    @in_range("all_gather")
+    def _start_all_gather_of_parts(self, handle: FlatParamHandle) -> None:
+        if self._all_gather_stream is None:
+            handle.unsharded.gather_parts()
+            return
+        self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._all_gather_stream):
+            handle.unsharded.gather_parts()
 
     @in_range("wait all_gather")
     def wait(self, handle: FlatParamHandle) -> None:
@@ -82,6 +96,15 @@ class AllGathers:
             unsharded.free()
         except RuntimeError as error:
             raise self._refuse_exported(handle, error) from error
+
+    def reshard_to_part(self, handle: FlatParamHandle) -> None:
+        """As ``reshard``, but let this rank's part of what was gathered stay, if it is to keep one."""
+        unsharded = handle.unsharded
+        if unsharded.part is not None and unsharded.is_allocated and not unsharded.keep:
+            if unsharded.work is not None:
+                self.wait(handle)
+            unsharded.keep_part()
+        self.reshard(handle)
 
     @in_range("all_gather")
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:

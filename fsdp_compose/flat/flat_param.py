@@ -161,7 +161,7 @@ class FlatParamHandle:
         """Run on ``mesh``, which has the same ranks."""
         if mesh is not self.mesh:
             self.mesh = mesh
-            self.unsharded.gather_by(mesh.transport)
+            self.unsharded.gather_on(mesh)
             self.contributions.begin_again(self.contributions.dtype)  # of which the reductions know the mesh
 
     def belong_to(self, owner: Owner) -> None:

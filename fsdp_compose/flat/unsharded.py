@@ -26,9 +26,10 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import memory_exchange, refuse_access, set_local_tensor
-from ..comm import DataParallelMesh, Label, Transport, Work
+from ..comm import DataParallelMesh, Label, Work
 from ..ragged import writes
 from .layout import FlatLayout
+from .sources import KeptPart, ShardSource
 from .tensor_parallel import TensorParallel
 from .views import full_views
 
@@ -133,13 +134,14 @@ class Unsharded:
         keep: must not be freed: never freed, or the outputs of the group's module cannot be hooked.
         left_by_forward: left allocated by a forward (not by a prefetch): gathered again at the next forward.
         flags: ``requires_grad`` of each of ``params``, as it was set last.
-        gathered: what the last all-gather has read.
+        gathered: what the last all-gather of shards has read.
+        part: what may stay of the parameters when they are freed; ``None`` if nothing does.
         work: the all-gather in flight.
     """
 
     __slots__ = (
-        "_cast_shard", "_issue", "_shard", "_unedited", "dtensors", "dtype", "flags", "gathered", "is_allocated",
-        "keep", "left_by_forward", "memory", "never_freed", "params", "work",
+        "_shard", "_source", "_unedited", "dtensors", "dtype", "flags", "gathered", "is_allocated", "keep",
+        "left_by_forward", "memory", "never_freed", "params", "part", "work",
     )  # fmt: skip
 
     def __init__(
@@ -151,22 +153,16 @@ class Unsharded:
         label: Label,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
-        rank, numel, is_alone = mesh.shard_rank, layout.shard_numel, mesh.shard_world_size == 1
         self.dtype, self._shard = dtype, shard
         # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
-        self.never_freed = (is_alone and dtype == shard.dtype) or numel == 0
+        self.never_freed = (mesh.shard_world_size == 1 and dtype == shard.dtype) or layout.shard_numel == 0
         with torch.inference_mode(False), torch.no_grad():
             flat = shard
             if not self.never_freed:
                 flat = torch.empty(layout.flat_numel, dtype=dtype, device=shard.device)
-            # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
-            own_slice = flat[rank * numel : (rank + 1) * numel]
-            is_cast = dtype != shard.dtype or is_alone
-            self._cast_shard = own_slice if is_cast else None
-            # On an accelerator the work of a collective of one rank still orders the copy before compute.
-            is_local = is_alone and shard.device.type == "cpu"
-            arguments = (flat, own_slice if is_cast else shard, label)
-            self._issue = None if is_local else partial(mesh.transport.all_gather, *arguments)
+            self._source = ShardSource(shard, flat, mesh, label)
+            parts = None if self.never_freed else mesh.part_transport
+            self.part = None if parts is None else KeptPart(flat, parts, label)
             may_free = not (self.never_freed or self.is_meta)
             self.memory = UnshardedMemory(flat, error_of_late_access(mesh.rank, label) if may_free else None)
             self.memory.show()
@@ -187,10 +183,12 @@ class Unsharded:
 
     # ---- gathering
 
-    def gather_by(self, transport: Transport) -> None:
-        """Move shards so from now on."""
-        if self._issue is not None:
-            self._issue = partial(transport.all_gather, *self._issue.args)
+    def gather_on(self, mesh: DataParallelMesh) -> None:
+        """Move shards, and parts, by the transports of ``mesh`` from now on."""
+        self._source.gather_by(mesh.transport)
+        if self.part is not None:
+            assert mesh.part_transport is not None, "it has the same ranks"
+            self.part.gather_by(mesh.part_transport)
 
     def allocate(self) -> None:
         """Have memory, to be filled."""
@@ -203,12 +201,17 @@ class Unsharded:
 
     def gather(self) -> None:
         """Issue the all-gather, on the present stream."""
-        if self._cast_shard is not None:
-            self._cast_shard.copy_(self._shard)
-        if self._issue is None:
+        self._take(self._source.gather())
+
+    def gather_parts(self) -> None:
+        """As ``gather``, of what stayed when the parameters were freed last."""
+        assert self.part is not None
+        self._take(self.part.gather())
+
+    def _take(self, work: Work | None) -> None:
+        self.work = work
+        if work is None:
             self.memory.show()
-        else:
-            self.work = self._issue()
 
     def arrive(self) -> None:
         """The all-gather is complete."""
@@ -218,6 +221,16 @@ class Unsharded:
     def free(self) -> None:
         self.memory.free()
         self.is_allocated = self.left_by_forward = False
+
+    def keep_part(self) -> None:
+        """Let this rank's part stay when the parameters, which are complete, are freed."""
+        if self.part is not None:
+            with torch.no_grad():
+                self.part.keep(self.memory.shown)
+
+    def drop_part(self) -> None:
+        if self.part is not None:
+            self.part.drop()
 
     def be_left(self, is_left: bool) -> None:
         """A forward leaves this allocated; or it has been gathered again since one did."""

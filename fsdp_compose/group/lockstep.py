@@ -45,13 +45,20 @@ class LockstepCommunicator(Communicator):
         self.announce(handle, "all-gather")
         super().unshard(handle)
 
+    def unshard_parts(self, handle: FlatParamHandle) -> None:
+        self.announce(handle, "all-gather of parts")
+        super().unshard_parts(handle)
+
     def refresh(self, handle: FlatParamHandle) -> None:
         if not handle.unsharded.never_freed:
             self.announce(handle, "all-gather")
         super().refresh(handle)
 
     def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
-        self.announce(handle, "reduce-scatter" if averages else "reduce-scatter without all-reduce")
+        if handle.mesh.has_whole:
+            self.announce(handle, "all-reduce" if averages else "accumulation")
+        else:
+            self.announce(handle, "reduce-scatter" if averages else "reduce-scatter without all-reduce")
         return super().reduce(handle, is_kept, averages)
 
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:

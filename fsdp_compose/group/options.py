@@ -23,8 +23,9 @@ class GroupOptions:
     Attributes:
         mp_policy, granularity: see ``fully_shard``.
         bucket_bytes: of a replicated group, see ``replicate``; ``None``: it is sharded.
-        reshard_after_forward: see ``fully_shard``; ``None``: the groups that are no root.
-        reshard_after_backward: see ``set_reshard_after_backward``.
+        reshard_after_forward: see ``fully_shard``; ``None``: the groups that are no root. A number: parts stay, each of
+            which is this fraction.
+        reshard_after_backward: see ``set_reshard_after_backward``. A number: parts stay until a step.
         requires_gradient_sync: whether backward reduces (``no_sync`` says no).
         requires_all_reduce: whether backward averages over replicas, where it reduces.
         is_last_backward: taken as FSDP2 takes it; see ``controls``.
@@ -38,9 +39,9 @@ class GroupOptions:
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     granularity: Granularity | None = None
-    reshard_after_forward: bool | None = None
+    reshard_after_forward: bool | int | None = None
     bucket_bytes: int | None = None
-    reshard_after_backward: bool = True
+    reshard_after_backward: bool | int = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
     is_last_backward: bool = True
@@ -58,7 +59,19 @@ class GroupOptions:
     def reshards(self, is_outermost: bool) -> bool:
         """Whether a group is resharded between a forward and its backward; ``is_outermost``: it is that of a root."""
         wanted = not is_outermost if self.reshard_after_forward is None else self.reshard_after_forward
-        return wanted and not self.is_held
+        return bool(wanted) and not self.is_held
+
+    @property
+    def part_size(self) -> int | None:
+        """How many ranks share the parameters between forward and backward, where parts stay."""
+        return self.reshard_after_forward if _is_number(self.reshard_after_forward) else None
+
+    def keeps_parts(self) -> bool:
+        """Whether a part of the parameters stays when they are freed between a forward and its backward."""
+        return _is_number(self.reshard_after_forward) or self.keeps_parts_until_step()
+
+    def keeps_parts_until_step(self) -> bool:
+        return _is_number(self.reshard_after_backward)
 
     def keeps_after_backward(self) -> bool:
         """Whether a group stays gathered after its backward."""
@@ -74,6 +87,7 @@ class GroupOptions:
         changes from forward to forward."""
         return {
             "reshard_after_forward": self.reshards(is_outermost),
+            "parts stay": "until a step" if self.keeps_parts_until_step() else self.keeps_parts(),
             "reshard_after_backward": self.reshard_after_backward,
             "output_dtype": str(self.mp_policy.output_dtype),
             "cast_forward_inputs": self.mp_policy.cast_forward_inputs,
@@ -81,3 +95,7 @@ class GroupOptions:
             "sum reduction": self.reduction.forces_sum,
             "post-reduction hook": self.reduction.hook is not None,
         }
+
+
+def _is_number(option: bool | int | None) -> bool:
+    return isinstance(option, int) and not isinstance(option, bool)

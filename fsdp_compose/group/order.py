@@ -167,7 +167,10 @@ class CollectiveOrder:
         name = "a group that is gone\t" if state is None or root is None else f"{state.name}\t{root.label}"
         if code < END_OF_BACKWARD:
             return f"no collective but a change of requires_grad (to {flags:x}) in {name}"
-        return f"the {_KINDS[code & 3]} of {name}"
+        kind = code & 3
+        if kind == REDUCE_SCATTER and state is not None and any([item.mesh.has_whole for item in state._handles]):
+            return f"the all-reduce of {name}"
+        return f"the {_KINDS[kind]} of {name}"
 
 
 def code_of_flags(code: int, text: str) -> int:

@@ -35,7 +35,7 @@ from .modes.mode import Mode
 from .outputs import has_parameter_memory
 from .recomputation import enter_recomputation, is_recomputation
 from .replicas import warn_of_different_inputs
-from .steps import reshard
+from .steps import reshard, reshard_until_backward
 from .unseen_writes import look_for_writes, refuse_unseen_writes
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -153,6 +153,8 @@ def _leave(root: Root, state: _FSDPState, module: nn.Module, is_hooked: bool) ->
             for handle in state._handles:
                 unsharded = handle.unsharded
                 unsharded.be_left(unsharded.is_allocated and not unsharded.never_freed)
+        elif is_hooked:
+            reshard_until_backward(root, state)
         else:
             reshard(root, state)
     if root.forward.depth == 0:

@@ -29,6 +29,7 @@ def recover(root: Root) -> None:
             root.communicator.wait(handle)
             handle.drop_iteration(is_tainted)
             handle.unsharded.forgive_edit()
+            handle.unsharded.drop_part()
             root.communicator.reshard(handle)
         state.reset()
     # The watch stays the old one: what the user has changed since the interruption is yet to be noticed.

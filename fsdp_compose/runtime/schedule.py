@@ -5,8 +5,10 @@ Which one comes next, the last iteration tells in forward, and this forward in b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..group import ForwardRecord, Modules, Root, _FSDPState, get_state
-from .steps import unshard
+from .steps import unshard, unshard_again
 
 
 def prefetch_forward(root: Root, state: _FSDPState) -> None:
@@ -16,7 +18,7 @@ def prefetch_forward(root: Root, state: _FSDPState) -> None:
     i = len(begun)
     begun.append(index)
     if state.options.forward_prefetch is not None:
-        _prefetch(root, state.options.forward_prefetch)
+        _prefetch(root, state.options.forward_prefetch, unshard)
     elif i + 1 < len(previous) and previous[i] == index:
         following = root.states[previous[i + 1]]()
         if following is not None:
@@ -28,17 +30,17 @@ def prefetch_backward(root: Root, state: _FSDPState, record: ForwardRecord, posi
     of those that ``record`` has hooked."""
     hints = state.options.backward_prefetch
     if hints is not None:
-        _prefetch(root, hints)
+        _prefetch(root, hints, unshard_again)
     elif position and record.states is root.states:
         previous = root.states[record.hooked[position - 1]]()
         if previous is not None:
-            unshard(root, previous)
+            unshard_again(root, previous)
 
 
-def _prefetch(root: Root, modules: Modules) -> None:
+def _prefetch(root: Root, modules: Modules, start: Callable[[Root, _FSDPState], None]) -> None:
     """Start the all-gathers of the groups that the user wants to be gathered ahead; of this root's alone."""
     for ref in modules:
         module = ref()
         other = None if module is None else get_state(module)
         if other is not None and other.root is root:
-            unshard(root, other)
+            start(root, other)

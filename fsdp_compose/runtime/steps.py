@@ -10,11 +10,35 @@ from ..ragged import toggles
 
 
 def unshard(root: Root, state: _FSDPState) -> None:
-    """Start the all-gathers of a group, if it is not unsharded."""
+    """Start the all-gathers of a group, if it is not unsharded, ahead of a forward."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             root.order.trace.append(state.code | ALL_GATHER)
-            root.communicator.unshard(handle)
+            if handle.unsharded.part is None:
+                root.communicator.unshard(handle)
+            else:
+                _unshard_with_parts(root, state, handle)
+
+
+def unshard_again(root: Root, state: _FSDPState) -> None:
+    """As ``unshard``, for a backward: what forward has computed with."""
+    for handle in state._handles:
+        if not handle.unsharded.is_allocated:
+            root.order.trace.append(state.code | ALL_GATHER)
+            part = handle.unsharded.part
+            if part is not None and part.is_kept:
+                root.communicator.unshard_parts(handle)
+            else:
+                root.communicator.unshard(handle)
+
+
+def _unshard_with_parts(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
+    """Gather for a forward what may have stayed in parts: these, if the ranks have written to no shard since."""
+    part = handle.unsharded.part
+    if part is not None and part.is_kept and state.options.keeps_parts_until_step() and not is_stale(handle):
+        root.communicator.unshard_parts(handle)
+    else:
+        root.communicator.unshard(handle)
 
 
 def unshard_for_use(root: Root, state: _FSDPState) -> None:
@@ -23,7 +47,10 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             root.order.trace.append(state.code | ALL_GATHER)
-            root.communicator.unshard(handle)
+            if handle.unsharded.part is None:
+                root.communicator.unshard(handle)
+            else:
+                _unshard_with_parts(root, state, handle)
         elif (handle.shard._version != handle.unsharded.gathered.version or handle.segments) and is_stale(handle):
             root.order.trace.append(state.code | ALL_GATHER)
             root.communicator.refresh(handle)
@@ -42,6 +69,23 @@ def reshard(root: Root, state: _FSDPState) -> None:
             root.communicator.reshard(handle)
 
 
+def reshard_until_backward(root: Root, state: _FSDPState) -> None:
+    """As ``reshard``, between a forward and its backward: this rank's part may stay."""
+    if not state.options.keeps_parts():
+        reshard(root, state)
+        return
+    for handle in state._handles:
+        if handle.unsharded.is_allocated and not state.progress.entries:
+            root.communicator.reshard_to_part(handle)
+
+
+def _drop_parts(state: _FSDPState) -> None:
+    """Free what stayed for a backward, unless that of an earlier forward is to come, or a forward before the step."""
+    if not state.progress.outstanding and not state.options.keeps_parts_until_step():
+        for handle in state._handles:
+            handle.unsharded.drop_part()
+
+
 def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
     """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them. A group of
     which a forward is running (the backward runs inside it) stays unsharded. ``with_frozen``: also the flat parameters
@@ -58,6 +102,8 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
         handles = handles[state.backward.num_early :]
     state.backward.reduce()
     state.past.reduce(is_synced and averages)
+    if state.mesh.part_transport is not None:
+        _drop_parts(state)
     for handle in handles:
         is_due = handle.contributions.is_trainable or with_frozen
         if not (is_due or (handle.contributions.accumulation is not None and is_synced)):

@@ -26,7 +26,7 @@ from ..group import Backward, ForwardRecord, HookedUse, _FSDPState, never_traced
 from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
 from .outputs import hook_outputs
 from .schedule import prefetch_backward
-from .steps import reduce, reshard, unshard, wait_for_unshard
+from .steps import reduce, reshard_until_backward, unshard_again, wait_for_unshard
 from .unseen_writes import writes_to_unsharded
 
 _Tensor = torch.Tensor
@@ -170,7 +170,7 @@ class DefaultUse:
                 state.refuse_unseen_backward()
         if progress.reach(self._record.number):
             state.swap.show_unsharded()
-        unshard(root, state)
+        unshard_again(root, state)
         prefetch_backward(root, state, self._record, self._position)
         wait_for_unshard(root, state)
 
@@ -200,6 +200,6 @@ class DefaultUse:
         for earlier in outstanding:
             if earlier <= number:
                 if not state.options.keeps_after_backward():
-                    reshard(root, state)
+                    reshard_until_backward(root, state)
                 return
         reduce(root, state)

@@ -12,7 +12,7 @@ from ..._torch import is_checkpoint_recomputing
 from ...group import Root, _FSDPState
 from ...ragged import toggles
 from ..schedule import prefetch_forward
-from ..steps import follow_toggles, unshard, unshard_for_use, wait_for_unshard
+from ..steps import follow_toggles, unshard_again, unshard_for_use, wait_for_unshard
 from ..use import DefaultUse
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -34,7 +34,7 @@ class DefaultMode:
             if len(state.modules) > 1 and not state.progress.pending_modules:
                 state.progress.pending_modules.update([id(ref()) for ref in state.modules])
         elif state.backward.active_uses:
-            unshard(root, state)  # its backward computes with what was gathered
+            unshard_again(root, state)  # its backward computes with what was gathered
         else:
             unshard_for_use(root, state)
         wait_for_unshard(root, state)

@@ -1,0 +1,93 @@
+"""What an all-gather reads: the shards of all ranks, or parts of what an earlier all-gather has brought.
+
+Parts (``reshard_after_forward=int``): between forward and backward a few neighbours in the shard group hold the
+unsharded parameters together, each an equal part, in the compute dtype. Backward gathers among these few alone. The
+idea is FSDP2's; that parts outlive the backward, until a step, is that of hybrid sharding with the optimizer's state
+sharded over all ranks (HFSDP, Megatron-FSDP).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ..comm import DataParallelMesh, Label, Transport, Work
+
+
+class ShardSource:
+    """The shards of all ranks.
+
+    Args:
+        shard: this rank's.
+        flat: what the all-gather writes to, which may have no memory now.
+        mesh, label: whose.
+    """
+
+    __slots__ = ("_cast_shard", "_issue", "_shard")
+
+    def __init__(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> None:
+        rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
+        # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
+        own_slice = flat[rank * numel : (rank + 1) * numel]
+        is_cast = flat.dtype != shard.dtype or is_alone
+        self._shard, self._cast_shard = shard, own_slice if is_cast else None
+        # On an accelerator the work of a collective of one rank still orders the copy before compute.
+        is_local = is_alone and shard.device.type == "cpu"
+        arguments = (flat, own_slice if is_cast else shard, label)
+        self._issue = None if is_local else partial(mesh.transport.all_gather, *arguments)
+
+    def gather_by(self, transport: Transport) -> None:
+        """Move shards so from now on."""
+        if self._issue is not None:
+            self._issue = partial(transport.all_gather, *self._issue.args)
+
+    def gather(self) -> Work | None:
+        """Issue the all-gather, on the present stream; ``None``: it is complete."""
+        if self._cast_shard is not None:
+            self._cast_shard.copy_(self._shard)
+        return None if self._issue is None else self._issue()
+
+
+class KeptPart:
+    """This rank's part of the unsharded flat parameter, which exists from ``keep`` to ``drop``.
+
+    Args:
+        flat: what all-gathers write to, which may have no memory now.
+        transport: of the ranks that share the parts.
+        label: the parameters.
+
+    Attributes:
+        is_kept: it exists.
+    """
+
+    __slots__ = ("_arguments", "_memory", "_nbytes", "_range", "_transport", "is_kept")
+
+    def __init__(self, flat: torch.Tensor, transport: Transport, label: Label) -> None:
+        rank, numel = transport.group.rank(), flat.numel() // transport.group.size()
+        self._range, self._transport = slice(rank * numel, rank * numel + numel), transport
+        self._memory = torch.empty(numel, dtype=flat.dtype, device=flat.device)
+        self._nbytes = self._memory.nbytes
+        self._arguments = (flat, self._memory, label)
+        self.is_kept = True
+        self.drop()
+
+    def gather_by(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def keep(self, shown: torch.Tensor) -> None:
+        """Copy this rank's part of the unsharded flat parameter, which is complete."""
+        if not self.is_kept:
+            self._memory.untyped_storage().resize_(self._nbytes)
+            self.is_kept = True
+        self._memory.copy_(shown[self._range])
+
+    def gather(self) -> Work | None:
+        """Issue the all-gather of the parts, on the present stream."""
+        return self._transport.all_gather(*self._arguments)
+
+    def drop(self) -> None:
+        """Free it; nothing that reads it is in flight."""
+        if self.is_kept and self._memory.device.type != "meta":
+            self._memory.untyped_storage().resize_(0)
+        self.is_kept = False
