@@ -26,6 +26,7 @@ from tests.programs import (
     INNER_BACKWARDS,
     LEAVES,
     TERMS,
+    WAYS,
     Action,
     Group,
     Part,
@@ -38,6 +39,7 @@ NUM_PROGRAMS = int(os.environ.get("FSDP_COMPOSE_FUZZ", "0"))
 
 _groups = st.none() | st.builds(
     Group,
+    way=st.sampled_from(["", *WAYS]),
     reshard=st.sampled_from([None, True, False]),
     wide_reduction=st.booleans(),
     granularity=st.sampled_from([None, "elements", "rows", "whole"]),
@@ -257,7 +259,7 @@ def check(program: Program, world_size: int, report: Path) -> bool:
     return not outcome
 
 
-@pytest.mark.parametrize(("world_size", "num_programs"), [(2, 100), (3, 40)])
+@pytest.mark.parametrize(("world_size", "num_programs"), [(2, 100), (3, 40), (4, 25)])
 @pytest.mark.timeout(max(300, NUM_PROGRAMS * 2))
 def test_random_programs_train_as_unsharded(world_size, num_programs, tmp_path):
     went_through: list[bool] = []

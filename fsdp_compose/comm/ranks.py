@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._torch import backend_name, concatenate_meshes, group_device_types, is_destroyed
 from .broken import fail_together
-from .messages import transport_of
+from .messages import TRANSPORT_ENV, transport_of
 from .peers import group_of_ranks
 from .transport import Transport
 
@@ -236,8 +236,28 @@ def data_parallel_mesh(
     group, device = mesh.get_group(mesh.ndim - 1), device_of_mesh(mesh)
     replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
     is_simulated = os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
-    peers = group
     widest = _widest([mesh, *(joined_mesh(mesh, item) for item in tensor_meshes)])
+    key = mesh, widest, group, replicas, part_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
+    described = _described.get(key)
+    if described is None:
+        described = _described[key] = _describe(mesh, widest, group, replicas, device, is_simulated, part_size)
+    return described
+
+
+# Groups of one mesh share one object, which then is in the caches. Weakly: models on it keep it.
+_described: weakref.WeakValueDictionary[tuple[object, ...], DataParallelMesh] = weakref.WeakValueDictionary()
+
+
+def _describe(
+    mesh: DeviceMesh,
+    widest: DeviceMesh,
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup | None,
+    device: torch.device,
+    is_simulated: bool,
+    part_size: int | None,
+) -> DataParallelMesh:
+    peers = group
     if not is_simulated and widest.ndim > 1:
         groups = [item for item in (group, replicas) if item is not None]
         peers = group_of_ranks(widest.mesh.flatten().tolist(), groups)

@@ -8,6 +8,10 @@ import torch
 _AS_BYTES = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
+# Every backend knows them.
+PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64})
+
+
 def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a dtype that every backend can gather, and reduce unless they are integers (complex numbers
     travel as pairs)."""

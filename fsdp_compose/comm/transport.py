@@ -6,7 +6,8 @@ A transport belongs to one process group and serves the ``fully_shard`` groups o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from .label import Label, Work
-from .transferable import as_transferable
+from .transferable import PLAIN, as_transferable
 
 Range = tuple[int, int]
 """The elements from the first number to before the second."""
@@ -48,13 +49,23 @@ class Transport:
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
         """Fill ``whole`` with the equal shards of all ranks, in their order; ``shard`` may be this rank's part of
         it."""
-        return self.group._allgather_base(as_transferable(whole), as_transferable(shard), _ALL_GATHER)
+        if whole.dtype not in PLAIN:
+            whole, shard = as_transferable(whole), as_transferable(shard)
+        return self.group._allgather_base(whole, shard, _ALL_GATHER)
+
+    def prepared_all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Callable[[], Work]:
+        """What issues ``all_gather`` with these arguments, again and again."""
+        if type(self) is not Transport:
+            return partial(self.all_gather, whole, shard, label)
+        return partial(self.group._allgather_base, as_transferable(whole), as_transferable(shard), _ALL_GATHER)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
         """Fill ``shard`` with this rank's part of the sum, or average, of what each rank has in ``whole``; it may be
         its part of ``whole``, which may be overwritten."""
         options = _AVERAGE if is_average else _SUM
-        return self.group._reduce_scatter_base(as_transferable(shard), as_transferable(whole), options)
+        if whole.dtype not in PLAIN:
+            whole, shard = as_transferable(whole), as_transferable(shard)
+        return self.group._reduce_scatter_base(shard, whole, options)
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
         """Replace ``tensor`` by its sum, or average, over the ranks."""

@@ -34,15 +34,29 @@ class AllGathers:
 
     # ---- parameters
 
+    @in_range("all_gather")
     def unshard(self, handle: FlatParamHandle) -> None:
-        """Allocate the unsharded memory of a handle that has none, and start the all-gather into it."""
-        handle.unsharded.allocate()
-        self._start_all_gather(handle)
+        """Allocate the unsharded memory of a handle, if it has none, and start the all-gather into it."""
+        segments = handle.segment_version() if handle.segments else 0
+        if self._all_gather_stream is None:
+            handle.unsharded.gather(segments)
+            return
+        if not handle.unsharded.is_allocated:
+            handle.unsharded.allocate()
+        self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._all_gather_stream):
+            handle.unsharded.gather(segments)
 
+    @in_range("all_gather")
     def unshard_parts(self, handle: FlatParamHandle) -> None:
         """As ``unshard``, of the parts that ``reshard_to_part`` has kept, among the ranks that share them."""
         handle.unsharded.allocate()
-        self._start_all_gather_of_parts(handle)
+        if self._all_gather_stream is None:
+            handle.unsharded.gather_parts()
+            return
+        self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._all_gather_stream):
+            handle.unsharded.gather_parts()
 
     def refresh(self, handle: FlatParamHandle) -> None:
         """Gather again into the storage of a handle that was left unsharded; its shard may have changed."""
@@ -50,27 +64,7 @@ class AllGathers:
             return
         self.wait(handle)
         handle.unsharded.memory.hide()
-        self._start_all_gather(handle)
-
-    @in_range("all_gather")
-    def _start_all_gather(self, handle: FlatParamHandle) -> None:
-        unsharded = handle.unsharded
-        unsharded.note_gather(handle.segment_version() if handle.segments else 0)
-        if self._all_gather_stream is None:
-            unsharded.gather()
-            return
-        self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._all_gather_stream):
-            unsharded.gather()
-
-    @in_range("all_gather")
-    def _start_all_gather_of_parts(self, handle: FlatParamHandle) -> None:
-        if self._all_gather_stream is None:
-            handle.unsharded.gather_parts()
-            return
-        self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._all_gather_stream):
-            handle.unsharded.gather_parts()
+        AllGathers.unshard(self, handle)
 
     @in_range("wait all_gather")
     def wait(self, handle: FlatParamHandle) -> None:

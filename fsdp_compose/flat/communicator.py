@@ -19,7 +19,7 @@ from .all_gathers import AllGathers
 from .flat_param import FlatParamHandle
 from .gradient import WriteMode
 from .ranges import in_range
-from .reduction import Destination, ReduceBuffer, Reduction, ReplicaAverage, pool_ids
+from .reduction import ReduceBuffer, Reduction, ReplicaAverage, Then, copy_gradients, fill, pool_ids
 from .whole import take_whole
 
 
@@ -59,35 +59,41 @@ class Communicator(AllGathers):
         contributions = handle.contributions
         if contributions.accumulation is not None:
             contributions.follow_zero_grad()
-        grads, missing = contributions.take(handle.unsharded.params)
+        grads, missing = contributions.take(handle.unsharded.params, averages)
         if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
         reduction = contributions.reduction
-        if reduction is None or reduction.buffer is None or reduction.buffer.pool_id != self._pool_id:
-            reduction = handle.prepare_reduction(self._buffer_for(handle))
-        buffer = reduction.buffer
-        assert buffer is not None
+        buffer = None if reduction is None else reduction.buffer
+        if reduction is None or buffer is None or buffer.pool_id != self._pool_id:
+            buffer = self._buffer_for(handle)
+            reduction = handle.prepare_reduction(buffer)
         if buffer in self._in_flight:
-            self._finish_reduction(buffer)
-        accumulation = contributions.take_accumulation()
-        earlier = None if accumulation is None else accumulation.scattered
+            self._finish(buffer)
+        accumulation, earlier = contributions.accumulation, None
+        if accumulation is not None:
+            contributions.take_accumulation()
+            earlier = accumulation.scattered
         if accumulation is not None and accumulation.flat is not None:
             accumulation.add(grads)
             buffer.free()  # nothing is in flight in it, and this reduction brings its own memory
             reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.shard.dtype, accumulation.flat)
         else:
             buffer.take(reduction)
-            reduction.fill(grads, missing)
+            if missing:
+                fill(reduction.views, grads, missing)
+            else:
+                copy_gradients(reduction.views, grads)
         del grads, accumulation
         if averages:
-            contributions.await_publication()
             is_added = handle.gradient.prepare() is WriteMode.ADDED
-            destination = Destination(handle.gradient.target, is_added, earlier)
+            reduction.aim(contributions.options, (handle.gradient.target, is_added, earlier))
         else:
-            is_added, destination = earlier is not None, Destination(None, False, earlier)
-        reduction.aim(destination, contributions.options)
+            is_added = earlier is not None
+            reduction.aim(contributions.options, (None, False, earlier))
         self._in_flight[buffer] = handle, reduction
-        self._start_reduction(handle, reduction)
+        self._start_reduce_scatter(handle, reduction)
+        if self._reduce_stream is not None and reduction.then is Then.AVERAGE:
+            self._go_on_with_replicas(handle, reduction)
         return is_added
 
     def _reduce_whole(self, handle: FlatParamHandle, is_kept: bool, averages: bool) -> bool:
@@ -115,13 +121,12 @@ class Communicator(AllGathers):
         with self._module.stream(self._reduce_stream):
             average.issue(handle.mesh, handle.label)
 
-    def _start_reduction(self, handle: FlatParamHandle, reduction: Reduction) -> None:
-        self._start_reduce_scatter(handle, reduction)
-        if self._reduce_stream is not None and reduction.has_second_stage:
-            with self._module.stream(self._reduce_stream):
-                if reduction.work is not None:
-                    reduction.work.wait()  # that stream waits, not the host
-                self._average_replicas(handle, reduction)
+    def _go_on_with_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
+        """Issue the second stage behind the first, on the same stream."""
+        with self._module.stream(self._reduce_stream):
+            if reduction.work is not None:
+                reduction.work.wait()  # that stream waits, not the host
+            self._average_replicas(handle, reduction)
 
     @in_range("reduce_scatter")
     def _start_reduce_scatter(self, handle: FlatParamHandle, reduction: Reduction) -> None:
@@ -136,38 +141,36 @@ class Communicator(AllGathers):
     def _average_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
         self._averages.append((handle, reduction.average_replicas()))
 
-    def _finish_reduction(self, buffer: ReduceBuffer, discards: bool = False) -> None:
-        """Wait for the reduction that is in flight in ``buffer``; the result goes on to the replicas, or to where it is
-        to go."""
-        handle, reduction = self._in_flight[buffer]
+    def _finish(self, buffer: ReduceBuffer, discards: bool = False) -> None:
+        """End the reduction that is in flight in ``buffer``."""
+        handle, reduction = pair = self._in_flight.pop(buffer)
         try:
-            self._wait_reduction(handle, reduction)
-            self._deliver(handle, reduction, discards)
-        except Exception:  # after others (Ctrl-C) it may still be in flight
-            del self._in_flight[buffer]
+            self._finish_reduction(handle, reduction, discards)
+        except Exception:
             raise
-        del self._in_flight[buffer]
-
-    def _deliver(self, handle: FlatParamHandle, reduction: Reduction, discards: bool) -> None:
-        if discards:
-            reduction.discard()
-        elif reduction.has_second_stage:
-            self._average_replicas(handle, reduction)
-        elif reduction.is_last:
-            reduction.finish()
-        elif reduction.output is not None:
-            keep_scattered(handle, reduction.leave())
+        except BaseException:  # Ctrl-C: it may still be in flight
+            self._in_flight[buffer] = pair
+            raise
 
     @in_range("wait reduce_scatter")
-    def _wait_reduction(self, handle: FlatParamHandle, reduction: Reduction) -> None:
-        if reduction.work is not None:
+    def _finish_reduction(self, handle: FlatParamHandle, reduction: Reduction, discards: bool = False) -> None:
+        """Wait for a reduction; the result goes on to the replicas, or to where it is to go."""
+        work = reduction.work
+        if work is not None:
             try:
-                reduction.work.wait()
+                work.wait()
             except RuntimeError as error:
                 raise self._failure("reduce-scatter", handle, error) from error
             if self._reduce_stream is not None and handle.mesh.is_simulated:
                 self._wait_for_stream(self._reduce_stream)
-            reduction.arrive()
+        if reduction.then is Then.FINISH and not discards:
+            reduction.finish()
+        elif discards or reduction.output is None:  # it may have gone on to the replicas as soon as it was issued
+            reduction.discard()
+        elif reduction.then is Then.AVERAGE:
+            self._average_replicas(handle, reduction)
+        else:
+            keep_scattered(handle, reduction.leave())
 
     @in_range("wait all_reduce")
     def _finish_average(self, handle: FlatParamHandle, average: ReplicaAverage, discards: bool = False) -> None:
@@ -185,10 +188,11 @@ class Communicator(AllGathers):
         """Do ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
         dtype of the shard: for functional mode."""
         result = torch.empty(handle.layout.shard_numel, dtype=handle.shard.dtype, device=handle.shard.device)
-        reduction.aim(Destination(result), handle.contributions.options)
-        self._start_reduction(handle, reduction)
-        self._wait_reduction(handle, reduction)
-        self._deliver(handle, reduction, False)
+        reduction.aim(handle.contributions.options, (result, False, None))
+        self._start_reduce_scatter(handle, reduction)
+        if self._reduce_stream is not None and reduction.then is Then.AVERAGE:
+            self._go_on_with_replicas(handle, reduction)
+        self._finish_reduction(handle, reduction)
         self._finish_averages()
         return result
 
@@ -201,7 +205,7 @@ class Communicator(AllGathers):
         """Wait for every reduction in flight and free the buffers; ``discards``: the results are of no use."""
         for buffer in self._buffers.values():
             if buffer in self._in_flight:
-                self._finish_reduction(buffer, discards)
+                self._finish(buffer, discards)
             buffer.free()
         if self._averages:
             self._finish_averages(discards)
@@ -222,5 +226,5 @@ class Communicator(AllGathers):
         if buffer is None:
             buffer = self._buffers[key] = ReduceBuffer(*key, self._pool_id)
         elif buffer in self._in_flight:
-            self._finish_reduction(buffer)
+            self._finish(buffer)
         return buffer

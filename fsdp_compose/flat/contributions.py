@@ -13,6 +13,7 @@ from .reduction import AVERAGE, Reduction, ReductionOptions
 from .tensor_parallel import TensorParallel
 
 _grad = attrgetter("grad")
+_NONE = type(None)
 
 
 class Contributions:
@@ -71,8 +72,13 @@ class Contributions:
         present = self.outside.get(index)
         self.outside[index] = grad if present is None else present + grad
 
-    def take(self, params: Sequence[nn.Parameter]) -> tuple[list[torch.Tensor], list[int]]:
-        """Move the gradients out of the unsharded parameters; which are missing (None in the list)."""
+    def take(
+        self, params: Sequence[nn.Parameter], awaits_publication: bool = False
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Move the gradients out of the unsharded parameters; which are missing (None in the list).
+        ``awaits_publication``: they are about to be reduced, to be shown at the end of this backward."""
+        if awaits_publication:
+            self.awaits_publication = True
         grads = [*map(_grad, params)]
         for param in params:
             param.grad = None
@@ -82,8 +88,9 @@ class Contributions:
             for i, outside in self.outside.items():
                 grads[i] = outside if grads[i] is None else outside + grads[i]
             self.outside = {}
-        missing = [i for i, grad in enumerate(grads) if grad is None]
-        if missing:
+        missing: list[int] = []
+        if _NONE in map(type, grads):  # a loop without bytecode
+            missing = [i for i, grad in enumerate(grads) if grad is None]
             for i, grad in enumerate(grads):
                 if grad is not None:
                     self.is_used[i] = 1

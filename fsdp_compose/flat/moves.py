@@ -57,14 +57,14 @@ def is_stale(handle: FlatParamHandle) -> bool:
     Raises:
         RuntimeError: this rank has, by itself.
     """
-    gathered = handle.unsharded.gathered
+    version, segments, num_writes = handle.unsharded.gathered
     if handle.unsharded.never_freed:
         return False
-    if handle.segments and handle.segment_version() != gathered.segments:
+    if handle.segments and handle.segment_version() != segments:
         return True
-    if handle.shard._version == gathered.version:
+    if handle.shard._version == version:
         return False
-    if gathered.writes != writes.count:
+    if num_writes != writes.count:
         return True
     names = ", ".join(handle.names)
     raise RuntimeError(

@@ -62,7 +62,7 @@ _have_ranges = False
 
 
 def in_range(what: str) -> Callable[[_F], _F]:
-    """A decorator for methods whose first argument is a handle, and that subclasses do not override."""
+    """A decorator for methods whose first argument is a handle."""
 
     def decorate(method: _F) -> _F:
         return _Ranged(what, method)  # type: ignore[return-value]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count
-from typing import NamedTuple
 
 import torch
 
@@ -60,7 +60,8 @@ class ReduceBuffer:
 
     def take(self, reduction: Reduction) -> None:
         """Make room for a reduction, with zeros in its padding."""
-        self.make_room(reduction.flat.nbytes)
+        if self.nbytes < reduction.flat.nbytes:
+            self.make_room(reduction.flat.nbytes)
         if self.zeroed_gaps is not reduction.gap_bounds:
             if reduction.gaps:
                 foreach_zero_(reduction.gaps)
@@ -72,7 +73,7 @@ class ReduceBuffer:
         self.zeroed_gaps = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ReductionOptions:
     """How the gradients of a group are reduced.
 
@@ -99,31 +100,30 @@ class ReductionOptions:
 AVERAGE = ReductionOptions()
 
 
-class Destination(NamedTuple):
-    """Where the result of a reduction goes.
+def _bring(output: torch.Tensor, target: torch.Tensor, is_added: bool, after: float, hook: Hook | None) -> None:
+    """Bring the result of a reduction to ``target``, divided by ``after``; ``hook``: see ``ReductionOptions``."""
+    if after != 1:
+        output.div_(after)
+    if hook is not None:
+        hook(output)
+    if is_added:
+        target.add_(output)
+    elif output is not target:
+        target.copy_(output)
 
-    Attributes:
-        target: what takes it; ``None``: it waits for the replicas' average of a later backward.
-        is_added: it is added to what is there.
-        earlier: what earlier backwards have scattered, and not averaged over the replicas.
-    """
 
-    target: torch.Tensor | None
-    is_added: bool = False
-    earlier: torch.Tensor | None = None
+Destination = tuple["torch.Tensor | None", bool, "torch.Tensor | None"]
+"""What takes the result of a reduction, whether it is added there, and what earlier backwards have scattered."""
 
-    def take(self, output: torch.Tensor, after: float, hook: Hook | None) -> None:
-        """Bring ``output`` there, divided by ``after``; ``hook``: see ``ReductionOptions``."""
-        target = self.target
-        assert target is not None
-        if after != 1:
-            output.div_(after)
-        if hook is not None:
-            hook(output)
-        if self.is_added:
-            target.add_(output)
-        elif output is not target:
-            target.copy_(output)
+_NOWHERE: Destination = (None, False, None)
+
+
+class Then(Enum):
+    """What comes after the first stage of a reduction."""
+
+    FINISH = "the result goes to its target"
+    AVERAGE = "it is averaged over the replicas"
+    WAIT = "it waits for a later reduction, which averages over the replicas"
 
 
 class Reduction:
@@ -145,11 +145,12 @@ class Reduction:
         goes_direct: the result can arrive in memory of the caller's.
         work: the collective in flight, for which the caller waits.
         output: where the result arrives, while it is in flight.
+        then: what comes after the first stage.
     """
 
     __slots__ = (
         "_destination", "_factors", "_label", "_mesh", "_options", "_own_slice", "buffer", "flat",
-        "gap_bounds", "gaps", "goes_direct", "output", "views", "work",
+        "gap_bounds", "gaps", "goes_direct", "output", "then", "views", "work",
     )  # fmt: skip
 
     def __init__(
@@ -171,31 +172,30 @@ class Reduction:
             self._own_slice = flat[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
         self._follow(AVERAGE)
         self.goes_direct = flat.dtype == dtype and mesh.data_world_size > 1
-        self._destination: Destination | None = None
+        self._destination: Destination = _NOWHERE
         self.work: Work | None = None
         self.output: torch.Tensor | None = None
-
-    def fill(self, grads: list[torch.Tensor], missing: Sequence[int]) -> None:
-        """Copy the gradients there are into the views, and zeros for those that are missing."""
-        fill(self.views, grads, missing)
+        self.then = Then.WAIT
 
     def _follow(self, options: ReductionOptions) -> None:
         self._options = options
         mesh, is_half = self._mesh, self.flat.dtype == torch.float16
         self._factors = options.factors(mesh.data_world_size, mesh.missing_factor, is_half)
 
-    def aim(self, destination: Destination, options: ReductionOptions) -> None:
+    def aim(self, options: ReductionOptions, destination: Destination) -> None:
         """Choose how to reduce, and where the result goes."""
         if options is not self._options:
             self._follow(options)
         self._destination = destination
-        target = destination.target
-        if target is not None and self.goes_direct and not destination.is_added:
-            self.output = target
-        elif target is None or self._mesh.replica_transport is not None:  # it outlives what is in the buffer
-            self.output = torch.empty_like(self._own_slice)
-        else:
-            self.output = self._own_slice
+        target, is_added, _ = destination
+        if target is None:
+            self.then, self.output = Then.WAIT, torch.empty_like(self._own_slice)
+            return
+        goes_direct = self.goes_direct and not is_added
+        if self._mesh.replica_transport is None:
+            self.then, self.output = Then.FINISH, target if goes_direct else self._own_slice
+        else:  # it outlives what is in the buffer
+            self.then, self.output = Then.AVERAGE, target if goes_direct else torch.empty_like(self._own_slice)
 
     def issue(self) -> None:
         """Issue the first stage, on the present stream, if there is another rank."""
@@ -209,51 +209,39 @@ class Reduction:
         elif output is not self._own_slice:
             output.copy_(self._own_slice)
 
-    def arrive(self) -> None:
-        """The first stage is done."""
-        self.work = None
-
     def discard(self) -> None:
-        """Its result is of no use."""
-        self.output = self._destination = None
-
-    @property
-    def has_second_stage(self) -> bool:
-        """Whether its result is to be averaged over replicas."""
-        return self._mesh.replica_transport is not None and self.is_last
-
-    @property
-    def is_last(self) -> bool:
-        """Whether its result goes somewhere, and has not gone there yet."""
-        return self._destination is not None and self._destination.target is not None
+        """The first stage is done; its result is of no use, or was taken."""
+        self.work, self.output, self._destination = None, None, _NOWHERE
 
     def leave(self) -> torch.Tensor:
         """The first stage is done, and the last for now: what this rank has of the sum over the shard group, and of
         earlier ones."""
-        output, destination = self.output, self._destination
-        assert output is not None and destination is not None
-        if destination.earlier is not None:
-            output.add_(destination.earlier)
-        self.output = self._destination = None
+        output, (_, _, earlier) = self.output, self._destination
+        assert output is not None
+        if earlier is not None:
+            output.add_(earlier)
+        self.output, self._destination = None, _NOWHERE
         return output
 
     def average_replicas(self) -> ReplicaAverage:
         """The first stage is done: issue the second, on the present stream."""
-        destination, (_, is_average, after) = self._destination, self._factors
-        assert destination is not None
-        earlier = destination.earlier  # kept until all is done: another stream may read it
-        result = ReplicaAverage(self.leave(), destination, is_average, after, self._options.hook, earlier)
+        (target, is_added, earlier), (_, is_average, after) = self._destination, self._factors
+        assert target is not None
+        # What came earlier is kept until all is done: another stream may read it.
+        result = ReplicaAverage(self.leave(), target, is_added, is_average, after, self._options.hook, earlier)
         result.issue(self._mesh, self._label)
         return result
 
     def finish(self) -> None:
         """The only stage is done: bring the result to where it goes."""
-        output, destination = self.output, self._destination
-        assert output is not None and destination is not None
-        if destination.earlier is not None:
-            output.add_(destination.earlier)
-        self.output = self._destination = None
-        destination.take(output, self._factors[2], self._options.hook)
+        output, (target, is_added, earlier) = self.output, self._destination
+        assert output is not None and target is not None
+        self.work, self.output, self._destination = None, None, _NOWHERE
+        if earlier is not None:
+            output.add_(earlier)
+        after, hook = self._factors[2], self._options.hook
+        if output is not target or after != 1 or hook is not None:
+            _bring(output, target, is_added, after, hook)
 
 
 class ReplicaAverage:
@@ -262,7 +250,7 @@ class ReplicaAverage:
 
     Args:
         output: the memory.
-        destination: where the average goes.
+        target: where the average goes; ``is_added``: it is added to what is there.
         is_average, after: whether the collective averages, and what its result is divided by; ``hook``: see
             ``ReductionOptions``.
         earlier: what must be kept until then.
@@ -271,18 +259,20 @@ class ReplicaAverage:
         work: the collective in flight, for which the caller waits.
     """
 
-    __slots__ = ("_after", "_destination", "_earlier", "_hook", "_is_average", "_output", "work")
+    __slots__ = ("_after", "_earlier", "_hook", "_is_average", "_output", "_target", "is_added", "work")
 
     def __init__(
         self,
         output: torch.Tensor,
-        destination: Destination,
+        target: torch.Tensor,
+        is_added: bool,
         is_average: bool,
         after: float,
         hook: Hook | None,
         earlier: object = None,
     ) -> None:
-        self._output, self._destination, self._after, self._hook = output, destination, after, hook
+        self._output, self._target, self.is_added = output, target, is_added
+        self._after, self._hook = after, hook
         self._is_average, self._earlier = is_average, earlier
         self.work: Work | None = None
 
@@ -291,14 +281,9 @@ class ReplicaAverage:
         assert mesh.replica_transport is not None
         self.work = mesh.replica_transport.all_reduce(self._output, self._is_average, label)
 
-    @property
-    def is_added(self) -> bool:
-        """Whether the result is added to a gradient that was there before."""
-        return self._destination.is_added
-
     def finish(self) -> None:
         """The collective is done: bring the result to where it goes."""
-        self._destination.take(self._output, self._after, self._hook)
+        _bring(self._output, self._target, self.is_added, self._after, self._hook)
 
 
 def _first_factor(world_size: int) -> int:

@@ -8,7 +8,7 @@ sharded over all ranks (HFSDP, Megatron-FSDP).
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 
@@ -22,9 +22,12 @@ class ShardSource:
         shard: this rank's.
         flat: what the all-gather writes to, which may have no memory now.
         mesh, label: whose.
+
+    Attributes:
+        gather: issues the all-gather, on the present stream; its work, or ``None``: it is complete.
     """
 
-    __slots__ = ("_cast_shard", "_issue", "_shard")
+    __slots__ = ("_arguments", "_cast_shard", "_issue", "_shard", "gather")
 
     def __init__(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> None:
         rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
@@ -34,16 +37,18 @@ class ShardSource:
         self._shard, self._cast_shard = shard, own_slice if is_cast else None
         # On an accelerator the work of a collective of one rank still orders the copy before compute.
         is_local = is_alone and shard.device.type == "cpu"
-        arguments = (flat, own_slice if is_cast else shard, label)
-        self._issue = None if is_local else partial(mesh.transport.all_gather, *arguments)
+        self._arguments = (flat, own_slice if is_cast else shard, label)
+        self._issue = None if is_local else mesh.transport.prepared_all_gather(*self._arguments)
+        self.gather: Callable[[], Work | None] = self._issue if self._issue and not is_cast else self._copy_and_issue
 
     def gather_by(self, transport: Transport) -> None:
         """Move shards so from now on."""
         if self._issue is not None:
-            self._issue = partial(transport.all_gather, *self._issue.args)
+            self._issue = transport.prepared_all_gather(*self._arguments)
+            if self._cast_shard is None:
+                self.gather = self._issue
 
-    def gather(self) -> Work | None:
-        """Issue the all-gather, on the present stream; ``None``: it is complete."""
+    def _copy_and_issue(self) -> Work | None:
         if self._cast_shard is not None:
             self._cast_shard.copy_(self._shard)
         return None if self._issue is None else self._issue()
@@ -82,7 +87,7 @@ class KeptPart:
             self.is_kept = True
         self._memory.copy_(shown[self._range])
 
-    def gather(self) -> Work | None:
+    def gather(self) -> Work:
         """Issue the all-gather of the parts, on the present stream."""
         return self._transport.all_gather(*self._arguments)
 

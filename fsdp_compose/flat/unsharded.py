@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -100,18 +100,9 @@ class UnshardedMemory:
         return max(self.storage.nbytes(), self._hidden_storage.nbytes())
 
 
-class Gathered(NamedTuple):
-    """What an all-gather has read.
-
-    Attributes:
-        version: of the shard.
-        segments: of the flat views that are DTensors, whose writes do not count at the shard.
-        writes: of all ranks, as ``ragged`` counts them.
-    """
-
-    version: int = 0
-    segments: int = 0
-    writes: int = 0
+Gathered = tuple[int, int, int]
+"""What an all-gather has read: the version of the shard; that of the flat views that are DTensors, whose writes do not
+count at the shard; and how many writes of all ranks there were then, as ``ragged`` counts them."""
 
 
 class Unsharded:
@@ -174,7 +165,7 @@ class Unsharded:
         self.dtensors = [param for param in self.params if isinstance(param, DTensor)]
         self.forgive_edit()
         self.flags = [False] * len(self.params)
-        self.gathered = Gathered()
+        self.gathered: Gathered = (0, 0, 0)
         self.work: Work | None = None
         self.is_allocated = self.keep = self.never_freed
         self.left_by_forward = False
@@ -195,31 +186,36 @@ class Unsharded:
         self.memory.allocate()
         self.is_allocated = True
 
-    def note_gather(self, segments: int) -> None:
-        """An all-gather is about to be issued, of the shard as it is now; ``segments``: see ``Gathered``."""
-        self.gathered = Gathered(self._shard._version, segments, writes.count)
-
-    def gather(self) -> None:
-        """Issue the all-gather, on the present stream."""
-        self._take(self._source.gather())
+    def gather(self, segments: int) -> None:
+        """Issue the all-gather, on the present stream, which allocates if there is no memory yet; ``segments``: of what
+        is read, see ``Gathered``."""
+        if not self.is_allocated:
+            self.memory.allocate()
+            self.is_allocated = True
+        self.gathered = self._shard._version, segments, writes.count
+        self.work = self._source.gather()
+        if self.work is None:
+            self.memory.show()
 
     def gather_parts(self) -> None:
         """As ``gather``, of what stayed when the parameters were freed last."""
         assert self.part is not None
-        self._take(self.part.gather())
-
-    def _take(self, work: Work | None) -> None:
-        self.work = work
-        if work is None:
-            self.memory.show()
+        self.work = self.part.gather()
 
     def arrive(self) -> None:
         """The all-gather is complete."""
         self.work = None
-        self.memory.show()
+        memory = self.memory  # on the hot path: as its methods do
+        if memory._exchange is not None and not memory._is_shown:
+            memory._exchange()
+            memory._is_shown = True
 
     def free(self) -> None:
-        self.memory.free()
+        memory = self.memory
+        if memory._is_shown and memory._exchange is not None:
+            memory._exchange()
+            memory._is_shown = False
+        memory._hidden_storage.resize_(0)
         self.is_allocated = self.left_by_forward = False
 
     def keep_part(self) -> None:
@@ -242,7 +238,7 @@ class Unsharded:
 
     def was_written_since_gather(self, segments: int) -> bool:
         """Whether this rank has seen a write to its shard since then."""
-        return segments != self.gathered.segments or self._shard._version != self.gathered.version
+        return (self._shard._version, segments) != self.gathered[:2]
 
     def put_back(self, index: int, view: torch.Tensor) -> None:
         """Let a parameter that was given other memory be a view of this one again."""

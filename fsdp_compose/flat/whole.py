@@ -14,7 +14,7 @@ import torch
 from .._torch import foreach_mul_
 from .flat_param import FlatParamHandle
 from .gradient import WriteMode
-from .reduction import AVERAGE, Destination, ReplicaAverage, fill
+from .reduction import AVERAGE, ReplicaAverage, fill
 
 LARGE_BYTES = 1 << 16  # of a gradient; below, a call by itself costs more than it saves
 
@@ -73,7 +73,7 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
     contributions.await_publication()
     if goes_direct:
         _fill(handle, grads, missing)
-        return ReplicaAverage(target, Destination(target), False, 1, None)
+        return ReplicaAverage(target, target, False, False, 1, None)
     accumulation = contributions.take_accumulation()
     if accumulation is not None and accumulation.flat is not None:
         accumulation.add(grads)
@@ -85,7 +85,7 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
     before, is_average, after = options.factors(mesh.data_world_size, mesh.missing_factor, dtype == torch.float16)
     if before != 1:
         flat.div_(before)
-    return ReplicaAverage(flat, Destination(target, is_added), is_average, after, options.hook)
+    return ReplicaAverage(flat, target, is_added, is_average, after, options.hook)
 
 
 def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from ..flat import FlatParamHandle
-from .progress import HookedUse, Shown
+from .progress import GroupUse, HookedUse, Shown
 
 
 class ForwardRecord:
@@ -37,6 +37,7 @@ class Forward:
         record: what it has run; ``previous``: what the last one of the same module has, which drives prefetch.
         depth: forwards entered and not left.
         innermost: of the uses whose forwards are running, in the default mode under grad mode.
+        latest: of those that have ended, the last one of each group, by its index; until the outermost one has ended.
         caller: the frame that has called the outermost module, while it runs.
         is_given: it began with other values than its own (see ``given``) in some slots of parameters.
         task: number of the backward inside which it began, as autograd counts them; -1 outside of backward.
@@ -46,8 +47,8 @@ class Forward:
     """
 
     __slots__ = (
-        "caller", "depth", "has_failed", "innermost", "is_given", "num_backwards", "previous", "record", "task",
-        "written",
+        "caller", "depth", "has_failed", "innermost", "is_given", "latest", "num_backwards", "previous", "record",
+        "task", "written",
     )  # fmt: skip
 
     def __init__(
@@ -62,18 +63,23 @@ class Forward:
         self.record, self.previous = record, previous
         self.depth = 0
         self.innermost: HookedUse | None = None
+        self.latest: dict[int, HookedUse] = {}
         self.caller, self.is_given = caller, is_given
         self.task, self.num_backwards = task, num_backwards
         self.has_failed = False
         self.written: dict[FlatParamHandle, set[int]] | None = None
 
-    def enter(self) -> None:
-        """A forward of a group begins."""
+    def enter(self, use: HookedUse | None) -> None:
+        """A forward of a group begins; ``use``: its own, if it is in the default mode under grad mode."""
         self.depth += 1
+        if use is not None:
+            self.innermost = use
 
-    def leave(self) -> None:
+    def leave(self, use: GroupUse | None) -> None:
         """A forward of a group ends, however it does."""
         self.depth -= 1
+        if use is not None:
+            self.innermost = use.outer
 
     def begin_use(self, use: HookedUse | None) -> None:
         """``use`` is the innermost one from now on."""
@@ -82,6 +88,7 @@ class Forward:
     def end(self) -> None:
         """The outermost one has ended, without an error."""
         self.has_failed, self.caller = False, None
+        self.latest.clear()
 
     def fail(self) -> None:
         """It has ended, or must end, in an exception."""
@@ -90,6 +97,7 @@ class Forward:
     def abandon(self) -> None:
         """The outermost one has ended in an exception."""
         self.has_failed, self.caller = True, None
+        self.latest.clear()
 
     def note_written(self, handle: FlatParamHandle | None = None, indexes: Sequence[int] = ()) -> None:
         """It has looked for unseen writes, and has found some to these parameters of ``handle``."""

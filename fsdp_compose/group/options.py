@@ -16,7 +16,7 @@ from ..flat import AVERAGE, Granularity, MixedPrecisionPolicy, ReductionOptions
 Modules = tuple["weakref.ref[nn.Module]", ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GroupOptions:
     """The options of one group.
 

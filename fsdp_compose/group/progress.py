@@ -15,10 +15,21 @@ from ..flat import FlatParamHandle, Region
 
 
 class GroupUse(Protocol):
-    """One forward of one group, in any mode; in the default mode, one under grad mode."""
+    """One forward of one group, in any mode; in the default mode, one under grad mode.
 
-    def end(self) -> HookedUse | None:
-        """Forward has ended; the use around this one that is in the default mode."""
+    Attributes:
+        outer: the use around this one that is in the default mode.
+        has_check: ``check`` does something.
+    """
+
+    @property
+    def outer(self) -> HookedUse | None: ...
+
+    @property
+    def has_check(self) -> bool: ...
+
+    def abandon(self) -> None:
+        """Forward has ended in an exception; if it has not, ``hook_outputs`` comes."""
 
     def check(self) -> None:
         """Raise if forward has changed a parameter, in a way that this mode can tell."""
@@ -31,10 +42,17 @@ class GroupUse(Protocol):
 
 
 class HookedUse(GroupUse, Protocol):
-    """One in the default mode, which hooks tell of its backward."""
+    """One in the default mode, which hooks tell of its backward.
 
-    def reach(self, backward: object, grad: torch.Tensor) -> None:
-        """A backward has come to a use inside this one, by a gradient; perhaps past its outputs."""
+    Attributes:
+        active_backward: the backward that has reached it, and has not finished it.
+    """
+
+    @property
+    def active_backward(self) -> object: ...
+
+    def reach(self, grad: torch.Tensor) -> None:
+        """Another backward has come to a use inside this one, by a gradient; perhaps past its outputs."""
 
     def hook_output(self, tensor: torch.Tensor) -> bool:
         """Hook a tensor for pre-backward; ``False`` if backward could enter the group past such a hook."""
@@ -46,7 +64,7 @@ class Shown(Protocol):
     def show_sharded(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a group stands below its root.
 
@@ -54,11 +72,15 @@ class Place:
         index: its position in the root's order.
         is_outermost: its module begins iterations: a root.
         reshards_after_forward: what the root has made of the option.
+        keeps_parts: a part stays of what is resharded then.
+        stays_after_backward: it is not resharded after a backward.
     """
 
     index: int
     is_outermost: bool
     reshards_after_forward: bool
+    keeps_parts: bool = False
+    stays_after_backward: bool = False
 
 
 NOWHERE = Place(-1, False, True)  # before the first forward
@@ -70,24 +92,19 @@ class Progress:
     Attributes:
         entries: for each forward of the group's modules that was entered and not left, the exception that was being
             handled when it was entered, its use, and whether it is a recomputation.
-        latest_use: of the outermost forward that is running, in the default mode under grad mode.
         outstanding: number of the forward of each use whose backward has not come yet, in order.
         pending_modules: of several modules, how many have yet to run before the group is resharded.
         uses_left: how many uses, under grad mode and without, until one ends with a look for unseen writes;
             ``look_gaps`` how many there will be after it.
     """
 
-    __slots__ = ("entries", "latest_use", "look_gaps", "outstanding", "pending_modules", "uses_left")
+    __slots__ = ("entries", "look_gaps", "outstanding", "pending_modules", "uses_left")
 
     def __init__(self, outstanding: Sequence[int] = ()) -> None:
         self.entries: list[tuple[BaseException | None, GroupUse | None, bool]] = []
-        self.latest_use: HookedUse | None = None
         self.outstanding = [*outstanding]
         self.pending_modules: set[int] = set()
         self.uses_left, self.look_gaps = [1, 1], [1, 1]
-
-    def note_use(self, use: HookedUse | None) -> None:
-        self.latest_use = use
 
     def pass_by(self, last: int) -> None:
         """A backward has ended that has come to the forward of number ``last``: a use that it has passed by will not

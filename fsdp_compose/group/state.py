@@ -29,6 +29,7 @@ from .progress import NOWHERE, GroupBackward, GroupHistory, Place, Progress
 from .swap import ParameterSwap
 
 _shard_version = attrgetter("shard._version")
+_call = weakref.ref.__call__
 _serials = count()
 
 
@@ -109,7 +110,9 @@ class _FSDPState(ComposableState):
 
     def take_place(self, fqn: str, index: int, is_outermost: bool) -> None:
         """The group is ``fqn`` below a root now, and the one of this index there."""
-        self.fqn, self.place = fqn, Place(index, is_outermost, self.options.reshards(is_outermost))
+        self.fqn, options = fqn, self.options
+        reshards, stays = options.reshards(is_outermost), options.keeps_after_backward()
+        self.place = Place(index, is_outermost, reshards, options.keeps_parts(), stays)
 
     def take_number(self, code: int) -> None:
         """The order of collectives knows the group by ``code`` from now on."""
@@ -457,7 +460,7 @@ class Root:
         return bool(forward.depth > 0 or forward.has_failed or self.backward or self.failed_backward)
 
     def live_states(self) -> list[_FSDPState]:
-        return [state for ref in self.states if (state := ref()) is not None]
+        return [*filter(None, map(_call, self.states))]
 
 
 def widest_mesh(states: Sequence[_FSDPState]) -> DataParallelMesh:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import is_, setitem
 from typing import Any
 
 import torch
@@ -111,7 +111,8 @@ class ParameterSwap:
 
     def rebuild(self) -> None:
         """Prepare the unsharded dicts from the handles' present unsharded parameters."""
-        self._writes: list[tuple[Namespace, str, Any, Any]] = []  # (where, key, sharded value, unsharded value)
+        # Where, key, sharded value, unsharded value: four lists side by side.
+        self._writes: tuple[list[Namespace], list[str], list[Any], list[Any]] = ([], [], [], [])
         self._root_writes: list[tuple[weakref.ref[nn.Module], str, Any, Any]] = []
         for namespace, root, owned, sharded, unsharded in zip(
             self._namespaces, self._roots, self._owned, self._sharded.dicts, self._unsharded.dicts, strict=True
@@ -128,7 +129,11 @@ class ParameterSwap:
             if root is not None:
                 self._root_writes += [(root, *write) for write in writes]
             elif namespace is not None:
-                self._writes += [(namespace, *write) for write in writes]
+                for key, shown, instead in writes:
+                    self._writes[0].append(namespace)
+                    self._writes[1].append(key)
+                    self._writes[2].append(shown)
+                    self._writes[3].append(instead)
         self._prepared_names = [list(parameters) for parameters in self._sharded.dicts]
         self._sharded.note()
         self._unsharded.note()
@@ -203,12 +208,13 @@ class ParameterSwap:
         self.num_shows += 1
         if self.num_shows > 1:
             return
-        for namespace, key, _, unsharded in self._writes:
-            namespace[key] = unsharded
-        for ref, key, _, unsharded in self._root_writes:
-            module = ref()
-            if module is not None:
-                module.__dict__[key] = unsharded
+        namespaces, keys, _, values = self._writes
+        any(map(setitem, namespaces, keys, values))  # a loop without bytecode: setitem() returns None
+        if self._root_writes:
+            for ref, key, _, unsharded in self._root_writes:
+                module = ref()
+                if module is not None:
+                    module.__dict__[key] = unsharded
 
     def show_instead(self, others: Mapping[int, torch.Tensor]) -> list[tuple[Any, tuple[Any, ...]]]:
         """As ``show_unsharded``, with other tensors in the place of unsharded parameters (by the id of these).
@@ -229,7 +235,7 @@ class ParameterSwap:
                 return result
             return [others.get(id(item), item) for item in value]
 
-        for namespace, key, _, unsharded in self._writes:
+        for namespace, key, _, unsharded in zip(*self._writes, strict=True):
             namespace[key] = replaced(unsharded)
         for ref, key, _, unsharded in self._root_writes:
             module = ref()
@@ -247,13 +253,15 @@ class ParameterSwap:
         self.num_shows -= 1
         if self.num_shows:
             return
-        self.shown_instead = {}
-        for namespace, key, sharded, _ in self._writes:
-            namespace[key] = sharded
-        for ref, key, sharded, _ in self._root_writes:
-            module = ref()
-            if module is not None:
-                module.__dict__[key] = sharded
+        if self.shown_instead:
+            self.shown_instead = {}
+        namespaces, keys, values, _ = self._writes
+        any(map(setitem, namespaces, keys, values))  # see above
+        if self._root_writes:
+            for ref, key, sharded, _ in self._root_writes:
+                module = ref()
+                if module is not None:
+                    module.__dict__[key] = sharded
 
     def restore(self, num_running: int = 0) -> None:
         """Put the sharded parameters back after an interruption, whatever it left, and throw away what the interrupted

@@ -117,7 +117,7 @@ def check_after_forward(root: Root) -> None:
                 watch = root.watch
     if watch is not None and torch.is_grad_enabled():
         for state, tensors in watch.newly_kept():
-            latest = state.progress.latest_use
+            latest = root.forward.latest.get(state.place.index)
             if latest is not None:
                 for tensor in tensors:
                     latest.hook_output(tensor)
@@ -139,13 +139,10 @@ def end_forward(root: Root, is_hooked: bool) -> None:
                 root.communicator.reshard(handle)
         if progress.pending_modules:
             progress.pending_modules.clear()
-        progress.note_use(None)
 
 
 def abandon_forward(root: Root) -> None:
     """The outermost forward has ended in an exception."""
     root.forward.abandon()
-    for state in root.live_states():
-        state.progress.note_use(None)
     if root.watch is not None:
         root.watch.newly_kept()  # a backward inside this forward may have needed it: next time it is hooked

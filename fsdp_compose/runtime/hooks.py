@@ -22,7 +22,7 @@ import torch.nn as nn
 
 from .._torch import current_graph_task_id, in_transform, temporarily_clear_interpreter_stack
 from ..flat import explain_refused_access
-from ..group import Root, _FSDPState, never_traced, state_of_hooked
+from ..group import GroupUse, Root, _FSDPState, never_traced, state_of_hooked
 from .backward import keep_unsharded
 from .backward_inputs import notice_inputs
 from .first_forward import tree_has_changed
@@ -83,29 +83,30 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     entered_with, use, is_recomputed = progress.entries.pop()
     root = state.root
     assert root is not None
-    if use is not None:
-        root.forward.begin_use(use.end())
     error = sys.exc_info()[1]
     has_failed = error is not None and error is not entered_with
     state.swap.show_sharded()
-    if not is_recomputed:
-        root.forward.leave()
+    if is_recomputed:
+        if use is not None:
+            root.forward.begin_use(use.outer)
+    else:
+        root.forward.leave(use)
         progress.uses_left[use is None] -= 1
         if not progress.uses_left[use is None]:
             look_for_writes(root, state, module, use)
     if not has_failed:
         try:
-            if use is not None:
+            if use is not None and use.has_check:
                 use.check()
             if root.forward.depth == 0 and not is_recomputed:
                 if root.forward.written is not None:
                     refuse_unseen_writes(root)
                 check_after_forward(root)
         except RuntimeError:
-            _abandon(root, state, is_recomputed)
+            _abandon(root, state, use, is_recomputed)
             raise
     if has_failed:
-        _abandon(root, state, is_recomputed)
+        _abandon(root, state, use, is_recomputed)
         return None
     is_hooked = False
     if use is None:
@@ -132,8 +133,10 @@ def _find_root(state: _FSDPState, module: nn.Module, is_recomputed: bool) -> Roo
         return find(state, module)
 
 
-def _abandon(root: Root, state: _FSDPState, is_recomputed: bool) -> None:
+def _abandon(root: Root, state: _FSDPState, use: GroupUse | None, is_recomputed: bool) -> None:
     """A forward ended in an exception; in a recomputation this may be activation checkpointing, which stops early."""
+    if use is not None:
+        use.abandon()
     explain_refused_access(sys.exc_info()[1])
     if is_recomputed:
         root.recomputed.append(state)
@@ -148,12 +151,13 @@ def _leave(root: Root, state: _FSDPState, module: nn.Module, is_hooked: bool) ->
     if progress.pending_modules:
         progress.pending_modules.discard(id(module))
     if not progress.entries:
-        is_kept = (state.options.keeps_unsharded or state.options.is_held) and not _is_grad_enabled()
-        if is_kept or progress.pending_modules or not state.place.reshards_after_forward:
+        place = state.place  # of what is held it says so
+        stays = progress.pending_modules or not place.reshards_after_forward
+        if stays or (state.options.keeps_unsharded and not _is_grad_enabled()):
             for handle in state._handles:
                 unsharded = handle.unsharded
                 unsharded.be_left(unsharded.is_allocated and not unsharded.never_freed)
-        elif is_hooked:
+        elif is_hooked and place.keeps_parts:
             reshard_until_backward(root, state)
         else:
             reshard(root, state)

@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from .._torch import is_checkpoint_recomputing
 from ..group import Root, _FSDPState
-from .steps import reshard_until_backward
+from .steps import reshard, reshard_until_backward
 
 
 def is_recomputation(state: _FSDPState, task: int) -> bool:
@@ -40,6 +40,6 @@ def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
     if root.recomputed:
         for other in root.recomputed:
             if other is not state and not other.backward.active_uses and not other.options.keeps_after_backward():
-                reshard_until_backward(root, other)
+                (reshard_until_backward if other.place.keeps_parts else reshard)(root, other)
         root.recomputed.clear()
     return root

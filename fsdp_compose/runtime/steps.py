@@ -5,7 +5,7 @@ follows from a change of ``requires_grad``.
 from __future__ import annotations
 
 from ..flat import FlatParamHandle, is_stale
-from ..group import ALL_GATHER, REDUCE_SCATTER, SCATTER_ALONE, Backward, ParameterSwap, Root, _FSDPState, code_of_flags
+from ..group import ALL_GATHER, REDUCE_SCATTER, SCATTER_ALONE, ParameterSwap, Root, _FSDPState, code_of_flags
 from ..ragged import toggles
 
 
@@ -51,7 +51,7 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
                 root.communicator.unshard(handle)
             else:
                 _unshard_with_parts(root, state, handle)
-        elif (handle.shard._version != handle.unsharded.gathered.version or handle.segments) and is_stale(handle):
+        elif (handle.shard._version != handle.unsharded.gathered[0] or handle.segments) and is_stale(handle):
             root.order.trace.append(state.code | ALL_GATHER)
             root.communicator.refresh(handle)
 
@@ -70,10 +70,7 @@ def reshard(root: Root, state: _FSDPState) -> None:
 
 
 def reshard_until_backward(root: Root, state: _FSDPState) -> None:
-    """As ``reshard``, between a forward and its backward: this rank's part may stay."""
-    if not state.options.keeps_parts():
-        reshard(root, state)
-        return
+    """As ``reshard``, between a forward and its backward of a group that keeps parts."""
     for handle in state._handles:
         if handle.unsharded.is_allocated and not state.progress.entries:
             root.communicator.reshard_to_part(handle)
@@ -90,30 +87,37 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
     """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them. A group of
     which a forward is running (the backward runs inside it) stays unsharded. ``with_frozen``: also the flat parameters
     of which no part requires grad."""
-    backward = root.backward
+    backward, progress, options = root.backward, state.backward, state.options
     assert backward is not None
-    if state.swap in backward.shown:
+    if backward.shown and state.swap in backward.shown:
         hide_shown(root, state.swap)
-    options = state.options
-    is_kept, is_synced = bool(state.progress.entries) or options.keeps_after_backward(), options.requires_gradient_sync
+    is_kept = state.place.stays_after_backward or bool(state.progress.entries)
+    is_synced = options.requires_gradient_sync
     averages = options.requires_all_reduce or state.mesh.replicate_group is None
     handles = state._handles
-    if state.backward.num_early and not state.backward.is_reduced:
-        handles = handles[state.backward.num_early :]
-    state.backward.reduce()
-    state.past.reduce(is_synced and averages)
+    if progress.num_early and not progress.is_reduced:
+        handles = handles[progress.num_early :]
+    progress.reduce()
+    if state.past.has_unsynced is (is_synced and averages):
+        state.past.reduce(is_synced and averages)
     if state.mesh.part_transport is not None:
         _drop_parts(state)
+    communicator = root.communicator
     for handle in handles:
-        is_due = handle.contributions.is_trainable or with_frozen
-        if not (is_due or (handle.contributions.accumulation is not None and is_synced)):
+        contributions = handle.contributions
+        has_earlier = contributions.accumulation is not None
+        if not (contributions.is_trainable or with_frozen or (has_earlier and is_synced)):
             if not is_kept:
-                root.communicator.reshard(handle)
+                communicator.reshard(handle)
         elif is_synced:
-            _reduce(root, backward, state, handle, is_kept, averages)
+            root.order.trace.append(state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
+            if has_earlier or not averages:
+                backward.add()  # before it is taken: what raises after that has lost it
+            if communicator.reduce(handle, is_kept, averages):
+                backward.add()
         else:
             backward.add()
-            root.communicator.accumulate(handle, is_kept)
+            communicator.accumulate(handle, is_kept)
 
 
 def reduce_early(root: Root, state: _FSDPState) -> None:
@@ -123,17 +127,11 @@ def reduce_early(root: Root, state: _FSDPState) -> None:
     assert backward is not None
     state.backward.reduce_early()
     if handle.contributions.is_trainable or handle.contributions.accumulation is not None:
-        _reduce(root, backward, state, handle, True, True)
-
-
-def _reduce(
-    root: Root, backward: Backward, state: _FSDPState, handle: FlatParamHandle, is_kept: bool, averages: bool
-) -> None:
-    root.order.trace.append(state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
-    if handle.contributions.accumulation is not None or not averages:
-        backward.add()  # before it is taken: what raises after that has lost it
-    if root.communicator.reduce(handle, is_kept, averages):
-        backward.add()
+        root.order.trace.append(state.code | REDUCE_SCATTER)
+        if handle.contributions.accumulation is not None:
+            backward.add()  # before it is taken, as above
+        if root.communicator.reduce(handle, True, True):
+            backward.add()
 
 
 def hide_shown(root: Root, only: ParameterSwap | None = None) -> None:

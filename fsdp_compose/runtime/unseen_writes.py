@@ -109,7 +109,7 @@ def _put_back(handle: FlatParamHandle) -> list[int]:
 
 
 def _written_to_memory(handle: FlatParamHandle) -> list[int]:
-    segments = handle.segment_version() if handle.segments else handle.unsharded.gathered.segments
+    segments = handle.segment_version() if handle.segments else handle.unsharded.gathered[1]
     if handle.unsharded.never_freed or handle.unsharded.was_written_since_gather(segments):
         return []  # it is the shard's own memory; or other writes are followed, or refused
     return written(handle, handle.unsharded.memory.shown)

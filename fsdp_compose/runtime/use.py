@@ -26,7 +26,7 @@ from ..group import Backward, ForwardRecord, HookedUse, _FSDPState, never_traced
 from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
 from .outputs import hook_outputs
 from .schedule import prefetch_backward
-from .steps import reduce, reshard_until_backward, unshard_again, wait_for_unshard
+from .steps import reduce, reshard, reshard_until_backward, unshard_again, wait_for_unshard
 from .unseen_writes import writes_to_unsharded
 
 _Tensor = torch.Tensor
@@ -37,23 +37,25 @@ class DefaultUse:
     """One forward of one group under grad mode, as backward sees it."""
 
     __slots__ = (
-        "_active_backward",
         "_backward",
         "_has_ended",
         "_is_outstanding",
-        "_outer",
         "_position",
         "_record",
         "_state",
         "_versions",
+        "active_backward",
         "containers",
         "has_alias",
+        "outer",
     )
+
+    has_check = False
 
     def __init__(self, state: _FSDPState, record: ForwardRecord, outer: HookedUse | None) -> None:
         self._state = state
         self._record = record
-        self._outer = outer
+        self.outer = outer
         self._has_ended = False
         self.containers: list[tuple[Any, set[int]]] | None = None
         self.has_alias = False  # some input requires grad
@@ -61,7 +63,7 @@ class DefaultUse:
         self._is_outstanding = False  # the state's list of outstanding uses has, or had, this one
         # The backward that reached this use last, and the one that it has not finished.
         self._backward: Backward | None = None
-        self._active_backward: Backward | None = None
+        self.active_backward: Backward | None = None
         self._versions = state.shard_versions()
 
     @property
@@ -70,9 +72,8 @@ class DefaultUse:
 
     # ---- forward
 
-    def end(self) -> HookedUse | None:
+    def abandon(self) -> None:
         self._has_ended = True
-        return self._outer
 
     def check(self) -> None:
         """``check_after_forward`` looks at all groups in the default mode together."""
@@ -81,16 +82,24 @@ class DefaultUse:
         return writes_to_unsharded(self._state)
 
     def hook_outputs(self, module: nn.Module, output: Any, is_recomputed: bool) -> bool:
-        state = self._state
-        if not is_recomputed:
-            state.progress.note_use(self)
+        state, self._has_ended = self._state, True
+        root = state.root
+        if root is not None and not is_recomputed:
+            root.forward.latest[state.place.index] = self
         has_hooks, has_gaps = hook_outputs(state, self, output)
         if has_gaps:
             keep_unsharded(state, module, output)
             state.past.note_unhooked(self._versions)
         elif not has_hooks:
             return False
-        self._await_backward(is_recomputed)
+        if is_recomputed:
+            self._position = 0
+            return True
+        hooked, progress = self._record.hooked, state.progress
+        self._position = len(hooked)
+        hooked.append(state.place.index)
+        progress.outstanding.append(self._record.number)
+        self._is_outstanding = True
         return True
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -131,16 +140,6 @@ class DefaultUse:
             hook_gradient(base, self.pre_backward)  # an in-place operation on a view drops the view's own hook
         return True
 
-    def _await_backward(self, is_recomputed: bool) -> None:
-        """This use will be reached by backward."""
-        if is_recomputed:
-            self._position = 0
-            return
-        self._position = len(self._record.hooked)
-        self._record.hooked.append(self._state.place.index)
-        self._state.progress.outstanding.append(self._record.number)
-        self._is_outstanding = True
-
     # ---- backward
 
     @never_traced
@@ -153,15 +152,15 @@ class DefaultUse:
             backward = begin_backward(root)
         elif _is_grad_enabled():
             refuse_double_backward()  # of a backward inside the one that is running
-        if self._active_backward is backward:
+        if self.active_backward is backward:
             return
         progress = state.backward
         if self._backward is backward:
             progress.iterate()  # by autograd.grad() in a hook, say: this use had been left already
-        self._backward = self._active_backward = backward
-        outer = self._outer
-        if outer is not None:
-            outer.reach(backward, _grad)
+        self._backward = self.active_backward = backward
+        outer = self.outer
+        if outer is not None and outer.active_backward is not backward:
+            outer.reach(_grad)
         state.check_versions(self._versions)
         if not progress.was_reached:
             if root.forward.depth:
@@ -174,9 +173,9 @@ class DefaultUse:
         prefetch_backward(root, state, self._record, self._position)
         wait_for_unshard(root, state)
 
-    def reach(self, backward: object, grad: torch.Tensor) -> None:
+    def reach(self, grad: torch.Tensor) -> None:
         """A backward has come to a use inside this one, past its outputs: it may go on to layers before that."""
-        if self._active_backward is not backward and self._has_ended:
+        if self._has_ended:
             self.pre_backward(grad)
 
     @never_traced
@@ -184,9 +183,9 @@ class DefaultUse:
         state, number = self._state, self._record.number
         root = state.root
         assert root is not None
-        if self._active_backward is None or self._active_backward is not root.backward:
+        if self.active_backward is None or self.active_backward is not root.backward:
             return  # another alias of this use came before, or no hook of its outputs did
-        self._active_backward = None
+        self.active_backward = None
         outstanding, progress = state.progress.outstanding, state.backward
         if self._is_outstanding:
             self._is_outstanding = False
@@ -200,6 +199,6 @@ class DefaultUse:
         for earlier in outstanding:
             if earlier <= number:
                 if not state.options.keeps_after_backward():
-                    reshard_until_backward(root, state)
+                    (reshard_until_backward if state.place.keeps_parts else reshard)(root, state)
                 return
         reduce(root, state)

@@ -13,6 +13,7 @@ from .description import (
     INNER_BACKWARDS,
     LEAVES,
     TERMS,
+    WAYS,
     Action,
     Group,
     Part,
@@ -23,6 +24,6 @@ from .edits import EDITS
 from .runner import run_on_every_rank
 
 __all__ = [
-    "CALLS", "COMPOUNDS", "EDITORS", "EDITS", "INNER_BACKWARDS", "LEAVES", "TERMS", "Action", "Group", "Part",
-    "Program", "parts_of", "run_on_every_rank",
+    "CALLS", "COMPOUNDS", "EDITORS", "EDITS", "INNER_BACKWARDS", "LEAVES", "TERMS", "WAYS", "Action", "Group",
+    "Part", "Program", "parts_of", "run_on_every_rank",
 ]  # fmt: skip

@@ -16,8 +16,12 @@ class _Short:
 
 @dataclass(frozen=True, repr=False)
 class Group(_Short):
-    """A ``fully_shard`` call."""
+    """A ``fully_shard`` call, or one of ``replicate``.
 
+    ``way``: over which ranks, see ``WAYS``.
+    """
+
+    way: str = ""
     reshard: bool | None = None
     wide_reduction: bool = False  # reduce_dtype float64
     granularity: str | None = None
@@ -62,6 +66,9 @@ class Program(_Short):
     hooks: tuple[tuple[int, str], ...] = ()  # (number of a parameter, kind); the first half before sharding
 
 
+# All ranks share the shards; hybrid sharding with two shards, where the ranks are even in number; with all of them;
+# with one; replicate(); all share the shards, and two of them what stays between forward and backward.
+WAYS = ("", "hybrid", "one row", "one column", "replicated", "parts")
 LEAVES = ("linear", "scale", "scalar", "cube", "spare", "nothing", "detach")
 TERMS = ("square", "norm", "square before forward", "product", "product before forward")
 # Modules whose forward does something to its last child before it runs it.

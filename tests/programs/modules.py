@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecisionPolicy, fully_shard
+from fsdp_compose import MixedPrecisionPolicy, fully_shard, replicate
 from fsdp_compose.group.registry import get_state
 
 from .description import EDITORS, INNER_BACKWARDS, LEAVES, Group, Part, Program
 
 DIM, ROWS = 3, 2  # ROWS on each rank
+BUCKET_BYTES = 60  # of replicated groups: a few parameters
 
 
 class TripError(Exception):
@@ -213,7 +216,50 @@ def build(program: Program) -> tuple[nn.ModuleList, list[Module]]:
     return nn.ModuleList(models), built
 
 
-def shard(program: Program, model: nn.Module, built: list[Module], mesh: DeviceMesh) -> None:
+class Meshes:
+    """The meshes of the ways in which groups lie on the ranks, over process groups that are made when they are needed,
+    by all ranks in the same order.
+
+    Attributes:
+        groups: these.
+    """
+
+    def __init__(self, make_group: Callable[[Sequence[int]], dist.ProcessGroup]) -> None:
+        self._make_group = make_group
+        self._found: dict[int, DeviceMesh] = {}
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @property
+    def whole(self) -> DeviceMesh:
+        """All ranks share the shards."""
+        return DeviceMesh.from_group(self._group(range(dist.get_world_size())), "cpu")
+
+    def of(self, way: str) -> DeviceMesh:
+        world_size = dist.get_world_size()
+        if way not in ("hybrid", "one row", "one column"):
+            return self.whole
+        num_shards = {"one row": world_size, "one column": 1}.get(way, 2 if world_size % 2 == 0 else 1)
+        if num_shards not in self._found:
+            self._found[num_shards] = self._rows_of(num_shards)
+        return self._found[num_shards]
+
+    def _rows_of(self, num_shards: int) -> DeviceMesh:
+        """(replicate, shard)."""
+        ranks = torch.arange(dist.get_world_size()).view(-1, num_shards)
+        groups = []
+        for sets in (ranks.T.tolist(), ranks.tolist()):
+            made = [self._group(item) for item in sets]
+            groups.append(made[[dist.get_rank() in item for item in sets].index(True)])
+        return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+    def _group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        key = tuple(ranks)
+        if key not in self.groups:
+            self.groups[key] = self._make_group(key)
+        return self.groups[key]
+
+
+def shard(program: Program, model: nn.Module, built: list[Module], meshes: Meshes) -> None:
     """Inner modules first. A module that is used in several places has a group of its own: its parameters can be in
     one group only."""
     places: dict[Module, int] = {}
@@ -224,20 +270,31 @@ def shard(program: Program, model: nn.Module, built: list[Module], mesh: DeviceM
         several = list(module.inner)[:2]
         if module.part.together and len(set(several)) == 2:
             if all(places[item] == 1 and get_state(item) is None for item in several):
-                fully_shard(several, mesh=mesh)
+                fully_shard(several, mesh=meshes.whole)
         group = module.part.group
         if module is model:
             group = (group or Group()) if program.shards_root else None
         elif group is None and (places[module] > 1 or (not program.shards_root and module in model.inner)):
             group = Group()
         if group is not None:
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=group.reshard,
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64) if group.wide_reduction else None,
-                granularity=(lambda fqn, param, asked=group.granularity: asked) if group.granularity else None,
-            )
+            _make_group(module, group, meshes)
+
+
+def _make_group(module: Module, group: Group, meshes: Meshes) -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64) if group.wide_reduction else None
+    if group.way == "replicated":
+        replicate(module, mesh=meshes.whole, mp_policy=policy, bucket_bytes=BUCKET_BYTES)
+        return
+    mesh, reshard = meshes.of(group.way), group.reshard
+    if group.way == "parts" and mesh.size() % 2 == 0:
+        reshard = 2
+    fully_shard(
+        module,
+        mesh=mesh,
+        reshard_after_forward=reshard,
+        mp_policy=policy,
+        granularity=(lambda fqn, param, asked=group.granularity: asked) if group.granularity else None,
+    )
 
 
 def loss_of(model: Module, x: torch.Tensor) -> torch.Tensor:

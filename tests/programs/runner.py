@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compose import (
@@ -37,7 +37,7 @@ from tests.observed_hooks import ObservedHooks
 
 from .description import Action, Program, parts_of
 from .edits import EDITS
-from .modules import DIM, ROWS, ImpossibleError, Module, TripError, build, loss_of, shard
+from .modules import DIM, ROWS, ImpossibleError, Meshes, Module, TripError, build, loss_of, shard
 
 
 class Losses(NamedTuple):
@@ -58,7 +58,7 @@ class Losses(NamedTuple):
 class Runner:
     """Does each action to both models and notes where they differ."""
 
-    def __init__(self, program: Program, mesh: DeviceMesh) -> None:
+    def __init__(self, program: Program, meshes: Meshes) -> None:
         self.program = program
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         models, built = build(program)
@@ -71,7 +71,7 @@ class Runner:
         may_repeat = any(part.recompute for part in parts_of(program.root))
         self.hooks = ObservedHooks(program.hooks, may_repeat, has_inner_roots=not program.shards_root)
         self.hooks.register(list(self.model.parameters()), self.twins, slice(0, num_early))
-        self.shard(built, mesh)
+        self.shard(built, meshes)
         self.hooks.register(self.params, self.twins, slice(num_early, None))
         self.optimizers = [self.make_optimizer(model) for model in (self.model, self.reference)]
         self.differences: list[str] = []
@@ -85,8 +85,8 @@ class Runner:
         self.roots: list[Module] = list(models)  # type: ignore[arg-type]
         self.model: Any = models if len(models) > 1 else models[0]
 
-    def shard(self, built: list[Module], mesh: DeviceMesh) -> None:
-        shard(self.program, self.roots[0], built, mesh)
+    def shard(self, built: list[Module], meshes: Meshes) -> None:
+        shard(self.program, self.roots[0], built, meshes)
         self.params = list(self.model.parameters())
         self.roots[0].trip.rank = self.rank
 
@@ -430,7 +430,7 @@ class Runner:
             self.differences.append(f"{what}: is not sharded")
             return
         handle, index = place
-        part = handle.layout.local_shard(index, self.rank)
+        part = handle.layout.local_shard(index, handle.mesh.shard_rank)
         assert isinstance(tensor, RaggedDTensor), f"{what}: {type(tensor)}"
         got = tensor.to_local().detach().reshape(-1)
         self.check_close(got, whole.reshape(-1)[part.param_start : part.param_start + part.numel], what)
@@ -460,21 +460,26 @@ REFUSALS = (
 # Where ranks run different groups, collectives may find no partners: then each rank names its own, after the timeout.
 DIVERGED = "another rank died, or did not"
 
-_meshes: dict[int, DeviceMesh] = {}  # by generation: after a failure others are used
+_meshes: dict[int, Meshes] = {}  # by generation: after a failure others are used
 _present_generation = 0
 
 
-def _mesh_of(generation: int) -> DeviceMesh:
+def _meshes_of(generation: int) -> Meshes:
     global _present_generation
     _present_generation = generation
     if generation not in _meshes:
-        group = dist.new_group(timeout=timedelta(seconds=10))
-        lasting_groups.add(group)
-        _meshes[generation] = DeviceMesh.from_group(group, "cpu")
+        _meshes[generation] = Meshes(_make_group)
     return _meshes[generation]
 
 
-def restart_process_group(is_whole: bool) -> DeviceMesh:
+def _make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    group = dist.new_group([*ranks], timeout=timedelta(seconds=10))
+    if isinstance(group, dist.ProcessGroup):  # this rank is in it
+        lasting_groups.add(group)
+    return group
+
+
+def restart_process_group(is_whole: bool) -> Meshes:
     """The ranks in a new process group; ``is_whole``: the default one is made anew too, over the same store."""
     if is_whole:
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -483,16 +488,17 @@ def restart_process_group(is_whole: bool) -> DeviceMesh:
         _meshes.clear()
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     else:
-        group = _meshes.pop(_present_generation).get_group()
-        dist.destroy_process_group(group)
-    return _mesh_of(_present_generation)
+        for group in _meshes.pop(_present_generation).groups.values():
+            if isinstance(group, dist.ProcessGroup):
+                dist.destroy_process_group(group)
+    return _meshes_of(_present_generation)
 
 
 def run_on_every_rank(program: Program, generation: int, report: str) -> None:
     """Run ``program``; the first rank writes to the file ``report`` what went wrong. Called on every rank."""
     differences, error = [], ""
     try:
-        runner = Runner(program, _mesh_of(generation))
+        runner = Runner(program, _meshes_of(generation))
         differences = runner.differences
         runner.run()
     except ImpossibleError:

@@ -24,9 +24,10 @@ class DefaultMode:
     __slots__ = ()
 
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[DefaultUse | None, DefaultUse | None]:
-        has_grad_mode = _is_grad_enabled()
+        forward, has_grad_mode = root.forward, _is_grad_enabled()
+        use = DefaultUse(state, forward.record, forward.innermost) if has_grad_mode else None
         if not is_recomputed:
-            root.forward.enter()
+            forward.enter(use)
             if has_grad_mode and state.past.num_toggles != toggles.count:
                 follow_toggles(root, state)
             unshard_for_use(root, state)
@@ -38,14 +39,12 @@ class DefaultMode:
         else:
             unshard_for_use(root, state)
         wait_for_unshard(root, state)
-        use = watcher = None
-        if has_grad_mode:
-            forward = root.forward
-            use = DefaultUse(state, forward.record, forward.innermost)
+        watcher = use
+        if is_recomputed and use is not None:
             forward.begin_use(use)
-            # A recomputation for a backward that already waits for this group: the original graph has the hooks.
-            if not (is_recomputed and state.backward.active_uses and is_checkpoint_recomputing()):
-                watcher = use
+            # For a backward that already waits for this group: the original graph has the hooks.
+            if state.backward.active_uses and is_checkpoint_recomputing():
+                watcher = None
         state.swap.show_unsharded()
         return use, watcher
 

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from ..._torch import in_transform, temporarily_clear_interpreter_stack
 from ...flat import FlatParamHandle, local_of, placed, specs_of, whole_like_original
-from ...group import HookedUse, Root, _FSDPState
+from ...group import Root, _FSDPState
 from ..differentiable_gather import Gather, refuse_accumulated
 from ..given import GivenValues, given_values, is_given
 from ..steps import reshard, wait_for_unshard
@@ -32,7 +32,7 @@ class FunctionalMode:
         with temporarily_clear_interpreter_stack():  # whatever torch.func makes of the forward, this is none of it
             refuse_accumulated(state)
             if not is_recomputed:
-                root.forward.enter()
+                root.forward.enter(None)
                 if not state.progress.entries:
                     reshard(root, state)  # what unshard() has gathered ahead is of no use here
                     wait_for_unshard(root, state)  # nor what stays unsharded
@@ -42,10 +42,12 @@ class FunctionalMode:
 class FunctionalUse:
     """One forward of one group in functional mode."""
 
-    __slots__ = ("_before", "_given", "_has_addresses", "_outer", "_shard_versions", "_shown", "_state", "_whole")
+    __slots__ = ("_before", "_given", "_has_addresses", "_shard_versions", "_shown", "_state", "_whole", "outer")
+
+    has_check = True
 
     def __init__(self, root: Root, state: _FSDPState, given: GivenValues) -> None:
-        self._state, self._outer = state, root.forward.innermost
+        self._state, self.outer = state, root.forward.innermost
         handles = [handle for handle in state._handles if not given.are_full(handle)]
         gather = Gather(root, state, handles)
         params = [param for handle in handles for param in handle.unsharded.params]
@@ -62,8 +64,8 @@ class FunctionalUse:
         shown = {id(p): item for p, item in zip(params, restored, strict=True)}
         self._shown = state.swap.show_instead({**shown, **given.full_values(state._handles)})
 
-    def end(self) -> HookedUse | None:
-        return self._outer
+    def abandon(self) -> None:
+        """Nothing waits for it."""
 
     def check(self) -> None:
         """Raise if forward has written to a gathered parameter, or replaced one: the change would be lost."""

@@ -20,7 +20,7 @@ class Mode(Protocol):
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[GroupUse | None, InputWatcher | None]:
         """Let the modules of a group, whose forward begins, show full parameters (``ParameterSwap``).
 
-        A forward that is not ``is_recomputed`` is counted (``root.forward.enter()``) once nothing more can be refused:
+        A forward that is not ``is_recomputed`` is counted (``root.forward.enter``) once nothing more can be refused:
         the next forward takes one that was counted, and raised before it had its use, for an interrupted iteration.
 
         Returns:
