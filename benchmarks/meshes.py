@@ -1,4 +1,4 @@
-"""What each strategy keeps, moves and takes: sharded, kept gathered, hybrid, replicated; FSDP2 beside it.
+"""What each row of the table of strategies keeps, moves and takes, with what is next to it in FSDP2 beside it.
 
 Every rank of this machine is a process that the script starts. All strategies train copies of one transformer on the
 same mesh of ranks, step by step in turn, in another random order each round, the same on all ranks. A step is forward,
@@ -43,20 +43,26 @@ DTYPES = {"float32": 4}
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """``shape``: of the mesh: (shards,) or (replicas, shards); ``keeps``: groups stay gathered until a step (in FSDP2,
-    until their backward)."""
+class Case:
+    """A row of ``fsdp_compose.STRATEGIES``, and what FSDP2 has for it.
+
+    Attributes:
+        shape: of our mesh.
+        theirs: of FSDP2's; and its ``reshard_after_forward``. (It frees in backward, and never keeps until a step.)
+    """
 
     shape: tuple[int, ...]
-    keeps: bool = False
+    theirs: tuple[tuple[int, ...], bool | int | None]
 
 
-def strategies(processes: int) -> dict[str, Strategy]:
+def cases(processes: int) -> dict[str, Case]:
+    whole, halves = (processes,), (processes // 2, 2)
     return {
-        "sharded": Strategy((processes,)),
-        "sharded, kept gathered": Strategy((processes,), keeps=True),
-        f"hybrid {processes // 2} x 2": Strategy((processes // 2, 2)),
-        "replicated": Strategy((processes, 1)),
+        "zero3": Case(whole, (whole, None)),
+        "zero2": Case(whole, (whole, False)),
+        "hybrid": Case(halves, (halves, None)),
+        "hfsdp": Case(halves, (whole, 2)),
+        "ddp": Case(whole, ((processes, 1), None)),
     }
 
 
@@ -78,10 +84,18 @@ class Row:
 class TrainingStep:
     """One system under one strategy."""
 
-    def __init__(self, base: GPT, system: str, strategy: Strategy, tokens: torch.Tensor) -> None:
-        names = ("replicate", "shard")[-len(strategy.shape) :]
-        mesh = init_device_mesh("cpu", strategy.shape, mesh_dim_names=names)
-        self.model = _shard(copy.deepcopy(base), system, mesh, strategy.keeps)
+    def __init__(self, base: GPT, system: str, strategy: str, case: Case, tokens: torch.Tensor) -> None:
+        self.model = copy.deepcopy(base)
+        if system == OURS:
+            mesh = _mesh(case.shape)
+            for module in (*self.model.blocks, self.model):
+                fsdp_compose.fully_shard(module, mesh=mesh, strategy=strategy)
+        else:
+            shape, reshard = case.theirs
+            mesh = _mesh(shape)
+            for block in self.model.blocks:
+                LIBRARIES[system].fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+            LIBRARIES[system].fully_shard(self.model, mesh=mesh, reshard_after_forward=reshard and None)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
         self.tokens, self.loss = tokens, 0.0
 
@@ -99,31 +113,25 @@ class TrainingStep:
         kept = sum(tensor.to_local().nbytes for tensor in tensors)
         for module in [*self.model.blocks, self.model]:
             for handle in fsdp_compose.fully_shard.state(module)._handles:
-                kept += 0 if handle.unsharded.never_freed else handle.unsharded.memory.nbytes()
+                if not handle.unsharded.never_freed:
+                    kept += handle.unsharded.memory.nbytes() + handle.unsharded.part_nbytes()
         return kept
 
-    def received_bytes(self, strategy: Strategy) -> float:
-        *replicas, shards = strategy.shape
+    def received_bytes(self) -> float:
         total = 0.0
         with fsdp_compose.record_collectives(self.model) as lines:
             self()
         for line in lines:
-            found = re.match(r"(all-gather|reduce-scatter|all-reduce) .*\((\d+) x (\w+)\)", line)
+            found = re.match(r"(all-gather|reduce-scatter|all-reduce) .*\((\d+) x (\w+) among (\d+) ranks\)", line)
             if found:
-                kind, numel, dtype = found.groups()
-                size, rounds = (replicas[0], 2) if kind == "all-reduce" else (shards, 1)
-                total += rounds * int(numel) * DTYPES[dtype] * (size - 1) / size
+                kind, numel, dtype, ranks = found.groups()
+                rounds = 2 if kind == "all-reduce" else 1
+                total += rounds * int(numel) * DTYPES[dtype] * (int(ranks) - 1) / int(ranks)
         return total
 
 
-def _shard(model: GPT, system: str, mesh: DeviceMesh, keeps: bool) -> nn.Module:
-    library = LIBRARIES[system]
-    options = {"mesh": mesh, "reshard_after_forward": False if keeps else None}
-    for module in (*model.blocks, model):
-        library.fully_shard(module, **options)
-    if keeps and system == OURS:  # FSDP2 would go on with the values from before the step
-        fsdp_compose.set_reshard_after_backward(model, False)
-    return model
+def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def _worker(processes: int, sizes: tuple[int, int, int], rounds: int, path: Path) -> None:
@@ -132,10 +140,9 @@ def _worker(processes: int, sizes: tuple[int, int, int], rounds: int, path: Path
     base = GPT(num_blocks, width, num_heads=8)
     torch.manual_seed(1 + dist.get_rank())
     tokens = torch.randint(base.vocabulary, (num_tokens // SEQUENCE, SEQUENCE))
-    table = strategies(processes)
     steps = {
-        (name, system): TrainingStep(base, system, strategy, tokens)
-        for name, strategy in table.items()
+        (name, system): TrainingStep(base, system, name, case, tokens)
+        for name, case in cases(processes).items()
         for system in (FSDP2, OURS)
     }
     times = _time(steps, rounds)
@@ -149,7 +156,7 @@ def _worker(processes: int, sizes: tuple[int, int, int], rounds: int, path: Path
                 strategy=name,
                 system=system,
                 kept_mib=step.kept_bytes() / MIB if system == OURS else None,
-                received_mib=step.received_bytes(table[name]) / MIB if system == OURS else None,
+                received_mib=step.received_bytes() / MIB if system == OURS else None,
                 step_ms=median(ms),
                 to_fsdp2=median(ms) / median(theirs),
                 quartiles=(round(low, 3), round(high, 3)),
@@ -182,7 +189,7 @@ def _time(steps: dict[tuple[str, str], Callable[[], None]], rounds: int) -> dict
 
 
 def verdict(rows: list[Row]) -> str:
-    row = next(row for row in rows if row.strategy.startswith("hybrid") and row.system == OURS)
+    row = next(row for row in rows if row.strategy == "hybrid" and row.system == OURS)
     outcome = "met" if row.to_fsdp2 <= HYBRID_GOAL else "missed"
     return f"{row.strategy}: {row.to_fsdp2:.3f} of FSDP2's step (goal {HYBRID_GOAL}: {outcome})"
 

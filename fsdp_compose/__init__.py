@@ -25,6 +25,7 @@ from .controls import (
 from .flat import MixedPrecisionPolicy
 from .forward_methods import register_forward_method
 from .fully_shard import fully_shard
+from .group import STRATEGIES, Kept, Strategy
 from .inspect import UnreducedParameter, check, record_collectives
 from .optim import clip_grad_norm_, declare_elementwise, flat_parameters
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
@@ -36,9 +37,12 @@ from .summon import summon_full_params
 __version__ = "0.1.0"
 
 __all__ = [
+    "STRATEGIES",
+    "Kept",
     "MixedPrecisionPolicy",
     "RaggedDTensor",
     "RaggedShard",
+    "Strategy",
     "UnreducedParameter",
     "UnshardHandle",
     "broadcast_replicas",

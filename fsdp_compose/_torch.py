@@ -66,6 +66,7 @@ __all__ = [
     "current_graph_task_id",
     "default_store",
     "drop_composable_state",
+    "flatten_mesh",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
@@ -602,6 +603,13 @@ def concatenate_meshes(meshes: list[_DeviceMesh]) -> _DeviceMesh:
         raise RuntimeError("a mesh without names is no part of another one")
     joined: _DeviceMesh = _DeviceMesh._concatenate(meshes)
     return joined
+
+
+def flatten_mesh(mesh: _DeviceMesh) -> _DeviceMesh:
+    """All ranks of a mesh in one dimension, in their order; made once. Ranks: all of the default process group, the
+    first time."""
+    flattened: _DeviceMesh = mesh._flatten()
+    return flattened
 
 
 _VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .comm import check_mesh
+from ._torch import flatten_mesh
+from .comm import check_mesh, replicated_mesh
 from .flat import Granularity, MixedPrecisionPolicy, as_ours
-from .group import GroupOptions, get_state
+from .group import BUCKET_BYTES, GroupOptions, Strategy, get_state, strategy_named
 from .making import check_ignored, check_modules, make_group
 from .runtime import drive
 
@@ -25,6 +27,7 @@ def fully_shard(
     granularity: Granularity | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    strategy: str | Strategy | None = None,
 ) -> _M:
     """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
 
@@ -58,6 +61,10 @@ def fully_shard(
             shape, or ``None`` for the default (rows where that costs next to nothing, else elements).
         mp_policy: dtypes to compute, reduce and return in (``torch.distributed.fsdp.MixedPrecisionPolicy`` too).
         ignored_params: parameters below ``module`` that stay as they are; their gradients are not reduced.
+        strategy: a row of the table of strategies, by its name in ``STRATEGIES`` or as a ``Strategy``: what is kept of
+            parameters, gradients and optimizer state over each dimension of ``mesh``, in the place of
+            ``reshard_after_forward``. Where the optimizer's state is sharded over two dimensions, all ranks of the
+            default process group make the first such call together, which makes a process group.
 
     Returns:
         ``module``.
@@ -67,7 +74,8 @@ def fully_shard(
         ValueError: a module is sharded twice, a parameter would be in two groups, is on the wrong device, or is a
             tensor of a class that cannot be sharded (quantised weights); the mesh has more than two dimensions, or has
             ranks in common with that of a parameter which is a DTensor already; the number given for
-            ``reshard_after_forward`` is no factor of that of the ranks.
+            ``reshard_after_forward`` is no factor of that of the ranks; there is no such ``strategy``, or not on such a
+            mesh, or ``reshard_after_forward`` is given too.
         RuntimeError: there is neither a mesh nor a process group.
 
     Example::
@@ -91,11 +99,28 @@ def fully_shard(
             f"fully_shard(granularity={granularity!r}): expected a function from (FQN, parameter) to a granule"
         )
     ignored = check_ignored(ignored_params, "fully_shard")
-    mesh = check_mesh(mesh)
-    reshard_after_forward = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
-    make_group(modules, mesh, GroupOptions(mp_policy, granularity, reshard_after_forward), ignored)
+    mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity)
+    if strategy is None:
+        parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
+        options = replace(options, reshard_after_forward=parts)
+    elif reshard_after_forward is not None:
+        raise ValueError("fully_shard(): expected reshard_after_forward or strategy, which decides it, got both")
+    else:
+        mesh, options = _follow(strategy_named(strategy, mesh.ndim), mesh, options)
+    make_group(modules, mesh, options, ignored)
     drive(modules)
     return module
+
+
+def _follow(row: Strategy, mesh: DeviceMesh, options: GroupOptions) -> tuple[DeviceMesh, GroupOptions]:
+    """What a row of the table of strategies makes of a mesh and of options."""
+    if row.is_replicated:
+        mesh = replicated_mesh(mesh if mesh.ndim == 1 else flatten_mesh(mesh))
+        return mesh, replace(options, reshard_after_forward=False, bucket_bytes=BUCKET_BYTES)
+    reshards = row.reshards(mesh.shape)
+    if reshards is not None:
+        options = replace(options, reshard_after_forward=reshards, reshard_after_backward=reshards)
+    return flatten_mesh(mesh) if row.flattens else mesh, options
 
 
 def _checked_parts(reshard_after_forward: bool | int | None, num_ranks: int) -> bool | int | None:

@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .comm import replicated_mesh
 from .flat import MixedPrecisionPolicy, as_ours
-from .group import GroupOptions, get_state
+from .group import BUCKET_BYTES, GroupOptions, get_state
 from .making import check_ignored, check_modules, make_group
 from .runtime import drive
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
-_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel
 
 
 def replicate(
@@ -28,7 +27,7 @@ def replicate(
     *,
     mesh: DeviceMesh | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    bucket_bytes: int = _BUCKET_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> _M:
     """Train ``module`` with data parallelism in which nothing is sharded: every rank holds all parameters, and backward

@@ -328,13 +328,14 @@ def test_policy_of_the_wrong_type(fake_group, policy):
     assert_trains(fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
 
 
-@pytest.mark.parametrize("flag", [1, 0, 2, "true", torch.tensor(True)], ids=repr)
-def test_reshard_after_forward_that_is_no_bool(fake_group, flag):
+@pytest.mark.parametrize("flag", [0, -1, 3, 1.0, "true", torch.tensor(True)], ids=repr)
+def test_reshard_after_forward_that_is_neither_a_bool_nor_a_factor(fake_group, flag):
     model = Net()
-    with refused(TypeError, "reshard_after_forward", "True, False or None", model=model):
+    error = ValueError if isinstance(flag, int) else TypeError
+    with refused(error, "reshard_after_forward", model=model):
         fully_shard(model, reshard_after_forward=flag)
     fully_shard(model)
-    with refused(TypeError, "set_reshard_after_forward", "True or False", model=model):
+    with refused(error, "set_reshard_after_forward", model=model):
         set_reshard_after_forward(model, flag)
     assert_trains(model)
 

@@ -261,10 +261,11 @@ def test_meshes_train_the_same_numbers_and_keep_and_move_what_is_promised(tmp_pa
     (report,) = run("meshes.py", tmp_path).values()
     rows = {row["strategy"]: row for row in report["rows"] if row["system"] == OURS}
     assert len({round(row["loss"], 4) for row in report["rows"]}) == 1
-    sharded, kept, hybrid, replicated = rows.values()
+    sharded, kept, hybrid, parts, replicated = rows.values()
     assert hybrid["kept_mib"] == pytest.approx(2 * sharded["kept_mib"], rel=0.02)
     assert replicated["kept_mib"] == pytest.approx(4 * sharded["kept_mib"], rel=0.02)
-    assert sharded["kept_mib"] < kept["kept_mib"] < replicated["kept_mib"]
+    assert sharded["kept_mib"] < parts["kept_mib"] < kept["kept_mib"] < replicated["kept_mib"]
     # blocks are gathered twice, the rest once; of two shards less than of four; without shards two halves of one
     assert kept["received_mib"] < hybrid["received_mib"] < sharded["received_mib"]
+    assert kept["received_mib"] < parts["received_mib"] < sharded["received_mib"]
     assert replicated["received_mib"] == pytest.approx(kept["received_mib"], rel=0.02)

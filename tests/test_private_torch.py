@@ -972,6 +972,14 @@ def test_make_group_of(world_size, is_like_another):
     assert _torch.is_destroyed(made)
 
 
+@distributed(world_size=4)
+def test_flatten_mesh():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    flattened = _torch.flatten_mesh(mesh)
+    assert flattened.ndim == 1 and flattened.mesh.tolist() == [0, 1, 2, 3]
+    assert _torch.flatten_mesh(mesh).get_group() is flattened.get_group()
+
+
 @distributed(world_size=2)
 def test_is_destroyed():
     group = dist.new_group()

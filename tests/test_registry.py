@@ -393,9 +393,9 @@ REJECTED: dict[str, tuple[Callable[[Tree], Any], Callable[[Tree], Any], type[Exc
     ),
     "a reshard_after_forward that is none": (
         lambda t: None,
-        lambda t: fully_shard(t.left, reshard_after_forward=2),
+        lambda t: fully_shard(t.left, reshard_after_forward="node"),
         TypeError,
-        "reshard_after_forward=2",
+        "reshard_after_forward='node'",
     ),
     "ignored modules": (
         lambda t: None,

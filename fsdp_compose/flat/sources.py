@@ -80,6 +80,10 @@ class KeptPart:
     def gather_by(self, transport: Transport) -> None:
         self._transport = transport
 
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes if self.is_kept else 0
+
     def keep(self, shown: torch.Tensor) -> None:
         """Copy this rank's part of the unsharded flat parameter, which is complete."""
         if not self.is_kept:

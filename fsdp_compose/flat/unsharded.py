@@ -250,6 +250,10 @@ class Unsharded:
 
     # ---- facts
 
+    def part_nbytes(self) -> int:
+        """The bytes of the part that stays."""
+        return self.part.nbytes if self.part is not None else 0
+
     @property
     def is_meta(self) -> bool:
         return self._shard.device.type == "meta"

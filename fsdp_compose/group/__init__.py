@@ -18,6 +18,7 @@ from .members import ties_with_other_groups as ties_with_other_groups
 from .members import unsharded_tensors as unsharded_tensors
 from .meta_buffers import refuse_unwritten_buffers as refuse_unwritten_buffers
 from .meta_buffers import watch_meta_buffers as watch_meta_buffers
+from .options import BUCKET_BYTES as BUCKET_BYTES
 from .options import GroupOptions as GroupOptions
 from .options import Modules as Modules
 from .order import ALL_GATHER as ALL_GATHER
@@ -53,6 +54,10 @@ from .steps_made import count_steps as count_steps
 from .steps_made import raise_different_steps as raise_different_steps
 from .steps_made import steps_to_compare as steps_to_compare
 from .steps_made import steps_were_compared as steps_were_compared
+from .strategies import STRATEGIES as STRATEGIES
+from .strategies import Kept as Kept
+from .strategies import Strategy as Strategy
+from .strategies import strategy_named as strategy_named
 from .swap import ParameterSwap as ParameterSwap
 from .swap import SlotView as SlotView
 from .swap import before_load as before_load

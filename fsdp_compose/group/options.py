@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from ..flat import AVERAGE, Granularity, MixedPrecisionPolicy, ReductionOptions
 
+BUCKET_BYTES = 25 << 20  # as DistributedDataParallel
 Modules = tuple["weakref.ref[nn.Module]", ...]
 
 

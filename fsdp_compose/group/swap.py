@@ -111,8 +111,7 @@ class ParameterSwap:
 
     def rebuild(self) -> None:
         """Prepare the unsharded dicts from the handles' present unsharded parameters."""
-        # Where, key, sharded value, unsharded value: four lists side by side.
-        self._writes: tuple[list[Namespace], list[str], list[Any], list[Any]] = ([], [], [], [])
+        found: list[tuple[Namespace, str, Any, Any]] = []  # where, key, sharded value, unsharded value
         self._root_writes: list[tuple[weakref.ref[nn.Module], str, Any, Any]] = []
         for namespace, root, owned, sharded, unsharded in zip(
             self._namespaces, self._roots, self._owned, self._sharded.dicts, self._unsharded.dicts, strict=True
@@ -129,11 +128,8 @@ class ParameterSwap:
             if root is not None:
                 self._root_writes += [(root, *write) for write in writes]
             elif namespace is not None:
-                for key, shown, instead in writes:
-                    self._writes[0].append(namespace)
-                    self._writes[1].append(key)
-                    self._writes[2].append(shown)
-                    self._writes[3].append(instead)
+                found += [(namespace, *write) for write in writes]
+        self._writes = _columns(found)
         self._prepared_names = [list(parameters) for parameters in self._sharded.dicts]
         self._sharded.note()
         self._unsharded.note()
@@ -210,11 +206,10 @@ class ParameterSwap:
             return
         namespaces, keys, _, values = self._writes
         any(map(setitem, namespaces, keys, values))  # a loop without bytecode: setitem() returns None
-        if self._root_writes:
-            for ref, key, _, unsharded in self._root_writes:
-                module = ref()
-                if module is not None:
-                    module.__dict__[key] = unsharded
+        for ref, key, _, unsharded in self._root_writes:
+            module = ref()
+            if module is not None:
+                module.__dict__[key] = unsharded
 
     def show_instead(self, others: Mapping[int, torch.Tensor]) -> list[tuple[Any, tuple[Any, ...]]]:
         """As ``show_unsharded``, with other tensors in the place of unsharded parameters (by the id of these).
@@ -235,7 +230,7 @@ class ParameterSwap:
                 return result
             return [others.get(id(item), item) for item in value]
 
-        for namespace, key, _, unsharded in zip(*self._writes, strict=True):
+        for namespace, key, _, unsharded in zip(*self._writes):
             namespace[key] = replaced(unsharded)
         for ref, key, _, unsharded in self._root_writes:
             module = ref()
@@ -257,11 +252,10 @@ class ParameterSwap:
             self.shown_instead = {}
         namespaces, keys, values, _ = self._writes
         any(map(setitem, namespaces, keys, values))  # see above
-        if self._root_writes:
-            for ref, key, sharded, _ in self._root_writes:
-                module = ref()
-                if module is not None:
-                    module.__dict__[key] = sharded
+        for ref, key, sharded, _ in self._root_writes:
+            module = ref()
+            if module is not None:
+                module.__dict__[key] = sharded
 
     def restore(self, num_running: int = 0) -> None:
         """Put the sharded parameters back after an interruption, whatever it left, and throw away what the interrupted
@@ -384,6 +378,13 @@ def _show_what_was(module: nn.Module, *_: Any) -> None:
 
 
 # ---- dicts
+
+
+def _columns(
+    rows: Sequence[tuple[Namespace, str, Any, Any]],
+) -> tuple[list[Namespace], list[str], list[Any], list[Any]]:
+    """The same side by side, for loops without bytecode."""
+    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], [row[3] for row in rows]
 
 
 def _values(dicts: Sequence[Mapping[str, Any]]) -> Iterable[Any]:
