@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose
@@ -357,6 +358,97 @@ def part_of_the_ranks(system: System) -> None:
     system.shard(model)
     train_both(model, reference)
     expect_equal(model, reference)
+
+
+# ---- tensor and expert parallel, on a mesh (1, 2)
+
+
+class MLP(nn.Module):
+    """Of the width that tensor parallelism cuts, which 2 need not divide."""
+
+    def __init__(self, width: int = 2 * DIM) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, width), nn.Linear(width, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def tensor_parallel(system: System, model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+    return system.shard(model, mesh=mesh["dp"])
+
+
+def train_whole_batches(model: nn.Module, reference: nn.Module, clip: Any = None) -> None:
+    """Both ranks have the same batch."""
+    pairs = [(model, sgd(model)), (reference, sgd(reference))]
+    for i in range(2):
+        norms = []
+        for net, optimizer in pairs:
+            loss_of(net, batch(i)).backward()
+            if clip is not None:
+                norms.append(full((clip if net is model else nn.utils.clip_grad_norm_)(net.parameters(), 0.01)))
+            optimizer.step()
+            optimizer.zero_grad()
+        expect(not norms or torch.allclose(*norms), "another norm")
+    expect_equal(model, reference)
+
+
+@case("tensor parallel: some layers of a group")
+def tensor_parallel_layers(system: System) -> None:
+    model, reference = twins(MLP())
+    train_whole_batches(tensor_parallel(system, model), reference)
+
+
+@case("tensor parallel: clipping over parameters that it has cut and others")
+def tensor_parallel_clipping(system: System) -> None:
+    model, reference = twins(MLP())
+    train_whole_batches(tensor_parallel(system, model), reference, system.clip)
+
+
+@case("tensor parallel: 7 columns on two ranks, and clipping")
+def tensor_parallel_uneven(system: System) -> None:
+    model, reference = twins(MLP(width=7))
+    train_whole_batches(tensor_parallel(system, model), reference, system.clip)
+
+
+@case("tensor parallel: parameters that it leaves plain begin with different values on its ranks")
+def tensor_parallel_different(system: System) -> None:
+    model = MLP()
+    with torch.no_grad():
+        model.norm.weight.add_(dist.get_rank())
+    tensor_parallel(system, model)
+    loss_of(model, batch()).backward()
+    weights = [torch.empty(DIM) for _ in range(2)]
+    dist.all_gather(weights, full(model.norm.weight.detach()))
+    expect(torch.equal(*weights), "plain parameters differ from rank to rank")
+
+
+@case("tensor parallel: its ranks get different batches")
+def tensor_parallel_batches(system: System) -> None:
+    model = MLP()
+    tensor_parallel(system, model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(2):
+            loss_of(model, batch(seed=2 * i + dist.get_rank())).backward()
+    if not any("batch" in str(item.message) for item in caught):
+        raise WrongError("gradients of a mixture of batches, without a word")
+    raise RuntimeWarning(next(str(item.message) for item in caught if "batch" in str(item.message)))
+
+
+@case("tensor parallel: forward writes to a parameter that it has cut")
+def tensor_parallel_edit(system: System) -> None:
+    model, reference = twins(MLP())
+
+    def halve(module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+
+    for net in (model, reference):
+        net.up.register_forward_pre_hook(halve)
+    train_whole_batches(tensor_parallel(system, model), reference)
 
 
 @case("clipping over sharded and plain parameters")

@@ -21,6 +21,7 @@ Two simulated process groups:
     python benchmarks/host_overhead.py                # both process groups, 8 and 64 ranks, fp32 and bf16 parameters
     python benchmarks/host_overhead.py --backend null --world 64
     python benchmarks/host_overhead.py --backend null --world 64 --compiled    # blocks compiled one by one
+    python benchmarks/host_overhead.py --backend null --world 64 --layout hybrid --systems fsdp_compose    # or tensor
     python benchmarks/host_overhead.py --quick
     python benchmarks/host_overhead.py --ablate       # what each check of fsdp_compose costs
     python benchmarks/host_overhead.py --against ../before --rounds 11    # this checkout and another one, in turn
@@ -50,7 +51,7 @@ import torch
 import torch.distributed as dist
 from models import Block, TinyBlocks, num_groups
 from report import column
-from systems import FSDP2, OURS, PLAIN, SYSTEMS
+from systems import FLAT_MESH, FSDP2, HYBRID_MESH, OURS, PLAIN, SYSTEMS, TENSOR_MESH, lay_out
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 BACKENDS, WORLDS = ("null", "fake"), (64, 8)
@@ -73,6 +74,7 @@ class Setting:
     num_blocks: int
     repeats: int
     takes_lowest: bool = False  # of the repeats, not their median: noise only adds
+    layout: str = FLAT_MESH
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ def measure(
     Every precision among the cases needs plain; without FSDP2 there are no ratios to it.
     """
     _use_simulated_group(setting.backend, setting.world)
+    lay_out(setting.layout)
     base = TinyBlocks(setting.num_blocks)
     steps = {case: TrainingStep(base, *case, setting.is_compiled) for case in cases}
     for step in steps.values():
@@ -462,7 +465,7 @@ def main() -> None:
     if options.child is not None:
         _run_child(**json.loads(options.child))
         return
-    sizes = {"num_blocks": options.blocks, "repeats": options.repeats}
+    sizes = {"num_blocks": options.blocks, "repeats": options.repeats, "layout": options.layout}
     settings = [
         Setting(backend, world, options.compiled, **sizes) for backend in options.backend for world in options.world
     ]
@@ -501,6 +504,12 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", choices=OTHERS, nargs="+", default=OTHERS, help="next to plain and FSDP2")
     parser.add_argument("--blocks", type=int, help="blocks of the model (default: 48; --quick: 3)")
     parser.add_argument("--repeats", type=int, help="timed steps per system (default: 25; --quick: 3)")
+    parser.add_argument(
+        "--layout",
+        choices=(FLAT_MESH, HYBRID_MESH, TENSOR_MESH),
+        default=FLAT_MESH,
+        help="one dimension; (replicate, shard) with 8 shards; (dp, tp) with 2 ranks of tensor parallelism",
+    )
     parser.add_argument("--compiled", action="store_true", help="compile each block (torch.compile)")
     parser.add_argument("--ablate", action="store_true", help="what each check of fsdp_compose costs")
     parser.add_argument("--against", type=Path, help="another checkout, whose overhead is measured next to this one's")

@@ -18,9 +18,11 @@ import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compose
 
+FLAT_MESH, HYBRID_MESH, TENSOR_MESH = "flat", "hybrid", "tensor"  # how ``wrap`` lays out the ranks
 DDP, FSDP1, FSDP2, OURS, PLAIN = "DDP", "FSDP1", "FSDP2", "fsdp_compose", "plain"
 OURS_REPLICATE, TORCH_REPLICATE = "fsdp_compose replicate", "torch replicate"
 
@@ -89,6 +91,16 @@ SYSTEMS: dict[str, System] = {
 }
 
 
+_layout = [FLAT_MESH]
+
+
+def lay_out(layout: str) -> None:
+    """From now on ``fully_shard`` is called on this mesh, of FSDP2's and ours: one dimension of all ranks; (replicate,
+    shard), 8 ranks sharing the shards; or (dp, tp), 2 ranks of tensor parallelism, which cuts the MLPs of all blocks,
+    in the plain model too."""
+    _layout[0] = layout
+
+
 def wrap(model: nn.Module, system: str, precision: Precision = PRECISIONS["fp32"], reshard: bool = True) -> nn.Module:
     """Put ``model`` under ``system``, on the device where it is.
 
@@ -97,6 +109,10 @@ def wrap(model: nn.Module, system: str, precision: Precision = PRECISIONS["fp32"
         reshard: free the gathered parameters between forward and backward: blocks, not the root, which every system
             keeps by default. ``False``: free nothing.
     """
+    if _layout[0] == TENSOR_MESH:
+        plan = {"expand": ColwiseParallel(), "contract": RowwiseParallel()}
+        for block in model.blocks:
+            parallelize_module(block, _mesh("cpu", 2, ("dp", "tp"))["tp"], plan)
     if system == PLAIN:
         return model if precision.param_dtype is None else model.to(precision.param_dtype)
     if system == DDP:
@@ -136,7 +152,13 @@ def _fsdp1(model: nn.Module, precision: Precision, use_orig_params: bool, reshar
 
 def _fully_shard_each_block(model: nn.Module, library: object, precision: Precision, reshard: bool = True) -> nn.Module:
     """FSDP2 and fsdp_compose have one interface: ``library`` is the module it is taken from."""
-    mesh = _mesh_over_all_ranks(next(model.parameters()).device.type)
+    device_type = next(model.parameters()).device.type
+    if _layout[0] == FLAT_MESH:
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    elif _layout[0] == HYBRID_MESH:
+        mesh = _mesh(device_type, 8, ("replicate", "shard"))
+    else:
+        mesh = _mesh(device_type, 2, ("dp", "tp"))["dp"]
     policy = library.MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
     after_forward = None if reshard else False
     for block in model.blocks:
@@ -144,8 +166,14 @@ def _fully_shard_each_block(model: nn.Module, library: object, precision: Precis
     return library.fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=after_forward)
 
 
-def _mesh_over_all_ranks(device_type: str) -> DeviceMesh:
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+_meshes: dict[tuple[str, int, tuple[str, str]], DeviceMesh] = {}
+
+
+def _mesh(device_type: str, inner: int, names: tuple[str, str]) -> DeviceMesh:
+    key = device_type, inner, names
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(device_type, (dist.get_world_size() // inner, inner), mesh_dim_names=names)
+    return _meshes[key]
 
 
 def _with_optimizer(model: nn.Module) -> Trained:
@@ -153,4 +181,7 @@ def _with_optimizer(model: nn.Module) -> Trained:
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+    by_mesh: dict[object, list[nn.Parameter]] = {}  # torch's lists of operands have one kind, on one mesh
+    for param in parameters:
+        by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return torch.optim.AdamW([{"params": params} for params in by_mesh.values()], lr=1e-3, foreach=True)

@@ -17,9 +17,9 @@ import torch
 from .accumulating import accumulate, keep_scattered
 from .all_gathers import AllGathers
 from .flat_param import FlatParamHandle
-from .gradient import WriteMode
+from .gradient import ADDED
 from .ranges import in_range
-from .reduction import ReduceBuffer, Reduction, ReplicaAverage, Then, copy_gradients, fill, pool_ids
+from .reduction import AVERAGE_REPLICAS, FINISH, ReduceBuffer, Reduction, ReplicaAverage, copy_gradients, fill, pool_ids
 from .whole import take_whole
 
 
@@ -85,14 +85,14 @@ class Communicator(AllGathers):
                 copy_gradients(reduction.views, grads)
         del grads, accumulation
         if averages:
-            is_added = handle.gradient.prepare() is WriteMode.ADDED
+            is_added = handle.gradient.prepare() is ADDED
             reduction.aim(contributions.options, (handle.gradient.target, is_added, earlier))
         else:
             is_added = earlier is not None
             reduction.aim(contributions.options, (None, False, earlier))
         self._in_flight[buffer] = handle, reduction
         self._start_reduce_scatter(handle, reduction)
-        if self._reduce_stream is not None and reduction.then is Then.AVERAGE:
+        if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:
             self._go_on_with_replicas(handle, reduction)
         return is_added
 
@@ -163,11 +163,11 @@ class Communicator(AllGathers):
                 raise self._failure("reduce-scatter", handle, error) from error
             if self._reduce_stream is not None and handle.mesh.is_simulated:
                 self._wait_for_stream(self._reduce_stream)
-        if reduction.then is Then.FINISH and not discards:
+        if reduction.then is FINISH and not discards:
             reduction.finish()
         elif discards or reduction.output is None:  # it may have gone on to the replicas as soon as it was issued
             reduction.discard()
-        elif reduction.then is Then.AVERAGE:
+        elif reduction.then is AVERAGE_REPLICAS:
             self._average_replicas(handle, reduction)
         else:
             keep_scattered(handle, reduction.leave())
@@ -190,7 +190,7 @@ class Communicator(AllGathers):
         result = torch.empty(handle.layout.shard_numel, dtype=handle.shard.dtype, device=handle.shard.device)
         reduction.aim(handle.contributions.options, (result, False, None))
         self._start_reduce_scatter(handle, reduction)
-        if self._reduce_stream is not None and reduction.then is Then.AVERAGE:
+        if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:
             self._go_on_with_replicas(handle, reduction)
         self._finish_reduction(handle, reduction)
         self._finish_averages()

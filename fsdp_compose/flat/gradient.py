@@ -31,6 +31,10 @@ class WriteMode(Enum):
     FOREIGN = "a sharded parameter holds a gradient that the user put there: the result is added to each one's own"
 
 
+# By themselves: on the hot path, where looking into an Enum takes time.
+FRESH, ADDED, FOREIGN = WriteMode.FRESH, WriteMode.ADDED, WriteMode.FOREIGN
+
+
 class ShardedGradient(FlatGradient):
     """The flat gradient of a shard, which backwards write.
 
@@ -51,7 +55,7 @@ class ShardedGradient(FlatGradient):
         keeps_memory: bool = False,
     ) -> None:
         super().__init__(sharded_params, local_shards, shard, hooks, segments, keeps_memory)
-        self._write_mode = WriteMode.FRESH
+        self._write_mode = FRESH
         self.target: torch.Tensor | None = None
 
     @property
@@ -65,7 +69,7 @@ class ShardedGradient(FlatGradient):
         """Decide where the gradient that is about to be reduced goes; called once per reduction. A second reduction
         in the same backward is added to the first."""
         if self.target is not None:
-            return WriteMode.ADDED
+            return ADDED
         # On the hot path: asked only where there may be hooks. Where nothing is known, publish() looks again.
         if not self._is_dropped or ((self._hooks.on_gradient or self._segments) and self._want_gradients()):
             if self._segments:
@@ -74,8 +78,8 @@ class ShardedGradient(FlatGradient):
                 if grad is not None:
                     return self._prepare_to_add()
         self.buffer.ensure_writable()
-        self._write_mode, self.target = WriteMode.FRESH, self.buffer.flat
-        return WriteMode.FRESH
+        self._write_mode, self.target = FRESH, self.buffer.flat
+        return FRESH
 
     def _prepare_to_add(self) -> WriteMode:
         grads, buffer = [sharded.grad for sharded in self._sharded_params], self.buffer
@@ -85,11 +89,11 @@ class ShardedGradient(FlatGradient):
                 if grad is None and self._is_published[i]:  # dropped by the user since: starts from zero again
                     buffer.local_shard_of(buffer.flat, i).zero_()
             self._is_published = bytes(grad is not None for grad in grads)
-            self._write_mode, self.target = WriteMode.ADDED, buffer.flat
+            self._write_mode, self.target = ADDED, buffer.flat
             if self._segments:
                 buffer.zero_gaps()  # a flat gradient that was scaled by NaN has NaN in its padding
         else:
-            self._write_mode = WriteMode.FOREIGN
+            self._write_mode = FOREIGN
             self.target = torch.empty(buffer.numel, dtype=buffer.dtype, device=buffer.device)
         return self._write_mode
 
@@ -99,9 +103,9 @@ class ShardedGradient(FlatGradient):
         are not ours."""
         self._is_dropped = False
         buffer = self.buffer
-        if self._write_mode is WriteMode.FOREIGN and self._segments:
+        if self._write_mode is FOREIGN and self._segments:
             self._publish_separately(is_used)
-        elif self._write_mode is WriteMode.FRESH:
+        elif self._write_mode is FRESH:
             if has_others:
                 is_used = self._add_others(is_used)
             if self._hooks.on_gradient or self._hooks.after_accumulation:
@@ -115,7 +119,7 @@ class ShardedGradient(FlatGradient):
                     if used:
                         sharded.grad = view
             self._is_published = is_used
-        elif self._write_mode is WriteMode.FOREIGN:
+        elif self._write_mode is FOREIGN:
             for i, sharded in enumerate(self._sharded_params):
                 if is_used[i]:
                     self._hooks.add_to_grad(i, make_gradient(buffer.local_shard_of(self.target, i), sharded))
@@ -168,7 +172,7 @@ class ShardedGradient(FlatGradient):
             param, gradient = segment.parameter, segment.gradient
             assert gradient is not None
             _add_other(param, gradient)  # terms of the loss on the flat view itself
-            if self._write_mode is WriteMode.FRESH:
+            if self._write_mode is FRESH:
                 _call_gradient_hooks(param, gradient)
             param.grad = gradient
             hooks = post_accumulate_hooks(param)

@@ -13,7 +13,7 @@ import torch
 
 from .._torch import foreach_mul_
 from .flat_param import FlatParamHandle
-from .gradient import WriteMode
+from .gradient import ADDED, FRESH, WriteMode
 from .reduction import AVERAGE, ReplicaAverage, fill
 
 LARGE_BYTES = 1 << 16  # of a gradient; below, a call by itself costs more than it saves
@@ -54,7 +54,7 @@ def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
     """Whether gradients go to where the average belongs, each divided by the number of ranks."""
     contributions, dtype = handle.contributions, handle.shard.dtype
     return (
-        mode is WriteMode.FRESH
+        mode is FRESH
         and contributions.accumulation is None
         and contributions.options is AVERAGE
         and contributions.dtype == dtype
@@ -67,7 +67,7 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
     ``missing``), of what was placed, and of what was accumulated before."""
     contributions, gradient, options = handle.contributions, handle.gradient, handle.contributions.options
     mode = _prepare(handle)
-    target, dtype, is_added = gradient.target, contributions.dtype, mode is WriteMode.ADDED
+    target, dtype, is_added = gradient.target, contributions.dtype, mode is ADDED
     assert target is not None
     goes_direct = _goes_direct(handle, mode)
     contributions.await_publication()

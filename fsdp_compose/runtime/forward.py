@@ -130,15 +130,17 @@ def end_forward(root: Root, is_hooked: bool) -> None:
     what ``keep_unsharded`` keeps."""
     root.forward.end()
     for state in root.live_states():
-        progress, options = state.progress, state.options
-        stays = options.keeps_unsharded or options.is_held
+        pending_modules = state.progress.pending_modules
         for handle in state._handles:
-            is_needed = is_hooked and not (progress.pending_modules and state.place.reshards_after_forward)
             unsharded = handle.unsharded
-            if unsharded.is_allocated and not (unsharded.left_by_forward and (is_needed or stays)):
+            if not unsharded.is_allocated:
+                continue
+            is_needed = is_hooked and not (pending_modules and state.place.reshards_after_forward)
+            stays = is_needed or state.options.keeps_unsharded or state.options.is_held
+            if not (unsharded.left_by_forward and stays):
                 root.communicator.reshard(handle)
-        if progress.pending_modules:
-            progress.pending_modules.clear()
+        if pending_modules:
+            pending_modules.clear()
 
 
 def abandon_forward(root: Root) -> None:

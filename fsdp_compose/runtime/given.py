@@ -92,10 +92,12 @@ def is_given(state: _FSDPState) -> bool:
 
     At the beginning of the outermost forward the slots of all groups were compared. So inside it a few frames of the
     stack are looked at, and not the group's own slots, which no cache holds by then."""
-    swap, root = state.swap, state.root
-    if root is None or not root.forward.depth or root.forward.is_given or root.forward.caller is None:
-        return swap is not None and swap.is_overridden() and is_in_functional_call()  # None in a copy that has not run
-    return is_in_functional_call(root.forward.caller, _NUM_FRAMES_OF_HOOK) and swap.is_overridden()
+    root = state.root
+    forward = None if root is None else root.forward
+    if forward is None or not forward.depth or forward.is_given or forward.caller is None:
+        swap = state.swap  # None in a copy that has not run
+        return swap is not None and swap.is_overridden() and is_in_functional_call()
+    return is_in_functional_call(forward.caller, _NUM_FRAMES_OF_HOOK) and state.swap.is_overridden()
 
 
 @contextmanager

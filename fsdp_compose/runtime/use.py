@@ -161,7 +161,8 @@ class DefaultUse:
         outer = self.outer
         if outer is not None and outer.active_backward is not backward:
             outer.reach(_grad)
-        state.check_versions(self._versions)
+        if state.shard_versions() != self._versions:
+            state.check_versions(self._versions)
         if not progress.was_reached:
             if root.forward.depth:
                 refuse_unseen_backward(root, state)
