@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from fsdp_compose import MixedPrecisionPolicy, fully_shard
+from fsdp_compose import STRATEGIES, MixedPrecisionPolicy, fully_shard
 from fsdp_compose.checkpoint import get_state_dict, load, save, set_state_dict
 
 VOCABULARY = 256  # a token is a byte
@@ -134,21 +134,22 @@ def build_model(args: argparse.Namespace, device: torch.device) -> tuple[GPT, in
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.bf16 else {}
     policy = MixedPrecisionPolicy(**dtypes)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, strategy=args.strategy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, strategy=args.strategy)
     return model, num_parameters
 
 
 def mesh_shape(args: argparse.Namespace) -> tuple[int, ...]:
-    """Of the mesh: (shards,), or (replicas, shards)."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    if args.mesh is None and args.strategy != "hybrid":
-        return (world_size, 1) if args.strategy == "replicated" else (world_size,)
-    shape = tuple(int(size) for size in str(args.mesh).split("x") if size.isdigit())
-    if args.strategy != "hybrid" or len(shape) != 2 or math.prod(shape) != world_size:
+    """Of the mesh: (ranks,), or (replicas, shards)."""
+    world_size, num_dims = int(os.environ["WORLD_SIZE"]), STRATEGIES[args.strategy].num_dims
+    shape = (world_size,)
+    if args.mesh is not None or num_dims == 2:
+        shape = tuple(int(size) for size in str(args.mesh).split("x") if size.isdigit())
+    if len(shape) != num_dims or math.prod(shape) != world_size:
+        wanted = [name for name, row in STRATEGIES.items() if row.num_dims == 2]
         raise SystemExit(
-            f"--strategy {args.strategy} --mesh {args.mesh}: expected --strategy hybrid --mesh RxS, of R replicas of S "
-            f"shards, {world_size} processes in all"
+            f"--strategy {args.strategy} --mesh {args.mesh}: expected --mesh RxS, of R replicas of S shards, "
+            f"{world_size} processes in all, with {' and '.join(wanted)}, and none with the others"
         )
     return shape
 
@@ -324,8 +325,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep and reduce in float32")
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
-    parser.add_argument("--strategy", choices=("sharded", "hybrid", "replicated"), default="sharded")
-    parser.add_argument("--mesh", metavar="RxS", help="with --strategy hybrid: replicas x shards, for example 2x2")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="zero3", help="what each rank keeps")
+    parser.add_argument("--mesh", metavar="RxS", help="with hybrid and hfsdp: replicas x shards, for example 2x2")
     parser.add_argument("--log-every", type=int, default=5)
     parser.add_argument("--val-every", type=int, default=50)
     parser.add_argument("--val-batches", type=int, default=4)

@@ -130,6 +130,36 @@ def test_parts_until_a_step():
     torch.testing.assert_close(gpt_loss(ours, local_part(batch)), gpt_loss(theirs, local_part(batch)))
 
 
+@pytest.mark.parametrize("stays", (False, True))
+@distributed(world_size=4)
+def test_forwards_without_grad_mode_between_steps(stays):
+    """They gather anew what parts are older than; and come between a forward and its backward."""
+    torch.manual_seed(0)
+    ours = GPT(layers=2)
+    theirs = copy.deepcopy(ours)
+    shard(ours)
+    for block in ours.blocks:
+        set_reshard_after_backward(block, 2 if stays else True)
+    for block in theirs.blocks:
+        fully_shard(block)
+    fully_shard(theirs)
+    optimizers = [adamw(model.parameters()) for model in (ours, theirs)]
+    for batch in batches(3):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            with torch.no_grad():
+                before = gpt_loss(model, local_part(batch))
+            loss = gpt_loss(model, local_part(batch))
+            torch.testing.assert_close(loss.detach(), before)
+            with torch.no_grad():
+                gpt_loss(model, local_part(batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                gpt_loss(model, local_part(batch))
+        assert_equal(ours, theirs)
+
+
 @distributed(world_size=4)
 def test_a_write_between_forward_and_backward_raises():
     model = shard(GPT(layers=2))

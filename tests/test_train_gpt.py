@@ -64,9 +64,11 @@ def test_a_run_resumed_with_another_number_of_processes_continues_the_loss_curve
 
 
 @pytest.mark.timeout(600)
-def test_a_run_resumed_on_a_mesh_of_replicas_continues_the_loss_curve(whole, tmp_path):
+@pytest.mark.parametrize("strategy", ("hybrid", "hfsdp", "ddp"))
+def test_a_run_resumed_with_another_strategy_continues_the_loss_curve(whole, tmp_path, strategy):
     out, log = whole
-    other, _ = run(tmp_path / "other", 4, f"--resume={out / 'step-4'}", "--strategy=hybrid", "--mesh=2x2")
+    mesh = [] if strategy == "ddp" else ["--mesh=2x2"]
+    other, _ = run(tmp_path / "other", 4, f"--resume={out / 'step-4'}", f"--strategy={strategy}", *mesh)
     assert [entry["loss"] for entry in other] == pytest.approx([entry["loss"] for entry in log], abs=1e-5)
 
 

@@ -13,7 +13,6 @@ from .reduction import AVERAGE, Reduction, ReductionOptions
 from .tensor_parallel import TensorParallel
 
 _grad = attrgetter("grad")
-_NONE = type(None)
 
 
 class Contributions:
@@ -89,8 +88,11 @@ class Contributions:
                 grads[i] = outside if grads[i] is None else outside + grads[i]
             self.outside = {}
         missing: list[int] = []
-        if _NONE in map(type, grads):  # a loop without bytecode
-            missing = [i for i, grad in enumerate(grads) if grad is None]
+        for grad in grads:
+            if grad is None:
+                missing = [i for i, grad in enumerate(grads) if grad is None]
+                break
+        if missing:
             for i, grad in enumerate(grads):
                 if grad is not None:
                     self.is_used[i] = 1

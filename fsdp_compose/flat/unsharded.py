@@ -193,6 +193,8 @@ class Unsharded:
             self.memory.allocate()
             self.is_allocated = True
         self.gathered = self._shard._version, segments, writes.count
+        if self.part is not None:
+            self.part.drop()  # of what an earlier one has read
         self.work = self._source.gather()
         if self.work is None:
             self.memory.show()
