@@ -67,8 +67,9 @@ class Program(_Short):
 
 
 # All ranks share the shards; hybrid sharding with two shards, where the ranks are even in number; with all of them;
-# with one; replicate(); all share the shards, and two of them what stays between forward and backward.
-WAYS = ("", "hybrid", "one row", "one column", "replicated", "parts")
+# with one; replicate(); all share the shards, and two of them what stays between forward and backward, or until a step
+# (where four are even in number; else all of it stays until a step).
+WAYS = ("", "hybrid", "one row", "one column", "replicated", "parts", "until a step")
 LEAVES = ("linear", "scale", "scalar", "cube", "spare", "nothing", "detach")
 TERMS = ("square", "norm", "square before forward", "product", "product before forward")
 # Modules whose forward does something to its last child before it runs it.

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecisionPolicy, fully_shard, replicate
+from fsdp_compose import MixedPrecisionPolicy, fully_shard, replicate, set_reshard_after_backward
 from fsdp_compose.group.registry import get_state
 
 from .description import EDITORS, INNER_BACKWARDS, LEAVES, Group, Part, Program
@@ -286,7 +286,7 @@ def _make_group(module: Module, group: Group, meshes: Meshes) -> None:
         replicate(module, mesh=meshes.whole, mp_policy=policy, bucket_bytes=BUCKET_BYTES)
         return
     mesh, reshard = meshes.of(group.way), group.reshard
-    if group.way == "parts" and mesh.size() % 2 == 0:
+    if group.way in ("parts", "until a step") and mesh.size() % 2 == 0:
         reshard = 2
     fully_shard(
         module,
@@ -295,6 +295,9 @@ def _make_group(module: Module, group: Group, meshes: Meshes) -> None:
         mp_policy=policy,
         granularity=(lambda fqn, param, asked=group.granularity: asked) if group.granularity else None,
     )
+    if group.way == "until a step":
+        stays = 2 if mesh.size() > 2 and mesh.size() % 2 == 0 else False
+        set_reshard_after_backward(module, stays, recurse=False)
 
 
 def loss_of(model: Module, x: torch.Tensor) -> torch.Tensor:
