@@ -240,6 +240,35 @@ _STAYS_UNSHARDED = Program(
     input_requires_grad=True,
 )
 
+# Of two roots one alone runs again: gradients of the other's own parameters, which flat views have dropped, lag on.
+_LAGS = Program(
+    root=Part("chain", children=(Part("linear"), Part("linear"))),
+    actions=(
+        Action("train"),
+        Action("train", at=4, term="square"),
+        Action("step", how="optimizer"),
+        Action("train"),
+        Action("train", root="both"),
+    ),
+    second_root=0,
+    optimizer="flat",
+)
+
+# A tie moves a parameter at the first forward, when a term computed before it has its gradient to come; a hook on
+# another parameter wants to see gradients by themselves.
+_TERM_BEFORE_A_MOVE = Program(
+    root=Part(
+        "chain",
+        children=(
+            Part("late auxiliary", children=(Part("scale"),)),
+            Part("chain", children=(Part("linear"), Part("linear", group=Group()))),
+        ),
+    ),
+    actions=(Action("train", at=2, term="square before forward"), Action("step", how="optimizer")),
+    ties=((0, 1),),
+    hooks=((0, ON_GRADIENT),),
+)
+
 _generation = itertools.count()
 _present = [next(_generation)]
 
@@ -272,6 +301,8 @@ def test_random_programs_train_as_unsharded(world_size, num_programs, tmp_path):
         database=None,
     )
     @example(_STAYS_UNSHARDED)
+    @example(_LAGS)
+    @example(_TERM_BEFORE_A_MOVE)
     @given(_programs)
     def random_programs(program: Program) -> None:
         went_through.append(check(program, world_size, tmp_path / "report"))

@@ -18,7 +18,7 @@ from .flat_gradient import FlatGradient
 from .gradient_memory import LocalShard
 from .gradient_view import FlatSegment
 from .hooks import GradientHooks
-from .sharded_param import make_gradient
+from .sharded_param import follow_layout, make_gradient
 
 _grad = attrgetter("grad")
 
@@ -123,6 +123,8 @@ class ShardedGradient(FlatGradient):
             for i, sharded in enumerate(self._sharded_params):
                 if is_used[i]:
                     self._hooks.add_to_grad(i, make_gradient(buffer.local_shard_of(self.target, i), sharded))
+                else:
+                    follow_layout(sharded)
         else:
             published = self._is_published
             for i, (sharded, view) in enumerate(zip(self._sharded_params, buffer.views, strict=True)):

@@ -207,6 +207,14 @@ def is_sharded_like(gradient: torch.Tensor, sharded: nn.Parameter) -> bool:
     return isinstance(gradient, RaggedDTensor) and gradient._spec.is_sharded_like(sharded._spec)
 
 
+def follow_layout(sharded: nn.Parameter) -> None:
+    """Let a gradient that autograd has brought to ``sharded`` before it was sharded anew be sharded like it. Ranks: all
+    of the mesh, if there is such a gradient."""
+    gradient = sharded.grad
+    if isinstance(gradient, RaggedDTensor) and not is_sharded_like(gradient, sharded):
+        sharded.grad = like_sharded_param(gradient, sharded)
+
+
 def like_sharded_param(gradient: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
     """A copy of a gradient that autograd has brought to ``sharded``, sharded like it.
 

@@ -77,7 +77,8 @@ class Runner:
         self.differences: list[str] = []
         self.generator = torch.Generator().manual_seed(1)
         self.is_exact = all(param.dtype == torch.float64 for param in self.params)
-        self.has_unreduced = self.lags = False
+        self.has_unreduced = False
+        self.lagging: set[nn.Parameter] = set()  # whose gradients have been dropped by flat views only, as yet
         self.num_forwards = 0
 
     def hold(self, models: nn.ModuleList) -> None:
@@ -123,7 +124,7 @@ class Runner:
         model.trip.num_local_losses = 0
         term = term if self.params else ""
         terms = self.terms_on(at, term) if "before" in term else None
-        self.lags = False
+        self.lagging.difference_update(model.parameters())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ours = loss_of(model, inputs[self.rank].detach().requires_grad_(inputs[0].requires_grad))
@@ -286,7 +287,7 @@ class Runner:
 
     def do_zero(self, action: Action, what: str) -> None:
         # Where flat views drop gradients, the sharded parameters do so when the next forward begins; and the reverse.
-        self.lags = self.program.optimizer == "flat" and action.how != "keep"
+        self.lagging = set(self.params) if self.program.optimizer == "flat" and action.how != "keep" else set()
         if action.how == "model":
             self.model.zero_grad()
             self.reference.zero_grad()
@@ -330,7 +331,7 @@ class Runner:
         """Full parameters between iterations; ``how``: what is done to one of them."""
         if not self.params:
             return
-        with_grads = action.how == "scale its gradient" and not self.lags
+        with_grads = action.how == "scale its gradient" and not self.lagging
         if with_grads:
             self.drop_unreduced()
         index = action.at % len(self.params)
@@ -386,7 +387,8 @@ class Runner:
                 self.model, self.optimizers[0], model_state_dict=saved[0], optim_state_dict=saved[1], options=options
             )
         self.reference.zero_grad()
-        self.has_unreduced = self.lags = False
+        self.has_unreduced = False
+        self.lagging = set()
 
     def do_unshard(self, action: Action, what: str) -> None:
         modules = [module for module in self.model.modules() if get_state(module) is not None]
@@ -404,7 +406,7 @@ class Runner:
             twin = expected[name]
             self.check_local_shard(sharded, sharded, twin.detach(), f"{what}: {name}")
             grad = sharded.grad
-            if self.lags:
+            if sharded in self.lagging:
                 continue
             if (grad is None) != (twin.grad is None):
                 self.differences.append(f"{what}: the gradient of {name} is {grad}, expected {twin.grad}")
