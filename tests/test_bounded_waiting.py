@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fsdp_compose import fully_shard
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
@@ -50,6 +51,35 @@ def train_until_one_dies(rank: int, port: int) -> None:
             print(f"after {time.monotonic() - begin:.1f} s: {error}".replace("\n", " "))
     sys.stdout.flush()
     os._exit(0)
+
+
+def wait_for_one_that_stays_away(rank: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = fully_shard(Stack())
+    for _ in range(2):
+        loss_of(model, inputs()).backward()
+    _set_pg_timeout(timedelta(seconds=2))
+    if rank == 1:
+        time.sleep(12)
+        os._exit(0)
+    begin = time.monotonic()
+    try:
+        model(inputs())
+        print("no error")
+    except RuntimeError as error:
+        print(f"after {time.monotonic() - begin:.1f} s: {error}".replace("\n", " "))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def test_a_timeout_that_is_set_later_holds_for_messages_too(tmp_path):
+    """gloo's messages know the timeout of when the group was made."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = run_forked(2, tmp_path, wait_for_one_that_stays_away, store.port, timeout=80)
+    told = next(line for line in ranks[0][1].splitlines() if line.startswith(("after ", "no error")))
+    assert "rank 0: the all-gather" in told and float(told.split()[1]) < 10, told
 
 
 def test_rank_that_dies_in_backward_makes_the_others_raise_and_names_itself_at_the_next_forward(tmp_path):

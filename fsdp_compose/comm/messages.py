@@ -10,12 +10,14 @@ Each message belongs to one collective, by its tag (``journal``).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .._torch import has_gloo_on_cpu
+from .._torch import group_timeout, has_gloo_on_cpu
 from .broken import give_up
 from .journal import difference_of, journal_of
 from .label import ALL_GATHER, ALL_REDUCE, MESSAGES, REDUCE_SCATTER, SECOND_HALF, Label, Work
@@ -125,8 +127,9 @@ class _InFlight:
     def __init__(self, transport: Messages, tag: int) -> None:
         self._group, self._journal, self._tag = transport.group, transport._journal, tag
         self._number = self._journal.count
-        self._messages: list[Work] = []
-        self._rest = self._journal.under_way[self._number] = iter(self._messages)
+        self._messages: list[_Message] = []
+        self._rest: Iterator[_Message] = iter(self._messages)
+        self._journal.under_way[self._number] = self._rest
 
     def issue(self, received: Iterable[Message], sent: Iterable[Message]) -> None:
         """Begin to receive and to send, all but empty messages. What fails fails when it is waited for."""
@@ -150,8 +153,9 @@ class _InFlight:
         journal = self._journal
         journal.wait(self._number)
         try:
+            limit = group_timeout(self._group)  # as it is now: gloo's messages know that of when the group was made
             for message in self._rest:
-                message.wait()
+                message.wait(limit)
         except RuntimeError as error:
             self._fail(error)
             raise
@@ -163,6 +167,12 @@ class _InFlight:
             self._journal.dropped.add(self._number)
 
 
+class _Message(Protocol):
+    """One message in flight."""
+
+    def wait(self, timeout: timedelta = ...) -> Any: ...
+
+
 class _Failed:
     """Messages that will not arrive."""
 
@@ -171,7 +181,7 @@ class _Failed:
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         raise self._error
 
 
