@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import re
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter
 
 import report
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from models import GPT
-from processes import run_on_ranks
+from processes import run_on_ranks, time_in_turn
 from report import column
 from systems import FSDP2, LIBRARIES, OURS
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -95,7 +92,9 @@ class TrainingStep:
             mesh = _mesh(shape)
             for block in self.model.blocks:
                 LIBRARIES[system].fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-            LIBRARIES[system].fully_shard(self.model, mesh=mesh, reshard_after_forward=reshard and None)
+            LIBRARIES[system].fully_shard(
+                self.model, mesh=mesh, reshard_after_forward=False if reshard is False else None
+            )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
         self.tokens, self.loss = tokens, 0.0
 
@@ -145,10 +144,10 @@ def _worker(processes: int, sizes: tuple[int, int, int], rounds: int, path: Path
         for name, case in cases(processes).items()
         for system in (FSDP2, OURS)
     }
-    times = _time(steps, rounds)
+    times = time_in_turn(steps, rounds)
     rows, losses = [], {key: step.loss for key, step in steps.items()}
     for (name, system), step in steps.items():
-        ms, theirs = times[name, system], times[name, FSDP2]
+        ms, theirs = ([whole for (whole,) in times[name, item]] for item in (system, FSDP2))
         ratios = [ours / reference for ours, reference in zip(ms, theirs, strict=True)]
         low, _, high = quantiles(ratios, n=4)
         rows.append(
@@ -165,24 +164,6 @@ def _worker(processes: int, sizes: tuple[int, int, int], rounds: int, path: Path
         )
     if dist.get_rank() == 0:
         path.write_text(json.dumps([asdict(row) for row in rows]))
-
-
-def _time(steps: dict[tuple[str, str], Callable[[], None]], rounds: int) -> dict[tuple[str, str], list[float]]:
-    """Milliseconds of the slowest rank, for each round."""
-    order, times = [*steps], {name: [] for name in steps}
-    shuffled = random.Random(0)  # the same order on every rank
-    for i in range(-3, rounds):  # the first rounds: lazy initialisation, and the order that prefetching follows
-        shuffled.shuffle(order)
-        for name in order:
-            dist.barrier()
-            start = perf_counter()
-            steps[name]()
-            dist.barrier()
-            if i >= 0:
-                times[name].append(perf_counter() - start)
-    slowest = torch.tensor([*times.values()], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return dict(zip(times, (slowest * 1e3).tolist(), strict=True))
 
 
 # ---- the parent

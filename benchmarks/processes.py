@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -31,6 +33,31 @@ def run_on_ranks(world_size: int, function: Callable[..., None], *arguments: Any
     while not ranks.join():
         pass
     del store
+
+
+def time_in_turn(
+    actions: Mapping[Any, Callable[[], Sequence[float] | None]], rounds: int
+) -> dict[Any, list[list[float]]]:
+    """Milliseconds of the slowest rank, by action: in each round the whole, between two barriers, and the parts whose
+    seconds the action returns. In each round in another random order, the same on all ranks. Ranks: all."""
+    order, shuffled = [*actions], random.Random(0)
+    times: dict[Any, list[list[float]]] = {name: [] for name in actions}
+    for i in range(-3, rounds):  # the first rounds: lazy initialisation, and the order that prefetching follows
+        shuffled.shuffle(order)
+        for name in order:
+            dist.barrier()
+            start = perf_counter()
+            parts = actions[name]() or ()
+            dist.barrier()
+            if i >= 0:
+                times[name].append([perf_counter() - start, *parts])
+    return {name: _slowest(runs) for name, runs in times.items()}
+
+
+def _slowest(runs: list[list[float]]) -> list[list[float]]:
+    slowest = torch.tensor(runs, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return (slowest * 1e3).tolist()
 
 
 def _run(rank: int, world_size: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter
 
 import report
 import torch
 import torch.distributed as dist
 from models import GPT
-from processes import run_on_ranks
+from processes import run_on_ranks, time_in_turn
 from report import column
 from systems import DDP, OURS_REPLICATE, TORCH_REPLICATE
 from throughput import TrainingStep
@@ -68,30 +66,11 @@ def _measure(size: str, rounds: int, num_tokens: int) -> list[Row]:
     torch.manual_seed(1 + dist.get_rank())
     tokens = torch.randint(base.vocabulary, (max(1, num_tokens // SEQUENCE), SEQUENCE))
     steps = {system: TrainingStep(base, system, tokens) for system in SYSTEMS}
-    order = [*SYSTEMS]
-    times: dict[str, list[tuple[float, ...]]] = {system: [] for system in SYSTEMS}
-    shuffled = random.Random(0)  # the same order on every rank
-    for i in range(-3, rounds):
-        shuffled.shuffle(order)
-        for system in order:
-            dist.barrier()
-            start = perf_counter()
-            parts = steps[system]()
-            dist.barrier()
-            if i >= 0:
-                times[system].append((perf_counter() - start, *parts))
-    slowest = {system: _slowest(runs) for system, runs in times.items()}
+    slowest = time_in_turn(steps, rounds)
     losses = {system: step.loss for system, step in steps.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-2, losses
     numel = sum(param.numel() for param in base.parameters())
     return [_row(numel, system, slowest) for system in SYSTEMS]
-
-
-def _slowest(runs: list[tuple[float, ...]]) -> list[list[float]]:
-    """Milliseconds of the slowest rank: for each run, the whole and its parts."""
-    slowest = torch.tensor(runs, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return (slowest * 1e3).tolist()
 
 
 def _row(numel: int, system: str, slowest: dict[str, list[list[float]]]) -> Row:

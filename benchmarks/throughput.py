@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from models import GPT
-from processes import run_on_ranks
+from processes import run_on_ranks, time_in_turn
 from report import column
 from systems import DDP, FSDP1, FSDP2, OURS, wrap
 
@@ -97,19 +96,7 @@ def _measure(case: Case, rounds: int) -> list[Row]:
     tokens = torch.randint(base.vocabulary, (case.tokens // SEQUENCE, SEQUENCE))
     steps = {system: TrainingStep(base, system, tokens) for system in STEP_SYSTEMS}
     actions: dict[str, Action] = {**steps, **_collectives(base)}
-    order = [*actions]
-    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in actions}
-    shuffled = random.Random(0)  # the same order on every rank
-    for i in range(-3, rounds):  # the first rounds: lazy initialisation, and the order that prefetching follows
-        shuffled.shuffle(order)
-        for name in order:
-            dist.barrier()
-            start = perf_counter()
-            parts = actions[name]()
-            dist.barrier()
-            if i >= 0:
-                times[name].append((perf_counter() - start, *parts))
-    return _rows(case, {name: _slowest(runs) for name, runs in times.items()}, steps)
+    return _rows(case, time_in_turn(actions, rounds), steps)
 
 
 class TrainingStep:
@@ -163,13 +150,6 @@ def _collectives(base: GPT) -> dict[str, Action]:
         return ()
 
     return {ALL_GATHER: all_gather, REDUCE_SCATTER: reduce_scatter, ALL_REDUCE: all_reduce}
-
-
-def _slowest(runs: list[tuple[float, ...]]) -> list[list[float]]:
-    """Milliseconds of the slowest rank: for each run, the whole and its parts."""
-    slowest = torch.tensor(runs, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return (slowest * 1e3).tolist()
 
 
 def _rows(case: Case, times: dict[str, list[list[float]]], steps: dict[str, TrainingStep]) -> list[Row]:

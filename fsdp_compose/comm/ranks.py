@@ -239,7 +239,7 @@ def data_parallel_mesh(
     widest = _widest([mesh, *(joined_mesh(mesh, item) for item in tensor_meshes)])
     key = mesh, widest, group, replicas, part_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
     described = _described.get(key)
-    if described is None:
+    if described is None or any(map(is_destroyed, described.groups())):
         described = _described[key] = _describe(mesh, widest, group, replicas, device, is_simulated, part_size)
     return described
 
