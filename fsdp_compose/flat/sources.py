@@ -9,6 +9,7 @@ sharded over all ranks (HFSDP, Megatron-FSDP).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -27,7 +28,7 @@ class ShardSource:
         gather: issues the all-gather, on the present stream; its work, or ``None``: it is complete.
     """
 
-    __slots__ = ("_arguments", "_cast_shard", "_issue", "_shard", "gather")
+    __slots__ = ("_arguments", "_cast_shard", "_is_local", "_shard", "gather")
 
     def __init__(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> None:
         rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
@@ -38,20 +39,26 @@ class ShardSource:
         # On an accelerator the work of a collective of one rank still orders the copy before compute.
         is_local = is_alone and shard.device.type == "cpu"
         self._arguments = (flat, own_slice if is_cast else shard, label)
-        self._issue = None if is_local else mesh.transport.prepared_all_gather(*self._arguments)
-        self.gather: Callable[[], Work | None] = self._issue if self._issue and not is_cast else self._copy_and_issue
+        self._is_local = is_local
+        self.gather_by(mesh.transport)
 
     def gather_by(self, transport: Transport) -> None:
         """Move shards so from now on."""
-        if self._issue is not None:
-            self._issue = transport.prepared_all_gather(*self._arguments)
-            if self._cast_shard is None:
-                self.gather = self._issue
+        issue = None if self._is_local else transport.prepared_all_gather(*self._arguments)
+        # No bound method: nothing that holds a model's memory is in a cycle.
+        self.gather: Callable[[], Work | None] = (
+            issue
+            if issue and self._cast_shard is None
+            else partial(_copy_and_issue, self._cast_shard, self._shard, issue)
+        )
 
-    def _copy_and_issue(self) -> Work | None:
-        if self._cast_shard is not None:
-            self._cast_shard.copy_(self._shard)
-        return None if self._issue is None else self._issue()
+
+def _copy_and_issue(
+    cast_shard: torch.Tensor | None, shard: torch.Tensor, issue: Callable[[], Work] | None
+) -> Work | None:
+    if cast_shard is not None:
+        cast_shard.copy_(shard)
+    return None if issue is None else issue()
 
 
 class KeptPart:
@@ -82,6 +89,7 @@ class KeptPart:
 
     @property
     def nbytes(self) -> int:
+        """The bytes that are allocated."""
         return self._nbytes if self.is_kept else 0
 
     def keep(self, shown: torch.Tensor) -> None:
