@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
+    STRATEGIES,
     MixedPrecisionPolicy,
     flat_parameters,
     fully_shard,
@@ -383,6 +384,22 @@ def use_and_drop(model: nn.Module, when: str) -> dict[str, weakref.ref[Any]]:
 def test_everything_goes_with_the_model(when, use_reentrant):
     with no_garbage_collection():
         model = shard_gpt(GPT(dim=4, layers=2, use_reentrant=use_reentrant))
+        references = use_and_drop(model, when)
+        assert alive(references) == list(references)
+        del model
+        assert_gone(references)
+
+
+@pytest.mark.parametrize("when", ["before the first forward", "after a forward", "after training steps"])
+@pytest.mark.parametrize("way", ["cast", *STRATEGIES])
+@distributed(world_size=4)
+def test_everything_goes_with_models_of_every_strategy(way, when):
+    row = STRATEGIES.get(way, STRATEGIES["zero3"])
+    shape = (4,) if row.num_dims == 1 else (2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if way == "cast" else None
+    with no_garbage_collection():
+        model = shard_gpt(GPT(dim=4, layers=2), mesh=mesh, strategy=row, mp_policy=policy)
         references = use_and_drop(model, when)
         assert alive(references) == list(references)
         del model
