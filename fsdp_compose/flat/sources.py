@@ -28,14 +28,14 @@ class ShardSource:
         gather: issues the all-gather, on the present stream; its work, or ``None``: it is complete.
     """
 
-    __slots__ = ("_arguments", "_cast_shard", "_is_local", "_shard", "gather")
+    __slots__ = ("_arguments", "_copy", "_is_local", "gather")
 
     def __init__(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> None:
         rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
         # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
         own_slice = flat[rank * numel : (rank + 1) * numel]
         is_cast = flat.dtype != shard.dtype or is_alone
-        self._shard, self._cast_shard = shard, own_slice if is_cast else None
+        self._copy: Callable[[], object] | None = partial(own_slice.copy_, shard) if is_cast else None
         # On an accelerator the work of a collective of one rank still orders the copy before compute.
         is_local = is_alone and shard.device.type == "cpu"
         self._arguments = (flat, own_slice if is_cast else shard, label)
@@ -44,21 +44,18 @@ class ShardSource:
 
     def gather_by(self, transport: Transport) -> None:
         """Move shards so from now on."""
-        issue = None if self._is_local else transport.prepared_all_gather(*self._arguments)
+        issue = _issue_nothing if self._is_local else transport.prepared_all_gather(*self._arguments)
         # No bound method: nothing that holds a model's memory is in a cycle.
-        self.gather: Callable[[], Work | None] = (
-            issue
-            if issue and self._cast_shard is None
-            else partial(_copy_and_issue, self._cast_shard, self._shard, issue)
-        )
+        self.gather: Callable[[], Work | None] = issue if self._copy is None else partial(_in_turn, self._copy, issue)
 
 
-def _copy_and_issue(
-    cast_shard: torch.Tensor | None, shard: torch.Tensor, issue: Callable[[], Work] | None
-) -> Work | None:
-    if cast_shard is not None:
-        cast_shard.copy_(shard)
-    return None if issue is None else issue()
+def _in_turn(copy: Callable[[], object], issue: Callable[[], Work | None]) -> Work | None:
+    copy()
+    return issue()
+
+
+def _issue_nothing() -> None:
+    """There is no other rank."""
 
 
 class KeptPart:

@@ -109,10 +109,11 @@ class TensorParallel:
         specs: for each parameter, how it was placed before ``fully_shard``; ``None`` if it was no DTensor.
     """
 
-    __slots__ = ("specs",)
+    __slots__ = ("_dtensors", "specs")
 
     def __init__(self, specs: Sequence[DTensorSpec | None]) -> None:
         self.specs = tuple(specs)
+        self._dtensors = [(i, spec) for i, spec in enumerate(specs) if spec is not None]
 
     @staticmethod
     def of(specs: Sequence[DTensorSpec | None]) -> TensorParallel | None:
@@ -172,16 +173,20 @@ class TensorParallel:
         Ranks: all of the parameters' own meshes, which have gradients of the same parameters.
         """
         result, terms = [*grads], dict[tuple[DeviceMesh, int], list[int]]()
-        for i, (grad, spec) in enumerate(zip(grads, self.specs, strict=True)):
-            if spec is None or not isinstance(grad, DTensor):
+        for i, spec in self._dtensors:
+            grad = grads[i]
+            if not isinstance(grad, DTensor):
                 continue
-            differing = [dim for dim, item in enumerate(grad.placements) if item != spec.placements[dim]]
-            if all(grad.placements[dim].is_partial("sum") and spec.placements[dim].is_replicate() for dim in differing):
-                for dim in differing:
-                    terms.setdefault((spec.mesh, dim), []).append(i)
-            else:
-                grad = grad.redistribute(placements=spec.placements)
-            result[i] = waited(local_tensor(grad))
+            placements = dtensor_spec(grad).placements
+            if placements != spec.placements:
+                differing = [dim for dim, item in enumerate(placements) if item != spec.placements[dim]]
+                if all(placements[dim].is_partial("sum") and spec.placements[dim].is_replicate() for dim in differing):
+                    for dim in differing:
+                        terms.setdefault((spec.mesh, dim), []).append(i)
+                else:
+                    grad = grad.redistribute(placements=spec.placements)
+            local = local_tensor(grad)
+            result[i] = local if type(local) is torch.Tensor else waited(local)
         for (mesh, dim), indices in terms.items():
             _sum_over(mesh.get_group(dim), result, indices, dtype)
         return result

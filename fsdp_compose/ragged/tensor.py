@@ -288,6 +288,10 @@ class RaggedDTensor(CheckpointedDTensor):
         return handler(func, args, kwargs or {})
 
 
+# As the base class has it: torch asks for it at most accesses, by a name that the interpreter's cache of methods does
+# not know, so that all classes before the one that has it are searched.
+RaggedDTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]
+
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 # Filled by ``ops``: the handler of each operator met so far, and what chooses one for another.

@@ -41,8 +41,6 @@ def hook_outputs(state: _FSDPState, use: OutputWatcher, output: Any) -> tuple[bo
     kept = [] if keeper.is_quiet else keeper.new_ones()
     if use.containers is not None:
         kept += use.tensors_put_into_inputs()
-    if is_tensor and output.requires_grad and not kept and use.hook_output(output):  # the fast path
-        return True, False
     has_hooks = has_gaps = False
     for leaf in (output,) if is_tensor else tree_leaves(output):
         if not isinstance(leaf, _Tensor):

@@ -86,12 +86,15 @@ class DefaultUse:
         root = state.root
         if root is not None and not is_recomputed:
             root.forward.latest[state.place.index] = self
-        has_hooks, has_gaps = hook_outputs(state, self, output)
-        if has_gaps:
-            keep_unsharded(state, module, output)
-            state.past.note_unhooked(self._versions)
-        elif not has_hooks:
-            return False
+        # The fast path: one tensor, and no other way out.
+        is_alone = isinstance(output, _Tensor) and state.swap.kept.is_quiet and self.containers is None
+        if not (is_alone and output.requires_grad and self.hook_output(output)):
+            has_hooks, has_gaps = hook_outputs(state, self, output)
+            if has_gaps:
+                keep_unsharded(state, module, output)
+                state.past.note_unhooked(self._versions)
+            elif not has_hooks:
+                return False
         if is_recomputed:
             self._position = 0
             return True
