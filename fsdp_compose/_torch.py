@@ -35,6 +35,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor as _
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh as _DeviceMesh
+from torch.distributed.fsdp import _fully_shard as fsdp2
+from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info as fsdp2_mesh_info
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -72,6 +74,8 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_zero_",
+    "fsdp2",
+    "fsdp2_mesh_info",
     "gradient_hooks",
     "group_timeout",
     "has_gloo_on_cpu",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .group import _FSDPState, get_state, states_to_run
+from .group import Root, _FSDPState, get_state, states_to_run
 from .runtime import enter_alone, reduce_accumulated, wait_for_unshard
 from .runtime import reshard as _reshard
 from .runtime import unshard as _unshard
@@ -35,7 +35,8 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
 
     Only storage is materialised: the module's next forward uses it, and frees it as it always does. Meant for use
     inside the outermost forward, ahead of a module's own: what is unsharded when the outermost forward begins is
-    gathered again, since parameters may have been edited in between.
+    gathered again, since parameters may have been edited in between (after ``set_reshard_after_backward(False)``, as
+    with ``until_reshard``, only if the ranks have written to them).
 
     With ``until_reshard`` the group stays gathered over any number of forwards and backwards, until
     ``reshard(module)``: one all-gather for all chunks of a loss::
@@ -62,6 +63,7 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
     _unshard(root, state)
     if until_reshard:
         state.set_options(is_held=True)
+    if state.options.follows_writes():
         for item in state._handles:
             item.unsharded.be_left(not item.unsharded.never_freed)
     handle = UnshardHandle(state)
@@ -176,22 +178,26 @@ def reduce_gradients(module: nn.Module) -> None:
     Raises:
         RuntimeError: a forward or backward is running; the ranks have done different things.
     """
-    states = _states(module, recurse=True)
-    roots = dict.fromkeys(state.root for state in states if state.root is not None)
-    for root in roots:
-        if root.backward is not None or root.forward.depth:
-            raise RuntimeError(f"reduce_gradients(): a forward or backward of {root.label} is running")
-    options = [(state, state.options) for root in roots for state in root.live_states()]
+    options = [(state, state.options) for root in _roots_of(module) for state in root.live_states()]
     try:
         for state, _ in options:
             state.set_options(requires_gradient_sync=True, requires_all_reduce=True)
-        for root in roots:
-            reduce_accumulated(root)
+        reduce_as_set(module)
     finally:
         for state, before in options:
             state.set_options(
                 requires_gradient_sync=before.requires_gradient_sync, requires_all_reduce=before.requires_all_reduce
             )
+
+
+def reduce_as_set(module: nn.Module) -> None:
+    """``reduce_gradients()``, of the groups that are set to synchronise gradients."""
+    roots = _roots_of(module)
+    for root in roots:
+        if root.backward is not None or root.forward.depth:
+            raise RuntimeError(f"reduce_gradients(): a forward or backward of {root.label} is running")
+    for root in roots:
+        reduce_accumulated(root)
 
 
 def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurse: bool = True) -> None:
@@ -441,6 +447,11 @@ def _own_state(module: nn.Module, call: str) -> _FSDPState:
     if state is None:
         raise ValueError(f"{call}(): fully_shard() was not called on this {type(module).__name__}")
     return state
+
+
+def _roots_of(module: nn.Module) -> list[Root]:
+    states = _states(module, recurse=True)
+    return list(dict.fromkeys(state.root for state in states if state.root is not None))
 
 
 def _states(module: nn.Module, recurse: bool) -> list[_FSDPState]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch.nn as nn
 
-from .group import get_state
+from .group import BoundToModule, get_state
 from .runtime import post_forward, pre_forward
 
 
@@ -43,9 +42,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         module.__dict__[method_name] = _ForwardMethod(module, method, is_bound=False)
 
 
-class _ForwardMethod:
-    """Stands in an instance's ``__dict__`` before the method of its class. Refers to the instance weakly, and in a copy
-    of the instance to the copy.
+class _ForwardMethod(BoundToModule):
+    """Stands in an instance's ``__dict__`` before the method of its class.
 
     Args:
         module: the instance.
@@ -54,13 +52,12 @@ class _ForwardMethod:
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], is_bound: bool) -> None:
+        super().__init__(module)
         functools.update_wrapper(self, function)
-        self._module = weakref.ref(module)
         self._function, self._is_bound = function, is_bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None, "the module is gone"
+        module = self.__self__
         args, kwargs = pre_forward(module, args, kwargs)
         output = None
         try:
@@ -71,8 +68,6 @@ class _ForwardMethod:
         replaced = post_forward(module, args, output)
         return output if replaced is None else replaced
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardMethod:
-        module = self._module()
-        assert module is not None, "the module is gone"
+    def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> _ForwardMethod:
         function = self._function if self._is_bound else copy.deepcopy(self._function, memo)
-        return _ForwardMethod(memo.get(id(module), module), function, self._is_bound)
+        return _ForwardMethod(module, function, self._is_bound)

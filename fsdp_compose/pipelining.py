@@ -6,9 +6,13 @@ stage knows FSDP2's modules by their class; ours are of the user's own, so this 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+import torch.nn as nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining.stage import stage_backward
 
 from .controls import no_sync, reduce_gradients
 from .group import states_to_run
@@ -27,8 +31,8 @@ class PipelineStage(pipelining.PipelineStage):
         stage = PipelineStage(part, mesh.get_local_rank("pp"), 2, device, group=mesh.get_group("pp"))
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
-    Schedules that split the backward of a microbatch into that of its inputs and that of its weights (zero bubble) are
-    refused when they come to one.
+    Schedules that split the backward of a microbatch into that of its inputs and that of its weights (zero bubble)
+    train alike, but hide nothing: both are done at the inputs' turn, for one backward of a group brings all gradients.
     """
 
     def backward_maybe_with_nosync(
@@ -37,13 +41,11 @@ class PipelineStage(pipelining.PipelineStage):
         """Run the backward of a microbatch, without gradient sync."""
         if not self._is_sharded:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type != "full":
-            raise NotImplementedError(
-                f"PipelineStage {self.stage_index}: the schedule splits backwards into those of inputs and of weights "
-                f"(this one is of the {backward_type}), and a fully_shard'ed module has one backward for both: use "
-                "GPipe, 1F1B, or interleaved 1F1B"
-            )
         with no_sync(self.submod):
+            if backward_type == "input":
+                return whole_backward(**bwd_kwargs)
+            if backward_type == "weight":
+                return (), None  # done with the inputs
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -62,3 +64,24 @@ class PipelineStage(pipelining.PipelineStage):
         super()._post_metadata_inference_cleanup()
         if self._is_sharded:
             self.submod.zero_grad()
+
+
+def whole_backward(
+    stage_output: Sequence[torch.Tensor],
+    output_grads: Sequence[torch.Tensor | None] | None,
+    input_values: Sequence[Any],
+    weights: Iterator[nn.Parameter] | None = None,
+) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
+    """In the place of a backward of a stage's inputs alone, one of its inputs and its weights.
+
+    Args:
+        stage_output: what the stage has returned; of the last stage the loss, alone, without ``output_grads``.
+        weights: without use.
+
+    Returns:
+        The gradients of the inputs, and what is left for the weights: nothing.
+    """
+    output: Any = stage_output
+    if output_grads is None:
+        (output,) = stage_output
+    return stage_backward(output, output_grads, input_values), []

@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from fsdp_compose import flat_parameters, fully_shard, no_sync, record_collectives, reduce_gradients
 from fsdp_compose.pipelining import PipelineStage
@@ -44,13 +49,16 @@ def stages_of(model: nn.Sequential, indices: list[int], num_stages: int, mesh) -
     return stages
 
 
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
+INTERLEAVED = (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)  # the latter splits backwards
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, *INTERLEAVED])
 @distributed(world_size=(2, 4))
 def test_pipelines_train_as_one_process_with_one_reduction_a_step(schedule, world_size):
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     model, reference = pair(layers())
-    is_interleaved = schedule is ScheduleInterleaved1F1B
+    is_interleaved = schedule in INTERLEAVED
     indices = [pp, pp + 2] if is_interleaved else [pp]
     stages = stages_of(model, indices, 4 if is_interleaved else 2, mesh)
     run = schedule(stages if is_interleaved else stages[0], n_microbatches=NUM_MICROBATCHES, loss_fn=loss_of)
@@ -89,14 +97,6 @@ class record_all:
     def __exit__(self, *error: object) -> None:
         for context in self.contexts:
             context.__exit__(*error)
-
-
-@distributed(world_size=2)
-def test_split_backwards_of_zero_bubble_schedules_are_refused_by_name():
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
-    (stage,) = stages_of(layers(), [mesh.get_local_rank("pp")], 2, mesh)
-    with pytest.raises(NotImplementedError, match=f"PipelineStage {stage.stage_index}: .*splits backwards"):
-        stage.backward_maybe_with_nosync("input", {})
 
 
 # ---- reduce_gradients by itself

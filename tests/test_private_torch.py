@@ -980,6 +980,19 @@ def test_flatten_mesh():
     assert _torch.flatten_mesh(mesh).get_group() is flattened.get_group()
 
 
+def test_fsdp2():
+    assert _torch.fsdp2.fully_shard is torch.distributed.fsdp.fully_shard
+    with fake_process_group():
+        assert isinstance(_torch.fsdp2.fully_shard(nn.Linear(2, 2)), _torch.fsdp2.FSDPModule)
+
+
+def test_fsdp2_mesh_info():
+    with fake_process_group(world_size=4):
+        for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard"))):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            assert _torch.fsdp2_mesh_info(mesh).mesh is mesh
+
+
 @distributed(world_size=2)
 def test_is_destroyed():
     group = dist.new_group()

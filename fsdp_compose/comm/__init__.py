@@ -21,6 +21,7 @@ from .messages import transport_of as transport_of
 from .ranks import DataParallelMesh as DataParallelMesh
 from .ranks import check_mesh as check_mesh
 from .ranks import data_parallel_mesh as data_parallel_mesh
+from .ranks import default_mesh as default_mesh
 from .ranks import device_of_mesh as device_of_mesh
 from .ranks import joined_mesh as joined_mesh
 from .ranks import replicated_mesh as replicated_mesh

@@ -202,7 +202,7 @@ def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str
                 f"{caller}() got no mesh, and torch.distributed has no process group to make one from: call "
                 "torch.distributed.init_process_group() first (under torchrun), or pass mesh=init_device_mesh(...)"
             )
-        mesh = _default_mesh()
+        mesh = default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{caller}(mesh=...): expected a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
     if mesh.ndim > most_dims:
@@ -324,14 +324,14 @@ def _with_own_dimension(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def _default_mesh() -> DeviceMesh:
+def default_mesh(mesh_dim_names: tuple[str] | None = None) -> DeviceMesh:
     """All ranks, on the accelerator that the process group serves, else on the CPU."""
     world, device_type = dist.group.WORLD, "cpu"
     assert world is not None, "the caller has checked"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
         device_type = accelerator.type
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=mesh_dim_names)
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:

@@ -23,6 +23,7 @@ from .moves import describe as describe
 from .moves import is_stale as is_stale
 from .moves import reflatten as reflatten
 from .policy import Granularity as Granularity
+from .policy import Granule as Granule
 from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .ranges import follow_profiler as follow_profiler
 from .reduction import AVERAGE as AVERAGE

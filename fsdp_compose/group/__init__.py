@@ -4,6 +4,7 @@ changed.
 ``state`` is the data: one ``_FSDPState`` a call, one ``Root`` for all that run together.
 """
 
+from .bound import BoundToModule as BoundToModule
 from .dynamo import _annotate_modules_for_dynamo as _annotate_modules_for_dynamo
 from .dynamo import never_traced as never_traced
 from .iteration import Backward as Backward

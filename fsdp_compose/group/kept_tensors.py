@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import REGISTRY_KEY, STATE_KEY
+from .bound import BoundToModule
 
 Namespace = dict[str, Any]
 
@@ -108,6 +109,8 @@ class KeptTensors:
             names = []
             for name, value in namespace.items():
                 if (name in never_change and name != "_buffers") or (i, name) in self._places:
+                    continue
+                if isinstance(value, BoundToModule):
                     continue
                 if tensors_requiring_grad(value):
                     self._places.append((i, name))

@@ -1,0 +1,114 @@
+"""``install()``: FSDP2's names mean ours, in torch and in packages that have imported them.
+
+Names are rebound in the modules where they stand, by identity: every global of every imported module that is FSDP2's
+``fully_shard``, ``FSDPModule``, ... . What is imported later gets them from ``torch.distributed.fsdp``. torch's own
+implementation keeps its own, and so does Dynamo, whose guards ask whether a class is one of FSDP2's.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch.nn as nn
+
+from .._torch import fsdp2
+from ..controls import UnshardHandle
+from ..group import get_state
+from .fsdp_module import FSDPModule, GradientReductionHandle, register_forward_method, share_comm_ctx
+from .sharding import fully_shard
+
+_OURS: dict[str, Any] = {  # by their names in FSDP2
+    "FSDPModule": FSDPModule,
+    "GradientReductionHandle": GradientReductionHandle,  # torch >= 2.15
+    "UnshardHandle": UnshardHandle,
+    "fully_shard": fully_shard,
+    "register_fsdp_forward_method": register_forward_method,
+    "share_comm_ctx": share_comm_ctx,
+}
+
+_PIPELINING = "torch.distributed.pipelining"
+# They import the names when they are imported themselves, which is done first.
+_IMPORTED = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", _PIPELINING)
+_LEFT_ALONE = (fsdp2.__name__, "torch.distributed._composable.replicate_with_fsdp", "torch._dynamo", __package__)
+
+_rebound: list[tuple[ModuleType, str, Any]] = []
+
+
+def install() -> list[str]:
+    """Let FSDP2's names mean those of ``fsdp_compose.drop_in``, in this process, for code that cannot be edited.
+
+    Call it on all ranks, before models are sharded. Another call rebinds what has been imported since. Local: no
+    communication.
+
+    Returns:
+        What was rebound: "module.name", sorted.
+
+    Raises:
+        RuntimeError: a model is sharded, by FSDP2 or by ``fsdp_compose.fully_shard``: half of what asks about it would
+            take it for something else.
+    """
+    _refuse_sharded("install", "FSDP2", [item for item in _all_modules() if fsdp2.FSDPModule in type(item).__mro__])
+    without = [item for item in _all_modules() if get_state(item) is not None and not isinstance(item, FSDPModule)]
+    _refuse_sharded("install", "fsdp_compose.fully_shard()", without)
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    ours = {id(getattr(fsdp2, name)): item for name, item in _OURS.items() if hasattr(fsdp2, name)}
+    ours |= _of_pipelining()
+    new = [
+        (module, name, value)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType) and not _is_left_alone(module.__name__)
+        for name, value in vars(module).items()
+        if id(value) in ours
+    ]
+    for module, name, value in new:
+        setattr(module, name, ours[id(value)])
+    _rebound.extend(new)
+    return sorted(f"{module.__name__}.{name}" for module, name, _ in new)
+
+
+def uninstall() -> list[str]:
+    """Take back what ``install()`` has done.
+
+    Returns:
+        What was put back: "module.name", sorted.
+
+    Raises:
+        RuntimeError: a model is sharded by ``drop_in.fully_shard``.
+    """
+    _refuse_sharded(
+        "uninstall", "drop_in.fully_shard()", [item for item in _all_modules() if isinstance(item, FSDPModule)]
+    )
+    ours = {id(item) for item in (*_OURS.values(), *_of_pipelining().values())}
+    back = [(module, name, value) for module, name, value in _rebound if id(vars(module).get(name)) in ours]
+    for module, name, value in back:
+        setattr(module, name, value)
+    _rebound.clear()
+    return sorted(f"{module.__name__}.{name}" for module, name, _ in back)
+
+
+def _of_pipelining() -> dict[int, Any]:
+    """What becomes of the functions by which torch's pipelining splits backwards, which are there by now."""
+    from . import split_backward as ours  # late: pipelining takes its time to import
+
+    return {id(ours.of_inputs): ours.stage_backward_input, id(ours.of_weights): ours.stage_backward_weight}
+
+
+def _is_left_alone(name: str) -> bool:
+    return any(name == item or name.startswith(f"{item}.") for item in _LEFT_ALONE)
+
+
+def _all_modules() -> list[nn.Module]:
+    return [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]
+
+
+def _refuse_sharded(caller: str, sharder: str, modules: list[nn.Module]) -> None:
+    if modules:
+        raise RuntimeError(
+            f"{caller}(): there are modules sharded by {sharder}, {len(modules)}, among them a "
+            f"{type(modules[0]).__name__}: call it before models are sharded, or when they are gone (gc.collect())"
+        )

@@ -1,0 +1,214 @@
+"""``fully_shard()`` with FSDP2's keywords, in terms of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .._torch import concatenate_meshes, flatten_mesh, local_tensor
+from ..comm import default_mesh
+from ..flat import Granularity, Granule
+from ..fully_shard import fully_shard as _own
+from ..group import get_state
+from ..making import check_ignored, check_modules
+from ..ragged import RaggedDTensor
+from .faces import StateFace
+from .fsdp_module import bind_methods, refuse_clash
+from .policy import MixedPrecisionPolicy, own_policy
+
+_M = TypeVar("_M", nn.Module, list[nn.Module])
+
+_NO_POLICY, _NO_OFFLOADING = MixedPrecisionPolicy(), OffloadPolicy()
+PlacementFn = Callable[[nn.Parameter], Any]  # to Shard, None, or torch's ShardPlacementResult
+
+
+def fully_shard(
+    module: _M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = _NO_POLICY,
+    offload_policy: OffloadPolicy = _NO_OFFLOADING,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> _M:
+    """``fsdp_compose.fully_shard`` with the keywords of FSDP2's, and their meaning.
+
+    Parameters are cut between rows (of dim 0), where FSDP2 cuts them too, unless a single row is longer than the shard
+    of all; which rows a rank holds is another matter: shards of a group lie one after the other, so that a small
+    parameter may be whole on one rank. ``p.placements`` and ``p.to_local()`` say it.
+
+    Ranks: as ``fsdp_compose.fully_shard``. Without ``mesh`` and a process group all ranks make one, as under torchrun.
+
+    Args:
+        module, reshard_after_forward, ignored_params: as there.
+        mesh: data-parallel mesh; with ``dp_mesh_dims`` the whole one. Default: all ranks, in a dimension named "fsdp".
+        shard_placement_fn: from a parameter to ``Shard(dim)``: boundaries may fall between indices of dimensions up to
+            that one; ``None``: as without; torch's ``ShardPlacementResult``, which may have another mesh: the modules
+            that have all their parameters there (experts) form a group of their own on it.
+        mp_policy: torch's or ours. Before torch 2.15, torch's without ``reduce_dtype`` reduces in ``param_dtype``.
+        offload_policy: torch's.
+        dp_mesh_dims: the names of the dimensions of ``mesh`` that are data-parallel. Parameters are DTensors on
+            ``mesh``, replicated over those; inside forward they are DTensors on the others, or plain if there are none.
+
+    Returns:
+        ``module``, each of which then is an ``FSDPModule``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``fsdp_compose.fully_shard``; a module has an attribute named as one of
+            the methods; modules mix parameters on different meshes.
+    """
+    modules, ignored = check_modules(module, "fully_shard"), check_ignored(ignored_params, "fully_shard")
+    refuse_clash(modules)
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        mesh = default_mesh(("fsdp",))
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        raise NotImplementedError("fully_shard(offload_policy=CPUOffloadPolicy()) is not there yet in fsdp_compose")
+    options: dict[str, Any] = {"mp_policy": own_policy(mp_policy)}
+    is_replicated = False
+    if dp_mesh_dims is not None:
+        whole, (mesh, is_replicated) = mesh, _data_parallel(mesh, dp_mesh_dims)
+        _leave_data_parallel_dims(modules, ignored, whole, dp_mesh_dims)
+    params = _unsharded_params(modules, ignored)
+    placements = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
+    shard_numel = sum(param.numel() for param in params) / mesh.size(mesh.ndim - 1)
+    options["granularity"] = _granularity(placements, shard_numel)
+    for inner, inner_mesh in _on_other_meshes(modules, placements, mesh):
+        refuse_clash([inner])
+        _own(inner, mesh=inner_mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored, **options)
+        bind_methods([inner])
+    if is_replicated:
+        _own(modules, mesh=mesh, strategy="ddp", ignored_params=ignored, **options)
+    else:
+        _own(modules, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored, **options)
+    bind_methods(modules)
+    return module
+
+
+def _state(module: nn.Module) -> StateFace | None:
+    return None if get_state(module) is None else StateFace(module)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
+
+
+# ---- meshes
+
+
+def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, bool]:
+    """The data-parallel part of a mesh, and whether all of it replicates."""
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in (mesh.mesh_dim_names or ()):
+            raise ValueError(f"fully_shard(dp_mesh_dims=...): {mesh} has no dimension {name!r}")
+    parts = [_one_dim(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
+    if not parts:
+        raise ValueError("fully_shard(dp_mesh_dims=...): expected names in shard or replicate, got none")
+    return parts[0] if len(parts) == 1 else concatenate_meshes(parts), not dims.shard_names
+
+
+def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names])
+
+
+def _leave_data_parallel_dims(
+    modules: Iterable[nn.Module], ignored: set[nn.Parameter], mesh: DeviceMesh, dims: DataParallelMeshDims
+) -> None:
+    """Put, in the place of parameters that are DTensors on all of ``mesh``, what they are on the other dimensions."""
+    names = mesh.mesh_dim_names
+    assert names is not None, "its dimensions were looked up by name"
+    ours = {names.index(name) for name in (*dims.shard_names, *dims.replicate_names)}
+    rest = tuple(name for i, name in enumerate(names) if i not in ours)
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for fqn, param in [item for module in modules for item in module.named_parameters(remove_duplicate=False)]:
+        if param in ignored or param in new or isinstance(param, RaggedDTensor):
+            continue
+        if not isinstance(param, DTensor) or param.device_mesh != mesh:
+            what = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "no DTensor"
+            raise ValueError(f"fully_shard(dp_mesh_dims=...): {fqn} is {what}; expected a DTensor on {mesh}")
+        if not all(isinstance(param.placements[i], Replicate) for i in ours):
+            raise ValueError(
+                f"fully_shard(dp_mesh_dims=...): {fqn} is placed {param.placements} on {names}; expected Replicate() "
+                "on the data-parallel dimensions"
+            )
+        local = local_tensor(param).detach()
+        if rest:
+            kept = [item for i, item in enumerate(param.placements) if i not in ours]
+            local = DTensor.from_local(
+                local, mesh[rest], kept, run_check=False, shape=param.shape, stride=param.stride()
+            )
+        new[param] = nn.Parameter(local, requires_grad=param.requires_grad)
+    for item in {inner for module in modules for inner in module.modules()}:
+        for name, own in item._parameters.items():
+            if own in new:
+                item._parameters[name] = new[own]
+
+
+# ---- parameters
+
+
+def _unsharded_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Parameter]:
+    found = dict.fromkeys(param for module in modules for param in module.parameters())
+    return [param for param in found if param not in ignored and not isinstance(param, RaggedDTensor)]
+
+
+def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Granularity:
+    """Boundaries between rows, or where ``placements`` says."""
+
+    def granule(fqn: str, param: nn.Parameter) -> Granule | None:
+        wanted = placements.get(param)
+        wanted = getattr(wanted, "placement", wanted)
+        if wanted is None:
+            return "rows" if prod(param.shape[1:]) <= max(shard_numel, 1) else None
+        if not isinstance(wanted, Shard) or not -param.ndim <= wanted.dim < param.ndim:
+            raise ValueError(
+                f"fully_shard(shard_placement_fn=...): expected Shard(dim) of a dimension of {fqn}, of shape "
+                f"{tuple(param.shape)}, torch's ShardPlacementResult or None, got {wanted!r}"
+            )
+        dim = wanted.dim % param.ndim
+        return "rows" if dim == 0 else max(prod(param.shape[dim + 1 :]), 1)
+
+    return granule
+
+
+def _on_other_meshes(
+    modules: Iterable[nn.Module], placements: dict[nn.Parameter, Any], mesh: DeviceMesh
+) -> list[tuple[nn.Module, DeviceMesh]]:
+    """The outermost modules that have all their parameters on a mesh other than ``mesh``, with that mesh.
+
+    Raises:
+        ValueError: a module has parameters of its own on different meshes.
+    """
+    meshes = {param: result.mesh_info.mesh for param, result in placements.items() if hasattr(result, "mesh_info")}
+    found: dict[nn.Module, DeviceMesh] = {}
+
+    def look(module: nn.Module) -> None:
+        below = [param for param in module.parameters() if param in placements]
+        used = {meshes.get(param, mesh) for param in below}
+        if len(used) == 1 and mesh not in used:
+            found[module] = used.pop()
+            return
+        own = {meshes.get(param, mesh) for param in module.parameters(recurse=False) if param in placements}
+        if own - {mesh}:
+            names = [name for name, param in module.named_parameters(recurse=False) if meshes.get(param, mesh) != mesh]
+            raise ValueError(
+                f"fully_shard(shard_placement_fn=...): {', '.join(names)} of a {type(module).__name__} are to be on "
+                "another mesh than the rest of its parameters: a group is on one mesh, and gathers for one module; put "
+                "them into a module of their own"
+            )
+        for child in module.children():
+            look(child)
+
+    if meshes:
+        for module in modules:
+            look(module)
+    return list(found.items())

@@ -1,0 +1,40 @@
+"""Backwards that a pipeline's schedule splits into that of a stage's inputs and that of its weights (zero bubble).
+
+torch does it by a search of the graph for the parameters of the stage. A sharded module's graph has its unsharded
+parameters: of the inputs' backward one of both is made, and nothing is left for the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.pipelining.stage import stage_backward_input as of_inputs
+from torch.distributed.pipelining.stage import stage_backward_weight as of_weights
+
+from ..flat import handle_of
+from ..pipelining import whole_backward
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: Sequence[torch.Tensor],
+    output_grads: Sequence[torch.Tensor | None] | None,
+    input_values: Sequence[Any],
+    weights: Iterable[nn.Parameter],
+) -> Any:
+    """torch's function of this name, for sharded stages too."""
+    weights = list(weights)
+    run: Callable[..., Any] = whole_backward if _are_sharded(weights) else of_inputs
+    return run(stage_outputs_or_loss, output_grads, input_values, iter(weights))
+
+
+def stage_backward_weight(weights: Iterable[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
+    """torch's function of this name, for sharded stages too."""
+    weights = list(weights)
+    return () if _are_sharded(weights) else of_weights(iter(weights), *args, **kwargs)
+
+
+def _are_sharded(weights: Iterable[nn.Parameter]) -> bool:
+    return any(handle_of(item) is not None for item in weights)
