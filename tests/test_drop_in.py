@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed import fsdp
 from torch.distributed._composable import fsdp as composable_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -135,6 +136,20 @@ def test_an_attribute_with_the_name_of_a_method_is_refused_before_anything_chang
         drop_in.fully_shard(model)
         assert model[0].reshard() == "mine"
         assert isinstance(fsdp_compose.fully_shard(Named(4, 4)), Named)
+
+
+def test_a_wrapper_that_passes_on_attributes_is_sharded_beside_what_is_inside():
+    with fake_process_group():
+        inner = nn.Linear(4, 4)
+        model = nn.Sequential(checkpoint_wrapper(inner))
+        drop_in.fully_shard(inner)
+        assert not isinstance(model[0], drop_in.FSDPModule) and model[0].unshard.__self__ is inner
+        drop_in.fully_shard(model[0])
+        assert isinstance(model[0], drop_in.FSDPModule) and model[0].unshard.__self__ is model[0]
+        named = nn.Module()
+        named.reshard, named.forward = nn.Linear(2, 2), lambda x: x
+        with pytest.raises(ValueError, match="named reshard"):
+            drop_in.fully_shard(named)
 
 
 def test_what_fsdp_compose_has_sharded_has_no_methods_and_is_no_fsdp_module():

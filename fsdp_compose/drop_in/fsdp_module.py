@@ -218,7 +218,9 @@ METHODS: dict[str, Callable[..., Any]] = {
 def refuse_clash(modules: Iterable[nn.Module]) -> None:
     """Raise ValueError if one of ``modules`` has an attribute of its own with the name of a method."""
     for module in modules:
-        taken = [name for name in METHODS if hasattr(module, name) and not _is_bound(module)]
+        # Not hasattr(): wrappers pass on what the module inside them has.
+        own = {*dir(type(module)), *vars(module), *vars(module).get("_modules", ()), *vars(module).get("_buffers", ())}
+        taken = METHODS.keys() & own if not _is_bound(module) else ()
         if taken:
             raise ValueError(
                 f"fully_shard(): a {type(module).__name__} has attributes of its own named {', '.join(sorted(taken))}, "
