@@ -240,14 +240,18 @@ def train(system: ModuleType, model: GPT, accumulate: bool, **options: Any) -> l
     return results
 
 
+def second_dim(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 and param.shape[-1] % 2 == 0 else None
+
+
 OPTIONS: dict[str, dict[str, Callable[[ModuleType], Any]]] = {
     "plain": {},
     "kept": {"reshard_after_forward": lambda system: False},
     "bf16": {"mp_policy": lambda system: system.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "bf16 reduction": {"mp_policy": lambda system: system.MixedPrecisionPolicy(torch.bfloat16)},
     "no offloading": {"offload_policy": lambda system: system.OffloadPolicy()},
-    "dim 1": {"shard_placement_fn": lambda system: lambda param: Shard(1) if param.shape[-1] % 2 == 0 and param.ndim > 1 else None},
-}  # fmt: skip
+    "dim 1": {"shard_placement_fn": lambda system: second_dim},
+}
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -294,7 +298,12 @@ def test_factors_sums_and_hooks_are_of_one_group(factor):
         model.blocks[0].set_gradient_divide_factor(factor)
         model.blocks[0].set_force_sum_reduction_for_comms(True)  # FSDP2 needs it on gloo
         model.blocks[1].set_force_sum_reduction_for_comms(True)
-        model.blocks[2].set_all_reduce_hook(lambda gradient: (seen.append(1), gradient.mul_(2))[0])
+
+        def double(gradient: torch.Tensor, seen: list[int] = seen) -> None:
+            seen.append(1)
+            gradient.mul_(2)
+
+        model.blocks[2].set_all_reduce_hook(double)
         gpt_loss(model, local_part(next(batches(1)))).backward()
         assert seen == [1], name
         results[name] = {key: param.grad.full_tensor() for key, param in model.named_parameters()}
@@ -423,7 +432,7 @@ def test_parameters_with_a_mesh_of_their_own(system):
         experts = {*block.experts.parameters()}
         result = ShardPlacementResult(Shard(0), info)
         SYSTEMS[system].fully_shard(
-            block, mesh=world, shard_placement_fn=lambda param, experts=experts: result if param in experts else None
+            block, mesh=world, shard_placement_fn=lambda p, experts=experts, on=result: on if p in experts else None
         )
     SYSTEMS[system].fully_shard(model, mesh=world)
     x = torch.randn(8, 5, generator=torch.Generator().manual_seed(4))
@@ -575,9 +584,13 @@ def test_it_is_refused_while_models_are_sharded_by_others(package, system):
 
 NUM_MICROBATCHES, DIM = 4, 6
 SCHEDULES = {
-    ScheduleGPipe: 1, Schedule1F1B: 1, ScheduleInterleaved1F1B: 2, ScheduleLoopedBFS: 2, ScheduleInterleavedZeroBubble: 2,
+    ScheduleGPipe: 1,
+    Schedule1F1B: 1,
+    ScheduleInterleaved1F1B: 2,
+    ScheduleLoopedBFS: 2,
+    ScheduleInterleavedZeroBubble: 2,
     ScheduleZBVZeroBubble: 2,
-}  # fmt: skip
+}
 
 
 def layers() -> nn.Sequential:

@@ -15,8 +15,8 @@ VOCABULARY, LENGTH, BATCH = 67, 12, 4
 def config(**changes: Any) -> LlamaConfig:
     sizes = {
         "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 36, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "attn_implementation": "eager",
-        "use_cache": False,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "attn_implementation": "eager", "use_cache": False,
     }  # fmt: skip
     return LlamaConfig(**{**sizes, **changes})
 

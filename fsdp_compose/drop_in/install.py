@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -57,7 +58,7 @@ def install() -> list[str]:
     for name in _IMPORTED:
         importlib.import_module(name)
     ours = {id(getattr(fsdp2, name)): item for name, item in _OURS.items() if hasattr(fsdp2, name)}
-    ours |= _of_pipelining()
+    ours |= _of_others()
     new = [
         (module, name, value)
         for module in list(sys.modules.values())
@@ -83,7 +84,7 @@ def uninstall() -> list[str]:
     _refuse_sharded(
         "uninstall", "drop_in.fully_shard()", [item for item in _all_modules() if isinstance(item, FSDPModule)]
     )
-    ours = {id(item) for item in (*_OURS.values(), *_of_pipelining().values())}
+    ours = {id(item) for item in (*_OURS.values(), *_of_others().values())}
     back = [(module, name, value) for module, name, value in _rebound if id(vars(module).get(name)) in ours]
     for module, name, value in back:
         setattr(module, name, value)
@@ -91,11 +92,19 @@ def uninstall() -> list[str]:
     return sorted(f"{module.__name__}.{name}" for module, name, _ in back)
 
 
-def _of_pipelining() -> dict[int, Any]:
-    """What becomes of the functions by which torch's pipelining splits backwards, which are there by now."""
-    from . import split_backward as ours  # late: pipelining takes its time to import
+def _of_others() -> dict[int, Any]:
+    """What becomes of functions and classes of others that know FSDP2's parameters by more than their names."""
+    from . import split_backward as of_pipelines  # late: pipelining takes its time to import
 
-    return {id(ours.of_inputs): ours.stage_backward_input, id(ours.of_weights): ours.stage_backward_weight}
+    ours: dict[int, Any] = {
+        id(of_pipelines.of_inputs): of_pipelines.stage_backward_input,
+        id(of_pipelines.of_weights): of_pipelines.stage_backward_weight,
+    }
+    if "transformers" in sys.modules and find_spec("transformers.distributed.sharding_utils") is not None:
+        from . import transformers_loading as of_loading
+
+        ours[id(of_loading.Original)] = of_loading.DtensorShardOperation
+    return ours
 
 
 def _is_left_alone(name: str) -> bool:

@@ -41,6 +41,7 @@ from .segments import segment_over as segment_over
 from .sharded_param import SHARDED_PARAM_ATTRIBUTE as SHARDED_PARAM_ATTRIBUTE
 from .sharded_param import ManagedParameter as ManagedParameter
 from .sharded_param import check_content as check_content
+from .sharded_param import is_sharded_like as is_sharded_like
 from .sharded_param import like_sharded_param as like_sharded_param
 from .sharded_param import local_elements as local_elements
 from .sharded_param import make_gradient as make_gradient

@@ -4,6 +4,7 @@ changed.
 ``state`` is the data: one ``_FSDPState`` a call, one ``Root`` for all that run together.
 """
 
+from .assigned import take_assigned as take_assigned
 from .bound import BoundToModule as BoundToModule
 from .dynamo import _annotate_modules_for_dynamo as _annotate_modules_for_dynamo
 from .dynamo import never_traced as never_traced

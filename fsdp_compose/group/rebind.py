@@ -132,6 +132,8 @@ def _sharded_state(
 def _sharded(optimizer: Optimizer, param: torch.Tensor, sharded: RaggedDTensor, key: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, RaggedDTensor) and value._spec.is_sharded_like(sharded._spec):
+        return value
     if value.shape == param.shape and isinstance(value, DTensor) and isinstance(param, DTensor):
         if value.device_mesh == param.device_mesh and value.placements == param.placements:
             spec = sharded._spec.with_dtype(value.dtype)

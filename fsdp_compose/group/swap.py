@@ -13,7 +13,7 @@ start of the next iteration, inside forward at the end of the outermost one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, setitem
 from typing import Any
@@ -154,6 +154,11 @@ class ParameterSwap:
         """Whether a submodule was added, replaced or removed since."""
         return not self._children.is_same()
 
+    def slots(self) -> Iterator[tuple[dict[str, Any], str, FlatParamHandle, int]]:
+        """Where the group's parameters stand in the modules' own dicts, and which parameters they are."""
+        for owned, sharded in zip(self._owned, self._sharded.dicts, strict=True):
+            yield from ((sharded, name, handle, index) for name, (handle, index) in owned.items())
+
     def check_slots(self) -> None:
         """Raise if a parameter was replaced, added or removed since ``fully_shard``."""
         if not self._sharded.is_same():
@@ -184,11 +189,7 @@ class ParameterSwap:
         return {key: value for key, value in found.items() if value is not known[key]}
 
     def take_overrides(self) -> list[tuple[_Parameters, str, Any]]:
-        """Put the prepared values back into the modules' own dicts.
-
-        Returns:
-            What stood there: (dict, name, value).
-        """
+        """Put the prepared values back into the modules' own dicts; what stood there: (dict, name, value)."""
         taken = []
         values = iter(self._sharded.values)
         for names, sharded in zip(self._prepared_names, self._sharded.dicts, strict=True):

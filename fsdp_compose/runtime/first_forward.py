@@ -32,6 +32,7 @@ from ..group import (
     rebind_live_optimizers,
     refuse_unwritten_buffers,
     roots_together,
+    take_assigned,
     unsharded_tensors,
 )
 from .buckets import watch_buckets
@@ -77,6 +78,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     for item in states:
         if not item.is_complete:
             prepare_swap(item)
+        take_assigned(item.swap)
     moves: list[Move] = []
     for part in roots:
         known = {sharded for move in moves for sharded in move.sharded_params}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..flat import reflatten
-from ..group import Root, Watch, _FSDPState
+from ..group import Root, Watch, _FSDPState, take_assigned
 from .buckets import watch_buckets
 from .steps import follow_requires_grad
 
@@ -17,6 +17,7 @@ def take_over(root: Root, states: list[_FSDPState]) -> None:
                 follow_requires_grad(root, item)
             else:
                 handle.follow_requires_grad()
+        take_assigned(item.swap)
         item.swap.check_slots()
         if any(handle.was_moved() for handle in item._handles):
             _reflatten(root, item)
