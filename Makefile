@@ -1,4 +1,5 @@
 # make demo    train a small GPT with two processes      make test    run the tests
+# make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
 # make faults  kill, stop, starve and damage real jobs   make clean   remove what the others made
 #
@@ -16,7 +17,7 @@ FAULTS_ARGS ?=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test faults lint format clean
+.PHONY: demo test test-integrations faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -26,6 +27,9 @@ demo: .venv/installed-examples
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-integrations: .venv-integrations/installed
+	.venv-integrations/bin/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests_integration
 
 faults: .venv/installed-test
 	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)
@@ -40,12 +44,19 @@ format: .venv/installed-lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra of pyproject.toml: installed again only when what is to be installed changes.
 .venv/installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+.venv-integrations/installed: pyproject.toml tests_integration/requirements.txt
+	@test -n '$(PYTHON)' || { echo 'no Python with venv found: install one, or say PYTHON=/path/to/python'; exit 1; }
+	test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install --disable-pip-version-check --no-deps -r tests_integration/requirements.txt
+	.venv-integrations/bin/python -m pip install --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 $(BIN)/python:
