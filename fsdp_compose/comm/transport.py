@@ -93,8 +93,9 @@ class Transport:
         elif is_everywhere:
             assert whole is not None
             self._gather_uneven(whole, part, ranges, label)
+        elif not is_even:
+            self._gather_uneven_on_first(whole, part, ranges)
         else:
-            assert is_even, "only whole shards are gathered on one rank"
             parts = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
             dist.gather(as_transferable(part.resolve_conj()), parts, group=self.group, group_dst=0)
 
@@ -123,6 +124,22 @@ class Transport:
         self.all_gather(everything, padded, label).wait()
         for rank, (start, stop) in enumerate(ranges):
             whole[start:stop] = everything[rank * longest : rank * longest + stop - start]
+
+    def _gather_uneven_on_first(self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """By messages: what is sent arrives where it belongs."""
+        if whole is None:
+            messages = [dist.P2POp(dist.isend, as_transferable(part), group=self.group, group_peer=0)]
+        else:
+            whole[slice(*ranges[0])] = part
+            messages = [
+                dist.P2POp(dist.irecv, as_transferable(whole[start:stop]), group=self.group, group_peer=rank)
+                for rank, (start, stop) in enumerate(ranges)
+                if rank and stop > start
+            ]
+        if whole is None and not part.numel():
+            return
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
 
 
 def _reduce_scatter_options(op: Any) -> ReduceScatterOptions:
