@@ -17,6 +17,8 @@ from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from .label import Label, Work
 from .transferable import PLAIN, as_transferable
 
+_LONG_BYTES = 1 << 20  # of one rank's part: copies of all parts would take more than a broadcast for each
+
 Range = tuple[int, int]
 """The elements from the first number to before the second."""
 
@@ -104,8 +106,9 @@ class Transport:
 
     def _gather_uneven(self, whole: torch.Tensor, part: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
         owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]
-        if 2 * len(owners) <= len(ranges):
-            # Few ranks hold anything: their parts go straight to where they belong.
+        longest = max(stop - start for start, stop in ranges)
+        if 2 * len(owners) <= len(ranges) or longest * part.element_size() >= _LONG_BYTES:
+            # Few ranks hold anything, or there is much to send: parts go straight to where they belong.
             whole[slice(*ranges[self.group.rank()])] = part
             works = [
                 dist.broadcast(
@@ -117,7 +120,6 @@ class Transport:
                 assert work is not None, "this rank is in the group"
                 work.wait()
             return
-        longest = max(stop - start for start, stop in ranges)
         padded = part.new_zeros(longest)
         padded[: part.numel()] = part
         everything = part.new_empty(longest * len(ranges))

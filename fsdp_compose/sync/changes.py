@@ -15,10 +15,11 @@ import torch
 import torch.nn as nn
 
 from ..checkpoint import group_of, is_first
+from ..comm import transport_of
 from ..flat import FlatParamHandle
 from .buckets import Bucket, Run
 from .full_parameters import BUCKET_BYTES, check_arguments, in_step
-from .gathering import Span, gather_run, gather_span, span_of
+from .gathering import Span, gather_by, gather_run, span_of
 from .sources import Source, handles_of, names_of, sources_of, why_unreadable
 from .sparse import Elements, changed_elements, gather_counts, gather_elements, num_bytes
 from .steps import Steps
@@ -246,7 +247,9 @@ def _changes_of_span(
     run: Run, span: Span, snapshot: ParameterSnapshot, rank0_only: bool, is_here: bool
 ) -> Sequence[_Change | None]:
     handle, mesh = span.handle, span.mesh
-    transport, num_ranks = mesh.transport.unrecorded, mesh.shard_world_size
+    num_ranks = mesh.shard_world_size
+    # With a journal of the shard group alone: shard groups with other elements send other numbers of bytes, or nothing.
+    transport = transport_of(mesh.shard_group, mesh.device)
     ranges = span.ranges()
     start, stop = ranges[mesh.shard_rank]
     new = torch.empty(stop - start, dtype=span.dtype, device=mesh.device)
@@ -259,13 +262,11 @@ def _changes_of_span(
     nbytes = sum(num_bytes(item, longest, span.dtype) for item in counts)
     own_tensor_ranks = handle.tensor_parallel
     if nbytes >= span.numel * span.dtype.itemsize and own_tensor_ranks is None:
-        flat = gather_span(span, rank0_only)
+        flat = None if rank0_only and not mesh.is_first_replica else gather_by(transport, span, rank0_only)
         return [None] * len(run) if flat is None else [(None, view.reshape(-1)) for view in span.views_of(flat)]
     elements: Elements | None = own
     if rank0_only and not mesh.is_first_replica:
         elements = None
-        if num_ranks > 1 and nbytes:
-            transport.skip(nbytes, handle.label)
     elif num_ranks > 1 and nbytes:
         elements = gather_elements(transport, own, counts, ranges, not rank0_only, handle.label)
     elif rank0_only and mesh.shard_rank:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..comm import DataParallelMesh
+from ..comm import DataParallelMesh, Transport
 from ..flat import FlatParamHandle, local_elements, placed, specs_of
 from .buckets import Run
 
@@ -110,14 +110,22 @@ def gather_run(run: Run, rank0_only: bool, is_first: bool) -> list[torch.Tensor]
 
 
 def gather_span(span: Span, rank0_only: bool) -> torch.Tensor | None:
-    """The whole of a span; ``None`` where it is not wanted. Ranks: those of the shard group; of replicas, the first
-    alone gathers what one rank wants."""
+    """The whole of a span; ``None`` where it is not wanted. Of replicas, the first alone gathers what one rank wants.
+
+    Ranks: all ranks of the model, which gather the same spans in the same order.
+    """
     mesh, handle = span.mesh, span.handle
     transport = mesh.transport.unrecorded  # other ranks may record nothing
     if rank0_only and not mesh.is_first_replica:
         if mesh.shard_world_size > 1:
             transport.skip(span.numel * span.dtype.itemsize, handle.label)
         return None
+    return gather_by(transport, span, rank0_only)
+
+
+def gather_by(transport: Transport, span: Span, rank0_only: bool) -> torch.Tensor | None:
+    """The same, by the ranks of one shard group, with a transport of theirs."""
+    mesh, handle = span.mesh, span.handle
     ranges = span.ranges()
     start, stop = ranges[mesh.shard_rank]
     flat = None

@@ -91,8 +91,8 @@ def gather_elements(
     stops = [*accumulate(num_bytes(count, longest, dtype) for count in counts)]
     blocks = [*zip([0, *stops], stops, strict=False)]
     is_wanted = is_everywhere or rank == 0
-    memory = torch.empty(stops[-1] if is_wanted else stops[rank] - blocks[rank][0], dtype=torch.uint8)
-    memory = memory.to(own.values.device)
+    num = stops[-1] if is_wanted else stops[rank] - blocks[rank][0]
+    memory = torch.empty(num, dtype=torch.uint8, device=own.values.device)
     mine = memory[slice(*blocks[rank])] if is_wanted else memory
     positions, values = _parts(mine, counts[rank], longest, dtype)
     positions.copy_(own.positions)
