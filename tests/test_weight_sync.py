@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -27,11 +30,12 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, set_model_state_dict
+from fsdp_compose.comm import Label, Transport
 from fsdp_compose.comm.messages import TRANSPORT_ENV
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
-from fsdp_compose.sync.sparse import as_bits
-from tests.harness import ROOT, distributed
+from fsdp_compose.sync.sparse import Form, as_bits, changed_elements, gather_elements
+from tests.harness import ROOT, distributed, run_forked
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt, train
 from tests.test_expert_parallel import mixture, spread
 from tests.test_invariants import environment, same_on_every_rank
@@ -749,3 +753,80 @@ def test_what_has_changed_all_over_is_sent_whole():
     assert total_over_ranks(sent.num) == 6 * 256 * 256 * 2 + 3 * 2 * 8  # and a count from each rank
     apply_changes(weights, changes)
     assert_same_bits(weights, collected(model, dtype=torch.bfloat16))
+
+
+class Loopback(Transport):
+    """Ranks one after the other in one process: each leaves its part, and the last one finds all."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.group, self._parts = self, []
+        self._size = num_ranks
+
+    def rank(self) -> int:
+        return len(self._parts)
+
+    def size(self) -> int:
+        return self._size
+
+    def gather(self, whole: torch.Tensor, part: torch.Tensor, ranges: Any, is_everywhere: bool, label: Any) -> None:
+        assert part.numel() == ranges[len(self._parts)][1] - ranges[len(self._parts)][0]
+        self._parts.append(part.clone())
+        for (start, stop), sent in zip(ranges, self._parts):
+            whole[start:stop] = sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float32, torch.float64, torch.complex128])
+def test_elements_of_all_ranks_arrive_in_either_form(dtype):
+    generator, forms = torch.Generator().manual_seed(0), set()
+    for lengths in ((40,), (0, 7, 1000), (64, 64, 1), (0, 0)):
+        stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        ranges = [(stop - length, stop) for stop, length in zip(stops, lengths)]
+        for share in (0.0, 0.002, 0.02, 0.3, 1.0):
+            old = torch.randn(stops[-1], generator=generator).to(dtype)
+            chosen = torch.rand(stops[-1], generator=generator) < share
+            wide = old.to(torch.promote_types(dtype if dtype.itemsize > 1 else torch.float32, torch.float32))
+            new = torch.where(chosen, wide + 9, wide).to(dtype)
+            owns = [changed_elements(old[start:stop], new[start:stop]) for start, stop in ranges]
+            form = Form.shortest(dtype, [own.positions.numel() for own in owns], ranges)
+            forms.add(form.index)
+            transport = Loopback(len(lengths))
+            for own in owns:
+                found = gather_elements(transport, own, form, True, Label(["a test"]))
+            rebuilt = as_bits(old).clone()
+            rebuilt[found.positions] = as_bits(found.values)
+            assert torch.equal(rebuilt, as_bits(new))
+            assert torch.equal(found.positions, changed_elements(old, new).positions), "ascending"
+            values = sum(form.counts) * dtype.itemsize
+            assert form.nbytes <= values + min(4 * sum(form.counts), stops[-1] // 8) + 48 * len(lengths)
+    assert forms == {None, torch.int32}
+
+
+def test_positions_of_the_longest_ranges_take_eight_bytes():
+    short, long = (Form.shortest(torch.bfloat16, [1], [(0, 1 << bits)]) for bits in (30, 32))
+    assert (short.index, long.index) == (torch.int32, torch.int64)
+
+
+# ---- dead ranks ------------------------------------------------------------------------------------------------------
+
+
+def die_in_the_loop(rank: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=600))
+    model = shard_gpt(seeded(lambda: GPT(layers=1)))
+    collected(model)
+    try:
+        consume(model, lambda i: os.kill(os.getpid(), signal.SIGKILL) if (i, rank) == (2, 1) else None, bucket_bytes=1)
+        print("no error")
+    except RuntimeError as error:
+        print(f"error: {error}".replace("\n", " "))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def test_a_rank_that_dies_in_its_loop_is_named_long_before_the_timeout(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = run_forked(3, tmp_path, die_in_the_loop, store.port, timeout=90)
+    assert ranks[1][0] == -signal.SIGKILL
+    for rank in (0, 2):
+        code, said = ranks[rank]
+        assert code == 0 and "error: full_parameters(): its loop over buckets: rank(s) 1 have died" in said, said

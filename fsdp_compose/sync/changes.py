@@ -21,7 +21,7 @@ from .buckets import Bucket, Run
 from .full_parameters import BUCKET_BYTES, check_arguments, in_step
 from .gathering import Span, gather_by, gather_run, span_of
 from .sources import Source, handles_of, names_of, sources_of, why_unreadable
-from .sparse import Elements, changed_elements, gather_counts, gather_elements, num_bytes
+from .sparse import Elements, Form, changed_elements, gather_counts, gather_elements
 from .steps import Steps
 from .tensor_ranks import over_tensor_ranks
 
@@ -144,9 +144,9 @@ def changed_since(
     Elements whose bits are the same are left out, and parameters without any other. When the context is left after all
     buckets, on all ranks, the snapshot is of now; otherwise it stays. What comes has memory of its own.
 
-    Sent are 4 bytes for a position, and the value; or a part of a flat parameter whole, where that is less. Parameters
-    that tensor parallelism has cut are gathered over its ranks as well. DTensors that ``fully_shard`` does not manage
-    come whole.
+    Sent are the values, with 4 bytes of position for each, or one bit for each element there is; or a part of a flat
+    parameter whole: whichever is least. Parameters that tensor parallelism has cut are gathered over its ranks as well.
+    DTensors that ``fully_shard`` does not manage come whole.
 
     Ranks, and a rank that stops early: as with ``full_parameters``.
 
@@ -258,17 +258,16 @@ def _changes_of_span(
     del new
     count = own.positions.numel()
     counts = gather_counts(transport, count, mesh.device, handle.label) if num_ranks > 1 else [count]
-    longest = max(b - a for a, b in ranges)
-    nbytes = sum(num_bytes(item, longest, span.dtype) for item in counts)
+    form = Form.shortest(span.dtype, counts, ranges)
     own_tensor_ranks = handle.tensor_parallel
-    if nbytes >= span.numel * span.dtype.itemsize and own_tensor_ranks is None:
+    if form.nbytes >= span.numel * span.dtype.itemsize and own_tensor_ranks is None:
         flat = None if rank0_only and not mesh.is_first_replica else gather_by(transport, span, rank0_only)
         return [None] * len(run) if flat is None else [(None, view.reshape(-1)) for view in span.views_of(flat)]
     elements: Elements | None = own
     if rank0_only and not mesh.is_first_replica:
         elements = None
-    elif num_ranks > 1 and nbytes:
-        elements = gather_elements(transport, own, counts, ranges, not rank0_only, handle.label)
+    elif num_ranks > 1 and form.nbytes:
+        elements = gather_elements(transport, own, form, not rank0_only, handle.label)
     elif rank0_only and mesh.shard_rank:
         elements = None
     if elements is None:

@@ -1,8 +1,9 @@
-"""A few elements of a long tensor, of which each rank has some, gathered: their positions and values.
+"""Some elements of a long tensor, of which each rank has its own, gathered: their positions and values.
 
-What one rank sends is one block of bytes::
+What one rank sends is one block of bytes, in the form that takes fewer for all ranks together::
 
-    | positions, 4 or 8 bytes each | values | padding to 8 bytes |
+    | values | positions, 4 or 8 bytes each | padding |        few elements
+    | values | one bit for each element of the range | padding |    from about one in 32 on
 
 Positions are counted from the start of the rank's own range; so 4 bytes are enough but for the longest of tensors.
 """
@@ -18,7 +19,7 @@ import torch
 from ..comm import Label, Transport
 from .gathering import Range
 
-_ALIGNMENT = 8
+_ALIGNMENT = 16  # bytes, of blocks and of what they consist of: the largest element
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,80 @@ def changed_elements(old: torch.Tensor, new: torch.Tensor) -> Elements:
     return Elements(positions, new[positions])
 
 
-def num_bytes(count: int, longest: int, dtype: torch.dtype) -> int:
-    """Of the block of a rank that sends ``count`` elements, of ranges of at most ``longest``."""
-    size = count * (_position_dtype(longest).itemsize + dtype.itemsize)
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+@dataclass(frozen=True)
+class Form:
+    """How blocks are laid out: alike on all ranks, which know all counts.
+
+    Attributes:
+        dtype: of the values.
+        index: of positions; ``None``: one bit for each element.
+        counts: how many elements each rank has.
+        ranges: of each rank in the whole tensor.
+    """
+
+    dtype: torch.dtype
+    index: torch.dtype | None
+    counts: Sequence[int]
+    ranges: Sequence[Range]
+
+    @staticmethod
+    def shortest(dtype: torch.dtype, counts: Sequence[int], ranges: Sequence[Range]) -> Form:
+        longest = max(stop - start for start, stop in ranges)
+        listed = Form(dtype, torch.int32 if longest < 1 << 31 else torch.int64, counts, ranges)
+        return min(listed, Form(dtype, None, counts, ranges), key=lambda form: form.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return self.blocks()[-1][1]
+
+    def blocks(self) -> list[Range]:
+        """Where the block of each rank is, in bytes."""
+        stops = [*accumulate(self._num_bytes(rank) for rank in range(len(self.counts)))]
+        return [*zip([0, *stops], stops, strict=False)]
+
+    def _num_bytes(self, rank: int) -> int:
+        count, (start, stop) = self.counts[rank], self.ranges[rank]
+        if not count:
+            return 0
+        places = -(-(stop - start) // 8) if self.index is None else count * self.index.itemsize
+        return -(-(self._places_at(count) + places) // _ALIGNMENT) * _ALIGNMENT
+
+    def _places_at(self, count: int) -> int:
+        return -(-count * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def write(self, block: torch.Tensor, own: Elements, rank: int) -> None:
+        """Write the elements of ``rank`` into its block."""
+        count, (start, stop) = self.counts[rank], self.ranges[rank]
+        if not count:
+            return
+        block[: count * self.dtype.itemsize].view(self.dtype).copy_(own.values)
+        places = block[self._places_at(count) :]
+        if self.index is not None:
+            places[: count * self.index.itemsize].view(self.index).copy_(own.positions)
+            return
+        num = -(-(stop - start) // 8)
+        flags = torch.zeros(8 * num, dtype=torch.uint8, device=block.device)
+        flags[own.positions] = 1
+        torch.sum(flags.view(num, 8) << _bits(block.device), 1, dtype=torch.uint8, out=places[:num])
+
+    def read(self, block: torch.Tensor, rank: int) -> Elements:
+        """The elements of ``rank``, in the whole tensor."""
+        count, (start, stop) = self.counts[rank], self.ranges[rank]
+        values = block[: count * self.dtype.itemsize].view(self.dtype)
+        places = block[self._places_at(count) :]
+        if not count:
+            positions = torch.empty(0, dtype=torch.int64, device=block.device)
+        elif self.index is not None:
+            positions = places[: count * self.index.itemsize].view(self.index).to(torch.int64) + start
+        else:
+            flags = (places[: -(-(stop - start) // 8), None] >> _bits(block.device)) & 1
+            positions = flags.view(-1).nonzero().view(-1) + start
+        return Elements(positions, values)
+
+
+def _bits(device: torch.device) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def gather_counts(transport: Transport, count: int, device: torch.device, label: Label) -> list[int]:
@@ -70,50 +141,22 @@ def gather_counts(transport: Transport, count: int, device: torch.device, label:
 
 
 def gather_elements(
-    transport: Transport,
-    own: Elements,
-    counts: Sequence[int],
-    ranges: Sequence[Range],
-    is_everywhere: bool,
-    label: Label,
+    transport: Transport, own: Elements, form: Form, is_everywhere: bool, label: Label
 ) -> Elements | None:
     """The elements of all ranks, in their order; ``None`` where they are not wanted. Ranks: all of the transport's
     process group.
 
     Args:
         own: this rank's, counted from the start of its range.
-        counts: of each rank.
-        ranges: in the whole tensor.
         is_everywhere: all ranks want them, else the first one alone.
     """
-    rank, dtype = transport.group.rank(), own.values.dtype
-    longest = max(stop - start for start, stop in ranges)
-    stops = [*accumulate(num_bytes(count, longest, dtype) for count in counts)]
-    blocks = [*zip([0, *stops], stops, strict=False)]
+    rank, blocks = transport.group.rank(), form.blocks()
     is_wanted = is_everywhere or rank == 0
-    num = stops[-1] if is_wanted else stops[rank] - blocks[rank][0]
-    memory = torch.empty(num, dtype=torch.uint8, device=own.values.device)
-    mine = memory[slice(*blocks[rank])] if is_wanted else memory
-    positions, values = _parts(mine, counts[rank], longest, dtype)
-    positions.copy_(own.positions)
-    values.copy_(own.values)
-    transport.gather(memory if is_wanted else None, mine, blocks, is_everywhere, label)
+    start, stop = blocks[rank] if is_wanted else (0, blocks[rank][1] - blocks[rank][0])
+    memory = torch.zeros(form.nbytes if is_wanted else stop, dtype=torch.uint8, device=own.values.device)
+    form.write(memory[start:stop], own, rank)
+    transport.gather(memory if is_wanted else None, memory[start:stop], blocks, is_everywhere, label)
     if not is_wanted:
         return None
-    parts = [_parts(memory[a:b], count, longest, dtype) for (a, b), count in zip(blocks, counts, strict=True)]
-    starts = [start for start, _ in ranges]
-    return Elements(
-        torch.cat([positions + start for (positions, _), start in zip(parts, starts, strict=True)]),
-        torch.cat([values for _, values in parts]),
-    )
-
-
-def _parts(block: torch.Tensor, count: int, longest: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a block has its positions, and its values."""
-    kind = _position_dtype(longest)
-    end = count * kind.itemsize
-    return block[:end].view(kind), block[end : end + count * dtype.itemsize].view(dtype)
-
-
-def _position_dtype(longest: int) -> torch.dtype:
-    return torch.int32 if longest < 1 << 31 else torch.int64
+    parts = [form.read(memory[slice(*block)], i) for i, block in enumerate(blocks)]
+    return Elements(torch.cat([part.positions for part in parts]), torch.cat([part.values for part in parts]))

@@ -13,7 +13,7 @@ from .._torch import DTensorSpec, compute_local_shape_and_global_offset
 from ..comm import transport_of
 from ..flat import TensorParallel
 from .gathering import Span
-from .sparse import Elements, gather_counts, gather_elements
+from .sparse import Elements, Form, gather_counts, gather_elements
 
 
 def over_tensor_ranks(
@@ -58,8 +58,8 @@ def _gather(
             break
         transport, device, label = transport_of(group, span.mesh.device), span.mesh.device, span.handle.label
         counts = gather_counts(transport, together.positions.numel(), device, label)
-        ranges = [(0, starts[-1])] * len(counts)
-        together = gather_elements(transport, together, counts, ranges, is_everywhere, label)
+        form = Form.shortest(together.values.dtype, counts, [(0, starts[-1])] * len(counts))
+        together = gather_elements(transport, together, form, is_everywhere, label)
     if together is None:
         return [None] * len(items)
     positions, order = together.positions.sort()
