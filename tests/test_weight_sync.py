@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +40,7 @@ from tests.harness import ROOT, distributed, run_forked
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt, train
 from tests.test_expert_parallel import mixture, spread
 from tests.test_invariants import environment, same_on_every_rank
-from tests.test_tensor_parallel import mesh_of, parallel_uneven, sharded_gpt
+from tests.test_tensor_parallel import mesh_of, parallel_uneven, parallelize, sharded_gpt
 
 State = dict[str, torch.Tensor]
 
@@ -112,6 +113,8 @@ MODELS_OF_FOUR: dict[str, Callable[[], nn.Module]] = {
     "tensor, in some blocks": lambda: sharded_gpt(mesh_of(2, 2), "some"),
     "vocabulary": lambda: sharded_gpt(mesh_of(2, 2), "vocabulary"),
     "experts": expert_parallel,
+    "tensor parallel only": lambda: parallelize(GPT(), init_device_mesh("cpu", (4,)), "vocabulary"),
+    "FSDP2": lambda: torch_fully_shard(GPT()),
     "uneven": lambda: parallel_uneven(mesh_of(2, 2)),
     "tensor alone": lambda: parallel_uneven(mesh_of(1, 4)),
 }
