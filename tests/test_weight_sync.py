@@ -97,24 +97,26 @@ def expert_parallel() -> nn.Module:
 
 # What is made of the ranks there are; those of four ranks alone are listed apart.
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "GPT": lambda: shard_gpt(GPT()),
-    "tied": lambda: shard_gpt(GPT(tie=True)),
-    "one group": lambda: fully_shard(GPT()),
+    "GPT": lambda: shard_gpt(GPT(layers=2)),
+    "tied": lambda: shard_gpt(GPT(tie=True, layers=2)),
+    "one group": lambda: fully_shard(GPT(layers=2)),
     "mixed": mixed,
-    "not sharded": GPT,
-    "replicated": lambda: replicate(GPT()),
-    "in part": lambda: shard_some(GPT()),
-    "by rows": lambda: shard_gpt(GPT(), granularity=lambda *_: "whole"),
+    "not sharded": lambda: GPT(layers=2),
+    "replicated": lambda: replicate(GPT(layers=2)),
+    "in part": lambda: shard_some(GPT(layers=2)),
+    "by rows": lambda: shard_gpt(GPT(layers=2), granularity=lambda *_: "whole"),
 }
 MODELS_OF_FOUR: dict[str, Callable[[], nn.Module]] = {
-    "hybrid": lambda: shard_gpt(GPT(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))),
-    "hfsdp": lambda: shard_gpt(GPT(), reshard_after_forward=2),
-    "tensor": lambda: sharded_gpt(mesh_of(2, 2)),
-    "tensor, in some blocks": lambda: sharded_gpt(mesh_of(2, 2), "some"),
-    "vocabulary": lambda: sharded_gpt(mesh_of(2, 2), "vocabulary"),
+    "hybrid": lambda: shard_gpt(
+        GPT(layers=2), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ),
+    "hfsdp": lambda: shard_gpt(GPT(layers=2), reshard_after_forward=2),
+    "tensor": lambda: sharded_gpt(mesh_of(2, 2), layers=2),
+    "tensor, in some blocks": lambda: sharded_gpt(mesh_of(2, 2), "some", layers=2),
+    "vocabulary": lambda: sharded_gpt(mesh_of(2, 2), "vocabulary", layers=2),
     "experts": expert_parallel,
-    "tensor parallel only": lambda: parallelize(GPT(), init_device_mesh("cpu", (4,)), "vocabulary"),
-    "FSDP2": lambda: torch_fully_shard(GPT()),
+    "tensor parallel only": lambda: parallelize(GPT(layers=2), init_device_mesh("cpu", (4,)), "vocabulary"),
+    "FSDP2": lambda: torch_fully_shard(GPT(layers=2)),
     "uneven": lambda: parallel_uneven(mesh_of(2, 2)),
     "tensor alone": lambda: parallel_uneven(mesh_of(1, 4)),
 }
@@ -723,9 +725,14 @@ def test_a_snapshot_of_another_model_is_refused():
     write(model)
     with pytest.raises(KeyError, match="has changed, and is not among the 0 tensors"):
         updated(model, snapshot, {})
-    wrong = {name: torch.zeros(1) for name, _ in model.named_parameters()}
-    with pytest.raises(ValueError, match="expected a contiguous tensor of shape"):
-        updated(model, snapshot, wrong)
+    for name in ("head.weight", "blocks.0.up.weight"):
+        weights = {fqn: torch.zeros(value.shape) for fqn, value in collected(model).items()}
+        weights[name] = torch.zeros(3, 5) if name == "head.weight" else torch.zeros(weights[name].t().shape).t()
+        with pytest.raises(ValueError, match=f"expected a contiguous tensor of shape .* for {name}, got one of shape"):
+            with changed_since(model, snapshot) as buckets:
+                for bucket in buckets:
+                    apply_changes(weights, bucket)
+        assert not any(value.any() for value in weights.values()), "nothing was changed"
 
 
 @distributed(world_size=(2, 4))

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from ..checkpoint import group_of, is_first
-from ..comm import transport_of
+from ..comm import Transport, transport_of
 from ..flat import FlatParamHandle
 from .buckets import Bucket, Run
 from .full_parameters import BUCKET_BYTES, check_arguments, in_step
@@ -179,32 +179,35 @@ def changed_since(
 
 
 def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str, ChangedElements]]) -> None:
-    """Write what has changed into whole tensors, in place. Local.
+    """Write what has changed into whole tensors, in place; nothing, if not all of it can be. Local.
 
     Args:
         state: contiguous tensors by FQN, on any device; more than those that have changed.
-        changes: a bucket of ``changed_since``, or several of them in a row.
+        changes: a bucket of ``changed_since``.
 
     Raises:
         KeyError: a parameter is not in ``state``.
         ValueError: a tensor there has another shape, or is not contiguous.
     """
+    changes = [*changes]
+    for fqn, change in changes:
+        if fqn not in state:
+            raise KeyError(f"apply_changes(): {fqn} has changed, and is not among the {len(state)} tensors given")
+        tensor = state[fqn]
+        if tensor.shape != change.shape or not tensor.is_contiguous():
+            layout = "" if tensor.is_contiguous() else ", which is not contiguous"
+            raise ValueError(
+                f"apply_changes(): expected a contiguous tensor of shape {tuple(change.shape)} for {fqn}, got one of "
+                f"shape {tuple(tensor.shape)}{layout}. Nothing was changed"
+            )
     with torch.no_grad():
         for fqn, change in changes:
-            if fqn not in state:
-                raise KeyError(f"apply_changes(): {fqn} has changed, and is not among the {len(state)} tensors given")
-            tensor = state[fqn]
-            if tensor.shape != change.shape or not tensor.is_contiguous():
-                layout = "" if tensor.is_contiguous() else ", which is not contiguous"
-                raise ValueError(
-                    f"apply_changes(): expected a contiguous tensor of shape {tuple(change.shape)} for {fqn}, got one "
-                    f"of shape {tuple(tensor.shape)}{layout}"
-                )
-            flat, values = tensor.view(-1), change.values.to(tensor.device, tensor.dtype)
+            flat = state[fqn].view(-1)
+            values = change.values.to(flat.device, flat.dtype)
             if change.positions is None:
                 flat.copy_(values)
             else:
-                flat[change.positions.to(tensor.device)] = values
+                flat[change.positions.to(flat.device)] = values
 
 
 # ---- one run
@@ -218,7 +221,7 @@ def _changes_of(
         if run[0].place is None:
             found: Sequence[_Change | None] = [_changes_of_lone(run, snapshot, rank0_only, is_here)]
         else:
-            found = _changes_of_span(run, span_of(run), snapshot, rank0_only, is_here)
+            found = _changes_of_span(run, span_of(run), snapshot, rank0_only)
     if rank0_only and not is_here:
         return []
     return [
@@ -243,39 +246,43 @@ def _changes_of_lone(run: Run, snapshot: ParameterSnapshot, rank0_only: bool, is
     return changed.positions, changed.values
 
 
-def _changes_of_span(
-    run: Run, span: Span, snapshot: ParameterSnapshot, rank0_only: bool, is_here: bool
-) -> Sequence[_Change | None]:
+def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_only: bool) -> Sequence[_Change | None]:
     handle, mesh = span.handle, span.mesh
-    num_ranks = mesh.shard_world_size
     # With a journal of the shard group alone: shard groups with other elements send other numbers of bytes, or nothing.
     transport = transport_of(mesh.shard_group, mesh.device)
-    ranges = span.ranges()
-    start, stop = ranges[mesh.shard_rank]
-    new = torch.empty(stop - start, dtype=span.dtype, device=mesh.device)
-    span.write_own(new)
-    own = changed_elements(snapshot.of_span(span), new)
-    del new
-    count = own.positions.numel()
-    counts = gather_counts(transport, count, mesh.device, handle.label) if num_ranks > 1 else [count]
-    form = Form.shortest(span.dtype, counts, ranges)
-    own_tensor_ranks = handle.tensor_parallel
-    if form.nbytes >= span.numel * span.dtype.itemsize and own_tensor_ranks is None:
-        flat = None if rank0_only and not mesh.is_first_replica else gather_by(transport, span, rank0_only)
-        return [None] * len(run) if flat is None else [(None, view.reshape(-1)) for view in span.views_of(flat)]
-    elements: Elements | None = own
+    own = _own_changes(span, snapshot)
+    counts = [own.positions.numel()]
+    if mesh.shard_world_size > 1:
+        counts = gather_counts(transport, counts[0], mesh.device, handle.label)
+    form = Form.shortest(span.dtype, counts, span.ranges())
+    nothing: list[_Change | None] = [None] * len(run)
     if rank0_only and not mesh.is_first_replica:
-        elements = None
-    elif num_ranks > 1 and form.nbytes:
-        elements = gather_elements(transport, own, form, not rank0_only, handle.label)
-    elif rank0_only and mesh.shard_rank:
-        elements = None
+        return nothing
+    if form.nbytes >= span.numel * span.dtype.itemsize and handle.tensor_parallel is None:
+        flat = gather_by(transport, span, rank0_only)
+        return nothing if flat is None else [(None, view.reshape(-1)) for view in span.views_of(flat)]
+    elements = _gather_elements(transport, span, own, form, rank0_only)
     if elements is None:
-        return [None] * len(run)
+        return nothing
     parts = _by_parameter(span, elements)
-    if own_tensor_ranks is not None:
-        parts = over_tensor_ranks(own_tensor_ranks, span, parts, not rank0_only)
+    if handle.tensor_parallel is not None:
+        parts = over_tensor_ranks(handle.tensor_parallel, span, parts, not rank0_only)
     return [None if part is None else (part.positions, part.values) for part in parts]
+
+
+def _own_changes(span: Span, snapshot: ParameterSnapshot) -> Elements:
+    """What has changed of this rank's part of a span; positions are in that part."""
+    start, stop = span.range_of(span.mesh.shard_rank)
+    new = torch.empty(stop - start, dtype=span.dtype, device=span.mesh.device)
+    span.write_own(new)
+    return changed_elements(snapshot.of_span(span), new)
+
+
+def _gather_elements(transport: Transport, span: Span, own: Elements, form: Form, rank0_only: bool) -> Elements | None:
+    """The changed elements of a span; ``None`` where they are not wanted. Ranks: those of one shard group."""
+    if span.mesh.shard_world_size > 1 and form.nbytes:
+        return gather_elements(transport, own, form, not rank0_only, span.handle.label)
+    return None if rank0_only and span.mesh.shard_rank else own  # of one rank; or there are none
 
 
 def _by_parameter(span: Span, elements: Elements) -> list[Elements | None]:
