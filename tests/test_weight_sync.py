@@ -162,11 +162,18 @@ def test_every_parameter_comes_once_on_meshes(name):
     check_buckets(seeded(MODELS_OF_FOUR[name]))
 
 
-@pytest.mark.parametrize("name", ["GPT", "mixed", "by rows"])
+@pytest.mark.parametrize("name", ["GPT", "mixed", "by rows", "long"])
 @distributed(world_size=3)
 def test_every_parameter_comes_once_by_collectives(name):
     with environment(**{TRANSPORT_ENV: "collectives"}):
-        check_buckets(seeded(MODELS[name]))
+        model = linears(1024, 3) if name == "long" else seeded(MODELS[name])  # of which each rank has megabytes
+        check_buckets(model)
+        for rank0_only in (True, False):
+            snapshot, weights = snapshot_parameters(model), collected(model, dtype=torch.bfloat16)
+            write_in_places(model, 1)
+            expected = collected(model, dtype=torch.bfloat16)
+            found = updated(model, snapshot, weights, rank0_only=rank0_only)
+            assert_same_bits(found, expected if not rank0_only or dist.get_rank() == 0 else weights)
 
 
 def check_buckets(model: nn.Module) -> None:
@@ -664,7 +671,9 @@ def write_in_places(model: nn.Module, every: int) -> None:
     """Writes to three elements, wherever they are, of every so manieth parameter."""
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for whole in [*full.values()][::every]:
-        places = torch.randint(whole.numel(), (3,), generator=torch.Generator().manual_seed(every))
+        places = torch.randint(
+            max(1, whole.numel()), (min(3, whole.numel()),), generator=torch.Generator().manual_seed(every)
+        )
         whole.view(-1)[places] += 1
     set_model_state_dict(model, full)
 
