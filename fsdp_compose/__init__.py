@@ -33,24 +33,30 @@ from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
 from .replicas import broadcast_replicas
 from .replicate import replicate
 from .summon import summon_full_params
+from .sync import ChangedElements, ParameterSnapshot, apply_changes, changed_since, full_parameters, snapshot_parameters
 
 __version__ = "0.1.0"
 
 __all__ = [
     "STRATEGIES",
+    "ChangedElements",
     "Kept",
     "MixedPrecisionPolicy",
+    "ParameterSnapshot",
     "RaggedDTensor",
     "RaggedShard",
     "Strategy",
     "UnreducedParameter",
     "UnshardHandle",
+    "apply_changes",
     "broadcast_replicas",
+    "changed_since",
     "check",
     "clip_grad_norm_",
     "declare_elementwise",
     "distribute_ragged",
     "flat_parameters",
+    "full_parameters",
     "fully_shard",
     "functional_mode",
     "keep_unsharded",
@@ -71,6 +77,7 @@ __all__ = [
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
+    "snapshot_parameters",
     "summon_full_params",
     "unshard",
 ]

@@ -12,7 +12,8 @@ from tests.harness import ROOT
 
 PACKAGE = ROOT / "fsdp_compose"
 ABOVE_ALL = ("_torch", "_requirements", "_shared_store")  # files that any wing may import
-WINGS = ("comm", "ragged", "flat", "group", "runtime", "optim", "checkpoint", "inspect")  # then the files users call
+TRAINING = ("comm", "ragged", "flat", "group", "runtime", "optim")
+WINGS = (*TRAINING, "checkpoint", "sync", "inspect")  # then the files users call
 LAST_WING = "drop_in"  # which imports these too
 MOST_FLOORS = 21  # to become fewer; the last wing has three of its own
 

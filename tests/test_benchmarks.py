@@ -75,6 +75,16 @@ def test_generation_gives_the_same_logits_on_every_system(tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_weight_sync_gives_the_same_weights_and_sends_fewer_bytes(tmp_path):
+    (report,) = run("weight_sync.py", tmp_path).values()
+    by_operation = {(row["operation"], row["learning_rate"]): row for row in report["rows"]}
+    assert all(row["is_equal"] and row["milliseconds"] > 0 for row in report["rows"]) and len(by_operation) == 6
+    full = by_operation["full_parameters", None]["sent_mib"]
+    assert full == pytest.approx(by_operation["full_tensor() of each", None]["sent_mib"] / 2, rel=0.01)
+    assert by_operation["changed_since", 1e-6]["sent_mib"] < full / 10
+
+
+@pytest.mark.timeout(300)
 def test_memory_peaks_are_below_those_of_fsdp2(tmp_path):
     (report,) = run("memory.py", tmp_path).values()
     for precision in ("fp32", "bf16/fp32"):

@@ -6,6 +6,10 @@ The names, arguments and meaning of ``torch.distributed.checkpoint.state_dict``;
 from .files.hf import load_hf, save_hf
 from .files.planner import LoadPlanner, SavePlanner
 from .files.storage import load, save
+from .moving.agreement import agree as agree
+from .moving.agreement import group_of as group_of
+from .moving.agreement import is_first as is_first
+from .moving.names import ModelNames as ModelNames
 from .state.options import StateDictOptions
 from .state.state_dict import (
     get_model_state_dict,

@@ -17,6 +17,8 @@ from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from .label import Label, Work
 from .transferable import PLAIN, as_transferable
 
+_LONG_BYTES = 1 << 20  # of one rank's part: copies of all parts would take more than a broadcast for each
+
 Range = tuple[int, int]
 """The elements from the first number to before the second."""
 
@@ -93,8 +95,9 @@ class Transport:
         elif is_everywhere:
             assert whole is not None
             self._gather_uneven(whole, part, ranges, label)
+        elif not is_even:
+            self._gather_uneven_on_first(whole, part, ranges)
         else:
-            assert is_even, "only whole shards are gathered on one rank"
             parts = None if whole is None else [as_transferable(whole[start:stop]) for start, stop in ranges]
             dist.gather(as_transferable(part.resolve_conj()), parts, group=self.group, group_dst=0)
 
@@ -103,8 +106,9 @@ class Transport:
 
     def _gather_uneven(self, whole: torch.Tensor, part: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
         owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]
-        if 2 * len(owners) <= len(ranges):
-            # Few ranks hold anything: their parts go straight to where they belong.
+        longest = max(stop - start for start, stop in ranges)
+        if 2 * len(owners) <= len(ranges) or longest * part.element_size() >= _LONG_BYTES:
+            # Few ranks hold anything, or there is much to send: parts go straight to where they belong.
             whole[slice(*ranges[self.group.rank()])] = part
             works = [
                 dist.broadcast(
@@ -116,13 +120,28 @@ class Transport:
                 assert work is not None, "this rank is in the group"
                 work.wait()
             return
-        longest = max(stop - start for start, stop in ranges)
         padded = part.new_zeros(longest)
         padded[: part.numel()] = part
         everything = part.new_empty(longest * len(ranges))
         self.all_gather(everything, padded, label).wait()
         for rank, (start, stop) in enumerate(ranges):
             whole[start:stop] = everything[rank * longest : rank * longest + stop - start]
+
+    def _gather_uneven_on_first(self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range]) -> None:
+        """By messages: what is sent arrives where it belongs."""
+        if whole is None:
+            messages = [dist.P2POp(dist.isend, as_transferable(part), group=self.group, group_peer=0)]
+        else:
+            whole[slice(*ranges[0])] = part
+            messages = [
+                dist.P2POp(dist.irecv, as_transferable(whole[start:stop]), group=self.group, group_peer=rank)
+                for rank, (start, stop) in enumerate(ranges)
+                if rank and stop > start
+            ]
+        if whole is None and not part.numel():
+            return
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
 
 
 def _reduce_scatter_options(op: Any) -> ReduceScatterOptions:

@@ -53,6 +53,7 @@ from .shared_memory import Region as Region
 from .shared_memory import refuse_shared_memory as refuse_shared_memory
 from .shared_memory import regions_of as regions_of
 from .subclasses import check_class as check_class
+from .tensor_parallel import TensorParallel as TensorParallel
 from .tensor_parallel import placed as placed
 from .tensor_parallel import refuse_placement as refuse_placement
 from .tensor_parallel import specs_of as specs_of

@@ -1,0 +1,296 @@
+"""What has changed of a model's parameters since a snapshot, as they are sent: positions and values, in buckets.
+
+A snapshot is this rank's shards, cast. One comparison finds what differs in a shard (or in the part of it that a bucket
+has), bit for bit; each rank's part is gathered, as positions in the flat parameter, and divided among the parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+from ..checkpoint import group_of, is_first
+from ..comm import Transport, transport_of
+from ..flat import FlatParamHandle
+from .buckets import Bucket, Run
+from .full_parameters import BUCKET_BYTES, check_arguments, in_step
+from .gathering import Span, gather_by, gather_run, span_of
+from .sources import Source, handles_of, names_of, sources_of, why_unreadable
+from .sparse import Elements, Form, changed_elements, gather_counts, gather_elements
+from .steps import Steps
+from .tensor_ranks import over_tensor_ranks
+
+
+@dataclass(frozen=True)
+class ChangedElements:
+    """What has changed of one parameter.
+
+    Attributes:
+        shape: of the whole parameter.
+        positions: int64, ascending, in the flattened parameter; ``None``: all of them, where that is less to send.
+        values: the new elements, 1-D, in the dtype of the snapshot.
+    """
+
+    shape: torch.Size
+    positions: torch.Tensor | None
+    values: torch.Tensor
+
+
+class ParameterSnapshot:
+    """What the parameters of a model were, on this rank, in the dtype in which they are sent. ``snapshot_parameters``
+    makes it, ``changed_since`` reads and renews it.
+
+    Attributes:
+        dtype: of parameters of floating point; ``None``: each its own.
+        num_renewals: how often it was renewed.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
+        self.dtype = dtype
+        self.num_renewals = -1
+        self._device = device
+        self._names: list[tuple[tuple[str, ...], torch.Size, torch.dtype]] = []
+        self._flats: weakref.WeakKeyDictionary[FlatParamHandle, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._alone: dict[str, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it holds on this rank."""
+        return sum(tensor.nbytes for tensor in (*self._flats.values(), *self._alone.values()))
+
+    def renew(self, sources: Sequence[Source]) -> None:
+        """Remember what they are now."""
+        with torch.no_grad():
+            self._names = _names(sources)
+            dtypes = {source.place[0]: source.dtype for source in sources if source.place is not None}
+            for handle in handles_of(sources):
+                flat = self._flats.get(handle)
+                if flat is None:
+                    device = self._device or handle.mesh.device
+                    flat = torch.empty(handle.layout.shard_numel, dtype=dtypes[handle], device=device)
+                    self._flats[handle] = flat
+                whole = range(len(handle.layout.params))
+                Span(handle, whole, 0, handle.layout.flat_numel, dtypes[handle]).write_own(flat)
+            for source in sources:
+                if source.place is None:
+                    copy = source.local().to(self._device, source.dtype, copy=True)
+                    self._alone[source.names[0]] = copy.reshape(-1)
+        self.num_renewals += 1
+
+    def why_unfit(self, sources: Sequence[Source]) -> str:
+        """Why it is no snapshot of these; empty if it is."""
+        if self._names == _names(sources) and all(handle in self._flats for handle in handles_of(sources)):
+            return ""
+        return (
+            "the snapshot is of another model, or the parameters have got other names, shapes, dtypes or groups since "
+            "(ties are found at the first forward): send full parameters, and take another snapshot"
+        )
+
+    def of_span(self, span: Span) -> torch.Tensor:
+        """This rank's part of a span."""
+        return self._flats[span.handle][span.own_in_shard()].to(span.mesh.device)
+
+    def of_lone(self, source: Source) -> torch.Tensor:
+        """This rank's elements of what is in no flat parameter; 1-D."""
+        return self._alone[source.names[0]].to(source.local().device)
+
+
+def _names(sources: Sequence[Source]) -> list[tuple[tuple[str, ...], torch.Size, torch.dtype]]:
+    return [(source.names, source.tensor.shape, source.dtype) for source in sources]
+
+
+def snapshot_parameters(
+    model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16, device: torch.device | str | None = None
+) -> ParameterSnapshot:
+    """Remember this rank's shards of the parameters, for ``changed_since``. Local: no communication.
+
+    Args:
+        model: any kind of model, as for ``get_model_state_dict``.
+        dtype: of parameters of floating point: that of the weights which are kept up to date; ``None``: each its own.
+        device: where the snapshot is kept; default: where the parameters are. The memory is that of the shards in
+            ``dtype``.
+
+    Raises:
+        RuntimeError: a forward or backward is running.
+        TypeError: ``dtype`` is no dtype of floating point.
+    """
+    check_arguments("snapshot_parameters", BUCKET_BYTES, dtype)
+    sources = sources_of(names_of(model), dtype, include_buffers=False)
+    problem = why_unreadable(sources)
+    if problem:
+        raise RuntimeError(f"snapshot_parameters(): {problem}")
+    snapshot = ParameterSnapshot(dtype, None if device is None else torch.device(device))
+    snapshot.renew(sources)
+    return snapshot
+
+
+@contextmanager
+def changed_since(
+    model: nn.Module, snapshot: ParameterSnapshot, *, bucket_bytes: int = BUCKET_BYTES, rank0_only: bool = False
+) -> Iterator[Steps[tuple[str, ChangedElements]]]:
+    """What differs from a snapshot, once cast: for weights elsewhere that were what the snapshot is of::
+
+        snapshot = snapshot_parameters(model)         # and send full parameters, in the same dtype
+        ...                                           # train
+        with changed_since(model, snapshot) as buckets:
+            for bucket in buckets:                    # a list of (FQN, ChangedElements)
+                apply_changes(weights, bucket)
+
+    Elements whose bits are the same are left out, and parameters without any other. When the context is left after all
+    buckets, on all ranks, the snapshot is of now; otherwise it stays. What comes has memory of its own.
+
+    Sent are the values, with 4 bytes of position for each, or one bit for each element there is; or a part of a flat
+    parameter whole: whichever is least. Parameters that tensor parallelism has cut are gathered over its ranks as well.
+    DTensors that ``fully_shard`` does not manage come whole.
+
+    Ranks, and a rank that stops early: as with ``full_parameters``.
+
+    Args:
+        model: of which the snapshot is.
+        bucket_bytes: of the whole parameters that a bucket is about; what comes is mostly far less.
+        rank0_only: the other ranks get empty lists.
+
+    Raises:
+        RuntimeError: as ``full_parameters``; or, on every rank, the snapshot is of another model.
+        ValueError: ``bucket_bytes`` is not positive.
+        TypeError: this is no snapshot.
+    """
+    check_arguments("changed_since", bucket_bytes, None)
+    if not isinstance(snapshot, ParameterSnapshot):
+        raise TypeError(f"changed_since(): expected what snapshot_parameters() returns, got {type(snapshot).__name__}")
+    names = names_of(model)
+    sources = sources_of(names, snapshot.dtype, include_buffers=False)
+    is_here = is_first(group_of(names))
+
+    def gather(bucket: Bucket) -> list[tuple[str, ChangedElements]]:
+        return [item for run in bucket for item in _changes_of(run, snapshot, rank0_only, is_here)]
+
+    options = f"bucket_bytes={bucket_bytes}, rank0_only={rank0_only}, a snapshot renewed {snapshot.num_renewals} times"
+    problem = snapshot.why_unfit(sources)
+    with in_step("changed_since()", names, sources, bucket_bytes, options, gather, problem) as steps:
+        yield steps
+    if steps.is_complete:
+        snapshot.renew(sources)
+
+
+def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str, ChangedElements]]) -> None:
+    """Write what has changed into whole tensors, in place; nothing, if not all of it can be. Local.
+
+    Args:
+        state: contiguous tensors by FQN, on any device; more than those that have changed.
+        changes: a bucket of ``changed_since``.
+
+    Raises:
+        KeyError: a parameter is not in ``state``.
+        ValueError: a tensor there has another shape, or is not contiguous.
+    """
+    changes = [*changes]
+    for fqn, change in changes:
+        if fqn not in state:
+            raise KeyError(f"apply_changes(): {fqn} has changed, and is not among the {len(state)} tensors given")
+        tensor = state[fqn]
+        if tensor.shape != change.shape or not tensor.is_contiguous():
+            layout = "" if tensor.is_contiguous() else ", which is not contiguous"
+            raise ValueError(
+                f"apply_changes(): expected a contiguous tensor of shape {tuple(change.shape)} for {fqn}, got one of "
+                f"shape {tuple(tensor.shape)}{layout}. Nothing was changed"
+            )
+    with torch.no_grad():
+        for fqn, change in changes:
+            flat = state[fqn].view(-1)
+            values = change.values.to(flat.device, flat.dtype)
+            if change.positions is None:
+                flat.copy_(values)
+            else:
+                flat[change.positions.to(flat.device)] = values
+
+
+# ---- one run
+
+
+def _changes_of(
+    run: Run, snapshot: ParameterSnapshot, rank0_only: bool, is_here: bool
+) -> list[tuple[str, ChangedElements]]:
+    """What has changed of the parameters of a run, where that is wanted. Ranks: all of the model."""
+    with torch.no_grad():
+        if run[0].place is None:
+            found: Sequence[_Change | None] = [_changes_of_lone(run, snapshot, rank0_only, is_here)]
+        else:
+            found = _changes_of_span(run, span_of(run), snapshot, rank0_only)
+    if rank0_only and not is_here:
+        return []
+    return [
+        (name, ChangedElements(source.tensor.shape, *change))
+        for source, change in zip(run, found, strict=True)
+        if change is not None and change[1].numel()
+        for name in source.names
+    ]
+
+
+_Change = tuple["torch.Tensor | None", torch.Tensor]
+"""Positions, and values."""
+
+
+def _changes_of_lone(run: Run, snapshot: ParameterSnapshot, rank0_only: bool, is_here: bool) -> _Change | None:
+    (source,) = run
+    if source.is_dtensor:
+        wholes = gather_run(run, rank0_only, is_here)
+        return (None, wholes[0].reshape(-1)) if wholes else None
+    new = source.local().to(source.dtype).reshape(-1)
+    changed = changed_elements(snapshot.of_lone(source), new)
+    return changed.positions, changed.values
+
+
+def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_only: bool) -> Sequence[_Change | None]:
+    handle, mesh = span.handle, span.mesh
+    # With a journal of the shard group alone: shard groups with other elements send other numbers of bytes, or nothing.
+    transport = transport_of(mesh.shard_group, mesh.device)
+    own = _own_changes(span, snapshot)
+    counts = [own.positions.numel()]
+    if mesh.shard_world_size > 1:
+        counts = gather_counts(transport, counts[0], mesh.device, handle.label)
+    form = Form.shortest(span.dtype, counts, span.ranges())
+    nothing: list[_Change | None] = [None] * len(run)
+    if rank0_only and not mesh.is_first_replica:
+        return nothing
+    if form.nbytes >= span.numel * span.dtype.itemsize and handle.tensor_parallel is None:
+        flat = gather_by(transport, span, rank0_only)
+        return nothing if flat is None else [(None, view.reshape(-1)) for view in span.views_of(flat)]
+    elements = _gather_elements(transport, span, own, form, rank0_only)
+    if elements is None:
+        return nothing
+    parts = _by_parameter(span, elements)
+    if handle.tensor_parallel is not None:
+        parts = over_tensor_ranks(handle.tensor_parallel, span, parts, not rank0_only)
+    return [None if part is None else (part.positions, part.values) for part in parts]
+
+
+def _own_changes(span: Span, snapshot: ParameterSnapshot) -> Elements:
+    """What has changed of this rank's part of a span; positions are in that part."""
+    start, stop = span.range_of(span.mesh.shard_rank)
+    new = torch.empty(stop - start, dtype=span.dtype, device=span.mesh.device)
+    span.write_own(new)
+    return changed_elements(snapshot.of_span(span), new)
+
+
+def _gather_elements(transport: Transport, span: Span, own: Elements, form: Form, rank0_only: bool) -> Elements | None:
+    """The changed elements of a span; ``None`` where they are not wanted. Ranks: those of one shard group."""
+    if span.mesh.shard_world_size > 1 and form.nbytes:
+        return gather_elements(transport, own, form, not rank0_only, span.handle.label)
+    return None if rank0_only and span.mesh.shard_rank else own  # of one rank; or there are none
+
+
+def _by_parameter(span: Span, elements: Elements) -> list[Elements | None]:
+    """Elements of a span, as those of each of its parameters (what this rank's shard group has of it)."""
+    starts = [span.handle.layout.params[i].offset - span.start for i in span.indices]
+    bounds = torch.tensor([*starts, span.numel], device=elements.positions.device)
+    cuts = torch.searchsorted(elements.positions, bounds).tolist()
+    return [
+        Elements(elements.positions[a:b] - start, elements.values[a:b])
+        for start, a, b in zip(starts, cuts, cuts[1:], strict=False)
+    ]
