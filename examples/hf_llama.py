@@ -51,12 +51,16 @@ def shard(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
 
 
 def my_batch(step: int, args: argparse.Namespace, device: torch.device) -> Tensor:
-    """This rank's part of the batch of a step: sequences that go up by equal steps, around the vocabulary."""
+    """This rank's part of the batch of a step."""
+    return batch_of(step, args).chunk(dist.get_world_size())[dist.get_rank()].to(device)
+
+
+def batch_of(step: int, args: argparse.Namespace) -> Tensor:
+    """Sequences that go up by equal steps, around the vocabulary."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     first = torch.randint(args.vocabulary, (args.batch, 1), generator=generator)
     stride = torch.randint(1, 4, (args.batch, 1), generator=generator)
-    tokens = (first + stride * torch.arange(args.seq_len)) % args.vocabulary
-    return tokens.chunk(dist.get_world_size())[dist.get_rank()].to(device)
+    return (first + stride * torch.arange(args.seq_len)) % args.vocabulary
 
 
 def train(model: nn.Module, args: argparse.Namespace, device: torch.device) -> list[float]:

@@ -95,6 +95,15 @@ def test_peft_loads_the_adapters_that_were_trained_as_without_sharding(tmp_path,
     assert_close(get_peft_model_state_dict(loaded), get_peft_model_state_dict(model))
 
 
+@pytest.mark.timeout(600)
+def test_the_trainer_of_transformers_shards_by_us_and_resumes(tmp_path, examples):
+    """On two processes and on four; the second half of the steps by a run that resumes from a checkpoint."""
+    losses = [run("accelerate_trainer.py", tmp_path / f"{n}" / "out", n, "--batch=8") for n in (2, 4)]
+    assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], abs=2e-3) and losses[0][-1] < losses[0][0]
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "2" / "out" / "final")
+    assert sum(param.numel() for param in loaded.parameters()) > 0
+
+
 @pytest.mark.parametrize("name", ["hf_llama", "lora"])
 def test_what_cannot_be_begun_is_refused_with_the_remedy(tmp_path, examples, monkeypatch, name):
     example = examples(name)
