@@ -22,7 +22,7 @@ from .controls import (
     set_reshard_after_forward,
     unshard,
 )
-from .flat import MixedPrecisionPolicy
+from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
 from .forward_methods import register_forward_method
 from .fully_shard import fully_shard
 from .group import STRATEGIES, Kept, Strategy
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "STRATEGIES",
+    "CPUOffloadPolicy",
     "Kept",
     "MixedPrecisionPolicy",
     "RaggedDTensor",

@@ -10,6 +10,21 @@ import torch.nn as nn
 
 from .layout import Granule
 
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy:
+    """Shards, gradients and optimizer state of a group live in host memory; it computes on the device of its mesh.
+
+    The name and meaning are those of ``torch.distributed.fsdp.CPUOffloadPolicy``, which is taken in its place.
+
+    Args:
+        pin_memory: page-locked host memory, which is copied faster and beside compute; ``False`` where the host has
+            too little of it. Without meaning where the device that computes is the CPU.
+    """
+
+    pin_memory: bool = True
+
+
 Granularity = Callable[[str, nn.Parameter], "Granule | None"]
 """Of a parameter (FQN, and itself), what no shard boundary may divide; see ``fully_shard``."""
 

@@ -106,6 +106,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     for handle, start in starts.items():
         handle.contributions.write_used_to(exchange.used[start : start + len(handle.fqns)])
     communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
+    communicator.serve(handles)
     number = order.admit(state, states, model)
     parts = [part.states for part in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)
