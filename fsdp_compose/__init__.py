@@ -27,6 +27,7 @@ from .forward_methods import register_forward_method
 from .fully_shard import fully_shard
 from .group import STRATEGIES, Kept, Strategy
 from .inspect import UnreducedParameter, check, record_collectives
+from .offload import offload, onload
 from .optim import clip_grad_norm_, declare_elementwise, flat_parameters
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
 from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
@@ -56,6 +57,8 @@ __all__ = [
     "functional_mode",
     "keep_unsharded",
     "no_sync",
+    "offload",
+    "onload",
     "record_collectives",
     "reduce_gradients",
     "register_forward_method",

@@ -75,9 +75,8 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def assert_same_state(mine: Any, expected: Any) -> None:
     with without_modes():
-        for (path, ours), (_, theirs) in zip(
-            *[tree_flatten_with_path(item)[0] for item in (mine, expected)], strict=True
-        ):
+        leaves = [tree_flatten_with_path(item)[0] for item in (mine, expected)]
+        for (path, ours), (_, theirs) in zip(*leaves, strict=True):
             is_same = torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
             assert is_same, path
 
@@ -243,7 +242,7 @@ def test_checkpoints_and_tied_weights_are_as_always(tie):
         (model, optimizer), (twin, other) = build(offload_policy=POLICY), build()
         ours, theirs = [*model.parameters()], [*twin.parameters()]
         assert train(model, optimizer, ours) == train(twin, other, theirs)
-        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        full = StateDictOptions(full_state_dict=True)
         ours_saved = get_model_state_dict(model, options=full), get_optimizer_state_dict(model, optimizer, options=full)
         saved = get_model_state_dict(twin, options=full), get_optimizer_state_dict(twin, other, options=full)
         for mine, expected in zip(ours_saved, saved, strict=True):
@@ -251,9 +250,10 @@ def test_checkpoints_and_tied_weights_are_as_always(tie):
         fresh, fresh_optimizer = build(offload_policy=POLICY)
         set_model_state_dict(fresh, saved[0], options=full)
         set_optimizer_state_dict(fresh, fresh_optimizer, saved[1], options=full)
-        fresh_params = [*fresh.parameters()]
-        assert train(fresh, fresh_optimizer, fresh_params) == train(twin, other, theirs)
-        assert_equal(fresh, twin)
+    # Past the memories: by ``to(param.device)`` torch loads state, which they do not see.
+    fresh_params = [*fresh.parameters()]
+    assert train(fresh, fresh_optimizer, fresh_params) == train(twin, other, theirs)
+    assert_equal(fresh, twin)
 
 
 @distributed(world_size=2)

@@ -21,6 +21,7 @@ where tensors are (``is_on_host``).
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -30,11 +31,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fsdp_compose.flat.home as home
-import fsdp_compose.flat.host_copies as host_copies
 from fsdp_compose._torch import is_wrapper
 from fsdp_compose.flat.gradient_view import local_of
 
+_MAKERS = [sys.modules[f"fsdp_compose.{name}"] for name in ("flat.host_copies", "flat.home", "offload")]
 IN, OUT = "host to device", "device to host"
 _COPIES = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy"}
 
@@ -50,12 +50,12 @@ class TwoMemories(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._host: dict[int, StorageWeakRef] = {}
-        self._made = host_copies.host_memory
+        self._made = _MAKERS[0].host_memory
         self.copies: dict[str, list[int]] = {IN: [], OUT: []}
         self.refuses_host_collectives = True
 
     def __enter__(self) -> TwoMemories:
-        self._patches = [mock.patch.object(module, "host_memory", self._host_memory) for module in (host_copies, home)]
+        self._patches = [mock.patch.object(module, "host_memory", self._host_memory) for module in _MAKERS]
         for patch in self._patches:
             patch.start()
         super().__enter__()

@@ -181,6 +181,10 @@ class Snapshot:
         self._addresses = [*map(_data_ptr, self._locals)]
         self._kinds = self._present_kinds()
 
+    def follow_addresses(self) -> None:
+        """Their memory is elsewhere now, with the same elements."""
+        self._addresses = [*map(_data_ptr, self._locals)]
+
     def _present_kinds(self) -> set[tuple[torch.dtype, torch.device]]:
         return {(sharded.dtype, sharded.device) for sharded in self._params}
 

@@ -30,6 +30,7 @@ from ..group import (
     modules_to_run,
     prepare_swap,
     rebind_live_optimizers,
+    refuse_asleep,
     refuse_unwritten_buffers,
     roots_together,
     unsharded_tensors,
@@ -71,6 +72,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         for item, name in part.groups:
             names.setdefault(item, name)
     found, states, owners = list(names.items()), list(names), [part.state for part in roots]
+    refuse_asleep(states)
     earlier = contexts_of(states)
     for context in earlier:
         _make_joinable(context, module)
