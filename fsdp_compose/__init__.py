@@ -28,7 +28,7 @@ from .fully_shard import fully_shard
 from .group import STRATEGIES, Kept, Strategy
 from .inspect import UnreducedParameter, check, record_collectives
 from .offload import offload, onload
-from .optim import clip_grad_norm_, declare_elementwise, flat_parameters
+from .optim import clip_grad_norm_, declare_elementwise, flat_parameters, offload_states
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
 from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
 from .replicas import broadcast_replicas
@@ -58,6 +58,7 @@ __all__ = [
     "keep_unsharded",
     "no_sync",
     "offload",
+    "offload_states",
     "onload",
     "record_collectives",
     "reduce_gradients",

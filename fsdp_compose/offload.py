@@ -260,7 +260,7 @@ class _Sleeping:
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
     empty = torch.empty(0, dtype=torch.uint8, device=device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _empty(storage: torch.UntypedStorage, device: torch.device, error: str) -> None:
