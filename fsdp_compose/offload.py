@@ -38,8 +38,8 @@ def offload(module: nn.Module, optimizer: Optimizers = None, *, pin_memory: bool
     Moved are shards, flat gradients, and all other parameters, buffers and gradients below ``module``; of each
     optimizer, the state. Gradients are kept: call ``zero_grad()`` before, if they are not needed. Gathered parameters
     and pooled buffers are freed. All tensors stay the objects they are; what reads their elements in between raises.
-    What lives in host memory already (``CPUOffloadPolicy``, ``offload_states``) stays as it is. Memory of process groups
-    (NCCL) is not the model's; ``torch.cuda.empty_cache()`` gives what was freed back to the device.
+    What lives in host memory already (``CPUOffloadPolicy``, ``offload_states``) stays as it is. Memory of process
+    groups (NCCL) is not the model's; ``torch.cuda.empty_cache()`` gives what was freed back to the device.
 
     Ranks: every rank, alike; no communication. Between iterations.
 

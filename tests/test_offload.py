@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,7 +29,7 @@ from fsdp_compose import (
 from fsdp_compose._torch import without_modes
 from fsdp_compose.flat import local_of
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.harness import distributed, fake_process_group
+from tests.harness import ROOT, distributed, fake_process_group
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, sgd, shard_gpt
 from tests.two_memories import IN, OUT, TwoMemories
 
@@ -97,6 +98,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "bf16": lambda: {"mp_policy": HALF},
     "bf16 reduced": lambda: {"mp_policy": HALF_REDUCED},
+    "parts": lambda: {"reshard_after_forward": 2},
     "kept": lambda: {"reshard_after_forward": False},
     "hybrid": lambda: {"mesh": init_device_mesh("cpu", (2, dist.get_world_size() // 2))},
     "hybrid, bf16": lambda: {"mesh": init_device_mesh("cpu", (2, dist.get_world_size() // 2)), "mp_policy": HALF},
@@ -326,3 +328,22 @@ def test_ranks_that_differ_are_one_error():
     model = fully_shard(nn.Linear(4, 4), offload_policy=POLICY if dist.get_rank() else None)
     with pytest.raises(RuntimeError, match="offload_policy"):
         model(torch.ones(2, 4))
+
+
+def test_memory_for_compute_is_not_made_where_shards_live():
+    """On a machine with one kind of device no run shows it: each use of ``shard.device`` is listed here."""
+    found = [
+        (path.relative_to(ROOT / "fsdp_compose").as_posix(), line.strip())
+        for path in (ROOT / "fsdp_compose").rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(r"shard\.device(?!\.type)", line)
+    ]
+    assert {path for path, _ in found} == {
+        "checkpoint/state/trained.py",  # optimizer state, beside the shard
+        "flat/all_gathers.py",  # a copy on the device
+        "flat/gradient_memory.py",  # the gradient, beside the shard
+        "flat/home.py",
+        "flat/offloaded.py",
+        "flat/unsharded.py",  # of shards on the device
+        "summon.py",  # a gradient, beside the shard
+    }, found
