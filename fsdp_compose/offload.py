@@ -84,6 +84,7 @@ def onload(module: nn.Module, optimizer: Optimizers = None) -> None:
         TypeError: ``module`` is no module, or ``optimizer`` no optimizer.
         ValueError: an optimizer was not given to ``offload``.
         RuntimeError: the module is not asleep.
+        torch.OutOfMemoryError: the device has too little memory now: free some, and call it again.
     """
     optimizers = _checked(module, optimizer, "onload")
     sleeping = _sleeping.get(module)
@@ -94,8 +95,8 @@ def onload(module: nn.Module, optimizer: Optimizers = None) -> None:
             raise ValueError(
                 f"onload(): this {type(item).__name__} was not given to offload(): give both calls the same ones"
             )
-    del _sleeping[module]
     sleeping.end()
+    del _sleeping[module]
 
 
 _sleeping: weakref.WeakKeyDictionary[nn.Module, _Sleeping] = weakref.WeakKeyDictionary()
@@ -221,7 +222,9 @@ class _Sleeping:
     def __init__(
         self, states: list[_FSDPState], handles: list[FlatParamHandle], optimizers: list[Optimizer], error: str
     ) -> None:
-        self._states, self._handles, self.optimizers, self._error = states, handles, optimizers, error
+        # Weakly: they refer to the module, which this is the value of.
+        self._states, self._handles = [*map(weakref.ref, states)], [*map(weakref.ref, handles)]
+        self.optimizers, self._error = optimizers, error
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         self._device = torch.device("cpu")
         self._guards: list[RemovableHandle] = []
@@ -238,20 +241,27 @@ class _Sleeping:
         self._guards = [item.register_step_pre_hook(self._refuse_step) for item in self.optimizers]
 
     def end(self) -> None:
-        while self._guards:
-            self._guards.pop().remove()
-        for storage, copied in self._moved:
+        read = []  # host memory stays until the copies from it are complete
+        while self._moved:
+            storage, copied = self._moved[-1]
             fresh = torch.empty(copied.numel(), dtype=torch.uint8, device=self._device)
             fresh.copy_(copied, non_blocking=True)
             memory_exchange(storage, fresh.untyped_storage())()
-        self._synchronize()  # before the host memory goes
-        self._moved = []
-        for handle in self._handles:
-            handle.snapshot.follow_addresses()
-        wake(self._states)
+            read.append(self._moved.pop())
+        self._synchronize()
+        while self._guards:
+            self._guards.pop().remove()
+        for reference in self._handles:
+            handle = reference()
+            if handle is not None:
+                handle.snapshot.follow_addresses()
+        wake(self._live_states())
+
+    def _live_states(self) -> list[_FSDPState]:
+        return [state for reference in self._states if (state := reference()) is not None]
 
     def _refuse_step(self, *_: Any) -> None:
-        refuse_asleep(self._states)
+        refuse_asleep(self._live_states())
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":

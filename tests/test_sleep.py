@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -236,6 +239,41 @@ def test_it_is_refused_before_anything_changes():
         onload(model, optimizer)
     onload(model)
     optimizer.step()
+
+
+@distributed(world_size=2)
+def test_waking_up_can_be_tried_again():
+    model, twin = pair()
+    optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
+    assert steps(model, optimizer, 1, 1) == steps(twin, other, 1, 1)
+    offload(model, optimizer)
+    original, calls = torch.empty, []
+
+    def scarce(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) == 5:
+            raise torch.OutOfMemoryError("too little memory")
+        return original(*args, **kwargs)
+
+    with mock.patch.object(torch, "empty", scarce), pytest.raises(torch.OutOfMemoryError):
+        onload(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
+        model(local_part(next(batches(1)))[:, :-1])
+    onload(model, optimizer)
+    assert steps(model, optimizer, 2, 2) == steps(twin, other, 2, 2)
+    assert_equal(model, twin)
+
+
+@distributed(world_size=2)
+def test_a_model_that_is_dropped_while_it_sleeps_is_freed():
+    model, _ = pair()
+    optimizer = adamw(model.parameters())
+    steps(model, optimizer, 1, 1)
+    offload(model, optimizer)
+    reference = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert reference() is None
 
 
 @distributed(world_size=2)
