@@ -13,6 +13,7 @@ from typing import Any, Union
 
 import torch
 import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -162,7 +163,7 @@ def _storages(
             if part.device == device and part.layout == torch.strided:
                 storage = part.untyped_storage()
                 if storage.nbytes():
-                    found.setdefault(storage._cdata, storage)
+                    found.setdefault(StorageWeakRef(storage).cdata, storage)
     return [*found.values()]
 
 

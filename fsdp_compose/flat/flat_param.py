@@ -125,13 +125,13 @@ class FlatParamHandle:
         self.sharded_params, self.hooks = params, hooks
         _register(self, {id(sharded): i for i, sharded in enumerate(params)}, sharded_param_owners)
 
-    def _like(self, mesh: DataParallelMesh) -> FlatParamHandle:
+    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
         return FlatParamHandle(self.layout, mesh, self.mp_policy, self.local_shards, self.tensor_parallel)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of its own, over copies of the sharded parameters: those that ``memo`` has, which modules show."""
         mesh = self.mesh.with_transports(attrgetter("unrecorded"))
-        twin = self._like(mesh)
+        twin = self._empty_twin(mesh)
         memo[id(self)] = twin
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))

@@ -172,7 +172,7 @@ class OffloadedFlatParamHandle(FlatParamHandle):
         self.home = home
         return self
 
-    def _like(self, mesh: DataParallelMesh) -> FlatParamHandle:
+    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
         arguments = self.layout, mesh, self.mp_policy, self.local_shards, self.tensor_parallel
         return OffloadedFlatParamHandle(*arguments).live_in(self.home)
 

@@ -153,7 +153,7 @@ class StreamedStep:
     """
 
     def __init__(self, chunk_bytes: int, pin_memory: bool) -> None:
-        self._chunk_bytes, self._pin_memory = chunk_bytes, pin_memory
+        self._chunk_bytes, self._pins = chunk_bytes, pin_memory
         self._lanes: dict[torch.device, _Lane] = {}
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -188,7 +188,7 @@ class StreamedStep:
         return host
 
     def _memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return host_memory(numel, dtype, self._pin_memory and device.type not in ("cpu", "meta"))
+        return host_memory(numel, dtype, self._pins and device.type not in ("cpu", "meta"))
 
     def _trainings(self, optimizer: Optimizer) -> Iterator[_Training]:
         """The parameters that have a gradient."""
