@@ -177,10 +177,13 @@ def _tensors(
     for handle in handles:
         if not handle.home.is_host:
             yield handle.shard
+    with_host_gradients = {
+        id(param) for handle in handles if handle.home.has_host_gradients for param in handle.sharded_params
+    }
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in on_host:
             yield tensor
-            if tensor.grad is not None:
+            if tensor.grad is not None and id(tensor) not in with_host_gradients:
                 yield tensor.grad
     for optimizer in optimizers:
         for param, state in optimizer.state.items():

@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_compose import CPUOffloadPolicy, clip_grad_norm_, flat_parameters, offload, offload_states, onload
+from fsdp_compose import (
+    CPUOffloadPolicy,
+    RaggedShard,
+    clip_grad_norm_,
+    distribute_ragged,
+    flat_parameters,
+    offload,
+    offload_states,
+    onload,
+)
 from fsdp_compose.checkpoint import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,10 +29,11 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
 )
 from fsdp_compose.flat import local_of
+from fsdp_compose.flat.sharded_param import shown_on
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.harness import distributed
+from tests.harness import distributed, fake_process_group
 from tests.models import GPT, batches, gpt_loss, local_part, shard_gpt
-from tests.test_offload import assert_equal, assert_same_state
+from tests.test_offload import HALF, assert_equal, assert_same_state, train
 from tests.two_memories import IN, OUT, TwoMemories
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -33,6 +45,11 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
+}
+POLICIES = {
+    "state": None,
+    "state and gradients": CPUOffloadPolicy(parameters=False),
+    "state, gradients and shards": CPUOffloadPolicy(),
 }
 SMALL = 4096 * 2  # bytes: chunks of 1,024 elements, the smallest
 
@@ -62,13 +79,13 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Pa
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat views"])
-@pytest.mark.parametrize("policy", [None, CPUOffloadPolicy()], ids=["shards on the device", "shards on the host"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @distributed(world_size=(1, 2))
 def test_the_step_is_the_ordinary_one_bit_for_bit(name, policy, flat):
     make, arguments = OPTIMIZERS[name]
     with TwoMemories() as memories:
-        model, twin = pair(offload_policy=policy)
+        model, twin = pair(offload_policy=POLICIES[policy])
         params, expected = params_of(model, flat), params_of(twin, flat)
         optimizer = offload_states(make(params, **arguments), chunk_bytes=SMALL)
         other = make(expected, **arguments)
@@ -83,11 +100,11 @@ def test_the_step_is_the_ordinary_one_bit_for_bit(name, policy, flat):
                     assert value.shape == wanted.shape and memories.is_on_host(value)
 
 
-@pytest.mark.parametrize("policy", [None, CPUOffloadPolicy()], ids=["shards on the device", "shards on the host"])
+@pytest.mark.parametrize("policy", POLICIES)
 @distributed(world_size=2)
 def test_chunks_are_bounded_and_each_element_goes_in_and_out_once(policy):
     with TwoMemories() as memories:
-        model, _ = pair(offload_policy=policy)
+        model, _ = pair(offload_policy=POLICIES[policy])
         params = flat_parameters(model)
         optimizer = offload_states(torch.optim.AdamW(params, foreach=True), chunk_bytes=SMALL)
         steps(model, optimizer, params, 1)
@@ -95,11 +112,13 @@ def test_chunks_are_bounded_and_each_element_goes_in_and_out_once(policy):
         memories.forget_copies()
         optimizer.step()
         total = sum(handle.shard.nbytes for handle in _get_fsdp_handles(model))
-        host_tensors_in, host_tensors_out = (4, 3) if policy else (2, 2)  # with shard and gradient; with the shard
+        host_tensors_in, host_tensors_out = {"state": (2, 2), "state and gradients": (3, 2)}.get(policy, (4, 3))
         assert sum(memories.copies[IN]) == host_tensors_in * total
         assert sum(memories.copies[OUT]) == host_tensors_out * total
         assert max(memories.copies[IN] + memories.copies[OUT]) <= 1024 * 4
-        assert all(not memories.is_on_host(handle.shard) for handle in _get_fsdp_handles(model)) or policy
+        for handle in _get_fsdp_handles(model):
+            assert memories.is_on_host(handle.shard) == (policy == "state, gradients and shards")
+            assert memories.is_on_host(handle.gradient.flat) == (policy != "state")
 
 
 @distributed(world_size=2)
@@ -197,6 +216,52 @@ def test_a_model_whose_optimizer_state_is_offloaded_sleeps_and_wakes():
         assert steps(model, optimizer, params) == steps(twin, other, expected)
         assert_equal(model, twin)
         assert all(memories.is_on_host(local_of(optimizer.state[param]["exp_avg"])) for param in params)
+
+
+@pytest.mark.parametrize("unsynced", [True, False])
+@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat views"])
+@distributed(world_size=(2, 4))
+def test_gradients_in_host_memory_accumulate(flat, unsynced):
+    with TwoMemories() as memories:
+        model, twin = pair(offload_policy=POLICIES["state and gradients"], mp_policy=HALF)
+        params, expected = params_of(model, flat), params_of(twin, flat)
+        optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
+        how = {"microbatches": 3, "unsynced": unsynced}
+        assert train(model, optimizer, params, **how) == train(
+            twin, torch.optim.AdamW(expected, lr=1e-2), expected, **how
+        )
+        assert_equal(model, twin)
+        offload(model, optimizer)
+        onload(model, optimizer)
+        gpt_loss(model, local_part(next(batches(1)))).backward()
+        with pytest.raises(AssertionError, match="mixes host and device memory"):  # on devices: torch's own error
+            torch.optim.SGD(params, lr=0.1).step()
+        assert all(memories.is_on_host(param.grad) for param in params)
+
+
+def test_a_gradient_is_shown_on_the_device_of_its_parameter():
+    """``meta`` stands for a device other than that of the elements."""
+    with fake_process_group(world_size=2):
+        mesh = init_device_mesh("cpu", (2,))
+        for sharded in (
+            distribute_ragged(torch.ones(4, 3), mesh, [RaggedShard((2, 2))], src_data_rank=None),
+            distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None),
+        ):
+            meta = torch.device("meta")
+            param = nn.Parameter(sharded.to(meta))
+            shown = shown_on(meta, sharded)
+            assert type(shown) is type(sharded) and shown.device == meta and shown.shape == sharded.shape
+            assert shown.to_local() is not None and local_of(shown) is local_of(sharded)
+            param.grad = shown
+            param.grad.mul_(3)
+            assert local_of(sharded).tolist() == [[3.0] * 3] * 2
+
+
+@distributed(world_size=2)
+def test_plain_flat_views_of_shards_whose_gradients_are_in_host_memory_are_refused():
+    model, _ = pair(offload_policy=POLICIES["state and gradients"])
+    with pytest.raises(ValueError, match="Leave local out"):
+        flat_parameters(model, local=True)
 
 
 def test_what_cannot_be_streamed_is_refused():

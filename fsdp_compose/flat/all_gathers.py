@@ -17,8 +17,8 @@ class AllGathers:
     """The stream of all-gathers that the groups below one root share, and errors of collectives.
 
     Attributes:
-        homes: where shards live, if that is not on the device: what was issued for them is awaited when a top-level
-            forward ends.
+        homes: where shards or gradients live, if not on the device: what was issued for them is awaited when a
+            top-level forward ends.
     """
 
     __slots__ = ("__weakref__", "_all_gather_stream", "_device", "_module", "homes")
@@ -31,7 +31,7 @@ class AllGathers:
 
     def serve(self, handles: Iterable[FlatParamHandle]) -> None:
         """These are the flat parameters of the groups."""
-        self.homes = tuple({handle.home for handle in handles if handle.home.is_host})
+        self.homes = tuple({handle.home for handle in handles if handle.home.has_host_gradients})
 
     # ---- for agreement before collectives, which another class has (see ``lockstep``); here they do nothing
 

@@ -12,7 +12,7 @@ from .._torch import DTensorSpec, local_tensor
 from ..comm import DataParallelMesh
 from ..ragged import RaggedSpec, hook_owners
 from .flat_param import FlatParamHandle, LocalShards
-from .home import HostHome
+from .home import GradientHome, HostHome
 from .hooks import GradientHooks
 from .layout import FlatLayout, ParamSpec, plan_layout
 from .offloaded import OffloadedFlatParamHandle
@@ -106,7 +106,8 @@ def _new_handle(
     if offload is None:
         return FlatParamHandle(layout, mesh, mp_policy, local_shards, tensor_parallel)
     handle = OffloadedFlatParamHandle(layout, mesh, mp_policy, local_shards, tensor_parallel)
-    return handle.live_in(HostHome(offload, mesh.device))
+    home = HostHome if offload.parameters else GradientHome
+    return handle.live_in(home(offload, mesh.device))
 
 
 def _own_spec(sharded: nn.Parameter) -> DTensorSpec | None:

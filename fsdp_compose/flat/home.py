@@ -14,9 +14,14 @@ from .policy import CPUOffloadPolicy
 
 
 class Home:
-    """Shards live on the device that computes."""
+    """Shards and gradients live on the device that computes.
 
-    is_host = False
+    Attributes:
+        is_host: shards live in host memory.
+        has_host_gradients: gradients do.
+    """
+
+    is_host = has_host_gradients = False
 
     def device(self, mesh: DataParallelMesh) -> torch.device:
         """Where shards live."""
@@ -56,7 +61,7 @@ class HostHome(Home):
         copies: between the two.
     """
 
-    is_host = True
+    is_host = has_host_gradients = True
 
     def __init__(self, policy: CPUOffloadPolicy, device: torch.device) -> None:
         self.copies = host_copies(device)
@@ -89,6 +94,17 @@ class HostHome(Home):
 
     def settle(self) -> None:
         self.copies.settle()
+
+
+class GradientHome(HostHome):
+    """Shards live on the device that computes, and gradients in host memory."""
+
+    is_host = False
+
+    device = Home.device
+    compute_device = Home.compute_device
+    zeros = Home.zeros
+    on_device = Home.on_device
 
 
 class _Landing:

@@ -45,6 +45,8 @@ def as_offload_policy(given: Any, where: str) -> CPUOffloadPolicy | None:
     if given is None or (is_dataclass(given) and type(given).__name__ == "OffloadPolicy"):
         return None
     policy = as_ours(CPUOffloadPolicy, given, where)
-    if not isinstance(policy.pin_memory, bool):
-        raise TypeError(f"{where}: CPUOffloadPolicy(pin_memory={policy.pin_memory!r}): expected True or False")
+    for item in fields(policy):
+        value = getattr(policy, item.name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{where}: CPUOffloadPolicy({item.name}={value!r}): expected True or False")
     return policy

@@ -112,6 +112,8 @@ class _HostGradientBuffer(GradientBuffer):
 
     def live_in(self, home: HostHome) -> None:
         self.home = home
+        if self.device.type != "meta":
+            self.device = torch.device("cpu")
 
     def _empty(self) -> torch.Tensor:
         return super()._empty() if self.device.type == "meta" else self.home.memory(self.numel, self.dtype)
@@ -162,7 +164,8 @@ class _ReductionToHost(Reduction):
 
 
 class OffloadedFlatParamHandle(FlatParamHandle):
-    """A flat parameter whose shard and gradient live in host memory, in ``home``, which ``live_in`` sets."""
+    """A flat parameter whose shard and gradient, or gradient alone, live in host memory, in ``home``, which ``live_in``
+    sets."""
 
     __slots__ = ("home",)
 
@@ -177,8 +180,8 @@ class OffloadedFlatParamHandle(FlatParamHandle):
         return OffloadedFlatParamHandle(*arguments).live_in(self.home)
 
     def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
-        dtype = self.mp_policy.compute_dtype(shard.dtype)
-        unsharded = _UnshardedFromHost(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
+        dtype, kind = self.mp_policy.compute_dtype(shard.dtype), _UnshardedFromHost if self.home.is_host else Unsharded
+        unsharded = kind(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
         arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
         gradient = _GradientOnHost(*arguments, keeps_memory=True)
         gradient.buffer.live_in(self.home)

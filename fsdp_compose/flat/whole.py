@@ -59,7 +59,7 @@ def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
         and contributions.options is AVERAGE
         and contributions.dtype == dtype
         and dtype != torch.float16
-        and not handle.home.is_host
+        and not handle.home.has_host_gradients
     )
 
 

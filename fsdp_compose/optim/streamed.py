@@ -30,7 +30,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from .._torch import dtensor_spec, make_dtensor
+from .._torch import dtensor_spec, make_dtensor, same_storage
 from ..flat import FlatParamHandle, handle_of, handle_of_segment, host_memory, local_of
 from ..ragged import RaggedDTensor, note_write_of_all_ranks
 from .elementwise import refuse_unless_elementwise
@@ -49,7 +49,8 @@ def offload_states(optimizer: Optimizer, *, chunk_bytes: int = 64 << 20, pin_mem
     more.
 
     With ``fully_shard(offload_policy=CPUOffloadPolicy())`` shards and gradients are in host memory, too, and are
-    streamed with the state, where the ordinary step would run on the CPU.
+    streamed with the state, where the ordinary step would run on the CPU; with ``CPUOffloadPolicy(parameters=False)``
+    the gradients alone.
 
     Call it before learning-rate schedulers are built, which exchange ``step`` as well. A step returns when its state
     has come to host memory.
@@ -96,7 +97,7 @@ class _Training:
     Attributes:
         group: the optimizer's, of the parameter.
         param: of the optimizer; ``elements`` and ``gradient`` are what this rank has of it and of its gradient, 1-D.
-        is_host: these two are in host memory.
+        is_host, has_host_gradient: what of these two is in host memory.
         device: that steps.
         state: the optimizer's, as it was before the step.
         states: of it, what is kept for each element, in host memory, 1-D.
@@ -108,6 +109,7 @@ class _Training:
     elements: torch.Tensor
     gradient: torch.Tensor
     is_host: bool
+    has_host_gradient: bool
     device: torch.device
     state: dict[str, Any]
     states: dict[str, torch.Tensor]
@@ -206,6 +208,7 @@ class StreamedStep:
                     local_of(param).detach().view(-1),
                     local_of(param.grad).detach().reshape(-1),
                     handle is not None and handle.home.is_host,
+                    handle is not None and _is_in_host_memory(handle, local_of(param.grad)),
                     _device_of(param),
                     state,
                     states,
@@ -216,7 +219,7 @@ class StreamedStep:
         for training in trainings:
             numel, size = training.elements.numel(), training.elements.element_size()
             sizes = [state.element_size() for state in training.states.values()] or [size] * _UNKNOWN_STATES
-            per_element = sum(sizes) + 2 * size * training.is_host
+            per_element = sum(sizes) + size * (training.is_host + training.has_host_gradient)
             length = max(self._chunk_bytes // per_element // _ALIGNMENT, 1) * _ALIGNMENT
             for start in range(0, max(numel, 1), length):
                 yield _Chunk(training, start, min(start + length, numel))
@@ -293,10 +296,9 @@ class _Lane:
         self._slots.reverse()
         part = slice(chunk.start, chunk.stop)
         host = {key: state[part] for key, state in training.states.items()}
-        here = {_ELEMENTS: training.elements[part], _GRADIENT: training.gradient[part]}
-        if training.is_host:
-            host |= here
-        slot.parts = {} if training.is_host else here
+        slot.parts = {}
+        (host if training.is_host else slot.parts)[_ELEMENTS] = training.elements[part]
+        (host if training.has_host_gradient else slot.parts)[_GRADIENT] = training.gradient[part]
         targets = {key: self._room(slot, key, source) for key, source in host.items()}
         if self._module is None:
             for key, target in targets.items():
@@ -363,6 +365,13 @@ def _handle_of(param: torch.Tensor) -> FlatParamHandle | None:
     if place is not None:
         return place[0]
     return handle_of_segment(param)
+
+
+def _is_in_host_memory(handle: FlatParamHandle, gradient: torch.Tensor) -> bool:
+    """Whether a gradient is a part of a flat gradient there, or stands beside a shard there."""
+    flat = handle.gradient.buffer.flat
+    is_ours = flat is not None and same_storage(flat.untyped_storage(), gradient.untyped_storage())
+    return handle.home.is_host or (handle.home.has_host_gradients and is_ours)
 
 
 def _device_of(param: torch.Tensor) -> torch.device:

@@ -18,6 +18,8 @@ from tests.models import GPT, batches, gpt_loss, shard_gpt
 
 pytestmark = pytest.mark.gpu
 
+POLICIES = {"state": None, "gradients": CPUOffloadPolicy(parameters=False), "shards": CPUOffloadPolicy()}
+
 
 def build(precision: str = "fp32", **options: Any) -> GPT:
     torch.manual_seed(0)
@@ -80,11 +82,11 @@ def test_only_what_computes_is_on_the_device():
         assert torch.cuda.memory_allocated() < before + shards  # neither gradients nor state
 
 
-@pytest.mark.parametrize("policy", [None, CPUOffloadPolicy()], ids=["shards on the device", "shards on the host"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("arguments", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])
 def test_streamed_steps_are_the_ordinary_ones_bit_for_bit(arguments, policy):
     with process_group("nccl"):
-        model, twin = build(offload_policy=policy), build()
+        model, twin = build(offload_policy=POLICIES[policy]), build()
         params, expected = flat_parameters(model), flat_parameters(twin)
         optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2, **arguments), chunk_bytes=1 << 14)
         other = torch.optim.AdamW(expected, lr=1e-2, **arguments)
