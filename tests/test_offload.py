@@ -27,7 +27,7 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose._torch import without_modes
-from fsdp_compose.flat import local_of
+from fsdp_compose.flat import host_copies, local_of
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import ROOT, distributed, fake_process_group
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, sgd, shard_gpt
@@ -307,6 +307,28 @@ def _raise(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+def test_two_memories_see_what_devices_would_refuse():
+    """The watch itself: a gradient left on the device, a copy too many, a collective on host memory."""
+    with fake_process_group(world_size=2), two_memories() as memories:
+        param = nn.Parameter(host_copies.host_memory(4, torch.float32, False).zero_())
+        left_behind = torch.ones(4)
+        for mixes in (lambda: param + left_behind, lambda: torch._foreach_add_([left_behind], [param.detach()])):
+            with pytest.raises(AssertionError, match="mixes host and device memory"):
+                mixes()
+        optimizer = torch.optim.AdamW([param], foreach=True)
+        param.grad = left_behind
+        with pytest.raises(AssertionError, match="mixes host and device memory"):
+            optimizer.step()
+        with pytest.raises(AssertionError, match="on host memory"):
+            dist.all_reduce(param.detach())
+        assert memories.copies == {IN: [], OUT: []}
+        made = [torch.zeros_like(param), param.detach()[1:], (param * 2).view(2, 2), param.double()]
+        assert all(map(memories.is_on_host, made)) and not memories.is_on_host(left_behind)
+        param.detach().copy_(left_behind)
+        left_behind[2:].copy_(param.detach()[2:])
+        assert memories.copies == {IN: [8], OUT: [16]}
+
+
 def test_torchs_own_policies_are_taken():
     with fake_process_group():
         theirs = torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)
@@ -323,9 +345,10 @@ def test_other_things_are_refused(given):
         fully_shard(nn.Linear(4, 4), offload_policy=given)
 
 
+@pytest.mark.parametrize("other", [None, CPUOffloadPolicy(parameters=False)])
 @distributed(world_size=2)
-def test_ranks_that_differ_are_one_error():
-    model = fully_shard(nn.Linear(4, 4), offload_policy=POLICY if dist.get_rank() else None)
+def test_ranks_that_differ_are_one_error(other):
+    model = fully_shard(nn.Linear(4, 4), offload_policy=POLICY if dist.get_rank() else other)
     with pytest.raises(RuntimeError, match="offload_policy"):
         model(torch.ones(2, 4))
 

@@ -81,7 +81,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Pa
 @pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat views"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@distributed(world_size=(1, 2))
+@distributed(world_size=2)
 def test_the_step_is_the_ordinary_one_bit_for_bit(name, policy, flat):
     make, arguments = OPTIMIZERS[name]
     with TwoMemories() as memories:

@@ -95,7 +95,7 @@ class GroupOptions:
             "cast_forward_inputs": self.mp_policy.cast_forward_inputs,
             "gradient divide factor": self.reduction.divide_factor,
             "sum reduction": self.reduction.forces_sum,
-            "offload_policy": self.offload is not None,
+            "offload_policy": self.offload and ("shards and gradients" if self.offload.parameters else "gradients"),
             "post-reduction hook": self.reduction.hook is not None,
         }
 

@@ -1,4 +1,4 @@
-"""Flat views for optimizers, and clipping of gradients."""
+"""Flat views for optimizers, steps on state in host memory, and clipping of gradients."""
 
 from .clip import clip_grad_norm_ as clip_grad_norm_
 from .elementwise import declare_elementwise as declare_elementwise
