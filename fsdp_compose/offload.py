@@ -177,6 +177,9 @@ def _tensors(
     for handle in handles:
         if not handle.home.is_host:
             yield handle.shard
+        flat = handle.gradient.buffer.flat
+        if flat is not None and not handle.home.has_host_gradients:  # also one that is kept while there is no gradient
+            yield flat
     with_host_gradients = {
         id(param) for handle in handles if handle.home.has_host_gradients for param in handle.sharded_params
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,13 +14,30 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import CPUOffloadPolicy, flat_parameters, fully_shard, keep_unsharded, no_sync, offload, onload
+from fsdp_compose import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    flat_parameters,
+    fully_shard,
+    keep_unsharded,
+    no_sync,
+    offload,
+    onload,
+)
 from fsdp_compose.flat import local_of
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
 from tests.two_memories import IN, OUT, TwoMemories
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "kept": lambda: {"reshard_after_forward": False},
+    "bf16": lambda: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "hybrid": lambda: {"mesh": init_device_mesh("cpu", (dist.get_world_size(), 1))},
+}
 
 
 def pair(**options: Any) -> tuple[GPT, GPT]:
@@ -67,10 +85,10 @@ def allocated(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat views"])
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["plain", "kept"])
+@pytest.mark.parametrize("options", ["plain", "kept", "bf16", "hybrid"])
 @distributed(world_size=(1, 2))
 def test_training_goes_on_with_the_same_bits_and_objects(options, flat):
-    model, twin = pair(**options)
+    model, twin = pair(**OPTIONS[options]())
     make = flat_parameters if flat else lambda item: [*item.parameters()]
     params = make(model)
     optimizer, other = adamw(params), adamw(make(twin))
