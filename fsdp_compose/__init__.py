@@ -22,12 +22,13 @@ from .controls import (
     set_reshard_after_forward,
     unshard,
 )
-from .flat import MixedPrecisionPolicy
+from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
 from .forward_methods import register_forward_method
 from .fully_shard import fully_shard
 from .group import STRATEGIES, Kept, Strategy
 from .inspect import UnreducedParameter, check, record_collectives
-from .optim import clip_grad_norm_, declare_elementwise, flat_parameters
+from .offload import offload, onload
+from .optim import clip_grad_norm_, declare_elementwise, flat_parameters, offload_states
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
 from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
 from .replicas import broadcast_replicas
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "STRATEGIES",
+    "CPUOffloadPolicy",
     "ChangedElements",
     "Kept",
     "MixedPrecisionPolicy",
@@ -61,6 +63,9 @@ __all__ = [
     "functional_mode",
     "keep_unsharded",
     "no_sync",
+    "offload",
+    "offload_states",
+    "onload",
     "record_collectives",
     "reduce_gradients",
     "register_forward_method",

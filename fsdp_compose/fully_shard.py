@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch import flatten_mesh
 from .comm import check_mesh, replicated_mesh
-from .flat import Granularity, MixedPrecisionPolicy, as_ours
+from .flat import CPUOffloadPolicy, Granularity, MixedPrecisionPolicy, as_offload_policy, as_ours
 from .group import BUCKET_BYTES, GroupOptions, Strategy, get_state, strategy_named
 from .making import check_ignored, check_modules, make_group
 from .runtime import drive
@@ -28,6 +28,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     strategy: str | Strategy | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
 ) -> _M:
     """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
 
@@ -65,6 +66,9 @@ def fully_shard(
             parameters, gradients and optimizer state over each dimension of ``mesh``, in the place of
             ``reshard_after_forward``. Where the optimizer's state is sharded over two dimensions, all ranks of the
             default process group make the first such call together, which makes a process group.
+        offload_policy: where shards, gradients and optimizer state live: ``CPUOffloadPolicy()`` (or
+            ``torch.distributed.fsdp``'s) for host memory, in which the optimizer steps on the CPU; ``None`` for the
+            device of the mesh. See docs/offload.md.
 
     Returns:
         ``module``.
@@ -98,8 +102,9 @@ def fully_shard(
         raise TypeError(
             f"fully_shard(granularity={granularity!r}): expected a function from (FQN, parameter) to a granule"
         )
+    offload = as_offload_policy(offload_policy, "fully_shard(offload_policy=...)")
     ignored = check_ignored(ignored_params, "fully_shard")
-    mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity)
+    mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity, offload)
     if strategy is None:
         parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
         options = replace(options, reshard_after_forward=parts)

@@ -64,7 +64,8 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     tensor_parallel_meshes = tensor_meshes(item.parameter for item in managed)
     data_mesh = data_parallel_mesh(mesh, tensor_parallel_meshes, options.part_size)
     parts = partition(managed, options)
-    handles = [shard_params(part, data_mesh, options.mp_policy, options.granularity) for part in parts]
+    arguments = data_mesh, options.mp_policy, options.granularity, options.offload
+    handles = [shard_params(part, *arguments) for part in parts]
 
     def install(state: _FSDPState) -> None:
         state.install(modules, label, data_mesh, options, handles, ignored, regions)

@@ -74,5 +74,8 @@ def _broadcast(handle: FlatParamHandle) -> None:
     tensors = [*map(local_elements, handle.sharded_params)] if handle.was_moved() else [handle.shard]
     for tensor in tensors:
         if tensor.numel():
-            dist.broadcast(as_transferable(tensor.detach()), group=handle.mesh.replicate_group, group_src=0)
+            moved = tensor.detach().to(handle.mesh.device)
+            dist.broadcast(as_transferable(moved), group=handle.mesh.replicate_group, group_src=0)
+            if moved.device != tensor.device:
+                tensor.copy_(moved)
     note_write_of_all_ranks(tensors)

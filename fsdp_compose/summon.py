@@ -18,8 +18,10 @@ from .comm import meet
 from .flat import (
     FlatParamHandle,
     UnreducedGradient,
+    forget,
     gather_flat,
     handle_of,
+    know_as,
     local_elements,
     make_gradient,
     restore_attributes,
@@ -47,7 +49,7 @@ class _Summoned:
     ) -> None:
         self.handle, self.slots, self.params, self.is_everywhere = handle, slots, params, is_everywhere
         for i, param in enumerate(params):
-            handle.know_as(param, i)  # for contexts inside this one
+            know_as(handle, param, i)  # for contexts inside this one
         self.version = handle.shard._version
 
     def present(self) -> dict[int, nn.Parameter]:
@@ -179,7 +181,7 @@ def summon_full_params(
                     handle.summon(None)
             for item in own:
                 for param in item.params:
-                    item.handle.forget(param)
+                    forget(param)
         for item, values in present:
             _refuse_changed_shard(item)
             item.write_back(values, with_grads)

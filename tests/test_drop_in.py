@@ -250,6 +250,7 @@ OPTIONS: dict[str, dict[str, Callable[[ModuleType], Any]]] = {
     "bf16": {"mp_policy": lambda system: system.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "bf16 reduction": {"mp_policy": lambda system: system.MixedPrecisionPolicy(torch.bfloat16)},
     "no offloading": {"offload_policy": lambda system: system.OffloadPolicy()},
+    "offloading": {"offload_policy": lambda system: system.CPUOffloadPolicy(pin_memory=False)},
     "dim 1": {"shard_placement_fn": lambda system: second_dim},
 }
 

@@ -33,4 +33,5 @@ from .rendezvous import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT
 from .rendezvous import first_difference as first_difference
 from .rendezvous import meet as meet
 from .transferable import as_transferable as as_transferable
+from .transferable import device_for as device_for
 from .transport import Transport as Transport

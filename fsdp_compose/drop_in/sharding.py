@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
+from torch.distributed.fsdp import DataParallelMeshDims, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._torch import concatenate_meshes, flatten_mesh, local_tensor
@@ -72,9 +72,7 @@ def fully_shard(
         if not dist.is_initialized():
             dist.init_process_group()
         mesh = default_mesh(("fsdp",))
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise NotImplementedError("fully_shard(offload_policy=CPUOffloadPolicy()) is not there yet in fsdp_compose")
-    options: dict[str, Any] = {"mp_policy": own_policy(mp_policy)}
+    options: dict[str, Any] = {"mp_policy": own_policy(mp_policy), "offload_policy": offload_policy}
     is_replicated = False
     if dp_mesh_dims is not None:
         whole, (mesh, is_replicated) = mesh, _data_parallel(mesh, dp_mesh_dims)

@@ -11,6 +11,8 @@ from .building import shard_params as shard_params
 from .communicator import Communicator as Communicator
 from .flat_gradient import are_untouched as are_untouched
 from .flat_param import FlatParamHandle as FlatParamHandle
+from .flat_param import forget as forget
+from .flat_param import know_as as know_as
 from .flat_param import segment_owners as segment_owners
 from .flat_param import sharded_param_owners as sharded_param_owners
 from .gather import gather_flat as gather_flat
@@ -18,10 +20,14 @@ from .gradient import ShardedGradient as ShardedGradient
 from .gradient_view import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .gradient_view import FlatSegment as FlatSegment
 from .gradient_view import local_of as local_of
+from .home import Home as Home
+from .host_copies import host_memory as host_memory
+from .lookalike import as_offload_policy as as_offload_policy
 from .lookalike import as_ours as as_ours
 from .moves import describe as describe
 from .moves import is_stale as is_stale
 from .moves import reflatten as reflatten
+from .policy import CPUOffloadPolicy as CPUOffloadPolicy
 from .policy import Granularity as Granularity
 from .policy import Granule as Granule
 from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy

@@ -14,7 +14,7 @@ def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) ->
     """Add gradients that were taken from the unsharded parameters to what was accumulated before."""
     accumulation = _accumulation_of(handle)
     if accumulation.flat is None:
-        dtype, device = handle.contributions.dtype, handle.shard.device
+        dtype, device = handle.contributions.dtype, handle.home.compute_device(handle.shard)
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=device)
         accumulation.begin(flat, handle.full_views_of(flat))

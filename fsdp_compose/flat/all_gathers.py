@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..comm import difference_of, give_up
 from .flat_param import FlatParamHandle
+from .home import Home
 from .ranges import in_range
 
 
 class AllGathers:
-    """The stream of all-gathers that the groups below one root share, and errors of collectives."""
+    """The stream of all-gathers that the groups below one root share, and errors of collectives.
 
-    __slots__ = ("__weakref__", "_all_gather_stream", "_device", "_module")
+    Attributes:
+        homes: where shards or gradients live, if not on the device: what was issued for them is awaited when a
+            top-level forward ends.
+    """
+
+    __slots__ = ("__weakref__", "_all_gather_stream", "_device", "_module", "homes")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self.homes: tuple[Home, ...] = ()
         self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
+
+    def serve(self, handles: Iterable[FlatParamHandle]) -> None:
+        """These are the flat parameters of the groups."""
+        self.homes = tuple({handle.home for handle in handles if handle.home.has_host_gradients})
 
     # ---- for agreement before collectives, which another class has (see ``lockstep``); here they do nothing
 
@@ -63,7 +75,7 @@ class AllGathers:
         if handle.unsharded.never_freed:
             return
         self.wait(handle)
-        handle.unsharded.memory.hide()
+        handle.unsharded.hide()
         AllGathers.unshard(self, handle)
 
     @in_range("wait all_gather")
@@ -104,7 +116,7 @@ class AllGathers:
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
         """The whole flat parameter in its compute dtype, gathered from ``shard``, a tensor like the handle's own, into
         memory of its own and waited for: for functional mode."""
-        mesh, shard = handle.mesh, shard.to(handle.unsharded.dtype)
+        mesh, shard = handle.mesh, handle.home.on_device(shard).to(handle.unsharded.dtype)
         if mesh.shard_world_size == 1:
             return shard.clone()
         flat = torch.empty(handle.layout.flat_numel, dtype=shard.dtype, device=shard.device)

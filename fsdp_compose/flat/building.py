@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor
 from .._torch import DTensorSpec, local_tensor
 from ..comm import DataParallelMesh
 from ..ragged import RaggedSpec, hook_owners
-from .flat_param import FlatParamHandle
+from .flat_param import FlatParamHandle, LocalShards
+from .home import GradientHome, HostHome
 from .hooks import GradientHooks
 from .layout import FlatLayout, ParamSpec, plan_layout
-from .policy import Granularity, MixedPrecisionPolicy
+from .offloaded import OffloadedFlatParamHandle
+from .policy import CPUOffloadPolicy, Granularity, MixedPrecisionPolicy
 from .registry import handle_of
 from .sharded_param import (
     ManagedParameter,
@@ -35,6 +37,7 @@ def shard_params(
     mesh: DataParallelMesh,
     mp_policy: MixedPrecisionPolicy,
     granularity: Granularity | None = None,
+    offload: CPUOffloadPolicy | None = None,
 ) -> FlatParamHandle:
     """A flat parameter over parameters of one dtype and one ``requires_grad``: copies this rank's elements, and changes
     nothing in the modules."""
@@ -43,8 +46,8 @@ def shard_params(
     layout = _plan(managed, own, mesh, mp_policy, granularity)
     dtype, device = originals[0].dtype, originals[0].device
     specs = _specs(layout, mesh, dtype, own)
-    handle = FlatParamHandle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own))
-    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device if device.type == "meta" else mesh.device)
+    handle = _new_handle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own), offload)
+    shard = handle.home.zeros(layout.shard_numel, dtype, device if device.type == "meta" else mesh.device)
     starts = _param_starts(layout, mesh)
     with torch.no_grad():
         for original, first, (start, stop, _) in zip(originals, starts, handle.local_shards, strict=True):
@@ -66,6 +69,7 @@ def shard_again(
     mesh: DataParallelMesh,
     mp_policy: MixedPrecisionPolicy,
     granularity: Granularity | None = None,
+    offload: CPUOffloadPolicy | None = None,
 ) -> FlatParamHandle:
     """A flat parameter over parameters that are sharded already, by others, whose place it takes.
 
@@ -76,9 +80,9 @@ def shard_again(
     layout = _plan(managed, own, mesh, mp_policy, granularity)
     dtype, device = params[0].dtype, local_elements(params[0]).device
     specs = _specs(layout, mesh, dtype, own)
-    handle = FlatParamHandle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own))
+    handle = _new_handle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own), offload)
     with torch.inference_mode(False), torch.no_grad():
-        shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        shard = handle.home.zeros(layout.shard_numel, dtype, device)
         parts = zip(params, handle.views_of(shard), specs, _param_starts(layout, mesh), strict=True)
         for sharded, local, spec, first in parts:
             if device.type != "meta":
@@ -89,6 +93,21 @@ def shard_again(
     handle.hold(params, hooks)
     handle.adopt(shard)
     return handle
+
+
+def _new_handle(
+    layout: FlatLayout,
+    mesh: DataParallelMesh,
+    mp_policy: MixedPrecisionPolicy,
+    local_shards: LocalShards,
+    tensor_parallel: TensorParallel | None,
+    offload: CPUOffloadPolicy | None,
+) -> FlatParamHandle:
+    if offload is None:
+        return FlatParamHandle(layout, mesh, mp_policy, local_shards, tensor_parallel)
+    handle = OffloadedFlatParamHandle(layout, mesh, mp_policy, local_shards, tensor_parallel)
+    home = HostHome if offload.parameters else GradientHome
+    return handle.live_in(home(offload, mesh.device))
 
 
 def _own_spec(sharded: nn.Parameter) -> DTensorSpec | None:

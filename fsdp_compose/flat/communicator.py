@@ -76,7 +76,7 @@ class Communicator(AllGathers):
         if accumulation is not None and accumulation.flat is not None:
             accumulation.add(grads)
             buffer.free()  # nothing is in flight in it, and this reduction brings its own memory
-            reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.shard.dtype, accumulation.flat)
+            reduction = handle.reduction_of(accumulation.flat)
         else:
             buffer.take(reduction)
             if missing:
@@ -187,13 +187,14 @@ class Communicator(AllGathers):
     def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
         """Do ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
         dtype of the shard: for functional mode."""
-        result = torch.empty(handle.layout.shard_numel, dtype=handle.shard.dtype, device=handle.shard.device)
+        result = torch.empty_like(handle.shard)
         reduction.aim(handle.contributions.options, (result, False, None))
         self._start_reduce_scatter(handle, reduction)
         if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:
             self._go_on_with_replicas(handle, reduction)
         self._finish_reduction(handle, reduction)
         self._finish_averages()
+        handle.home.settle()
         return result
 
     @in_range("publish")
@@ -221,7 +222,7 @@ class Communicator(AllGathers):
             del self._averages[0]
 
     def _buffer_for(self, handle: FlatParamHandle) -> ReduceBuffer:
-        key = (handle.contributions.dtype, handle.shard.device)
+        key = (handle.contributions.dtype, handle.home.compute_device(handle.shard))
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._buffers[key] = ReduceBuffer(*key, self._pool_id)

@@ -58,9 +58,14 @@ class FlatGradient:
         self._sharded_params = sharded_params
         self._hooks = hooks
         self._segments = segments
-        self.buffer = GradientBuffer(sharded_params, local_shards, shard, segments)
+        self.buffer = self._make_buffer(sharded_params, local_shards, shard)
         self._is_dropped = False  # no sharded parameter had a gradient when the present forward began
         self._is_published = bytes(len(sharded_params))
+
+    def _make_buffer(
+        self, sharded_params: Sequence[nn.Parameter], local_shards: Sequence[LocalShard], shard: torch.Tensor
+    ) -> GradientBuffer:
+        return GradientBuffer(sharded_params, local_shards, shard, self._segments)
 
     def release_if_dropped(self, is_known_to_be: bool = False) -> None:
         """Free the memory when the user has dropped the gradient (``zero_grad()``), or is known to have."""

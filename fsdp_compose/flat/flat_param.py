@@ -31,6 +31,7 @@ from ..comm import DataParallelMesh, Label, Transport
 from .contributions import Contributions
 from .gradient import ShardedGradient
 from .gradient_view import FlatSegment, check_segments_agree
+from .home import ON_DEVICE, Home
 from .hooks import GradientHooks
 from .layout import FlatLayout
 from .policy import MixedPrecisionPolicy
@@ -89,6 +90,7 @@ class FlatParamHandle:
         unsharded: what ``forward`` computes with.
         contributions: what backwards have brought to the next reduction.
         gradient: the flat gradient, where it goes.
+        home: where shard and gradient live.
         segments: the flat views that ``flat_parameters()`` has made of the shard.
         owner: the group, once there is one.
         summoned: while full parameters stand in the place of the sharded parameters.
@@ -98,6 +100,8 @@ class FlatParamHandle:
         "__weakref__", "contributions", "gradient", "hooks", "label", "layout", "local_shards", "mesh", "mp_policy",
         "owner", "segments", "shard", "sharded_params", "snapshot", "summoned", "unsharded",
     )  # fmt: skip
+
+    home: Home = ON_DEVICE
 
     def __init__(
         self,
@@ -121,10 +125,13 @@ class FlatParamHandle:
         self.sharded_params, self.hooks = params, hooks
         _register(self, {id(sharded): i for i, sharded in enumerate(params)}, sharded_param_owners)
 
+    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
+        return FlatParamHandle(self.layout, mesh, self.mp_policy, self.local_shards, self.tensor_parallel)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of its own, over copies of the sharded parameters: those that ``memo`` has, which modules show."""
         mesh = self.mesh.with_transports(attrgetter("unrecorded"))
-        twin = FlatParamHandle(self.layout, mesh, self.mp_policy, self.local_shards, self.tensor_parallel)
+        twin = self._empty_twin(mesh)
         memo[id(self)] = twin
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))
@@ -132,19 +139,20 @@ class FlatParamHandle:
         return twin
 
     def adopt(self, shard: torch.Tensor) -> None:
-        """Make ``shard``, of which the sharded parameters are views already, this handle's shard; build the unsharded
-        side."""
-        policy = self.mp_policy
+        """Make ``shard``, of which the sharded parameters are views already, this handle's; build the other parts."""
         self.shard = shard
-        arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
-        self.gradient = ShardedGradient(*arguments, keeps_memory=self.mesh.has_whole)
-        dtype = policy.compute_dtype(shard.dtype)
-        self.unsharded = Unsharded(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
-        self.contributions.begin_again(policy.reduction_dtype(shard.dtype))
+        self.unsharded, self.gradient = self._build(shard)
+        self.contributions.begin_again(self.mp_policy.reduction_dtype(shard.dtype))
         for sharded, unsharded in zip(self.sharded_params, self.unsharded.params, strict=True):
             restore_attributes(sharded, unsharded)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()
+
+    def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
+        arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments, self.mesh.has_whole)
+        dtype = self.mp_policy.compute_dtype(shard.dtype)
+        unsharded = Unsharded(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
+        return unsharded, ShardedGradient(*arguments)
 
     def set_prefix(self, prefix: str) -> None:
         """``prefix`` precedes the parameters' names in the root."""
@@ -170,15 +178,6 @@ class FlatParamHandle:
     def summon(self, summoned: Summoned | None) -> None:
         """Full parameters stand in the place of the sharded ones from now on, or no longer do."""
         self.summoned = summoned
-
-    def know_as(self, param: nn.Parameter, index: int) -> None:
-        """Let ``handle_of(param)`` find this handle. By id: a weak reference to a sharded parameter makes
-        ``module.to()`` fail."""
-        sharded_param_owners[id(param)] = (weakref.ref(self), index)
-
-    def forget(self, param: nn.Parameter) -> None:
-        """``param`` no longer stands for one of the sharded parameters."""
-        del sharded_param_owners[id(param)]
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:
@@ -222,7 +221,7 @@ class FlatParamHandle:
         """A new shard with the sharded parameters' present elements, of which they are views from now on."""
         locals_ = [local_elements(sharded) for sharded in self.sharded_params]
         with torch.inference_mode(False), torch.no_grad():
-            shard = torch.zeros(self.layout.shard_numel, dtype=locals_[0].dtype, device=locals_[0].device)
+            shard = self.home.zeros(self.layout.shard_numel, locals_[0].dtype, locals_[0].device)
             for sharded, view, local in zip(self.sharded_params, self.views_of(shard), locals_, strict=True):
                 view.copy_(local)
                 rebind_sharded_param(sharded, view)
@@ -284,14 +283,16 @@ class FlatParamHandle:
 
     def prepare_reduction(self, buffer: ReduceBuffer) -> Reduction:
         """The reduction through a pooled buffer, from now on."""
-        flat = buffer.view(self.layout.flat_numel)
-        reduction = Reduction(self.layout, self.mesh, self.label, self.shard.dtype, flat, buffer)
+        reduction = self.reduction_of(buffer.view(self.layout.flat_numel), buffer)
         self.contributions.reduce_by(reduction)
         return reduction
 
+    def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
+        """A reduction of ``flat``, a whole flat gradient; of which ``buffer`` is the memory, if that is pooled."""
+        return Reduction(self.layout, self.mesh, self.label, self.shard.dtype, flat, buffer)
+
     def follow_user(self) -> None:
-        """Make sharded parameters and flat views agree after what the user, or autograd, did to the gradients of
-        either."""
+        """Make sharded parameters and flat views agree after what the user, or autograd, did to gradients of either."""
         self.contributions.follow_zero_grad()
         self.gradient.follow_user()
         if self.contributions.accumulation is not None:
@@ -335,6 +336,17 @@ def _register(handle: FlatParamHandle, indexes: Mapping[int, int], owners: Owner
     reference = weakref.ref(handle)
     owners.update({key: (reference, index) for key, index in indexes.items()})
     weakref.finalize(handle, _forget, [*indexes], owners).atexit = False
+
+
+def know_as(handle: FlatParamHandle, param: nn.Parameter, index: int) -> None:
+    """Let ``handle_of(param)`` find ``handle``. By id: a weak reference to a sharded parameter makes ``module.to()``
+    fail."""
+    sharded_param_owners[id(param)] = (weakref.ref(handle), index)
+
+
+def forget(param: nn.Parameter) -> None:
+    """``param`` no longer stands for a sharded parameter."""
+    del sharded_param_owners[id(param)]
 
 
 def _forget(ids: Iterable[int], owners: Owners) -> None:

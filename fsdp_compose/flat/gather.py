@@ -10,12 +10,13 @@ from .flat_param import FlatParamHandle
 def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
     """The whole of a flat tensor sharded like the flat parameter of ``handle``, of which this rank has ``shard``;
     ``None`` where it is not wanted. One collective; of replicas, the first alone gathers what one rank wants."""
-    mesh, numel = handle.mesh, shard.numel()
+    mesh, numel, shard_bytes = handle.mesh, shard.numel(), shard.element_size()
     if rank0_only and not mesh.is_first_replica:
         if mesh.shard_world_size > 1 and numel:
-            mesh.transport.skip(handle.layout.flat_numel * shard.element_size(), handle.label)
+            mesh.transport.skip(handle.layout.flat_numel * shard_bytes, handle.label)
         return None
     with torch.no_grad():
+        shard = handle.home.on_device(shard)
         flat = None
         if not rank0_only or mesh.shard_rank == 0:
             flat = shard.new_empty(handle.layout.flat_numel)

@@ -112,7 +112,7 @@ class GradientBuffer:
 
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            flat = self.flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            flat = self.flat = self._empty()
             self.locals = [self.local_shard_of(flat, i) for i in range(len(self._sharded_params))]
             self.views = [make_gradient(*item) for item in zip(self.locals, self._sharded_params, strict=True)]
         for segment in self._segments:
@@ -121,6 +121,9 @@ class GradientBuffer:
         self.is_allocated = True
         self._objects = [*self.views, *self.locals]
         self._references, self._num_others = [*map(getrefcount, self._objects)], self._count_others()
+
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def _view_for(self, segment: FlatSegment) -> None:
         assert self.flat is not None

@@ -22,7 +22,7 @@ from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor, set_lo
 from ..comm import DataParallelMesh
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
 from .layout import FlatLayout
-from .sharded_param import copy_attributes
+from .sharded_param import copy_attributes, shown_on
 
 FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # on the flat views that ``flat_parameters()`` has made
 
@@ -97,7 +97,8 @@ class FlatSegment:
 
     def make_gradient(self, flat: torch.Tensor) -> torch.Tensor:
         """The tensor for ``parameter.grad``, over a flat gradient."""
-        return self.placed(flat[self.start : self.stop])
+        gradient = self.placed(flat[self.start : self.stop])
+        return shown_on(self.parameter.device, gradient) if isinstance(gradient, DTensor) else gradient
 
     def _make_parameter(self, shard: torch.Tensor) -> nn.Parameter:
         with torch.inference_mode(False), torch.no_grad():

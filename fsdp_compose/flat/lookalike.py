@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
+from .policy import CPUOffloadPolicy
+
 _T = TypeVar("_T")
 
 
@@ -31,3 +33,20 @@ def as_ours(cls: type[_T], given: Any, where: str) -> _T:
                 f"it at {item.default!r}"
             )
     return cls(**{item.name: getattr(given, item.name) for item in fields(given) if item.name in known})
+
+
+def as_offload_policy(given: Any, where: str) -> CPUOffloadPolicy | None:
+    """Our ``CPUOffloadPolicy`` for ours or torch's; ``None`` for ``None``, and for torch's ``OffloadPolicy``, which is
+    nothing.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if given is None or (is_dataclass(given) and type(given).__name__ == "OffloadPolicy"):
+        return None
+    policy = as_ours(CPUOffloadPolicy, given, where)
+    for item in fields(policy):
+        value = getattr(policy, item.name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{where}: CPUOffloadPolicy({item.name}={value!r}): expected True or False")
+    return policy

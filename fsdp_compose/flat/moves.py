@@ -31,10 +31,12 @@ def reflatten(handle: FlatParamHandle) -> None:
                 f"{handle.mesh.rank}, where its local shard has shape {tuple(shape)}: assign data of that shape"
             )
     device = locals_[0].device
-    if device.type not in ("meta", handle.mesh.device.type):
+    home = handle.home.device(handle.mesh)
+    if device.type not in ("meta", home.type):
+        where = "its offload_policy keeps it on" if handle.home.is_host else "its mesh is on"
         raise ValueError(
-            f"the sharded parameter {first} was moved to {device}, but its mesh is on "
-            f"{handle.mesh.device}; move it back before the next forward"
+            f"the sharded parameter {first} was moved to {device}, but {where} {home}; move it back before the next "
+            "forward"
         )
     handle.gradient.detach_segments()
     shard = handle.flatten()

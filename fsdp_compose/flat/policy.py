@@ -10,6 +10,25 @@ import torch.nn as nn
 
 from .layout import Granule
 
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy:
+    """Shards, gradients and optimizer state of a group live in host memory; it computes on the device of its mesh.
+
+    The name and meaning are those of ``torch.distributed.fsdp.CPUOffloadPolicy``, which is taken in its place; it knows
+    ``pin_memory`` alone.
+
+    Args:
+        pin_memory: page-locked host memory, which is copied faster and beside compute; ``False`` where the host has
+            too little of it. Without meaning where the device that computes is the CPU.
+        parameters: ``False``: shards stay on the device, and gradients alone are in host memory. The optimizer must be
+            one that ``offload_states`` was called on, which brings both together.
+    """
+
+    pin_memory: bool = True
+    parameters: bool = True
+
+
 Granularity = Callable[[str, nn.Parameter], "Granule | None"]
 """Of a parameter (FQN, and itself), what no shard boundary may divide; see ``fully_shard``."""
 

@@ -27,6 +27,12 @@ def segment_over(handle: FlatParamHandle, sharded_params: range, is_local: bool)
             )
         if shared:
             return segment
+    if is_local and handle.home.has_host_gradients and not handle.home.is_host:
+        raise ValueError(
+            f"flat_parameters(local=True): gradients of {handle.name_of(sharded_params[0])} are in host memory, and "
+            "the parameter is on the device (CPUOffloadPolicy(parameters=False)): torch lets no plain tensor have such "
+            "a gradient. Leave local out"
+        )
     return None
 
 

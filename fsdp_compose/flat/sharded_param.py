@@ -19,7 +19,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._requirements import PLAIN_SHARDED_PARAMS
-from .._torch import DTensorSpec, is_wrapper, set_local_tensor
+from .._torch import DTensorSpec, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged, gather_local_shards, rebind
 from .layout import FlatLayout
@@ -181,6 +181,10 @@ class Snapshot:
         self._addresses = [*map(_data_ptr, self._locals)]
         self._kinds = self._present_kinds()
 
+    def follow_addresses(self) -> None:
+        """Their memory is elsewhere now, with the same elements."""
+        self._addresses = [*map(_data_ptr, self._locals)]
+
     def _present_kinds(self) -> set[tuple[torch.dtype, torch.device]]:
         return {(sharded.dtype, sharded.device) for sharded in self._params}
 
@@ -197,7 +201,19 @@ def make_gradient(local: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
     """The tensor for ``sharded.grad``, over ``local``, a view of the flat gradient."""
     if PLAIN_SHARDED_PARAMS:
         return local
-    return RaggedDTensor(local, sharded._spec)  # type: ignore[attr-defined]
+    return shown_on(sharded.device, RaggedDTensor(local, sharded._spec))  # type: ignore[attr-defined]
+
+
+def shown_on(device: torch.device, gradient: DTensor) -> DTensor:
+    """A gradient that torch takes for a parameter on ``device``, wherever its elements are. It is the wrapper that says
+    where it is: what is done to it is done where its elements are."""
+    local = local_tensor(gradient)
+    if local.device == device:
+        return gradient
+    nothing = torch.empty((), dtype=local.dtype, device=device).expand(local.shape)
+    shown: DTensor = make_dtensor(type(gradient), nothing, dtensor_spec(gradient))
+    set_local_tensor(shown, local)
+    return shown
 
 
 def is_sharded_like(gradient: torch.Tensor, sharded: nn.Parameter) -> bool:

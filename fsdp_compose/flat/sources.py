@@ -34,13 +34,15 @@ class ShardSource:
         rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
         # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
         own_slice = flat[rank * numel : (rank + 1) * numel]
-        is_cast = flat.dtype != shard.dtype or is_alone
-        self._copy: Callable[[], object] | None = partial(own_slice.copy_, shard) if is_cast else None
+        self._copy = self._copy_into(own_slice, shard, is_alone)
         # On an accelerator the work of a collective of one rank still orders the copy before compute.
-        is_local = is_alone and shard.device.type == "cpu"
-        self._arguments = (flat, own_slice if is_cast else shard, label)
-        self._is_local = is_local
+        self._is_local = is_alone and flat.device.type == "cpu"
+        self._arguments = (flat, shard if self._copy is None else own_slice, label)
         self.gather_by(mesh.transport)
+
+    def _copy_into(self, own_slice: torch.Tensor, shard: torch.Tensor, is_alone: bool) -> Callable[[], object] | None:
+        """Copies the shard to where the all-gather reads it; ``None``: it reads the shard itself."""
+        return partial(own_slice.copy_, shard) if own_slice.dtype != shard.dtype or is_alone else None
 
     def gather_by(self, transport: Transport) -> None:
         """Move shards so from now on."""

@@ -145,13 +145,12 @@ class Unsharded:
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
         self.dtype, self._shard = dtype, shard
-        # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
-        self.never_freed = (mesh.shard_world_size == 1 and dtype == shard.dtype) or layout.shard_numel == 0
+        self.never_freed = self._needs_no_gather(shard, layout, mesh)
         with torch.inference_mode(False), torch.no_grad():
             flat = shard
             if not self.never_freed:
-                flat = torch.empty(layout.flat_numel, dtype=dtype, device=shard.device)
-            self._source = ShardSource(shard, flat, mesh, label)
+                flat = torch.empty(layout.flat_numel, dtype=dtype, device=self._compute_device(shard, mesh))
+            self._source = self._source_of(shard, flat, mesh, label)
             parts = None if self.never_freed else mesh.part_transport
             self.part = None if parts is None else KeptPart(flat, parts, label)
             may_free = not (self.never_freed or self.is_meta)
@@ -171,6 +170,18 @@ class Unsharded:
         self.left_by_forward = False
         if may_free:
             self.memory.free()
+
+    # ---- where the shard lives (another class has other answers, where that is host memory)
+
+    def _needs_no_gather(self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh) -> bool:
+        # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
+        return (mesh.shard_world_size == 1 and self.dtype == shard.dtype) or layout.shard_numel == 0
+
+    def _compute_device(self, shard: torch.Tensor, mesh: DataParallelMesh) -> torch.device:
+        return shard.device
+
+    def _source_of(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> ShardSource:
+        return ShardSource(shard, flat, mesh, label)
 
     # ---- gathering
 
@@ -203,6 +214,10 @@ class Unsharded:
         """As ``gather``, of what stayed when the parameters were freed last."""
         assert self.part is not None
         self.work = self.part.gather()
+
+    def hide(self) -> None:
+        """Before another all-gather into the same memory."""
+        self.memory.hide()
 
     def arrive(self) -> None:
         """The all-gather is complete."""

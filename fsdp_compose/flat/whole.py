@@ -59,6 +59,7 @@ def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
         and contributions.options is AVERAGE
         and contributions.dtype == dtype
         and dtype != torch.float16
+        and not handle.home.has_host_gradients
     )
 
 
@@ -79,13 +80,13 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
         accumulation.add(grads)
         flat = accumulation.flat
     else:
-        flat = torch.zeros(target.numel(), dtype=dtype, device=target.device)
+        flat = torch.zeros(target.numel(), dtype=dtype, device=handle.home.compute_device(handle.shard))
         fill(handle.full_views_of(flat), grads, missing)
     mesh = handle.mesh
     before, is_average, after = options.factors(mesh.data_world_size, mesh.missing_factor, dtype == torch.float16)
     if before != 1:
         flat.div_(before)
-    return ReplicaAverage(flat, target, is_added, is_average, after, options.hook)
+    return ReplicaAverage(flat, handle.home.landing(target), is_added, is_average, after, options.hook)
 
 
 def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> None:

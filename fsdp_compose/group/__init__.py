@@ -4,6 +4,11 @@ changed.
 ``state`` is the data: one ``_FSDPState`` a call, one ``Root`` for all that run together.
 """
 
+from .asleep import error_of_sleep as error_of_sleep
+from .asleep import is_asleep as is_asleep
+from .asleep import put_to_sleep as put_to_sleep
+from .asleep import refuse_asleep as refuse_asleep
+from .asleep import wake as wake
 from .assigned import take_assigned as take_assigned
 from .bound import BoundToModule as BoundToModule
 from .dynamo import _annotate_modules_for_dynamo as _annotate_modules_for_dynamo

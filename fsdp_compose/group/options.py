@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from ..flat import AVERAGE, Granularity, MixedPrecisionPolicy, ReductionOptions
+from ..flat import AVERAGE, CPUOffloadPolicy, Granularity, MixedPrecisionPolicy, ReductionOptions
 
 BUCKET_BYTES = 25 << 20  # as DistributedDataParallel
 Modules = tuple["weakref.ref[nn.Module]", ...]
@@ -22,7 +22,7 @@ class GroupOptions:
     """The options of one group.
 
     Attributes:
-        mp_policy, granularity: see ``fully_shard``.
+        mp_policy, granularity, offload: see ``fully_shard``.
         bucket_bytes: of a replicated group, see ``replicate``; ``None``: it is sharded.
         reshard_after_forward: see ``fully_shard``; ``None``: the groups that are no root. A number: parts stay, each of
             which is this fraction.
@@ -40,6 +40,7 @@ class GroupOptions:
 
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     granularity: Granularity | None = None
+    offload: CPUOffloadPolicy | None = None
     reshard_after_forward: bool | int | None = None
     bucket_bytes: int | None = None
     reshard_after_backward: bool | int = True
@@ -94,6 +95,7 @@ class GroupOptions:
             "cast_forward_inputs": self.mp_policy.cast_forward_inputs,
             "gradient divide factor": self.reduction.divide_factor,
             "sum reduction": self.reduction.forces_sum,
+            "offload_policy": self.offload and ("shards and gradients" if self.offload.parameters else "gradients"),
             "post-reduction hook": self.reduction.hook is not None,
         }
 

@@ -283,6 +283,8 @@ class ParameterWatch(Protocol):
 
     def was_forward_quiet(self) -> bool: ...
 
+    def follow_addresses(self) -> None: ...
+
 
 class _Watches:
     """Those of several roots, as one."""
@@ -311,6 +313,10 @@ class _Watches:
 
     def was_forward_quiet(self) -> bool:
         return all([watch.was_forward_quiet() for watch in self._watches])
+
+    def follow_addresses(self) -> None:
+        for watch in self._watches:
+            watch.follow_addresses()
 
 
 class Root:

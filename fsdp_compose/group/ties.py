@@ -169,7 +169,9 @@ def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> Non
         names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
     managed = [ManagedParameter(names[id(sharded)], sharded) for sharded in sharded_params]
     parts = partition(managed, state.options)
-    state.adopt([shard_again(part, state.mesh, state.options.mp_policy, state.options.granularity) for part in parts])
+    options = state.options
+    arguments = state.mesh, options.mp_policy, options.granularity, options.offload
+    state.adopt([shard_again(part, *arguments) for part in parts])
     prepare_swap(state)
 
 

@@ -67,6 +67,10 @@ class Watch:
         """All gradients of the present backward were taken: none is left until another one begins."""
         self._ended_backward = backwards.count
 
+    def follow_addresses(self) -> None:
+        """The memory of sharded parameters is elsewhere now, with the same elements."""
+        self._memory.follow_addresses()
+
     def has_unsharded_grads(self) -> bool:
         """Whether autograd has left a gradient on some unsharded parameter, not taken yet."""
         return [*map(_grad, self._unsharded)] != self._no_grads  # "==" looks at identities first
@@ -106,6 +110,9 @@ class _Memory:
         self._params = params
         self._locals = [*map(local_elements, params)]
         self._filled = [local for local in self._locals if local.numel()]
+        self._addresses = [*map(_data_ptr, self._filled)]
+
+    def follow_addresses(self) -> None:
         self._addresses = [*map(_data_ptr, self._filled)]
 
     def is_same(self) -> bool:

@@ -48,16 +48,22 @@ def declare_elementwise(optimizer: _Class) -> _Class:
     return optimizer
 
 
-def refuse_unless_elementwise(optimizer: Optimizer) -> None:
+_FLAT = "train flat_parameters()"
+
+
+def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
+    """Raise TypeError if an optimizer is not known to treat every element alike, as it must to do ``what``."""
     if isinstance(optimizer, tuple(elementwise_classes)):
         return
     kind = type(optimizer)
     remedy = "Give it the sharded parameters themselves: model.parameters()"
+    if what != _FLAT:
+        remedy = "Leave its state on the device"
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused):
-            raise TypeError(f"{kind.__name__} cannot train flat_parameters(): {reason}. {remedy}")
+            raise TypeError(f"{kind.__name__} cannot {what}: {reason}. {remedy}")
     raise TypeError(
-        f"{kind.__name__} was given flat_parameters(), but is not known to treat every element alike: if what it does "
+        f"{kind.__name__} was to {what}, but is not known to treat every element alike: if what it does "
         "does not depend on the shapes or norms of parameters, declare it with "
         f"fsdp_compose.declare_elementwise({kind.__name__}). {remedy}"
     )

@@ -7,7 +7,7 @@ from math import inf, nan
 import torch
 import torch.distributed as dist
 
-from ..comm import noticing_loss
+from ..comm import device_for, noticing_loss
 
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -29,11 +29,14 @@ def partial_norm(local: torch.Tensor, order: float) -> torch.Tensor:
 
 def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup) -> None:
     """All-reduce, in place and with one collective, what ``partial_norm`` gave on each rank."""
+    moved = partial.to(device_for(group, partial.device))
     if order in (inf, -inf):
-        combine_extremes(partial, order == inf, group)
+        combine_extremes(moved, order == inf, group)
     else:
         with noticing_loss(group, "the sum of a norm over the ranks"):
-            dist.all_reduce(partial, dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(moved, dist.ReduceOp.SUM, group=group)
+    if moved is not partial:
+        partial.copy_(moved)
 
 
 def combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGroup) -> None:

@@ -27,7 +27,7 @@ from .._torch import (
     make_dtensor,
     set_local_tensor,
 )
-from ..comm import Label, transport_of
+from ..comm import Label, device_for, transport_of
 from .checkpointed import CheckpointedDTensor
 from .edits import toggles
 from .old_names import known_as
@@ -389,12 +389,13 @@ def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
     spec, local = tensor._spec, tensor._local_tensor
     group, shape = spec.group, spec.inner_shape
     ranges = [spec.ragged.element_range(shape, rank) for rank in range(len(spec.ragged.counts))]
+    home, local = local.device, local.to(device_for(group, local.device))
     flat = local.new_empty(prod(shape))
     if len(ranges) == 1 or local.device.type == "meta":
         flat[slice(*ranges[spec.rank])] = local.reshape(-1)
     else:
         transport_of(group, local.device).gather(flat, local.reshape(-1), ranges, True, _LABEL)
-    return flat.view(shape)
+    return flat.to(home).view(shape)
 
 
 def gathered(tensor: RaggedDTensor) -> DTensor:

@@ -25,7 +25,6 @@ from .._torch import in_forward_ad, queue_end_of_backward
 from ..comm import Carrier, ControlExchange
 from ..flat import (
     FlatParamHandle,
-    Reduction,
     copy_gradients,
     like_sharded_param,
     local_elements,
@@ -72,7 +71,7 @@ class Gather:
             storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
             # Not views: autograd refuses to use those of a base that was written to, by any code, and names nothing.
             whole += [
-                torch.empty(0, dtype=handle.unsharded.dtype, device=shard.device).set_(storage, p.offset, p.shape)  # type: ignore[call-overload]
+                torch.empty(0, dtype=handle.unsharded.dtype, device=storage.device).set_(storage, p.offset, p.shape)  # type: ignore[call-overload]
                 for p in handle.layout.params
             ]
         return whole
@@ -109,8 +108,10 @@ class Gather:
         )
 
     def _reduce_scatter(self, handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        flat = torch.zeros(handle.layout.flat_numel, dtype=handle.contributions.dtype, device=handle.shard.device)
-        reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.shard.dtype, flat)
+        flat = torch.zeros(
+            handle.layout.flat_numel, dtype=handle.contributions.dtype, device=handle.home.compute_device(handle.shard)
+        )
+        reduction = handle.reduction_of(flat)
         present = [item for item in zip(reduction.views, grads, strict=True) if item[1] is not None]
         if present:
             copy_gradients(*map(list, zip(*present)))

@@ -30,6 +30,7 @@ from ..group import (
     modules_to_run,
     prepare_swap,
     rebind_live_optimizers,
+    refuse_asleep,
     refuse_unwritten_buffers,
     roots_together,
     take_assigned,
@@ -72,6 +73,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         for item, name in part.groups:
             names.setdefault(item, name)
     found, states, owners = list(names.items()), list(names), [part.state for part in roots]
+    refuse_asleep(states)
     earlier = contexts_of(states)
     for context in earlier:
         _make_joinable(context, module)
@@ -108,6 +110,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     for handle, start in starts.items():
         handle.contributions.write_used_to(exchange.used[start : start + len(handle.fqns)])
     communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
+    communicator.serve(handles)
     number = order.admit(state, states, model)
     parts = [part.states for part in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)

@@ -141,10 +141,14 @@ def end_forward(root: Root, is_hooked: bool) -> None:
                 root.communicator.reshard(handle)
         if pending_modules:
             pending_modules.clear()
+    for home in root.communicator.homes:
+        home.settle()  # from here on the user may write to shards
 
 
 def abandon_forward(root: Root) -> None:
     """The outermost forward has ended in an exception."""
     root.forward.abandon()
+    for home in root.communicator.homes:
+        home.settle()
     if root.watch is not None:
         root.watch.newly_kept()  # a backward inside this forward may have needed it: next time it is hooked

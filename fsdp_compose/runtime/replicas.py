@@ -155,7 +155,7 @@ def _checksum(elements: torch.Tensor) -> list[int]:
     with torch.no_grad():
         for chunk in _integers(elements):
             total += int(chunk.sum())
-            weights = torch.arange(1, len(chunk) + 1, device=chunk.device).remainder_(_PERIOD)
+            weights = torch.ones_like(chunk).cumsum_(0).remainder_(_PERIOD)
             weighed = weighed * 31 + int(weights.mul_(chunk).sum())
     mask = (1 << 64) - 1
     return [total & mask, weighed & mask]

@@ -22,7 +22,7 @@ import torch.nn as nn
 
 from .._torch import in_transform, same_storage, without_modes
 from ..comm import is_on
-from ..flat import FlatParamHandle, local_of
+from ..flat import FlatParamHandle, Home, local_of
 from ..group import END_OF_FORWARD, GroupUse, Root, _FSDPState
 from .exchange import begin_exchange, end_exchange
 
@@ -119,20 +119,20 @@ def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
     """The parameters of which this rank's slice of ``flat`` is not what was gathered from the shard."""
     rank, numel = handle.mesh.shard_rank, handle.layout.shard_numel
     own = flat[rank * numel : (rank + 1) * numel]
-    if not any(_differ(own, handle.shard)):
+    if not any(_differ(own, handle.shard, handle.home)):
         return []
     # What lies between parameters belongs to none.
     return [
         i
         for i, (start, stop, _) in enumerate(handle.local_shards)
-        if any(_differ(own[start:stop], handle.shard[start:stop]))
+        if any(_differ(own[start:stop], handle.shard[start:stop], handle.home))
     ]
 
 
-def _differ(own: torch.Tensor, shard: torch.Tensor) -> Iterator[bool]:
+def _differ(own: torch.Tensor, shard: torch.Tensor, home: Home) -> Iterator[bool]:
     """For each chunk, whether it differs in some bit; of NaNs that were cast, the bits depend on where they lie."""
     for mine, source in zip(own.split(_CHUNK), shard.split(_CHUNK), strict=True):
-        expected = source.to(mine.dtype)
+        expected = home.on_device(source).to(mine.dtype)
         bits = _INTEGERS[mine.dtype.itemsize]
         if torch.equal(mine.view(bits), expected.view(bits)):
             continue

@@ -43,7 +43,7 @@ class Target:
         if self.like.device.type != "meta":
             return self.like.device
         if self.place is not None:
-            return self.place[0].mesh.device
+            return self.place[0].home.device(self.place[0].mesh)
         mesh = self.like.device_mesh if isinstance(self.like, DTensor) else None
         accelerator = torch.accelerator.current_accelerator(True) if mesh is None or mesh.device_type != "cpu" else None
         return torch.device("cpu") if accelerator is None else accelerator

@@ -100,6 +100,6 @@ class FunctionalUse:
             first = self._whole.get(id(handle.unsharded.params[0]))
             parts = zip(self._given.sharded_parts(handle), handle.sharded_params, strict=True)
             if first is not None and all(part is sharded for part, sharded in parts):
-                flat = torch.empty(0, dtype=handle.unsharded.dtype, device=handle.shard.device)
+                flat = torch.empty(0, dtype=handle.unsharded.dtype, device=handle.home.compute_device(handle.shard))
                 found[handle] = flat.set_(first.untyped_storage(), 0, (handle.layout.flat_numel,))  # type: ignore[call-overload]
         return found

@@ -1,0 +1,193 @@
+"""Flat parameters whose shard and gradient live in host memory.
+
+Other classes in the place of those of ordinary models, so that nothing on the way of these asks where a shard is::
+
+    host     shard ------.                          .-> (added to) flat gradient     optimizer steps here
+             one copy    |                          |   one copy, in the dtype of the shard
+    device   [staging, cast] -> unsharded -> ... -> reduced
+                         all-gather, in place       reduce-scatter [, all-reduce]
+
+A cast happens on the device: from host memory half the bytes would go, but after a pass of the CPU over all elements,
+for which the host would wait. When the host may look: Note [Host memory].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn as nn
+
+from ..comm import DataParallelMesh, Label
+from .flat_param import FlatParamHandle
+from .gradient import ShardedGradient
+from .gradient_memory import GradientBuffer, LocalShard
+from .home import HostHome
+from .host_copies import HostCopies, host_copies
+from .layout import FlatLayout
+from .reduction import FINISH, Destination, ReduceBuffer, Reduction, ReductionOptions
+from .sources import ShardSource
+from .unsharded import Unsharded
+
+# ---- on the way in
+
+
+class _HostSource(ShardSource):
+    """Shards in host memory: each rank copies its own into its slice of the buffer, and gathers in place.
+
+    Attributes:
+        allocate, free: the memory in which a shard waits on the device to be cast.
+    """
+
+    __slots__ = ("_staging",)
+
+    def _copy_into(self, own_slice: torch.Tensor, shard: torch.Tensor, is_alone: bool) -> Callable[[], object]:
+        self._staging: torch.Tensor | None = None
+        if shard.is_meta:
+            return partial(own_slice.copy_, shard)
+        copies = host_copies(own_slice.device)
+        if own_slice.dtype == shard.dtype:
+            return partial(copies.to_device, own_slice, shard)
+        self._staging = torch.empty(shard.numel(), dtype=shard.dtype, device=own_slice.device)
+        self._staging.untyped_storage().resize_(0)
+        return partial(_copy_and_cast, copies, self._staging, own_slice, shard)
+
+    def allocate(self) -> None:
+        if self._staging is not None and not self._staging.untyped_storage().nbytes():
+            self._staging.untyped_storage().resize_(self._staging.numel() * self._staging.element_size())
+
+    def free(self) -> None:
+        if self._staging is not None:
+            self._staging.untyped_storage().resize_(0)
+
+
+def _copy_and_cast(copies: HostCopies, staging: torch.Tensor, own_slice: torch.Tensor, shard: torch.Tensor) -> None:
+    copies.to_device(staging, shard)
+    own_slice.copy_(staging)
+
+
+class _UnshardedFromHost(Unsharded):
+    """Unsharded parameters whose shards are in host memory."""
+
+    __slots__ = ()
+
+    _source: _HostSource
+
+    def _needs_no_gather(self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh) -> bool:
+        return layout.shard_numel == 0
+
+    def _compute_device(self, shard: torch.Tensor, mesh: DataParallelMesh) -> torch.device:
+        return shard.device if shard.device.type == "meta" else mesh.device
+
+    def _source_of(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> ShardSource:
+        return _HostSource(shard, flat, mesh, label)
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._source.allocate()
+
+    def hide(self) -> None:
+        super().hide()
+        self._source.allocate()
+
+    def gather(self, segments: int) -> None:
+        self._source.allocate()  # unless the caller has, on the compute stream
+        super().gather(segments)
+        if self.work is None:
+            self._source.free()
+
+    def arrive(self) -> None:
+        super().arrive()
+        self._source.free()
+
+
+# ---- on the way out
+
+
+class _HostGradientBuffer(GradientBuffer):
+    """A flat gradient in host memory."""
+
+    home: HostHome
+
+    def live_in(self, home: HostHome) -> None:
+        self.home = home
+        if self.device.type != "meta":
+            self.device = torch.device("cpu")
+
+    def _empty(self) -> torch.Tensor:
+        return super()._empty() if self.device.type == "meta" else self.home.memory(self.numel, self.dtype)
+
+
+class _GradientOnHost(ShardedGradient):
+    """A flat gradient in host memory, shown when all that was reduced has come there. Page-locked memory takes long to
+    come by: it is kept while there is no gradient."""
+
+    __slots__ = ()
+
+    buffer: _HostGradientBuffer
+
+    def _make_buffer(
+        self, sharded_params: Sequence[nn.Parameter], local_shards: Sequence[LocalShard], shard: torch.Tensor
+    ) -> GradientBuffer:
+        return _HostGradientBuffer(sharded_params, local_shards, shard, self._segments)
+
+    def publish(self, is_used: bytes, has_others: bool = True) -> None:
+        self.buffer.home.settle()
+        super().publish(is_used, has_others)
+
+    def forget_result(self) -> None:
+        self.buffer.home.settle()
+        super().forget_result()
+
+    def discard(self) -> None:
+        self.buffer.home.settle()
+        super().discard()
+
+
+class _ReductionToHost(Reduction):
+    """A reduction whose result goes to host memory, by way of memory of its own: the pooled buffer serves the next
+    reduction while it is copied."""
+
+    __slots__ = ("_home",)
+
+    _home: HostHome
+
+    def land_in(self, home: HostHome) -> None:
+        self._home, self.goes_direct = home, False
+
+    def aim(self, options: ReductionOptions, destination: Destination) -> None:
+        target, is_added, earlier = destination
+        super().aim(options, (None if target is None else self._home.landing(target), is_added, earlier))
+        if self.then is FINISH:
+            self.output = torch.empty_like(self._own_slice)
+
+
+class OffloadedFlatParamHandle(FlatParamHandle):
+    """A flat parameter whose shard and gradient, or gradient alone, live in host memory, in ``home``, which ``live_in``
+    sets."""
+
+    __slots__ = ("home",)
+
+    home: HostHome
+
+    def live_in(self, home: HostHome) -> OffloadedFlatParamHandle:
+        self.home = home
+        return self
+
+    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
+        arguments = self.layout, mesh, self.mp_policy, self.local_shards, self.tensor_parallel
+        return OffloadedFlatParamHandle(*arguments).live_in(self.home)
+
+    def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
+        dtype, kind = self.mp_policy.compute_dtype(shard.dtype), _UnshardedFromHost if self.home.is_host else Unsharded
+        unsharded = kind(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
+        arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
+        gradient = _GradientOnHost(*arguments, keeps_memory=True)
+        gradient.buffer.live_in(self.home)
+        return unsharded, gradient
+
+    def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
+        reduction = _ReductionToHost(self.layout, self.mesh, self.label, self.shard.dtype, flat, buffer)
+        reduction.land_in(self.home)
+        return reduction
