@@ -6,6 +6,7 @@ Everything that can be refused is refused before a module is touched, so that a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,11 +61,12 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     ties = ties_with_other_groups(fqns, ignored)
     caller = "fully_shard" if options.bucket_bytes is None else "replicate"
     _check_parameters(managed, mesh, caller)
+    managed = [replace(item, dtypes=options.mp_policy.dtypes_of(item.fqn, item.parameter)) for item in managed]
     regions = _check_memory(managed, fqns)
     tensor_parallel_meshes = tensor_meshes(item.parameter for item in managed)
     data_mesh = data_parallel_mesh(mesh, tensor_parallel_meshes, options.part_size)
     parts = partition(managed, options)
-    handles = [shard_params(part, data_mesh, options.mp_policy, options.granularity) for part in parts]
+    handles = [shard_params(part, data_mesh, options.granularity) for part in parts]
 
     def install(state: _FSDPState) -> None:
         state.install(modules, label, data_mesh, options, handles, ignored, regions)
@@ -164,13 +166,6 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
             )
         else:
             check_class(param, item.fqn)
-        grad_dtype = getattr(param, "grad_dtype", None)  # torch < 2.13 has none
-        if grad_dtype not in (None, param.dtype):
-            raise ValueError(
-                f"{caller}(): the parameter {item.fqn} is {param.dtype} and its grad_dtype {grad_dtype}, but "
-                "sharded gradients have the dtype of their parameter: set param.grad_dtype = param.dtype, and choose "
-                "the dtype of the reduction by MixedPrecisionPolicy(reduce_dtype=...)"
-            )
         if param.grad is not None:
             raise ValueError(
                 f"{caller}(): the parameter {item.fqn} has a gradient, which would be lost: call "

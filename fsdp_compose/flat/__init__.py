@@ -24,6 +24,8 @@ from .moves import is_stale as is_stale
 from .moves import reflatten as reflatten
 from .policy import Granularity as Granularity
 from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+from .policy import ParameterDtypes as ParameterDtypes
+from .policy import expect_gradient as expect_gradient
 from .ranges import follow_profiler as follow_profiler
 from .reduction import AVERAGE as AVERAGE
 from .reduction import Reduction as Reduction

@@ -14,7 +14,7 @@ from ..ragged import RaggedSpec, hook_owners
 from .flat_param import FlatParamHandle
 from .hooks import GradientHooks
 from .layout import FlatLayout, ParamSpec, plan_layout
-from .policy import Granularity, MixedPrecisionPolicy
+from .policy import Granularity
 from .registry import handle_of
 from .sharded_param import (
     ManagedParameter,
@@ -33,17 +33,16 @@ SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that mis
 def shard_params(
     managed: Sequence[ManagedParameter],
     mesh: DataParallelMesh,
-    mp_policy: MixedPrecisionPolicy,
     granularity: Granularity | None = None,
 ) -> FlatParamHandle:
-    """A flat parameter over parameters of one dtype and one ``requires_grad``: copies this rank's elements, and changes
+    """A flat parameter over parameters of one kind (see ``partition``): copies this rank's elements, and changes
     nothing in the modules."""
     originals = [item.parameter for item in managed]
     own = [spec_of(original) for original in originals]
-    layout = _plan(managed, own, mesh, mp_policy, granularity)
+    layout, dtypes = _plan(managed, own, mesh, granularity), managed[0].dtypes
     dtype, device = originals[0].dtype, originals[0].device
     specs = _specs(layout, mesh, dtype, own)
-    handle = FlatParamHandle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own))
+    handle = FlatParamHandle(layout, mesh, dtypes, _local_shards(layout, mesh, specs), TensorParallel.of(own))
     shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device if device.type == "meta" else mesh.device)
     starts = _param_starts(layout, mesh)
     with torch.no_grad():
@@ -64,7 +63,6 @@ def shard_params(
 def shard_again(
     managed: Sequence[ManagedParameter],
     mesh: DataParallelMesh,
-    mp_policy: MixedPrecisionPolicy,
     granularity: Granularity | None = None,
 ) -> FlatParamHandle:
     """A flat parameter over parameters that are sharded already, by others, whose place it takes.
@@ -73,10 +71,10 @@ def shard_again(
     """
     params = [item.parameter for item in managed]
     own = [_own_spec(sharded) for sharded in params]
-    layout = _plan(managed, own, mesh, mp_policy, granularity)
+    layout, dtypes = _plan(managed, own, mesh, granularity), managed[0].dtypes
     dtype, device = params[0].dtype, local_elements(params[0]).device
     specs = _specs(layout, mesh, dtype, own)
-    handle = FlatParamHandle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own))
+    handle = FlatParamHandle(layout, mesh, dtypes, _local_shards(layout, mesh, specs), TensorParallel.of(own))
     with torch.inference_mode(False), torch.no_grad():
         shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
         parts = zip(params, handle.views_of(shard), specs, _param_starts(layout, mesh), strict=True)
@@ -124,11 +122,11 @@ def _plan(
     managed: Sequence[ManagedParameter],
     own: Sequence[DTensorSpec | None],
     mesh: DataParallelMesh,
-    mp_policy: MixedPrecisionPolicy,
     granularity: Granularity | None,
 ) -> FlatLayout:
-    dtype = managed[0].parameter.dtype
-    smallest = min(d.itemsize for d in (dtype, mp_policy.compute_dtype(dtype), mp_policy.reduction_dtype(dtype)))
+    dtype, dtypes = managed[0].parameter.dtype, managed[0].dtypes
+    all_dtypes = (dtype, dtypes.compute_dtype(dtype), dtypes.reduction_dtype(dtype), dtypes.gradient_dtype(dtype))
+    smallest = min(item.itemsize for item in all_dtypes)
     specs, shapes = [], []
     for item, spec in zip(managed, own, strict=True):
         granule = granularity(item.fqn, item.parameter) if granularity is not None else None

@@ -76,7 +76,7 @@ class Communicator(AllGathers):
         if accumulation is not None and accumulation.flat is not None:
             accumulation.add(grads)
             buffer.free()  # nothing is in flight in it, and this reduction brings its own memory
-            reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.shard.dtype, accumulation.flat)
+            reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.gradient.dtype, accumulation.flat)
         else:
             buffer.take(reduction)
             if missing:
@@ -186,8 +186,8 @@ class Communicator(AllGathers):
 
     def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
         """Do ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
-        dtype of the shard: for functional mode."""
-        result = torch.empty(handle.layout.shard_numel, dtype=handle.shard.dtype, device=handle.shard.device)
+        dtype of the gradient: for functional mode."""
+        result = torch.empty(handle.layout.shard_numel, dtype=handle.gradient.dtype, device=handle.shard.device)
         reduction.aim(handle.contributions.options, (result, False, None))
         self._start_reduce_scatter(handle, reduction)
         if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:

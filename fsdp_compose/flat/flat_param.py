@@ -33,7 +33,7 @@ from .gradient import ShardedGradient
 from .gradient_view import FlatSegment, check_segments_agree
 from .hooks import GradientHooks
 from .layout import FlatLayout
-from .policy import MixedPrecisionPolicy
+from .policy import ParameterDtypes
 from .reduction import ReduceBuffer, Reduction
 from .sharded_param import (
     Snapshot,
@@ -75,13 +75,14 @@ class Owner(Protocol):
 
 
 class FlatParamHandle:
-    """The flat parameter over ``managed`` parameters of one dtype and one ``requires_grad``.
+    """The flat parameter over parameters of one kind (see ``partition``).
 
     They are built by ``building``.
 
     Attributes:
         label: the parameters, as collectives and errors name them.
         mesh: the ranks.
+        dtypes: to compute in, of gradients, and to reduce these in.
         layout: where each parameter is.
         local_shards: what this rank has of each: (start, stop, shape) in its shard.
         sharded_params: the sharded parameters, by parameter; permanently the same objects.
@@ -95,7 +96,7 @@ class FlatParamHandle:
     """
 
     __slots__ = (
-        "__weakref__", "contributions", "gradient", "hooks", "label", "layout", "local_shards", "mesh", "mp_policy",
+        "__weakref__", "contributions", "dtypes", "gradient", "hooks", "label", "layout", "local_shards", "mesh",
         "owner", "segments", "shard", "sharded_params", "snapshot", "summoned", "unsharded",
     )  # fmt: skip
 
@@ -103,11 +104,11 @@ class FlatParamHandle:
         self,
         layout: FlatLayout,
         mesh: DataParallelMesh,
-        mp_policy: MixedPrecisionPolicy,
+        dtypes: ParameterDtypes,
         local_shards: LocalShards,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
-        self.layout, self.mesh, self.mp_policy, self.local_shards = layout, mesh, mp_policy, local_shards
+        self.layout, self.mesh, self.dtypes, self.local_shards = layout, mesh, dtypes, local_shards
         self.label = Label([param.fqn for param in layout.params])
         self.segments: list[FlatSegment] = []
         self.owner: weakref.ref[Owner] | None = None
@@ -124,7 +125,7 @@ class FlatParamHandle:
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of its own, over copies of the sharded parameters: those that ``memo`` has, which modules show."""
         mesh = self.mesh.with_transports(attrgetter("unrecorded"))
-        twin = FlatParamHandle(self.layout, mesh, self.mp_policy, self.local_shards, self.tensor_parallel)
+        twin = FlatParamHandle(self.layout, mesh, self.dtypes, self.local_shards, self.tensor_parallel)
         memo[id(self)] = twin
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))
@@ -134,13 +135,12 @@ class FlatParamHandle:
     def adopt(self, shard: torch.Tensor) -> None:
         """Make ``shard``, of which the sharded parameters are views already, this handle's shard; build the unsharded
         side."""
-        policy = self.mp_policy
-        self.shard = shard
+        self.shard, dtypes = shard, self.dtypes
         arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
-        self.gradient = ShardedGradient(*arguments, keeps_memory=self.mesh.has_whole)
-        dtype = policy.compute_dtype(shard.dtype)
+        self.gradient = ShardedGradient(*arguments, self.mesh.has_whole, dtypes.gradient_dtype(shard.dtype))
+        dtype = dtypes.compute_dtype(shard.dtype)
         self.unsharded = Unsharded(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
-        self.contributions.begin_again(policy.reduction_dtype(shard.dtype))
+        self.contributions.begin_again(dtypes.reduction_dtype(shard.dtype))
         for sharded, unsharded in zip(self.sharded_params, self.unsharded.params, strict=True):
             restore_attributes(sharded, unsharded)
         self.snapshot = Snapshot(self.sharded_params)
@@ -285,7 +285,7 @@ class FlatParamHandle:
     def prepare_reduction(self, buffer: ReduceBuffer) -> Reduction:
         """The reduction through a pooled buffer, from now on."""
         flat = buffer.view(self.layout.flat_numel)
-        reduction = Reduction(self.layout, self.mesh, self.label, self.shard.dtype, flat, buffer)
+        reduction = Reduction(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
         self.contributions.reduce_by(reduction)
         return reduction
 

@@ -87,6 +87,7 @@ def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
             "dtype": str(handle.shard.dtype),
             "compute dtype": str(handle.unsharded.dtype),
             "reduce dtype": str(handle.contributions.dtype),
+            "gradient dtype": str(handle.gradient.dtype),
             "requires_grad": sharded.requires_grad,
         }
         for placement, sharded, spec in zip(handle.layout.params, handle.sharded_params, specs, strict=True)

@@ -23,6 +23,7 @@ from .._torch import DTensorSpec, is_wrapper, set_local_tensor
 from ..comm import DataParallelMesh
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged, gather_local_shards, rebind
 from .layout import FlatLayout
+from .policy import ParameterDtypes
 
 # Where a sharded parameter remembers which subclass of nn.Parameter the original was an instance of.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
@@ -32,11 +33,12 @@ SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
 
 @dataclass
 class ManagedParameter:
-    """A parameter of a group, with every place in the module tree where it stands."""
+    """A parameter of a group, with every place in the module tree where it stands, and the dtypes chosen for it."""
 
     fqn: str
     parameter: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    dtypes: ParameterDtypes = field(default_factory=ParameterDtypes)
 
 
 def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
@@ -197,7 +199,8 @@ def make_gradient(local: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
     """The tensor for ``sharded.grad``, over ``local``, a view of the flat gradient."""
     if PLAIN_SHARDED_PARAMS:
         return local
-    return RaggedDTensor(local, sharded._spec)  # type: ignore[attr-defined]
+    spec: RaggedSpec = sharded._spec  # type: ignore[attr-defined]
+    return RaggedDTensor(local, spec if spec.dtype == local.dtype else spec.with_dtype(local.dtype))
 
 
 def is_sharded_like(gradient: torch.Tensor, sharded: nn.Parameter) -> bool:

@@ -110,7 +110,7 @@ class Gather:
 
     def _reduce_scatter(self, handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         flat = torch.zeros(handle.layout.flat_numel, dtype=handle.contributions.dtype, device=handle.shard.device)
-        reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.shard.dtype, flat)
+        reduction = Reduction(handle.layout, handle.mesh, handle.label, handle.gradient.dtype, flat)
         present = [item for item in zip(reduction.views, grads, strict=True) if item[1] is not None]
         if present:
             copy_gradients(*map(list, zip(*present)))
