@@ -20,8 +20,10 @@ from .comm import data_parallel_mesh, device_of_mesh
 from .flat import (
     FlatParamHandle,
     ManagedParameter,
+    ParameterKind,
     Region,
     check_class,
+    kind_of,
     mark_owner,
     refuse_placement,
     refuse_shared_memory,
@@ -61,7 +63,7 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     ties = ties_with_other_groups(fqns, ignored)
     caller = "fully_shard" if options.bucket_bytes is None else "replicate"
     _check_parameters(managed, mesh, caller)
-    managed = [replace(item, dtypes=options.mp_policy.dtypes_of(item.fqn, item.parameter)) for item in managed]
+    managed = [replace(item, kind=_kind_of(item, options)) for item in managed]
     regions = _check_memory(managed, fqns)
     tensor_parallel_meshes = tensor_meshes(item.parameter for item in managed)
     data_mesh = data_parallel_mesh(mesh, tensor_parallel_meshes, options.part_size)
@@ -165,7 +167,7 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
                 "with one rank in its second dimension"
             )
         else:
-            check_class(param, item.fqn)
+            check_class(param, item.fqn, is_gathered=caller == "fully_shard")
         if param.grad is not None:
             raise ValueError(
                 f"{caller}(): the parameter {item.fqn} has a gradient, which would be lost: call "
@@ -178,6 +180,12 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
             f"{caller}(): the parameter {on_meta} is on the meta device and others of its group are not; "
             "materialise all of them, or none"
         )
+
+
+def _kind_of(item: ManagedParameter, options: GroupOptions) -> ParameterKind:
+    # A replicated parameter is never gathered.
+    module = item.slots[0][0] if options.bucket_bytes is None else None
+    return kind_of(item.fqn, item.parameter, options.mp_policy, module)
 
 
 def _check_memory(managed: Sequence[ManagedParameter], fqns: dict[nn.Module, str]) -> list[Region]:

@@ -147,6 +147,15 @@ class DataParallelMesh:
             place = place * size + self.mesh.get_local_rank(dim)
         return place
 
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard group, as a mesh of one dimension."""
+        mesh = self.mesh
+        if mesh.ndim == 1:
+            return mesh
+        if mesh.mesh_dim_names:
+            return mesh[mesh.mesh_dim_names[-1]]
+        return DeviceMesh.from_group(self.shard_group, mesh.device_type)
+
     def beside(self, tensor_mesh: DeviceMesh) -> DeviceMesh:
         """The mesh of parameters that were DTensors on ``tensor_mesh`` before: the dimensions of both."""
         return joined_mesh(self.mesh, tensor_mesh)

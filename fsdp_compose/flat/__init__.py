@@ -18,14 +18,15 @@ from .gradient import ShardedGradient as ShardedGradient
 from .gradient_view import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .gradient_view import FlatSegment as FlatSegment
 from .gradient_view import local_of as local_of
+from .kind import ParameterKind as ParameterKind
+from .kind import expect_gradient as expect_gradient
+from .kind import kind_of as kind_of
 from .lookalike import as_ours as as_ours
 from .moves import describe as describe
 from .moves import is_stale as is_stale
 from .moves import reflatten as reflatten
 from .policy import Granularity as Granularity
 from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
-from .policy import ParameterDtypes as ParameterDtypes
-from .policy import expect_gradient as expect_gradient
 from .ranges import follow_profiler as follow_profiler
 from .reduction import AVERAGE as AVERAGE
 from .reduction import Reduction as Reduction

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import DTensorSpec, TensorMeta, dtensor_spec, foreach_add_
 from ..ragged import RaggedDTensor, RaggedSpec
-from .policy import own_grad_dtype
+from .kind import own_grad_dtype
 
 
 class UnreducedGradient(RaggedDTensor):

@@ -13,7 +13,7 @@ from ..comm import DataParallelMesh
 from ..ragged import RaggedSpec, hook_owners
 from .flat_param import FlatParamHandle
 from .hooks import GradientHooks
-from .layout import FlatLayout, ParamSpec, plan_layout
+from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
 from .policy import Granularity
 from .registry import handle_of
 from .sharded_param import (
@@ -39,10 +39,10 @@ def shard_params(
     nothing in the modules."""
     originals = [item.parameter for item in managed]
     own = [spec_of(original) for original in originals]
-    layout, dtypes = _plan(managed, own, mesh, granularity), managed[0].dtypes
+    layout, kind = _plan(managed, own, mesh, granularity), managed[0].kind
     dtype, device = originals[0].dtype, originals[0].device
     specs = _specs(layout, mesh, dtype, own)
-    handle = FlatParamHandle(layout, mesh, dtypes, _local_shards(layout, mesh, specs), TensorParallel.of(own))
+    handle = FlatParamHandle(layout, mesh, kind, _local_shards(layout, mesh, specs), TensorParallel.of(own))
     shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device if device.type == "meta" else mesh.device)
     starts = _param_starts(layout, mesh)
     with torch.no_grad():
@@ -71,10 +71,10 @@ def shard_again(
     """
     params = [item.parameter for item in managed]
     own = [_own_spec(sharded) for sharded in params]
-    layout, dtypes = _plan(managed, own, mesh, granularity), managed[0].dtypes
+    layout, kind = _plan(managed, own, mesh, granularity), managed[0].kind
     dtype, device = params[0].dtype, local_elements(params[0]).device
     specs = _specs(layout, mesh, dtype, own)
-    handle = FlatParamHandle(layout, mesh, dtypes, _local_shards(layout, mesh, specs), TensorParallel.of(own))
+    handle = FlatParamHandle(layout, mesh, kind, _local_shards(layout, mesh, specs), TensorParallel.of(own))
     with torch.inference_mode(False), torch.no_grad():
         shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
         parts = zip(params, handle.views_of(shard), specs, _param_starts(layout, mesh), strict=True)
@@ -124,9 +124,12 @@ def _plan(
     mesh: DataParallelMesh,
     granularity: Granularity | None,
 ) -> FlatLayout:
-    dtype, dtypes = managed[0].parameter.dtype, managed[0].dtypes
-    all_dtypes = (dtype, dtypes.compute_dtype(dtype), dtypes.reduction_dtype(dtype), dtypes.gradient_dtype(dtype))
-    smallest = min(item.itemsize for item in all_dtypes)
+    dtype, kind = managed[0].parameter.dtype, managed[0].kind
+    dtypes = (dtype, kind.compute_dtype(dtype), kind.reduction_dtype(dtype), kind.gradient_dtype(dtype))
+    alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
+    if kind.extension is not None:
+        assert len(managed) == 1, "its class gathers it by itself"
+        return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size, alignment)
     specs, shapes = [], []
     for item, spec in zip(managed, own, strict=True):
         granule = granularity(item.fqn, item.parameter) if granularity is not None else None
@@ -138,5 +141,5 @@ def _plan(
                 f"fully_shard(granularity=...): {item.fqn}, placed {list(spec.placements)}, is not cut evenly by "
                 f"tensor parallelism, so that {granule!r} is not the same on all ranks: choose 'elements' or 'whole'"
             )
-    layout = plan_layout(specs, mesh.shard_world_size, max(1, SHARD_ALIGNMENT_BYTES // smallest))
+    layout = plan_layout(specs, mesh.shard_world_size, alignment)
     return layout.with_shapes(shapes)

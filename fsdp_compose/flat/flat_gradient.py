@@ -21,7 +21,7 @@ from .._torch import PlainAttributes, gradient_hooks, post_accumulate_hooks, set
 from .gradient_memory import GradientBuffer, LocalShard
 from .gradient_view import FlatSegment
 from .hooks import GradientHooks
-from .policy import expect_gradient
+from .kind import expect_gradient
 from .sharded_param import local_elements
 
 _grad = attrgetter("grad")

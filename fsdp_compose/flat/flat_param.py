@@ -29,11 +29,12 @@ import torch.nn as nn
 from .._torch import PlainAttributes
 from ..comm import DataParallelMesh, Label, Transport
 from .contributions import Contributions
+from .extended import make_unsharded
 from .gradient import ShardedGradient
 from .gradient_view import FlatSegment, check_segments_agree
 from .hooks import GradientHooks
+from .kind import ParameterKind
 from .layout import FlatLayout
-from .policy import ParameterDtypes
 from .reduction import ReduceBuffer, Reduction
 from .sharded_param import (
     Snapshot,
@@ -42,7 +43,7 @@ from .sharded_param import (
     restore_attributes,
 )
 from .tensor_parallel import TensorParallel
-from .unsharded import Unsharded, error_of_late_access
+from .unsharded import error_of_late_access
 from .views import full_views
 
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
@@ -82,7 +83,7 @@ class FlatParamHandle:
     Attributes:
         label: the parameters, as collectives and errors name them.
         mesh: the ranks.
-        dtypes: to compute in, of gradients, and to reduce these in.
+        kind: what was decided for the parameters.
         layout: where each parameter is.
         local_shards: what this rank has of each: (start, stop, shape) in its shard.
         sharded_params: the sharded parameters, by parameter; permanently the same objects.
@@ -96,7 +97,7 @@ class FlatParamHandle:
     """
 
     __slots__ = (
-        "__weakref__", "contributions", "dtypes", "gradient", "hooks", "label", "layout", "local_shards", "mesh",
+        "__weakref__", "contributions", "gradient", "hooks", "kind", "label", "layout", "local_shards", "mesh",
         "owner", "segments", "shard", "sharded_params", "snapshot", "summoned", "unsharded",
     )  # fmt: skip
 
@@ -104,11 +105,11 @@ class FlatParamHandle:
         self,
         layout: FlatLayout,
         mesh: DataParallelMesh,
-        dtypes: ParameterDtypes,
+        kind: ParameterKind,
         local_shards: LocalShards,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
-        self.layout, self.mesh, self.dtypes, self.local_shards = layout, mesh, dtypes, local_shards
+        self.layout, self.mesh, self.kind, self.local_shards = layout, mesh, kind, local_shards
         self.label = Label([param.fqn for param in layout.params])
         self.segments: list[FlatSegment] = []
         self.owner: weakref.ref[Owner] | None = None
@@ -125,23 +126,23 @@ class FlatParamHandle:
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of its own, over copies of the sharded parameters: those that ``memo`` has, which modules show."""
         mesh = self.mesh.with_transports(attrgetter("unrecorded"))
-        twin = FlatParamHandle(self.layout, mesh, self.dtypes, self.local_shards, self.tensor_parallel)
+        twin = FlatParamHandle(self.layout, mesh, self.kind, self.local_shards, self.tensor_parallel)
         memo[id(self)] = twin
+        twin.kind = self.kind.of_a_copy(memo)
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))
         twin.adopt(twin.flatten())
         return twin
 
     def adopt(self, shard: torch.Tensor) -> None:
-        """Make ``shard``, of which the sharded parameters are views already, this handle's shard; build the unsharded
-        side."""
-        self.shard, dtypes = shard, self.dtypes
+        """Make ``shard``, of which the sharded parameters are views, this handle's shard; build the unsharded side."""
+        self.shard, kind = shard, self.kind
         arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
-        self.gradient = ShardedGradient(*arguments, self.mesh.has_whole, dtypes.gradient_dtype(shard.dtype))
-        dtype = dtypes.compute_dtype(shard.dtype)
-        self.unsharded = Unsharded(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
-        self.contributions.begin_again(dtypes.reduction_dtype(shard.dtype))
-        for sharded, unsharded in zip(self.sharded_params, self.unsharded.params, strict=True):
+        self.gradient = ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(shard.dtype))
+        dtype, own = kind.compute_dtype(shard.dtype), self.tensor_parallel
+        self.unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, dtype, self.label, own)
+        self.contributions.begin_again(kind.reduction_dtype(shard.dtype))
+        for sharded, unsharded in zip(self.sharded_params, self.unsharded.bearers, strict=True):
             restore_attributes(sharded, unsharded)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
@@ -69,69 +69,19 @@ class MixedPrecisionPolicy:
                 "of a parameter, such as lambda param: torch.float32 if param.ndim == 1 else None"
             )
 
-    def dtypes_of(self, fqn: str, param: nn.Parameter) -> ParameterDtypes:
-        """The dtypes of one parameter, before it is sharded.
+    def compute_dtype_of(self, fqn: str, param: nn.Parameter) -> torch.dtype | None:
+        """The dtype that ``param`` is to compute in; ``None``: its own, whatever that is.
 
         Raises:
             ValueError: ``param_dtype_override_fn`` answers with something else than a floating dtype or ``None``.
         """
-        dtypes = ParameterDtypes(self.param_dtype, self.reduce_dtype, own_grad_dtype(param))
-        if self.param_dtype_override_fn is None:
-            return dtypes
-        dtype = self.param_dtype_override_fn(param)
+        dtype = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
         if dtype is None or dtype == self.param_dtype or (dtype == param.dtype and not dtype.is_floating_point):
-            return dtypes
+            return self.param_dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or not param.is_floating_point():
             raise ValueError(
                 f"MixedPrecisionPolicy(param_dtype_override_fn=...): for the parameter {fqn}, which is {param.dtype}, "
                 f"it returned {dtype!r}; expected its own dtype, None (param_dtype) or, of a floating-point parameter, "
                 "a floating-point dtype"
             )
-        return replace(dtypes, compute=None if dtype == param.dtype else dtype)
-
-
-@dataclass(frozen=True)
-class ParameterDtypes:
-    """The dtypes of one parameter, as they were decided when it was sharded; those of a flat parameter are alike.
-
-    Attributes:
-        compute: of the unsharded parameter; ``None``: the original dtype, also after ``module.to()`` has changed it.
-        reduce: of the reduction of its gradient; ``None``: that of the gradient.
-        gradient: of the sharded gradient (``grad_dtype``); ``None``: the original dtype.
-    """
-
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    gradient: torch.dtype | None = None
-
-    def compute_dtype(self, original: torch.dtype) -> torch.dtype:
-        """The dtype of the unsharded parameter, if the sharded one is ``original``."""
-        return self.compute if self.compute is not None and original.is_floating_point else original
-
-    def gradient_dtype(self, original: torch.dtype) -> torch.dtype:
-        """The dtype of the sharded gradient."""
-        return original if self.gradient is None else self.gradient
-
-    def reduction_dtype(self, original: torch.dtype) -> torch.dtype:
-        """The dtype in which the gradient is reduced."""
-        if self.reduce is not None and original.is_floating_point:
-            return self.reduce
-        return self.gradient_dtype(original)
-
-    def in_group(self, own: MixedPrecisionPolicy, other: MixedPrecisionPolicy) -> ParameterDtypes:
-        """The dtypes in a group of another policy than its ``own`` group's: what was decided for this parameter alone
-        stays."""
-        compute = other.param_dtype if self.compute == own.param_dtype else self.compute
-        return replace(self, compute=compute, reduce=other.reduce_dtype)
-
-
-def own_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
-    """The dtype that gradients of ``param`` were given, if it is another than its own."""
-    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)  # torch < 2.13 has none
-    return None if dtype == param.dtype else dtype
-
-
-def expect_gradient(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let ``param`` have gradients of ``dtype``."""
-    if dtype != getattr(param, "grad_dtype", dtype):
-        param.grad_dtype = dtype
+        return None if dtype == param.dtype else dtype

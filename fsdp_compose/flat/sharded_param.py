@@ -22,8 +22,8 @@ from .._requirements import PLAIN_SHARDED_PARAMS
 from .._torch import DTensorSpec, is_wrapper, set_local_tensor
 from ..comm import DataParallelMesh
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged, gather_local_shards, rebind
+from .kind import ParameterKind
 from .layout import FlatLayout
-from .policy import ParameterDtypes
 
 # Where a sharded parameter remembers which subclass of nn.Parameter the original was an instance of.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
@@ -33,12 +33,12 @@ SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
 
 @dataclass
 class ManagedParameter:
-    """A parameter of a group, with every place in the module tree where it stands, and the dtypes chosen for it."""
+    """A parameter of a group, with every place in the module tree where it stands, and what was decided for it."""
 
     fqn: str
     parameter: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-    dtypes: ParameterDtypes = field(default_factory=ParameterDtypes)
+    kind: ParameterKind = field(default_factory=ParameterKind)
 
 
 def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
