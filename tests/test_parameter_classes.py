@@ -1,5 +1,5 @@
-"""Parameters that are tensors of other classes: wrappers of one tensor, without an all-gather of their own, train as that
-tensor, with a warning; what cannot be sharded is refused by name before anything is changed. For classes with an
+"""Parameters that are tensors of other classes: wrappers of one tensor, without an all-gather of their own, train as
+that tensor, with a warning; what cannot be sharded is refused by name before anything is changed. For classes with an
 all-gather of their own see ``test_all_gather_extensions``."""
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ the way of other flat parameters, which are ``Unsharded`` of the plain kind::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import preserved_versions, same_storage
-from ..comm import DataParallelMesh, Label, Work
+from ..comm import DataParallelMesh, Label, Work, mesh_of_this_rank
 from ..ragged import writes
 from .extension import Extension
 from .layout import FlatLayout
@@ -42,27 +42,24 @@ def make_unsharded(
 
 
 class ExtendedMemory(UnshardedMemory):
-    """The memory of all tensors that are gathered for one parameter; there is none before the first all-gather.
+    """The memory of all tensors that are gathered for one parameter, hidden at first.
+
+    Args:
+        inputs: what one rank gives.
+        world_size: how many ranks do.
+        error: see ``UnshardedMemory``.
 
     Attributes:
-        parts: of each of them.
+        parts: of each tensor.
     """
 
-    __slots__ = ("_error", "parts")
+    __slots__ = ("parts",)
 
-    def __init__(self, error: str, device: torch.device) -> None:
-        self._error = error
-        self.parts: list[UnshardedMemory] = []
-        with torch.inference_mode(False):
-            self.shown = self.hidden = torch.empty(0, device=device)  # stands for them where versions are compared
+    def __init__(self, inputs: Sequence[torch.Tensor], world_size: int, error: str, device: torch.device) -> None:
+        wholes = [item.new_empty(item.numel() * world_size, requires_grad=False) for item in inputs]
+        self.parts = [UnshardedMemory(whole, error) for whole in wholes]
+        self.shown = self.hidden = torch.empty(0, device=device)  # stands for them where versions are compared
         self.storage = self.shown.untyped_storage()
-        self.is_guarded = True
-
-    def make(self, inputs: Sequence[torch.Tensor], world_size: int) -> None:
-        """Allocate what takes these inputs of all ranks."""
-        with torch.inference_mode(False), torch.no_grad():
-            wholes = [item.new_empty(item.numel() * world_size, requires_grad=False) for item in inputs]
-            self.parts = [UnshardedMemory(whole, self._error) for whole in wholes]
         self.is_guarded = all(part.is_guarded for part in self.parts)
 
     def refuse_no_access(self) -> None:
@@ -74,7 +71,6 @@ class ExtendedMemory(UnshardedMemory):
         return any(same_storage(tensor.untyped_storage(), part.storage) for part in self.parts)
 
     def rename(self, error: str) -> None:
-        self._error = error
         for part in self.parts:
             part.rename(error)
 
@@ -121,12 +117,13 @@ class _Form:
     Attributes:
         mesh: the ranks.
         memory: what the all-gathers write to.
+        param: the unsharded parameter.
         bearer: has the attributes that the user has set on the parameter; the class has attributes of its own there.
     """
 
     __slots__ = (
         "_dtype", "_extension", "_inner", "_inputs", "_instance", "_label", "_metadata", "_num_padded", "_shard_mesh",
-        "bearer", "memory", "mesh",
+        "bearer", "memory", "mesh", "param",
     )  # fmt: skip
 
     def __init__(
@@ -141,54 +138,29 @@ class _Form:
         self.mesh, self._extension, self._dtype, self._label = mesh, extension, dtype, label
         self._shard_mesh = mesh.shard_mesh()
         self._num_padded = layout.flat_numel // layout.params[0].row_numel
-        self.memory = ExtendedMemory(error_of_late_access(mesh.rank, label), shard.device)
         self._instance = extension.over(shard.view(-1, *extension.shape[1:]))
         self.bearer = nn.Parameter(shard.new_empty(0), requires_grad=False)
-        self._metadata: Any = None
-        self._inputs: list[torch.Tensor] = []
-        self._inner: list[tuple[torch.Tensor, int]] | None = None  # memory of the result's own, and its bytes
+        self._inner: list[tuple[torch.Tensor, int]] = []  # memory of the result's own, and its bytes
+        if shard.is_meta:  # another one takes its place before anything is gathered
+            self._inputs, self._metadata = [shard], None
+        else:
+            # By this rank alone: what it is of is known before the ranks meet, what is in it is not.
+            own_mesh = self._shard_mesh if mesh.shard_world_size == 1 else mesh_of_this_rank(shard.device.type)
+            self._prepare(own_mesh)
+        error = error_of_late_access(mesh.rank, label)
+        self.memory = ExtendedMemory(self._inputs, mesh.shard_world_size, error, shard.device)
+        self.param = self.bearer if shard.is_meta else self._make()
+        self._inputs = []
 
-    def gather(self, is_allocated: bool) -> Work | None:
-        """Let the class make what is gathered, and issue the all-gathers of it; ``None``: they are complete."""
-        memory, world_size = self.memory, self.mesh.shard_world_size
-        inputs, self._metadata = self._extension.inputs(self._instance, self._shard_mesh)
+    def _prepare(self, mesh: DeviceMesh) -> None:
+        """Let the class make what is gathered."""
+        inputs, self._metadata = self._extension.inputs(self._instance, mesh)
         self._inputs = [item.detach().contiguous() for item in inputs]
-        if not memory.parts:
-            memory.make(self._inputs, world_size)
-        elif not is_allocated:
-            memory.restore()
-        pairs = [(part.hidden, item.view(-1)) for part, item in zip(memory.parts, self._inputs, strict=True)]
-        if world_size == 1:
-            for hidden, flat in pairs:
-                hidden.copy_(flat)
-            return None
-        return _Works([self.mesh.transport.all_gather(*pair, self._label) for pair in pairs if pair[0].numel()])
 
-    def show_in(self, param: nn.Parameter) -> bool:
-        """The all-gathers are complete: let the class fill ``param``, or make it, the first time.
-
-        Returns:
-            Whether it was made.
-        """
+    def _make(self) -> nn.Parameter:
+        """Let the class make the unsharded parameter, whose memory is free then."""
         self.memory.show()
-        outputs = tuple(map(self._whole, self.memory.parts, self._inputs))
-        metadata, self._metadata, self._inputs = self._metadata, None, []
-        if self._inner is None:
-            self._make(param, *self._instance.fsdp_post_all_gather(outputs, metadata, self._dtype))
-            return True
-        for tensor, nbytes in self._inner:
-            tensor.untyped_storage().resize_(nbytes)
-        with preserved_versions([param, *(tensor for tensor, _ in self._inner)]):
-            self._instance.fsdp_post_all_gather(outputs, metadata, self._dtype, out=param)
-        return False
-
-    def _whole(self, part: UnshardedMemory, given: torch.Tensor) -> torch.Tensor:
-        """What was gathered of one input, without the rows that are padding."""
-        whole = part.shown.view(-1, *given.shape[1:])
-        return whole[: self._extension.shape[0]] if whole.shape[0] == self._num_padded else whole
-
-    def _make(self, param: nn.Parameter, result: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
-        """Make ``param``, an empty one, what the class has returned; it stays the same object."""
+        result, inner = self._instance.fsdp_post_all_gather(self._outputs(), self._metadata, self._dtype)
         if result.shape != self._extension.shape:
             raise ValueError(
                 f"{self._extension.cls.__name__}.fsdp_post_all_gather() returned a tensor of shape "
@@ -197,17 +169,46 @@ class _Form:
         self._inner = [(item, item.untyped_storage().nbytes()) for item in inner if not self.memory.holds(item)]
         if self._inner:
             self.memory.refuse_no_access()
-        torch.utils.swap_tensors(param, nn.Parameter(result, requires_grad=param.requires_grad))
-        copy_attributes(self.bearer, param)
+        self.free()
+        return nn.Parameter(result, requires_grad=False)
+
+    def _outputs(self) -> tuple[torch.Tensor, ...]:
+        """What was gathered of each input, without the rows that are padding."""
+        wholes = [
+            part.shown.view(-1, *given.shape[1:]) for part, given in zip(self.memory.parts, self._inputs, strict=True)
+        ]
+        num_rows = self._extension.shape[0]
+        return tuple([whole[:num_rows] if whole.shape[0] == self._num_padded else whole for whole in wholes])
+
+    def gather(self, is_allocated: bool) -> Work | None:
+        """Let the class make what is gathered, and issue the all-gathers of it; ``None``: they are complete."""
+        self._prepare(self._shard_mesh)
+        if not is_allocated:
+            self.memory.restore()
+        pairs = [(part.hidden, item.view(-1)) for part, item in zip(self.memory.parts, self._inputs, strict=True)]
+        if self.mesh.shard_world_size == 1:
+            for hidden, flat in pairs:
+                hidden.copy_(flat)
+            return None
+        return _Works([self.mesh.transport.all_gather(*pair, self._label) for pair in pairs if pair[0].numel()])
+
+    def show(self) -> None:
+        """The all-gathers are complete: let the class fill the parameter."""
+        self.memory.show()
+        for tensor, nbytes in self._inner:
+            tensor.untyped_storage().resize_(nbytes)
+        with preserved_versions([self.param, *(tensor for tensor, _ in self._inner)]):
+            self._instance.fsdp_post_all_gather(self._outputs(), self._metadata, self._dtype, out=self.param)
+        self._inputs, self._metadata = [], None
 
     def free(self) -> None:
         self.memory.free()
-        for tensor, _ in self._inner or ():
+        for tensor, _ in self._inner:
             tensor.untyped_storage().resize_(0)
 
     def nbytes(self) -> int:
         """The bytes that are allocated."""
-        return self.memory.nbytes() + sum(tensor.untyped_storage().nbytes() for tensor, _ in self._inner or ())
+        return self.memory.nbytes() + sum(tensor.untyped_storage().nbytes() for tensor, _ in self._inner)
 
 
 class ExtendedUnsharded(Unsharded):
@@ -235,19 +236,20 @@ class ExtendedUnsharded(Unsharded):
         with torch.inference_mode(False), torch.no_grad():
             self.form = _Form(extension, shard, layout, mesh, dtype, label)
             self.memory = self.form.memory
-            # Until the first all-gather, which makes another tensor of it.
-            params = [nn.Parameter(shard.new_empty(0), requires_grad=False)]
-        self._begin(params, params, False)
+        self._begin([self.form.param], [self.form.param], False)
 
     @property
     def bearers(self) -> Sequence[nn.Parameter]:
         return [self.form.bearer]
 
+    def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
+        copy_attributes(sharded_params[0], self.form.bearer)
+        copy_attributes(self.form.bearer, self.form.param)
+
     def gather_on(self, mesh: DataParallelMesh) -> None:
         self.form.mesh = mesh
 
     def allocate(self) -> None:
-        """Have memory, to be filled; before the first all-gather it is not known how much."""
         self.form.memory.restore()
         self.is_allocated = True
 
@@ -262,9 +264,7 @@ class ExtendedUnsharded(Unsharded):
     def arrive(self) -> None:
         self.work = None
         with torch.inference_mode(False), torch.no_grad():
-            is_made = self.form.show_in(self.params[0])
-        if is_made:
-            self.forgive_edit()  # its versions may be those of the memory
+            self.form.show()
 
     def free(self) -> None:
         self.form.free()

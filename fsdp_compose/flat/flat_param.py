@@ -40,7 +40,6 @@ from .sharded_param import (
     Snapshot,
     local_elements,
     rebind_sharded_param,
-    restore_attributes,
 )
 from .tensor_parallel import TensorParallel
 from .unsharded import error_of_late_access
@@ -142,8 +141,7 @@ class FlatParamHandle:
         dtype, own = kind.compute_dtype(shard.dtype), self.tensor_parallel
         self.unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, dtype, self.label, own)
         self.contributions.begin_again(kind.reduction_dtype(shard.dtype))
-        for sharded, unsharded in zip(self.sharded_params, self.unsharded.bearers, strict=True):
-            restore_attributes(sharded, unsharded)
+        self.unsharded.take_attributes(self.sharded_params)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()
 

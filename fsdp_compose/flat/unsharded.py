@@ -29,6 +29,7 @@ from .._torch import memory_exchange, refuse_access, set_local_tensor
 from ..comm import DataParallelMesh, Label, Work
 from ..ragged import writes
 from .layout import FlatLayout
+from .sharded_param import restore_attributes
 from .sources import KeptPart, ShardSource
 from .tensor_parallel import TensorParallel
 from .views import full_views
@@ -177,6 +178,11 @@ class Unsharded:
         self.work: Work | None = None
         self.is_allocated = self.keep = is_allocated
         self.left_by_forward = False
+
+    def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
+        """Make the parameters what the originals were, as sharded parameters remember it."""
+        for sharded, param in zip(sharded_params, self.params, strict=True):
+            restore_attributes(sharded, param)
 
     # ---- gathering
 
