@@ -27,6 +27,7 @@ from fsdp_compose import (
     record_collectives,
     replicate,
     set_functional_mode,
+    set_reshard_after_backward,
     summon_full_params,
     unshard,
 )
@@ -263,6 +264,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "uneven": {"rows": 5},
     "few rows": {"rows": 1},
     "hybrid": {"is_hybrid": True},
+    "parts": {"reshard_after_forward": 2},
+    "kept after backward": {"before": lambda model: set_reshard_after_backward(model, False)},
     "bf16 reduction": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), "tolerance": 2e-2},
 }
 
@@ -273,6 +276,7 @@ def check_training(
     checkpoints: bool = False,
     is_flat: bool = False,
     is_hybrid: bool = False,
+    before: Callable[[nn.Module], Any] = lambda model: None,
     clips: bool = False,
     wrap: Callable[[nn.Module], Any] | None = None,
     tolerance: float = 2e-6,
@@ -284,6 +288,7 @@ def check_training(
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model, reference = nets(cls, rows, checkpoints)
     shard(model, **options)
+    before(model)
     mine = flat_parameters(model) if is_flat else [*model.parameters()]
     optimizers = [adamw(mine), adamw(reference.parameters())]
     generator = torch.Generator().manual_seed(1)
@@ -459,6 +464,8 @@ def test_edits_between_forwards_are_followed_and_gathered_ahead_or_kept():
     assert not torch.equal(before, after)
     with keep_unsharded(model), torch.no_grad():
         assert torch.equal(model(x), after) and torch.equal(model(x), after)
+    with torch.inference_mode():
+        assert torch.equal(model(x), after)
     for _ in range(2):  # frozen ones are gathered the same way
         for name, param in model.named_parameters():
             param.requires_grad_(not is_wrapped(name))

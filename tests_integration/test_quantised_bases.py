@@ -1,5 +1,5 @@
-"""Frozen base weights in four bits below adapters that train (QLoRA). Those of bitsandbytes are plain bytes with a class
-on top, and are gathered as such; NF4 tensors of torchao are refused by name."""
+"""Frozen base weights in four bits below adapters that train (QLoRA). Those of bitsandbytes are plain bytes with a
+class on top, and are gathered as such; NF4 tensors of torchao are refused by name."""
 
 from __future__ import annotations
 

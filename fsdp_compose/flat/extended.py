@@ -186,7 +186,8 @@ class _Form:
         if not is_allocated:
             self.memory.restore()
         pairs = [(part.hidden, item.view(-1)) for part, item in zip(self.memory.parts, self._inputs, strict=True)]
-        if self.mesh.shard_world_size == 1:
+        # As in ``sources``: on an accelerator the work of one rank still orders the copy before compute.
+        if self.mesh.shard_world_size == 1 and self.memory.shown.device.type == "cpu":
             for hidden, flat in pairs:
                 hidden.copy_(flat)
             return None
