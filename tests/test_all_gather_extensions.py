@@ -474,6 +474,34 @@ def test_edits_between_forwards_are_followed_and_gathered_ahead_or_kept():
 
 
 @distributed(world_size=2)
+def test_a_model_on_the_meta_device_is_gathered_by_its_classes_once_it_is_materialised():
+    exact, _ = nets(EightBit)
+    with torch.device("meta"):
+        model = Net()
+        for layer in model.layers:
+            for linear in (layer.up, layer.down):
+                linear.weight = make(EightBit, linear.weight.detach())
+    shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param, source in zip(model.parameters(), shard(exact).parameters(), strict=True):
+            param.copy_(source)
+    x = torch.randn(2, DIM)
+    assert torch.equal(model(x), exact(x))
+    loss_of(model, x).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_many_simulated_ranks():
+    model, _ = nets(EightBit, 128)
+    with fake_process_group(rank=3, world_size=64):
+        shard(model)
+        for _ in range(2):
+            loss_of(model, torch.randn(2, DIM)).backward()
+        assert model.layers[0].up.weight.grad.to_local().shape[0] == 2
+
+
+@distributed(world_size=2)
 def test_ranks_with_different_classes_are_one_error():
     model, _ = nets(EightBit if dist.get_rank() else RowScales)
     shard(model)

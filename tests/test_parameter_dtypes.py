@@ -330,6 +330,16 @@ def test_answers_that_differ_between_ranks_are_one_error_at_the_first_forward():
         model(torch.randn(2, DIM))
 
 
+@distributed(world_size=2, fresh=True)
+def test_one_answer_that_differs_is_named_with_both_dtypes():
+    block = Block()
+    kept = block.up.weight if dist.get_rank() else None
+    policy = MixedPrecisionPolicy(LOW, param_dtype_override_fn=lambda p: p.dtype if p is kept else None)
+    fully_shard(block, mp_policy=policy)
+    with pytest.raises(RuntimeError, match=r"the ranks have different models.*up\.(weight|bias)"):
+        block(torch.randn(2, DIM))
+
+
 @pytest.mark.parametrize("answer", ["float32", torch.int8, torch.complex64, 32], ids=repr)
 def test_an_answer_that_is_no_floating_dtype_is_refused_by_name_before_anything_is_changed(answer):
     model = Model()
