@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -98,6 +98,7 @@ __all__ = [
     "memory_exchange",
     "non_persistent_buffers",
     "post_accumulate_hooks",
+    "preserved_versions",
     "queue_end_of_backward",
     "refuse_access",
     "same_storage",
@@ -314,6 +315,11 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python storage objects refer to the memory behind ``storage``, this object included."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Within this context, writes to ``tensors`` do not count."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:

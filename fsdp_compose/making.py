@@ -6,6 +6,7 @@ Everything that can be refused is refused before a module is touched, so that a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from .comm import data_parallel_mesh, device_of_mesh
 from .flat import (
     FlatParamHandle,
     ManagedParameter,
+    ParameterKind,
     Region,
     check_class,
+    kind_of,
     mark_owner,
     refuse_placement,
     refuse_shared_memory,
@@ -60,11 +63,12 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     ties = ties_with_other_groups(fqns, ignored)
     caller = "fully_shard" if options.bucket_bytes is None else "replicate"
     _check_parameters(managed, mesh, caller)
+    managed = [replace(item, kind=_kind_of(item, options)) for item in managed]
     regions = _check_memory(managed, fqns)
     tensor_parallel_meshes = tensor_meshes(item.parameter for item in managed)
     data_mesh = data_parallel_mesh(mesh, tensor_parallel_meshes, options.part_size)
     parts = partition(managed, options)
-    arguments = data_mesh, options.mp_policy, options.granularity, options.offload
+    arguments = data_mesh, options.granularity, options.offload
     handles = [shard_params(part, *arguments) for part in parts]
 
     def install(state: _FSDPState) -> None:
@@ -164,14 +168,7 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
                 "with one rank in its second dimension"
             )
         else:
-            check_class(param, item.fqn)
-        grad_dtype = getattr(param, "grad_dtype", None)  # torch < 2.13 has none
-        if grad_dtype not in (None, param.dtype):
-            raise ValueError(
-                f"{caller}(): the parameter {item.fqn} is {param.dtype} and its grad_dtype {grad_dtype}, but "
-                "sharded gradients have the dtype of their parameter: set param.grad_dtype = param.dtype, and choose "
-                "the dtype of the reduction by MixedPrecisionPolicy(reduce_dtype=...)"
-            )
+            check_class(param, item.fqn, is_gathered=caller == "fully_shard")
         if param.grad is not None:
             raise ValueError(
                 f"{caller}(): the parameter {item.fqn} has a gradient, which would be lost: call "
@@ -184,6 +181,12 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
             f"{caller}(): the parameter {on_meta} is on the meta device and others of its group are not; "
             "materialise all of them, or none"
         )
+
+
+def _kind_of(item: ManagedParameter, options: GroupOptions) -> ParameterKind:
+    # A replicated parameter is never gathered.
+    module = item.slots[0][0] if options.bucket_bytes is None else None
+    return kind_of(item.fqn, item.parameter, options.mp_policy, module)
 
 
 def _check_memory(managed: Sequence[ManagedParameter], fqns: dict[nn.Module, str]) -> list[Region]:

@@ -18,6 +18,7 @@ from .comm import meet
 from .flat import (
     FlatParamHandle,
     UnreducedGradient,
+    expect_gradient,
     forget,
     gather_flat,
     handle_of,
@@ -92,7 +93,8 @@ class _Summoned:
                     continue
                 local = _inner_of(param.grad, sharded).reshape(-1)[first : first + stop - start].view(shape)
                 if sharded.grad is None:
-                    sharded.grad = make_gradient(local.to(handle.shard.device, handle.shard.dtype, copy=True), sharded)
+                    copied = local.to(handle.shard.device, handle.gradient.dtype, copy=True)
+                    sharded.grad = make_gradient(copied, sharded)
                 else:
                     local_elements(sharded.grad).copy_(local)
 
@@ -255,7 +257,7 @@ def _summon(
     flat = gather_flat(handle, handle.shard.detach(), rank0_only, to_cpu)
     flat_grad = None
     if with_grads and any(grad is not None for grad in grads):
-        shard_grad = torch.zeros_like(handle.shard)
+        shard_grad = torch.zeros_like(handle.shard, dtype=handle.gradient.dtype)
         for grad, (start, stop, shape) in zip(grads, handle.local_shards, strict=True):
             if grad is not None:
                 shard_grad[start:stop].view(shape).copy_(local_elements(grad))
@@ -275,6 +277,7 @@ def _summon(
     for i, (sharded, view) in enumerate(zip(handle.sharded_params, views, strict=True)):
         param = nn.Parameter(view.cpu() if offload_to_cpu else view, requires_grad=sharded.requires_grad)
         restore_attributes(sharded, param)
+        expect_gradient(param, handle.gradient.dtype)
         if gradients is not None and grads[i] is not None:
             param.grad = gradients[i].cpu() if offload_to_cpu else gradients[i]
         params.append(param)

@@ -264,17 +264,6 @@ def test_parameter_with_a_gradient(fake_group):
     assert_trains(fully_shard(model))
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-def test_parameter_whose_gradient_has_another_dtype(fake_group):
-    model = Net()
-    bias = model.layers[1][0].bias
-    bias.grad_dtype = torch.bfloat16
-    with refused(ValueError, "layers.1.0.bias is torch.float32 and its grad_dtype torch.bfloat16", model=model):
-        fully_shard(model)
-    bias.grad_dtype = None  # any
-    assert_trains(fully_shard(model))
-
-
 def test_parameters_partly_on_the_meta_device(fake_group):
     model = Net()
     model.layers[1].to("meta")

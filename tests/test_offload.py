@@ -364,6 +364,7 @@ def test_memory_for_compute_is_not_made_where_shards_live():
     assert {path for path, _ in found} == {
         "checkpoint/state/trained.py",  # optimizer state, beside the shard
         "flat/all_gathers.py",  # a copy on the device
+        "flat/extended.py",  # of parameters that are refused where shards live elsewhere
         "flat/gradient_memory.py",  # the gradient, beside the shard
         "flat/home.py",
         "flat/offloaded.py",

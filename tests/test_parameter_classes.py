@@ -1,5 +1,6 @@
-"""Parameters that are tensors of other classes: wrappers of one tensor train as that tensor, with a warning where more
-is sent than by their own all-gather; what cannot be sharded is refused by name before anything is changed."""
+"""Parameters that are tensors of other classes: wrappers of one tensor, without an all-gather of their own, train as
+that tensor, with a warning; what cannot be sharded is refused by name before anything is changed. For classes with an
+all-gather of their own see ``test_all_gather_extensions``."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.test_features import DIM, Net, Twins, plain_sgd, shard_layers
 
 
 class CastWhenUsed(torch.Tensor):
-    """As torchao's weights for float8 training: a wrapper around the weight, with an all-gather of its own."""
+    """A wrapper around the weight."""
 
     _inner: torch.Tensor
 
@@ -45,11 +46,6 @@ class CastWhenUsed(torch.Tensor):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             return CastWhenUsed(result)
         return result
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        raise AssertionError("it is not called")
-
-    fsdp_post_all_gather = fsdp_pre_all_gather
 
 
 class Quantised(CastWhenUsed):

@@ -134,13 +134,13 @@ def test_every_name_in_the_private_file_has_a_test():
         "annotations",
         "OrderedDict",
         "Callable",
+        "Sequence",
         "FrameType",
         "timedelta",
         "cache",
         "count",
         "Any",
         "cast",
-        "Sequence",
     }
     missing = {name for name in public - outside if f"test_{name}" not in globals()}
     assert not missing, f"tests are missing for {missing}"
@@ -552,6 +552,18 @@ def test_same_storage():
     flat = torch.zeros(4)
     assert _torch.same_storage(flat.untyped_storage(), flat[1:].detach().untyped_storage())
     assert not _torch.same_storage(flat.untyped_storage(), flat.clone().untyped_storage())
+
+
+def test_preserved_versions():
+    weight, wrapper = torch.zeros(4), TwoTensor(torch.zeros(2), torch.zeros(2))
+    saved = (weight.clone().requires_grad_() * weight).sum()
+    with _torch.preserved_versions([weight, wrapper]):
+        weight.add_(1)
+        wrapper.add_(1)
+    assert weight._version == wrapper._version == 0 and weight.tolist() == [1] * 4
+    saved.backward()  # no error: for autograd there was no edit
+    weight.add_(1)
+    assert weight._version == 1
 
 
 def test_memory_exchange():

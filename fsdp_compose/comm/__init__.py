@@ -24,6 +24,7 @@ from .ranks import data_parallel_mesh as data_parallel_mesh
 from .ranks import default_mesh as default_mesh
 from .ranks import device_of_mesh as device_of_mesh
 from .ranks import joined_mesh as joined_mesh
+from .ranks import mesh_of_this_rank as mesh_of_this_rank
 from .ranks import replicated_mesh as replicated_mesh
 from .recording import Recorder as Recorder
 from .records import is_on as is_on

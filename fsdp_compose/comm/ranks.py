@@ -147,6 +147,15 @@ class DataParallelMesh:
             place = place * size + self.mesh.get_local_rank(dim)
         return place
 
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard group, as a mesh of one dimension."""
+        mesh = self.mesh
+        if mesh.ndim == 1:
+            return mesh
+        if mesh.mesh_dim_names:
+            return mesh[mesh.mesh_dim_names[-1]]
+        return DeviceMesh.from_group(self.shard_group, mesh.device_type)
+
     def beside(self, tensor_mesh: DeviceMesh) -> DeviceMesh:
         """The mesh of parameters that were DTensors on ``tensor_mesh`` before: the dimensions of both."""
         return joined_mesh(self.mesh, tensor_mesh)
@@ -316,12 +325,21 @@ _alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakre
 
 def _with_own_dimension(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh of one dimension with a second one, in which each rank is alone."""
+    groups, ranks = [mesh.get_group(0), _group_of_this_rank()], [[rank] for rank in mesh.mesh.tolist()]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _group_of_this_rank() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "there are process groups"
     if world not in _alone or is_destroyed(_alone[world]):
         _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    groups, ranks = [mesh.get_group(0), _alone[world]], [[rank] for rank in mesh.mesh.tolist()]
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    return _alone[world]
+
+
+def mesh_of_this_rank(device_type: str) -> DeviceMesh:
+    """A mesh of one dimension, in which this rank is alone."""
+    return DeviceMesh.from_group(_group_of_this_rank(), device_type, mesh_dim_names=("alone",))
 
 
 def default_mesh(mesh_dim_names: tuple[str] | None = None) -> DeviceMesh:

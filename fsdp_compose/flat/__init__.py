@@ -22,6 +22,9 @@ from .gradient_view import FlatSegment as FlatSegment
 from .gradient_view import local_of as local_of
 from .home import Home as Home
 from .host_copies import host_memory as host_memory
+from .kind import ParameterKind as ParameterKind
+from .kind import expect_gradient as expect_gradient
+from .kind import kind_of as kind_of
 from .lookalike import as_offload_policy as as_offload_policy
 from .lookalike import as_ours as as_ours
 from .moves import describe as describe

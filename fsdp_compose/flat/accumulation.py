@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import DTensorSpec, TensorMeta, dtensor_spec, foreach_add_
 from ..ragged import RaggedDTensor, RaggedSpec
+from .kind import own_grad_dtype
 
 
 class UnreducedGradient(RaggedDTensor):
@@ -43,8 +44,13 @@ class UnreducedGradient(RaggedDTensor):
         else:
             meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
             spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, meta)
+        dtype = own_grad_dtype(parameter) or parameter.dtype
+        if isinstance(spec, RaggedSpec):
+            spec = spec.with_dtype(dtype)
+        elif dtype != parameter.dtype:
+            spec = DTensorSpec(spec.mesh, spec.placements, TensorMeta(parameter.shape, parameter.stride(), dtype))
         with torch.inference_mode(False):  # an evaluation may run between two backwards
-            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            nothing = torch.empty(0, dtype=dtype, device=parameter.device)
             gradient: UnreducedGradient = UnreducedGradient(nothing, cast(RaggedSpec, spec))
         gradient.hidden, gradient._name, gradient._zero = parameter.grad, name, zero
         return gradient

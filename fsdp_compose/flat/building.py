@@ -14,9 +14,10 @@ from ..ragged import RaggedSpec, hook_owners
 from .flat_param import FlatParamHandle, LocalShards
 from .home import GradientHome, HostHome
 from .hooks import GradientHooks
-from .layout import FlatLayout, ParamSpec, plan_layout
+from .kind import ParameterKind
+from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
 from .offloaded import OffloadedFlatParamHandle
-from .policy import CPUOffloadPolicy, Granularity, MixedPrecisionPolicy
+from .policy import CPUOffloadPolicy, Granularity
 from .registry import handle_of
 from .sharded_param import (
     ManagedParameter,
@@ -35,18 +36,17 @@ SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that mis
 def shard_params(
     managed: Sequence[ManagedParameter],
     mesh: DataParallelMesh,
-    mp_policy: MixedPrecisionPolicy,
     granularity: Granularity | None = None,
     offload: CPUOffloadPolicy | None = None,
 ) -> FlatParamHandle:
-    """A flat parameter over parameters of one dtype and one ``requires_grad``: copies this rank's elements, and changes
+    """A flat parameter over parameters of one kind (see ``partition``): copies this rank's elements, and changes
     nothing in the modules."""
     originals = [item.parameter for item in managed]
     own = [spec_of(original) for original in originals]
-    layout = _plan(managed, own, mesh, mp_policy, granularity)
+    layout, kind = _plan(managed, own, mesh, granularity), managed[0].kind
     dtype, device = originals[0].dtype, originals[0].device
     specs = _specs(layout, mesh, dtype, own)
-    handle = _new_handle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own), offload)
+    handle = _new_handle(layout, mesh, kind, _local_shards(layout, mesh, specs), TensorParallel.of(own), offload)
     shard = handle.home.zeros(layout.shard_numel, dtype, device if device.type == "meta" else mesh.device)
     starts = _param_starts(layout, mesh)
     with torch.no_grad():
@@ -67,7 +67,6 @@ def shard_params(
 def shard_again(
     managed: Sequence[ManagedParameter],
     mesh: DataParallelMesh,
-    mp_policy: MixedPrecisionPolicy,
     granularity: Granularity | None = None,
     offload: CPUOffloadPolicy | None = None,
 ) -> FlatParamHandle:
@@ -77,10 +76,10 @@ def shard_again(
     """
     params = [item.parameter for item in managed]
     own = [_own_spec(sharded) for sharded in params]
-    layout = _plan(managed, own, mesh, mp_policy, granularity)
+    layout, kind = _plan(managed, own, mesh, granularity), managed[0].kind
     dtype, device = params[0].dtype, local_elements(params[0]).device
     specs = _specs(layout, mesh, dtype, own)
-    handle = _new_handle(layout, mesh, mp_policy, _local_shards(layout, mesh, specs), TensorParallel.of(own), offload)
+    handle = _new_handle(layout, mesh, kind, _local_shards(layout, mesh, specs), TensorParallel.of(own), offload)
     with torch.inference_mode(False), torch.no_grad():
         shard = handle.home.zeros(layout.shard_numel, dtype, device)
         parts = zip(params, handle.views_of(shard), specs, _param_starts(layout, mesh), strict=True)
@@ -98,14 +97,20 @@ def shard_again(
 def _new_handle(
     layout: FlatLayout,
     mesh: DataParallelMesh,
-    mp_policy: MixedPrecisionPolicy,
+    kind: ParameterKind,
     local_shards: LocalShards,
     tensor_parallel: TensorParallel | None,
     offload: CPUOffloadPolicy | None,
 ) -> FlatParamHandle:
     if offload is None:
-        return FlatParamHandle(layout, mesh, mp_policy, local_shards, tensor_parallel)
-    handle = OffloadedFlatParamHandle(layout, mesh, mp_policy, local_shards, tensor_parallel)
+        return FlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
+    if kind.extension is not None:
+        raise ValueError(
+            f"fully_shard(offload_policy=...): the parameter {layout.params[0].fqn} is a "
+            f"{kind.extension.cls.__name__}, which gathers itself (fsdp_pre_all_gather), on the device: leave it out "
+            "by ignored_params, or shard it without offload"
+        )
+    handle = OffloadedFlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
     home = HostHome if offload.parameters else GradientHome
     return handle.live_in(home(offload, mesh.device))
 
@@ -143,11 +148,14 @@ def _plan(
     managed: Sequence[ManagedParameter],
     own: Sequence[DTensorSpec | None],
     mesh: DataParallelMesh,
-    mp_policy: MixedPrecisionPolicy,
     granularity: Granularity | None,
 ) -> FlatLayout:
-    dtype = managed[0].parameter.dtype
-    smallest = min(d.itemsize for d in (dtype, mp_policy.compute_dtype(dtype), mp_policy.reduction_dtype(dtype)))
+    dtype, kind = managed[0].parameter.dtype, managed[0].kind
+    dtypes = (dtype, kind.compute_dtype(dtype), kind.reduction_dtype(dtype), kind.gradient_dtype(dtype))
+    alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
+    if kind.extension is not None:
+        assert len(managed) == 1, "its class gathers it by itself"
+        return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size, alignment)
     specs, shapes = [], []
     for item, spec in zip(managed, own, strict=True):
         granule = granularity(item.fqn, item.parameter) if granularity is not None else None
@@ -159,5 +167,5 @@ def _plan(
                 f"fully_shard(granularity=...): {item.fqn}, placed {list(spec.placements)}, is not cut evenly by "
                 f"tensor parallelism, so that {granule!r} is not the same on all ranks: choose 'elements' or 'whole'"
             )
-    layout = plan_layout(specs, mesh.shard_world_size, max(1, SHARD_ALIGNMENT_BYTES // smallest))
+    layout = plan_layout(specs, mesh.shard_world_size, alignment)
     return layout.with_shapes(shapes)

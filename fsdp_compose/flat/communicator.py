@@ -186,8 +186,8 @@ class Communicator(AllGathers):
 
     def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
         """Do ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
-        dtype of the shard: for functional mode."""
-        result = torch.empty_like(handle.shard)
+        dtype of the gradient: for functional mode."""
+        result = torch.empty_like(handle.shard, dtype=handle.gradient.dtype)
         reduction.aim(handle.contributions.options, (result, False, None))
         self._start_reduce_scatter(handle, reduction)
         if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:

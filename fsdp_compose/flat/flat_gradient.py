@@ -21,6 +21,7 @@ from .._torch import PlainAttributes, gradient_hooks, post_accumulate_hooks, set
 from .gradient_memory import GradientBuffer, LocalShard
 from .gradient_view import FlatSegment
 from .hooks import GradientHooks
+from .kind import expect_gradient
 from .sharded_param import local_elements
 
 _grad = attrgetter("grad")
@@ -32,10 +33,11 @@ class FlatGradient:
     Args:
         sharded_params: the sharded parameters, in the order of the layout.
         local_shards: for each sharded parameter, (start, stop, shape) of its local shard inside the shard, in elements.
-        shard: the shard, whose length, dtype and device the gradient has.
+        shard: the shard, whose length and device the gradient has.
         hooks: the gradient hooks of the sharded parameters, which ``publish`` calls.
         segments: the flat views over the shard; the list is the handle's own.
         keeps_memory: also while there is no gradient, as a bucket does.
+        dtype: of the gradient; ``None``: that of the shard.
 
     Attributes:
         buffer: the memory, and its views.
@@ -53,19 +55,30 @@ class FlatGradient:
         hooks: GradientHooks,
         segments: list[FlatSegment],
         keeps_memory: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._keeps_memory = keeps_memory
         self._sharded_params = sharded_params
         self._hooks = hooks
         self._segments = segments
-        self.buffer = self._make_buffer(sharded_params, local_shards, shard)
+        self.buffer = self._make_buffer(sharded_params, local_shards, shard, dtype)
+        for param in (*sharded_params, *(segment.parameter for segment in segments)):
+            expect_gradient(param, self.dtype)
         self._is_dropped = False  # no sharded parameter had a gradient when the present forward began
         self._is_published = bytes(len(sharded_params))
 
     def _make_buffer(
-        self, sharded_params: Sequence[nn.Parameter], local_shards: Sequence[LocalShard], shard: torch.Tensor
+        self,
+        sharded_params: Sequence[nn.Parameter],
+        local_shards: Sequence[LocalShard],
+        shard: torch.Tensor,
+        dtype: torch.dtype | None,
     ) -> GradientBuffer:
-        return GradientBuffer(sharded_params, local_shards, shard, self._segments)
+        return GradientBuffer(sharded_params, local_shards, shard, self._segments, dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.buffer.dtype
 
     def release_if_dropped(self, is_known_to_be: bool = False) -> None:
         """Free the memory when the user has dropped the gradient (``zero_grad()``), or is known to have."""
@@ -86,6 +99,7 @@ class FlatGradient:
 
     def attach(self, segment: FlatSegment) -> None:
         """Give a new segment, the last of the list, the gradient that there may be already."""
+        expect_gradient(segment.parameter, self.dtype)
         self.buffer.attach(segment)
         views = self.buffer.views
         if views and any(self._sharded_params[i].grad is views[i] for i in segment.sharded_params):

@@ -29,18 +29,18 @@ import torch.nn as nn
 from .._torch import PlainAttributes
 from ..comm import DataParallelMesh, Label, Transport
 from .contributions import Contributions
+from .extended import make_unsharded
 from .gradient import ShardedGradient
 from .gradient_view import FlatSegment, check_segments_agree
 from .home import ON_DEVICE, Home
 from .hooks import GradientHooks
+from .kind import ParameterKind
 from .layout import FlatLayout
-from .policy import MixedPrecisionPolicy
 from .reduction import ReduceBuffer, Reduction
 from .sharded_param import (
     Snapshot,
     local_elements,
     rebind_sharded_param,
-    restore_attributes,
 )
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
@@ -76,13 +76,14 @@ class Owner(Protocol):
 
 
 class FlatParamHandle:
-    """The flat parameter over ``managed`` parameters of one dtype and one ``requires_grad``.
+    """The flat parameter over parameters of one kind (see ``partition``).
 
     They are built by ``building``.
 
     Attributes:
         label: the parameters, as collectives and errors name them.
         mesh: the ranks.
+        kind: what was decided for the parameters.
         layout: where each parameter is.
         local_shards: what this rank has of each: (start, stop, shape) in its shard.
         sharded_params: the sharded parameters, by parameter; permanently the same objects.
@@ -97,7 +98,7 @@ class FlatParamHandle:
     """
 
     __slots__ = (
-        "__weakref__", "contributions", "gradient", "hooks", "label", "layout", "local_shards", "mesh", "mp_policy",
+        "__weakref__", "contributions", "gradient", "hooks", "kind", "label", "layout", "local_shards", "mesh",
         "owner", "segments", "shard", "sharded_params", "snapshot", "summoned", "unsharded",
     )  # fmt: skip
 
@@ -107,11 +108,11 @@ class FlatParamHandle:
         self,
         layout: FlatLayout,
         mesh: DataParallelMesh,
-        mp_policy: MixedPrecisionPolicy,
+        kind: ParameterKind,
         local_shards: LocalShards,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
-        self.layout, self.mesh, self.mp_policy, self.local_shards = layout, mesh, mp_policy, local_shards
+        self.layout, self.mesh, self.kind, self.local_shards = layout, mesh, kind, local_shards
         self.label = Label([param.fqn for param in layout.params])
         self.segments: list[FlatSegment] = []
         self.owner: weakref.ref[Owner] | None = None
@@ -126,13 +127,14 @@ class FlatParamHandle:
         _register(self, {id(sharded): i for i, sharded in enumerate(params)}, sharded_param_owners)
 
     def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
-        return FlatParamHandle(self.layout, mesh, self.mp_policy, self.local_shards, self.tensor_parallel)
+        return FlatParamHandle(self.layout, mesh, self.kind, self.local_shards, self.tensor_parallel)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """A handle of its own, over copies of the sharded parameters: those that ``memo`` has, which modules show."""
         mesh = self.mesh.with_transports(attrgetter("unrecorded"))
         twin = self._empty_twin(mesh)
         memo[id(self)] = twin
+        twin.kind = self.kind.of_a_copy(memo)
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))
         twin.adopt(twin.flatten())
@@ -142,17 +144,16 @@ class FlatParamHandle:
         """Make ``shard``, of which the sharded parameters are views already, this handle's; build the other parts."""
         self.shard = shard
         self.unsharded, self.gradient = self._build(shard)
-        self.contributions.begin_again(self.mp_policy.reduction_dtype(shard.dtype))
-        for sharded, unsharded in zip(self.sharded_params, self.unsharded.params, strict=True):
-            restore_attributes(sharded, unsharded)
+        self.contributions.begin_again(self.kind.reduction_dtype(shard.dtype))
+        self.unsharded.take_attributes(self.sharded_params)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()
 
     def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
-        arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments, self.mesh.has_whole)
-        dtype = self.mp_policy.compute_dtype(shard.dtype)
-        unsharded = Unsharded(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
-        return unsharded, ShardedGradient(*arguments)
+        kind, arguments = self.kind, (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
+        dtype, own = kind.compute_dtype(shard.dtype), self.tensor_parallel
+        unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, dtype, self.label, own)
+        return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(shard.dtype))
 
     def set_prefix(self, prefix: str) -> None:
         """``prefix`` precedes the parameters' names in the root."""
@@ -269,8 +270,7 @@ class FlatParamHandle:
         return group is None or group.is_functional
 
     def after_publication(self, call: Callable[[], None]) -> None:
-        """Make ``call`` when the gradients of the backward that is running are published; now if no backward of the
-        group's root is running."""
+        """Make ``call`` when gradients of the backward that is running are published; now, if none of the root is."""
         group = self._group()
         if group is None:
             call()
@@ -289,7 +289,7 @@ class FlatParamHandle:
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
         """A reduction of ``flat``, a whole flat gradient; of which ``buffer`` is the memory, if that is pooled."""
-        return Reduction(self.layout, self.mesh, self.label, self.shard.dtype, flat, buffer)
+        return Reduction(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
 
     def follow_user(self) -> None:
         """Make sharded parameters and flat views agree after what the user, or autograd, did to gradients of either."""

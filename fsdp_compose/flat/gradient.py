@@ -53,8 +53,9 @@ class ShardedGradient(FlatGradient):
         hooks: GradientHooks,
         segments: list[FlatSegment],
         keeps_memory: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(sharded_params, local_shards, shard, hooks, segments, keeps_memory)
+        super().__init__(sharded_params, local_shards, shard, hooks, segments, keeps_memory, dtype)
         self._write_mode = FRESH
         self.target: torch.Tensor | None = None
 

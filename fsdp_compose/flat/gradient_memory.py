@@ -22,13 +22,14 @@ LocalShard = tuple[int, int, tuple[int, ...]]
 
 
 class GradientBuffer:
-    """One flat tensor of a shard's length, dtype and device, whose memory comes and goes.
+    """One flat tensor of a shard's length and device, whose memory comes and goes.
 
     Args:
         sharded_params: the sharded parameters, in the order of the layout.
         local_shards: for each sharded parameter, (start, stop, shape) of its local shard inside the shard, in elements.
         shard: the shard.
         segments: the flat views over the shard; the list is the handle's own.
+        dtype: of the tensor; ``None``: that of the shard.
 
     Attributes:
         flat: the tensor; ``None`` before its first use, and after it was left to the user.
@@ -43,10 +44,11 @@ class GradientBuffer:
         local_shards: Sequence[LocalShard],
         shard: torch.Tensor,
         segments: list[FlatSegment],
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._sharded_params, self._local_shards, self._segments = sharded_params, local_shards, segments
-        self.numel, self.dtype, self.device = shard.numel(), shard.dtype, shard.device
-        self._nbytes = shard.numel() * shard.element_size()
+        self.numel, self.dtype, self.device = shard.numel(), dtype or shard.dtype, shard.device
+        self._nbytes = self.numel * self.dtype.itemsize
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self.locals: list[torch.Tensor] = []

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["FlatLayout", "Granule", "LocalShard", "ParamPlacement", "ParamSpec", "plan_layout"]
+__all__ = ["FlatLayout", "Granule", "LocalShard", "ParamPlacement", "ParamSpec", "plan_equal_rows", "plan_layout"]
 
 Granule: TypeAlias = Literal["elements", "rows", "whole"] | int | tuple[int, ...]
 """The unit that no shard boundary splits: an element (`"elements"`), an index of dim 0 (`"rows"`), the parameter
@@ -160,6 +160,18 @@ class FlatLayout:
         starts = [0, *(param.offset + param.numel for param in self.params)]
         stops = [*(param.offset for param in self.params), self.flat_numel]
         return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+
+
+def plan_equal_rows(fqn: str, shape: tuple[int, ...], world_size: int, alignment: int) -> FlatLayout:
+    """One parameter by itself, of which every rank has equally many rows of dim 0, as far as there are some: what is
+    missing at the end is padding. `alignment`: every shard is of a multiple of so many elements.
+
+        5 rows of 4 elements on 3 ranks    |aaaaaaaa|aaaaaaaa|aaaa....|
+    """
+    row = _row_numel(shape)
+    num_rows = _round_up(-(-shape[0] // world_size), alignment // math.gcd(row, alignment))
+    placement = ParamPlacement(fqn, shape, math.prod(shape), 0, row, row_aligned=True)
+    return FlatLayout(world_size, alignment, num_rows * row, (placement,), 0)
 
 
 def plan_layout(

@@ -44,7 +44,7 @@ def reflatten(handle: FlatParamHandle) -> None:
     note_write_of_all_ranks((shard,) * max(handle.shard._version + 1 - shard._version, 1))
     for segment in handle.segments:
         segment.rebind(shard)
-    for sharded, unsharded in zip(handle.sharded_params, handle.unsharded.params, strict=True):
+    for sharded, unsharded in zip(handle.sharded_params, handle.unsharded.bearers, strict=True):
         copy_attributes(unsharded, sharded)  # module.to() loses them
     handle.hooks.listen_again()
     was_unsharded = handle.unsharded.is_allocated
@@ -80,7 +80,7 @@ def is_stale(handle: FlatParamHandle) -> bool:
 
 def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
     """The facts that must be the same on every rank: one for each parameter, then one for the whole."""
-    specs = specs_of(handle.tensor_parallel, len(handle.fqns))
+    specs, extension = specs_of(handle.tensor_parallel, len(handle.fqns)), handle.kind.extension
     facts: list[dict[str, Any]] = [
         {
             "parameter": handle.prefix + placement.fqn,
@@ -89,6 +89,8 @@ def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
             "dtype": str(handle.shard.dtype),
             "compute dtype": str(handle.unsharded.dtype),
             "reduce dtype": str(handle.contributions.dtype),
+            "gradient dtype": str(handle.gradient.dtype),
+            **({} if extension is None else {"gathered by": extension.cls.__name__}),
             "requires_grad": sharded.requires_grad,
         }
         for placement, sharded, spec in zip(handle.layout.params, handle.sharded_params, specs, strict=True)

@@ -128,9 +128,13 @@ class _GradientOnHost(ShardedGradient):
     buffer: _HostGradientBuffer
 
     def _make_buffer(
-        self, sharded_params: Sequence[nn.Parameter], local_shards: Sequence[LocalShard], shard: torch.Tensor
+        self,
+        sharded_params: Sequence[nn.Parameter],
+        local_shards: Sequence[LocalShard],
+        shard: torch.Tensor,
+        dtype: torch.dtype | None,
     ) -> GradientBuffer:
-        return _HostGradientBuffer(sharded_params, local_shards, shard, self._segments)
+        return _HostGradientBuffer(sharded_params, local_shards, shard, self._segments, dtype)
 
     def publish(self, is_used: bytes, has_others: bool = True) -> None:
         self.buffer.home.settle()
@@ -176,18 +180,18 @@ class OffloadedFlatParamHandle(FlatParamHandle):
         return self
 
     def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
-        arguments = self.layout, mesh, self.mp_policy, self.local_shards, self.tensor_parallel
+        arguments = self.layout, mesh, self.kind, self.local_shards, self.tensor_parallel
         return OffloadedFlatParamHandle(*arguments).live_in(self.home)
 
     def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
-        dtype, kind = self.mp_policy.compute_dtype(shard.dtype), _UnshardedFromHost if self.home.is_host else Unsharded
-        unsharded = kind(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
+        dtype, cls = self.kind.compute_dtype(shard.dtype), _UnshardedFromHost if self.home.is_host else Unsharded
+        unsharded = cls(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
         arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
-        gradient = _GradientOnHost(*arguments, keeps_memory=True)
+        gradient = _GradientOnHost(*arguments, keeps_memory=True, dtype=self.kind.gradient_dtype(shard.dtype))
         gradient.buffer.live_in(self.home)
         return unsharded, gradient
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
-        reduction = _ReductionToHost(self.layout, self.mesh, self.label, self.shard.dtype, flat, buffer)
+        reduction = _ReductionToHost(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
         reduction.land_in(self.home)
         return reduction

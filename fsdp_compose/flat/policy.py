@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
@@ -45,14 +45,20 @@ class MixedPrecisionPolicy:
         param_dtype: floating dtype of the unsharded parameters, hence of the all-gather, forward and backward.
             ``None`` keeps the original dtype. Parameters that are not floating point (complex, integer) keep theirs.
         reduce_dtype: floating dtype of the gradient reduction, and of gradients accumulated under ``no_sync``.
-            ``None``: that of the parameter's gradient, which is the dtype the model was built with, also where
-            ``param_dtype`` is lower (before 2.15, torch took ``param_dtype``): to reduce in bf16, say so.
+            ``None``: that of the parameter's gradient (``param.grad_dtype``, if it was set), which is the dtype the
+            model was built with, also where ``param_dtype`` is lower (before 2.15, torch took ``param_dtype``): to
+            reduce in bf16, say so.
         output_dtype: floating dtype to which the floating-point tensors that the module returns are cast.
             ``None`` leaves them as they are.
         cast_forward_inputs: whether floating-point tensors among the forward's arguments are cast to ``param_dtype``.
+        param_dtype_override_fn: of a parameter, the floating dtype that it has unsharded instead of ``param_dtype``:
+            its own dtype keeps it as it is (norms, routers), ``None`` is ``param_dtype``. Called once for each
+            parameter, by ``fully_shard``; its answers must be the same on every rank, which the first forward checks.
+            Parameters of another compute dtype are another flat parameter of the group. (torch 2.15 takes a
+            parameter's own dtype only; here it can be any.)
 
     Raises:
-        TypeError: a dtype is not a ``torch.dtype``.
+        TypeError: a dtype is not a ``torch.dtype``, or the function cannot be called.
         ValueError: a dtype is not a real floating-point dtype.
     """
 
@@ -60,6 +66,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -75,13 +82,25 @@ class MixedPrecisionPolicy:
                 raise ValueError(
                     f"MixedPrecisionPolicy({name}={dtype}): expected a floating-point dtype such as torch.bfloat16"
                 )
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise TypeError(
+                f"MixedPrecisionPolicy(param_dtype_override_fn={self.param_dtype_override_fn!r}): expected a function "
+                "of a parameter, such as lambda param: torch.float32 if param.ndim == 1 else None"
+            )
 
-    def compute_dtype(self, original: torch.dtype) -> torch.dtype:
-        """The dtype of an unsharded parameter whose original dtype is ``original``."""
-        return self.param_dtype if self.param_dtype is not None and original.is_floating_point else original
+    def compute_dtype_of(self, fqn: str, param: nn.Parameter) -> torch.dtype | None:
+        """The dtype that ``param`` is to compute in; ``None``: its own, whatever that is.
 
-    def reduction_dtype(self, original: torch.dtype) -> torch.dtype:
-        """The dtype in which the gradient of a parameter whose original dtype is ``original`` is reduced."""
-        if self.reduce_dtype is not None and original.is_floating_point:
-            return self.reduce_dtype
-        return original
+        Raises:
+            ValueError: ``param_dtype_override_fn`` answers with something else than a floating dtype or ``None``.
+        """
+        dtype = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
+        if dtype is None or dtype == self.param_dtype or (dtype == param.dtype and not dtype.is_floating_point):
+            return self.param_dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or not param.is_floating_point():
+            raise ValueError(
+                f"MixedPrecisionPolicy(param_dtype_override_fn=...): for the parameter {fqn}, which is {param.dtype}, "
+                f"it returned {dtype!r}; expected its own dtype, None (param_dtype) or, of a floating-point parameter, "
+                "a floating-point dtype"
+            )
+        return None if dtype == param.dtype else dtype

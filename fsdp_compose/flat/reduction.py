@@ -138,7 +138,7 @@ class Reduction:
 
     Args:
         layout, mesh, label: of the flat parameter.
-        dtype: of the shard.
+        dtype: of the sharded gradient.
         flat: what it reads and may overwrite, of the layout's length; a view of ``buffer`` if that is given.
 
     Attributes:

@@ -22,6 +22,7 @@ from .._requirements import PLAIN_SHARDED_PARAMS
 from .._torch import DTensorSpec, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged, gather_local_shards, rebind
+from .kind import ParameterKind
 from .layout import FlatLayout
 
 # Where a sharded parameter remembers which subclass of nn.Parameter the original was an instance of.
@@ -32,11 +33,12 @@ SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
 
 @dataclass
 class ManagedParameter:
-    """A parameter of a group, with every place in the module tree where it stands."""
+    """A parameter of a group, with every place in the module tree where it stands, and what was decided for it."""
 
     fqn: str
     parameter: nn.Parameter
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
+    kind: ParameterKind = field(default_factory=ParameterKind)
 
 
 def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
@@ -201,7 +203,9 @@ def make_gradient(local: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
     """The tensor for ``sharded.grad``, over ``local``, a view of the flat gradient."""
     if PLAIN_SHARDED_PARAMS:
         return local
-    return shown_on(sharded.device, RaggedDTensor(local, sharded._spec))  # type: ignore[attr-defined]
+    spec: RaggedSpec = sharded._spec  # type: ignore[attr-defined]
+    gradient = RaggedDTensor(local, spec if spec.dtype == local.dtype else spec.with_dtype(local.dtype))
+    return shown_on(sharded.device, gradient)
 
 
 def shown_on(device: torch.device, gradient: DTensor) -> DTensor:

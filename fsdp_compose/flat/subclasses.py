@@ -1,9 +1,9 @@
 """Parameters that are tensors of other classes: which can be sharded, and how.
 
 Plain data with a class on top (attributes, ``__torch_function__``) keeps its class inside forward. A wrapper around one
-tensor of its own shape and dtype (torchao's weights for float8 and int8 training) is sharded as that tensor: right, and
-gathered as it is, without the class's own all-gather in fewer bytes. A wrapper around anything else (NF4 and other
-quantised weights) is more than its elements, and is refused.
+tensor of its own shape and dtype (torchao's weights for float8 and int8 training) is sharded as that tensor. If its
+class has an all-gather of its own, forward sees what that makes of it (``extension``), else the tensor inside, with a
+warning. A wrapper around anything else (NF4 and other quantised weights) is more than its elements, and is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import is_wrapper
+from .extension import check_protocol, has_protocol
 
 _warned: set[type] = set()
 
@@ -23,8 +24,9 @@ def plain_tensor(param: torch.Tensor) -> torch.Tensor:
     return _inner(param) if is_wrapper(param) else param.detach()
 
 
-def check_class(param: nn.Parameter, fqn: str) -> None:
-    """Raise ValueError if ``param`` cannot be sharded; warn, once a class, if it has a smaller all-gather."""
+def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None:
+    """Raise ValueError if ``param`` cannot be sharded; warn, once a class, if forward will see another class.
+    ``is_gathered``: there is an all-gather, which replicated parameters have none of."""
     cls = type(param)
     if not is_wrapper(param):
         if param.layout != torch.strided or param.is_quantized:
@@ -33,6 +35,7 @@ def check_class(param: nn.Parameter, fqn: str) -> None:
                 f"fully_shard(): the parameter {fqn} is {kind}, which cannot be sharded: make it a dense tensor, or "
                 "leave it out by ignored_params"
             )
+        check_protocol(param, fqn)
         return
     inner = _inner(param)
     if inner is param or (inner.shape, inner.dtype) != (param.shape, param.dtype) or is_wrapper(inner):
@@ -42,12 +45,13 @@ def check_class(param: nn.Parameter, fqn: str) -> None:
             f"which is kept as ({parts}) and cannot be sharded yet: leave it out by ignored_params (every rank then "
             "keeps it whole), or shard the model before it is quantised"
         )
-    if cls not in _warned and hasattr(param, "fsdp_pre_all_gather"):
+    check_protocol(param, fqn)
+    if cls not in _warned and not (is_gathered and has_protocol(param)):
         _warned.add(cls)
+        why = "no all-gather of its own (fsdp_pre_all_gather)" if is_gathered else "nothing to gather: it is replicated"
         warnings.warn(
-            f"fully_shard(): the parameter {fqn} is a {cls.__name__}, whose own all-gather (fsdp_pre_all_gather) is "
-            f"not used: it is gathered in {param.dtype}, or the policy's param_dtype, with the same results and more "
-            "bytes than its class would send (this is said once per class)",
+            f"fully_shard(): the parameter {fqn} is a {cls.__name__}, with {why}: forward sees the tensor that it "
+            f"wraps, in {param.dtype} or the policy's param_dtype, without the class (this is said once per class)",
             stacklevel=5,  # where the user calls fully_shard()
         )
 

@@ -16,7 +16,7 @@ that an all-gather still fills would give wrong numbers. To show and to hide is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -29,6 +29,7 @@ from .._torch import memory_exchange, refuse_access, set_local_tensor
 from ..comm import DataParallelMesh, Label, Work
 from ..ragged import writes
 from .layout import FlatLayout
+from .sharded_param import restore_attributes
 from .sources import KeptPart, ShardSource
 from .tensor_parallel import TensorParallel
 from .views import full_views
@@ -135,6 +136,8 @@ class Unsharded:
         "left_by_forward", "memory", "never_freed", "params", "part", "work",
     )  # fmt: skip
 
+    shows_shards = True  # what is gathered is the shards, cast; each rank can compare its own
+
     def __init__(
         self,
         shard: torch.Tensor,
@@ -158,16 +161,10 @@ class Unsharded:
             self.memory.show()
             views = full_views(layout, self.memory.shown)
             if tensor_parallel is None:
-                self.params = [nn.Parameter(view, requires_grad=False) for view in views]
+                params = [nn.Parameter(view, requires_grad=False) for view in views]
             else:
-                self.params = tensor_parallel.parameters(views)
-        self.dtensors = [param for param in self.params if isinstance(param, DTensor)]
-        self.forgive_edit()
-        self.flags = [False] * len(self.params)
-        self.gathered: Gathered = (0, 0, 0)
-        self.work: Work | None = None
-        self.is_allocated = self.keep = self.never_freed
-        self.left_by_forward = False
+                params = tensor_parallel.parameters(views)
+        self._begin(params, [param for param in params if isinstance(param, DTensor)], self.never_freed)
         if may_free:
             self.memory.free()
 
@@ -182,6 +179,21 @@ class Unsharded:
 
     def _source_of(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> ShardSource:
         return ShardSource(shard, flat, mesh, label)
+
+    def _begin(self, params: list[nn.Parameter], dtensors: Sequence[nn.Parameter], is_allocated: bool) -> None:
+        """These are the parameters, of which ``dtensors`` count their own edits; nothing was gathered."""
+        self.params, self.dtensors = params, dtensors
+        self.forgive_edit()
+        self.flags = [False] * len(params)
+        self.gathered: Gathered = (0, 0, 0)
+        self.work: Work | None = None
+        self.is_allocated = self.keep = is_allocated
+        self.left_by_forward = False
+
+    def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
+        """Make the parameters what the originals were, as sharded parameters remember it."""
+        for sharded, param in zip(sharded_params, self.params, strict=True):
+            restore_attributes(sharded, param)
 
     # ---- gathering
 
@@ -270,6 +282,11 @@ class Unsharded:
     def part_nbytes(self) -> int:
         """The bytes of the part that stays."""
         return self.part.nbytes if self.part is not None else 0
+
+    @property
+    def bearers(self) -> Sequence[nn.Parameter]:
+        """What has the attributes that the user has set, which ``module.to()`` takes from sharded parameters."""
+        return self.params
 
     @property
     def is_meta(self) -> bool:

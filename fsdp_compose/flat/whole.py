@@ -52,7 +52,7 @@ def _prepare(handle: FlatParamHandle) -> WriteMode:
 
 def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
     """Whether gradients go to where the average belongs, each divided by the number of ranks."""
-    contributions, dtype = handle.contributions, handle.shard.dtype
+    contributions, dtype = handle.contributions, handle.gradient.buffer.dtype
     return (
         mode is FRESH
         and contributions.accumulation is None

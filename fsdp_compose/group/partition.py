@@ -24,10 +24,10 @@ def partition(managed: Sequence[ManagedParameter], options: GroupOptions) -> lis
 
 
 def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """One part for each (dtype, requires_grad), in the order of their first parameters."""
-    kinds: dict[tuple[object, bool], list[ManagedParameter]] = {}
+    """One part for each (dtype, requires_grad, what else was decided), in the order of their first parameters."""
+    kinds: dict[tuple[object, ...], list[ManagedParameter]] = {}
     for item in managed:
-        kinds.setdefault((item.parameter.dtype, item.parameter.requires_grad), []).append(item)
+        kinds.setdefault((item.parameter.dtype, item.parameter.requires_grad, item.kind), []).append(item)
     return list(kinds.values())
 
 

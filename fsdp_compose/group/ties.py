@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from ..flat import ManagedParameter, handle_of, owner_of, shard_again
+from ..flat import ManagedParameter, ParameterKind, handle_of, owner_of, shard_again
 from .members import group_modules, prepare_swap
 from .partition import partition
 from .state import _FSDPState, state_of
@@ -167,12 +167,20 @@ def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> Non
     for i, top in reversed([*enumerate(tops)]):
         prefix = f"{i}." if len(tops) > 1 else ""  # as group_modules() has it: names must be unique in the group
         names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
-    managed = [ManagedParameter(names[id(sharded)], sharded) for sharded in sharded_params]
+    managed = [
+        ManagedParameter(names[id(sharded)], sharded, kind=_kind_in(state, sharded)) for sharded in sharded_params
+    ]
     parts = partition(managed, state.options)
-    options = state.options
-    arguments = state.mesh, options.mp_policy, options.granularity, options.offload
+    arguments = state.mesh, state.options.granularity, state.options.offload
     state.adopt([shard_again(part, *arguments) for part in parts])
     prepare_swap(state)
+
+
+def _kind_in(state: _FSDPState, sharded: nn.Parameter) -> ParameterKind:
+    """The kind of a parameter that is about to be in the group of ``state``."""
+    place, group = handle_of(sharded), _group_of(sharded)
+    assert place is not None and group is not None
+    return place[0].kind.in_group(group.options.mp_policy, state.options.mp_policy)
 
 
 def _sharded_params_of(state: _FSDPState) -> list[nn.Parameter]:

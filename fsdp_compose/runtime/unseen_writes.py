@@ -56,7 +56,8 @@ def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: Group
 def writes_to_unsharded(state: _FSDPState) -> dict[FlatParamHandle, list[int]]:
     """The unsharded parameters of a group that forward has written to, by index; those that it gave other memory are
     put back."""
-    present = [item for item in state._handles if item.unsharded.is_allocated and item.unsharded.work is None]
+    unsharded = [(item, item.unsharded) for item in state._handles if item.unsharded.shows_shards]
+    present = [handle for handle, item in unsharded if item.is_allocated and item.work is None]
     return {handle: [*_put_back(handle), *_written_to_memory(handle)] for handle in present}
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .._torch import non_persistent_buffers
 from ..checkpoint import ModelNames
 from ..flat import FlatParamHandle, handle_of, local_of
 from ..group import state_of
@@ -80,7 +81,7 @@ def _buffers(names: ModelNames) -> Iterator[Source]:
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for path, module in names.model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+            if buffer is not None and name not in non_persistent_buffers(module):
                 fqn = names.canonical(f"{path}.{name}" if path else name)
                 found.setdefault(id(buffer), (buffer, []))[1].append(fqn)
     for buffer, fqns in found.values():

@@ -31,12 +31,24 @@ class FunctionalMode:
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[FunctionalUse, None]:
         with temporarily_clear_interpreter_stack():  # whatever torch.func makes of the forward, this is none of it
             refuse_accumulated(state)
+            _refuse_extensions(state)
             if not is_recomputed:
                 root.forward.enter(None)
                 if not state.progress.entries:
                     reshard(root, state)  # what unshard() has gathered ahead is of no use here
                     wait_for_unshard(root, state)  # nor what stays unsharded
         return FunctionalUse(root, state, self._given), None
+
+
+def _refuse_extensions(state: _FSDPState) -> None:
+    """Raise if the class of a parameter gathers it in a form of its own, which autograd could not differentiate."""
+    for handle in state._handles:
+        if handle.kind.extension is not None:
+            raise NotImplementedError(
+                f"the parameter {handle.name_of(0)} of the fully_shard group {state.name} is a "
+                f"{handle.kind.extension.cls.__name__}, gathered by its class (fsdp_pre_all_gather), which functional "
+                "mode, torch.func and functional_call() cannot differentiate: use the default mode"
+            )
 
 
 class FunctionalUse:
