@@ -387,6 +387,28 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, rec
         state.set_options(requires_all_reduce=requires_all_reduce)
 
 
+def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurse: bool = True) -> None:
+    """Whether unsharded parameters keep their memory while they are sharded, so that it has one address for good: for
+    what remembers addresses (CUDA graphs). It costs the memory of the whole of each group.
+
+    Reading them while they are sharded raises as before, where torch can tell.
+
+    Ranks: each may set it for itself. Local: no communication.
+
+    Args:
+        module: root of the tree to set.
+        keeps_storage: the flag; ``False`` at first. Setting it to ``False`` gives back what is kept.
+        recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        TypeError: the flag is not a bool.
+        NotImplementedError: a parameter is of a class that gathers itself, into memory of its own.
+    """
+    _check_flag("set_keep_unsharded_storage", keeps_storage)
+    for state in _states(module, recurse):
+        state.set_options(keeps_storage=keeps_storage)
+
+
 def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: bool = True) -> None:
     """Whether the next backward is the last one of several: taken as by FSDP2, and without effect, for here every
     backward is complete at its end. A flag that is no bool is a TypeError."""

@@ -19,6 +19,7 @@ from fsdp_compose import (
     set_force_sum_reduction_for_comms,
     set_gradient_divide_factor,
     set_is_last_backward,
+    set_keep_unsharded_storage,
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
     set_post_reduction_hook,
@@ -306,3 +307,44 @@ def test_wrong_values_are_refused(what):
     with pytest.raises(kind, match=text):
         call(model)
     assert get_state(model).options == before
+
+
+# ---- memory that stays
+
+
+def addresses(model: nn.Module) -> list[int]:
+    """Where the unsharded parameters are, as their modules see them in forward."""
+    found: list[int] = []
+    hooks = [
+        module.register_forward_hook(lambda module, *_: found.extend(p.data_ptr() for p in module.parameters(False)))
+        for module in model.modules()
+        if [*module.parameters(False)]
+    ]
+    twins = one_batch()
+    mean_square(model, local_part(twins)).backward()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@distributed(world_size=2)
+def test_memory_of_unsharded_parameters_stays_where_it_is(copied):
+    twins = Twins(Net(), make_optimizer=plain_sgd)
+    model = twins.sharded
+    set_keep_unsharded_storage(model, True)
+    if copied:
+        model = copy.deepcopy(model)
+    first = addresses(model)
+    held = [torch.empty(64) for _ in range(50)]  # what would take the place of memory that was given back
+    assert unsharded_bytes(model) > 0
+    assert addresses(model) == first and len(held) == 50
+    model.to(torch.float64)  # other memory, which stays too
+    other = addresses(model.to(torch.float32))
+    assert addresses(model) == other and unsharded_bytes(model) > 0
+    set_keep_unsharded_storage(model, False)
+    assert unsharded_bytes(model) == 0
+    addresses(model)
+    assert unsharded_bytes(model) == 0
+    with pytest.raises(TypeError, match="expected True or False"):
+        set_keep_unsharded_storage(model, 1)

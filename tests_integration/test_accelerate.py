@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType, set_seed
 from torch.distributed import fsdp
 
 from tests_integration import llama
-from tests_integration.side_by_side import assert_same, results_of
+from tests_integration.side_by_side import assert_same, pin_no_memory, results_of
 
 
 def pretend_to_have_accelerators() -> None:
@@ -79,6 +79,11 @@ def checkpointed(folder: Path) -> dict[str, Any]:
     return train(folder, activation_checkpointing=True)
 
 
-@pytest.mark.parametrize("program", [plain, bf16, kept, loaded_on_the_first_rank, checkpointed])
+def offloaded(folder: Path) -> dict[str, Any]:
+    pin_no_memory()
+    return train(folder, cpu_offload=True)
+
+
+@pytest.mark.parametrize("program", [plain, offloaded, bf16, kept, loaded_on_the_first_rank, checkpointed])
 def test_training(program, tmp_path):
     assert_same(results_of(program, tmp_path), 2e-2 if program is bf16 else 1e-5)

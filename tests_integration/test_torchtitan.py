@@ -14,7 +14,7 @@ from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.distributed import fsdp as titan
 
 from tests_integration import llama
-from tests_integration.side_by_side import assert_same, results_of
+from tests_integration.side_by_side import assert_same, pin_no_memory, results_of
 
 DIM = 16
 
@@ -138,6 +138,11 @@ def fewer_experts_than_ranks(folder: Path) -> dict[str, Any]:
     return train(make(MixtureBlock))
 
 
+def offloaded(folder: Path) -> dict[str, Any]:
+    pin_no_memory()
+    return train(make(), cpu_offload=True)
+
+
 def experts(folder: Path) -> dict[str, Any]:
     return train(make(MixtureBlock))
 
@@ -146,6 +151,8 @@ def in_chunks(folder: Path) -> dict[str, Any]:
     return train(make(), chunks=3)
 
 
-@pytest.mark.parametrize("program", [plain, always, bf16, tied, hybrid, fewer_experts_than_ranks, experts, in_chunks])
+@pytest.mark.parametrize(
+    "program", [plain, always, bf16, tied, hybrid, fewer_experts_than_ranks, experts, offloaded, in_chunks]
+)
 def test_training(program, tmp_path):
     assert_same(results_of(program, tmp_path), 2e-2 if program is bf16 else 2e-5)

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 from transformers.distributed import DistributedConfig
 
 from tests_integration import llama
-from tests_integration.side_by_side import assert_same, results_of
+from tests_integration.side_by_side import assert_same, pin_no_memory, results_of
 from tests_integration.test_accelerate import pretend_to_have_accelerators
 
 
@@ -47,6 +47,11 @@ def plain(folder: Path) -> dict[str, Any]:
 
 def mixed(folder: Path) -> dict[str, Any]:
     return loaded(folder, fsdp_mixed_precision=True)
+
+
+def offloaded(folder: Path) -> dict[str, Any]:
+    pin_no_memory()
+    return loaded(folder, fsdp_cpu_offload=True)
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -93,7 +98,7 @@ def trainer(folder: Path) -> dict[str, Any]:
     return {"losses": losses.losses, "resumed": resumed.losses, "groups": groups}
 
 
-@pytest.mark.parametrize("program", [plain, mixed, trainer])
+@pytest.mark.parametrize("program", [plain, mixed, offloaded, trainer])
 def test_training(program, tmp_path):
     results = results_of(program, tmp_path)
     assert results["drop_in"]["groups"] > 3

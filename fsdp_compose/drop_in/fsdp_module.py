@@ -85,6 +85,10 @@ class FSDPModule(metaclass=_AsksRegistry):
         """``fsdp_compose.set_reshard_after_backward``."""
         controls.set_reshard_after_backward(_module(self), reshard_after_backward, recurse=recurse)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """``fsdp_compose.set_keep_unsharded_storage``."""
+        controls.set_keep_unsharded_storage(_module(self), keep, recurse=recurse)
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """``fsdp_compose.set_modules_to_forward_prefetch``."""
         controls.set_modules_to_forward_prefetch(_module(self), modules)
@@ -189,11 +193,6 @@ class FSDPModule(metaclass=_AsksRegistry):
         _without_effect("set_symm_mem_for_comm", _OWN_MEMORY)
 
     # ---- not there, and asked for with a purpose that would be missed
-
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Unsharded parameters that stay at one address: not there."""
-        if keep:
-            raise _absent("set_keep_unsharded_storage", "the memory of unsharded parameters is freed and made again")
 
     def set_custom_all_gather(self, comm: object) -> None:
         """Another all-gather: not there."""

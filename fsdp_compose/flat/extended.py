@@ -250,6 +250,12 @@ class ExtendedUnsharded(Unsharded):
     def gather_on(self, mesh: DataParallelMesh) -> None:
         self.form.mesh = mesh
 
+    def keep_storage(self, keeps: bool) -> None:
+        if keeps:
+            raise NotImplementedError(
+                f"set_keep_unsharded_storage(): a {type(self.params[0]).__name__} makes memory of its own when gathered"
+            )
+
     def allocate(self) -> None:
         self.form.memory.restore()
         self.is_allocated = True

@@ -51,15 +51,21 @@ class UnshardedMemory:
         shown: the flat parameter as the unsharded parameters show it.
         storage: what ``shown`` is a view of.
         allocate: makes room for an all-gather.
+        release: called with 0, gives the memory back, unless it is to be kept.
         is_guarded: access is refused at the wrong time; some versions of torch cannot do that.
     """
 
-    __slots__ = ("_exchange", "_hidden_storage", "_is_shown", "allocate", "hidden", "is_guarded", "shown", "storage")
+    __slots__ = (
+        "_exchange", "_hidden_storage", "_is_shown", "_nbytes", "allocate", "hidden", "is_guarded", "release", "shown",
+        "storage",
+    )  # fmt: skip
 
     def __init__(self, flat: torch.Tensor, error: str | None) -> None:
         self.hidden = flat
         self._hidden_storage = flat.untyped_storage()
-        self.allocate: Callable[[], Any] = partial(self._hidden_storage.resize_, self._hidden_storage.nbytes())
+        self._nbytes = self._hidden_storage.nbytes()
+        self.allocate: Callable[[], Any] = partial(self._hidden_storage.resize_, self._nbytes)
+        self.release: Callable[[int], Any] = self._hidden_storage.resize_
         self.shown = torch.empty(0, dtype=flat.dtype, device=flat.device)
         self.storage = self.shown.untyped_storage()
         self.is_guarded = error is not None and refuse_access(self.storage, error)
@@ -94,11 +100,29 @@ class UnshardedMemory:
         if self._is_shown and self._exchange is not None:
             self._exchange()
             self._is_shown = False
-        self._hidden_storage.resize_(0)
+        self.release(0)
+
+    def keep(self, keeps: bool, is_allocated: bool) -> None:
+        """Keep the memory from now on, also while it is hidden, so that its address stays; or no longer."""
+        if keeps == (self.release is _keep):
+            return
+        resize = self._hidden_storage.resize_
+        self.release = _keep if keeps else resize
+        self.allocate = self._allocate_once if keeps else partial(resize, self._nbytes)
+        if not (keeps or is_allocated):
+            resize(0)
+
+    def _allocate_once(self) -> None:
+        if not self._hidden_storage.nbytes():
+            self._hidden_storage.resize_(self._nbytes)  # to the same size, it would get other memory
 
     def nbytes(self) -> int:
         """The bytes that are allocated, shown or hidden."""
         return max(self.storage.nbytes(), self._hidden_storage.nbytes())
+
+
+def _keep(_nbytes: int) -> None:
+    """In the place of giving memory back."""
 
 
 Gathered = tuple[int, int, int]
@@ -244,7 +268,7 @@ class Unsharded:
         if memory._is_shown and memory._exchange is not None:
             memory._exchange()
             memory._is_shown = False
-        memory._hidden_storage.resize_(0)
+        memory.release(0)
         self.is_allocated = self.left_by_forward = False
 
     def keep_part(self) -> None:
@@ -260,6 +284,11 @@ class Unsharded:
     def be_left(self, is_left: bool) -> None:
         """A forward leaves this allocated; or it has been gathered again since one did."""
         self.left_by_forward = is_left
+
+    def keep_storage(self, keeps: bool) -> None:
+        """Keep the memory while the parameters are sharded, or give it back then."""
+        if not (self.never_freed or self.is_meta):
+            self.memory.keep(keeps, self.is_allocated)
 
     def keep_allocated(self, keep: bool) -> None:
         """Must not be freed, or may be."""

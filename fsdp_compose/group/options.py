@@ -32,6 +32,7 @@ class GroupOptions:
         is_last_backward: taken as FSDP2 takes it; see ``controls``.
         is_functional: whether forwards gather in a way that autograd can differentiate twice.
         keeps_unsharded: whether forwards without grad mode leave the group gathered (``keep_unsharded``).
+        keeps_storage: whether unsharded parameters keep their memory while they are sharded.
         is_held: gathered until ``reshard()`` (``unshard(until_reshard=True)``).
         reduction: how gradients are reduced.
         forward_prefetch, backward_prefetch: the modules whose groups are gathered ahead; ``None``: the one that came
@@ -49,6 +50,7 @@ class GroupOptions:
     is_last_backward: bool = True
     is_functional: bool = False
     keeps_unsharded: bool = False
+    keeps_storage: bool = False
     is_held: bool = False
     reduction: ReductionOptions = AVERAGE
     forward_prefetch: Modules | None = None

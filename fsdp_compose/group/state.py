@@ -99,8 +99,13 @@ class _FSDPState(ComposableState):
         """Replace some of the options (see ``GroupOptions``)."""
         self.options = replace(self.options, **changes)
         self.take_place(self.fqn, self.place.index, self.place.is_outermost)
+        self.lead()
+
+    def lead(self) -> None:
+        """Let the flat parameters follow the options."""
         for handle in self._handles:
             handle.contributions.follow(self.options.reduction)
+            handle.unsharded.keep_storage(self.options.keeps_storage)
 
     def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> None:
         """Run below a root of these peers; see ``DataParallelMesh.run_among``."""
@@ -235,7 +240,7 @@ class _FSDPState(ComposableState):
         self._handles = handles
         for handle in handles:
             handle.belong_to(self)
-            handle.contributions.follow(self.options.reduction)
+        self.lead()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
         """The state of a copy of the group's modules, which are being copied: a group of its own, that has run nothing.

@@ -57,6 +57,7 @@ def _reflatten(root: Root, state: _FSDPState) -> None:
         if handle.was_moved():
             root.communicator.wait(handle)
             reflatten(handle)
+    state.lead()
     state.swap.rebuild()
     state.past.have_new_parameters()
     watch_buckets(state)
