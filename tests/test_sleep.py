@@ -20,6 +20,7 @@ from fsdp_compose import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     flat_parameters,
+    full_parameters,
     fully_shard,
     keep_unsharded,
     no_sync,
@@ -309,3 +310,15 @@ def test_inside_forward_it_is_refused():
     with pytest.raises(RuntimeError, match="is running"):
         model(torch.ones(2, 4))
     assert dist.get_world_size() == 2
+
+
+@distributed(world_size=2)
+def test_weights_for_other_programs_are_refused_by_name_while_the_model_sleeps():
+    model = shard_gpt(GPT())
+    gpt_loss(model, local_part(next(batches(1)))).backward()
+    offload(model)
+    with pytest.raises(RuntimeError, match=r"are in host memory since offload\(model\)"), full_parameters(model) as it:
+        next(it)
+    onload(model)
+    with full_parameters(model) as buckets:
+        assert sum(len(bucket) for bucket in buckets) == len([*model.named_parameters()])

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import non_persistent_buffers
 from ..checkpoint import ModelNames
 from ..flat import FlatParamHandle, handle_of, local_of
-from ..group import state_of
+from ..group import error_of_sleep, is_asleep, state_of
 
 Place = tuple[FlatParamHandle, int]
 
@@ -98,6 +98,8 @@ def why_unreadable(sources: Sequence[Source]) -> str:
         state = state_of(handle)
         if state is None:
             return f"the sharded module of {handle.names[0]} is gone"
+        if is_asleep(state):
+            return error_of_sleep(state.name)
         root = state.root
         is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward)
         if is_busy or state.progress.entries or state.backward.active_uses:

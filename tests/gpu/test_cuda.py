@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compose import MixedPrecisionPolicy
-from fsdp_compose.flat.communicator import Communicator
+from fsdp_compose.flat import FlatParamHandle
+from fsdp_compose.flat.all_gathers import AllGathers
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.models import GPT, batches, gpt_loss, sgd, shard_gpt
 
@@ -84,17 +85,17 @@ def test_training_equals_training_on_the_cpu():
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, which: str) -> list[str]:
     """Let a kernel sleep on a stream before each all-gather; returns a list that gets an entry each time."""
-    original: Callable[..., None] = Communicator._start_all_gather
+    original: Callable[..., None] = AllGathers.unshard
     delays = []
 
-    def start(self: Communicator, handle: object) -> None:
+    def start(self: AllGathers, handle: FlatParamHandle) -> None:
         stream = self._all_gather_stream if which == "all-gather" else torch.cuda.current_stream()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(CYCLES)
         delays.append(which)
         original(self, handle)
 
-    monkeypatch.setattr(Communicator, "_start_all_gather", start)
+    monkeypatch.setattr(AllGathers, "unshard", start)
     return delays
 
 
