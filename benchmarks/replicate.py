@@ -1,5 +1,6 @@
 """Wall time of a training step in which every rank holds all parameters: DDP with its gradients in buckets
-(``gradient_as_bucket_view``), torch's ``replicate`` of FSDP2's machinery, and fsdp_compose's.
+(``gradient_as_bucket_view``), torch's ``replicate`` of FSDP2's machinery, and fsdp_compose's, also with an optimizer
+over flat views.
 
 As ``throughput.py`` measures: all systems train copies of one model, step by step in turn, in another random order
 each round, the same on all ranks; the time of a step is that of the slowest rank. Medians of the ratios of single
@@ -27,10 +28,11 @@ import torch.distributed as dist
 from models import GPT
 from processes import run_on_ranks, time_in_turn
 from report import column
-from systems import DDP, OURS_REPLICATE, TORCH_REPLICATE
+from systems import DDP, FLAT, OURS_REPLICATE, TORCH_REPLICATE
 from throughput import TrainingStep
 
-SYSTEMS = (DDP, TORCH_REPLICATE, OURS_REPLICATE)
+OURS_FLAT = OURS_REPLICATE + FLAT
+SYSTEMS = (DDP, TORCH_REPLICATE, OURS_REPLICATE, OURS_FLAT)
 GOALS = {DDP: 1.0, TORCH_REPLICATE: 0.7}
 SIZES = {"0.1": (2, 64), "3.4": (4, 256), "13": (4, 512)}  # millions of parameters: blocks, width
 SEQUENCE = 64
@@ -112,8 +114,11 @@ def main() -> None:
     print(f"{options.processes} gloo processes, {rounds} rounds, {options.tokens} tokens; wall time, medians.\n")
     print(result.table())
     for row in rows:
-        if row.system == OURS_REPLICATE:
-            print(f"{row.parameters:,} parameters: {row.to_ddp:.3f} of DDP's step (goal {GOALS[DDP]}), ", end="")
+        if row.system in (OURS_REPLICATE, OURS_FLAT):
+            print(
+                f"{row.system}, {row.parameters:,} parameters: {row.to_ddp:.3f} of DDP's step (goal {GOALS[DDP]}), ",
+                end="",
+            )
             print(f"{row.to_torch:.3f} of torch's replicate's (goal {GOALS[TORCH_REPLICATE]})")
     result.write(options.out, report.bars("parameters", "to_ddp", unit="step time / DDP's", line=GOALS[DDP]))
 

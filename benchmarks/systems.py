@@ -25,6 +25,7 @@ import fsdp_compose
 FLAT_MESH, HYBRID_MESH, TENSOR_MESH = "flat", "hybrid", "tensor"  # how ``wrap`` lays out the ranks
 DDP, FSDP1, FSDP2, OURS, PLAIN = "DDP", "FSDP1", "FSDP2", "fsdp_compose", "plain"
 OURS_REPLICATE, TORCH_REPLICATE = "fsdp_compose replicate", "torch replicate"
+FLAT = " flat"  # behind the name of one of ours: the optimizer has flat views
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ import torch.nn as nn
 from models import GPT
 from processes import run_on_ranks, time_in_turn
 from report import column
-from systems import DDP, FSDP1, FSDP2, OURS, wrap
+from systems import DDP, FLAT, FSDP1, FSDP2, OURS, wrap
+
+from fsdp_compose import flat_parameters
 
 STEP_SYSTEMS = (DDP, FSDP1, FSDP2, OURS)
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather of the blocks alone", "reduce-scatter alone", "all-reduce alone"
@@ -103,8 +105,9 @@ class TrainingStep:
     """One system at work."""
 
     def __init__(self, base: GPT, system: str, tokens: torch.Tensor) -> None:
-        self.model = wrap(copy.deepcopy(base), system)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
+        self.model = wrap(copy.deepcopy(base), system.removesuffix(FLAT))
+        params = flat_parameters(self.model) if system.endswith(FLAT) else self.model.parameters()
+        self.optimizer = torch.optim.AdamW(params, lr=1e-3, foreach=True)
         self.tokens = tokens
         self.loss = 0.0
 
