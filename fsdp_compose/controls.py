@@ -413,8 +413,7 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: 
     """Whether the next backward is the last one of several: taken as by FSDP2, and without effect, for here every
     backward is complete at its end. A flag that is no bool is a TypeError."""
     _check_flag("set_is_last_backward", is_last_backward)
-    for state in _states(module, recurse):
-        state.set_options(is_last_backward=is_last_backward)
+    _states(module, recurse)
 
 
 def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: bool) -> None:

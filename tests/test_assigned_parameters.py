@@ -129,6 +129,16 @@ def test_others_are_refused_by_name():
         model(local_part(next(batches(1)))[:, :-1])
 
 
+@distributed(world_size=2)
+def test_another_parameter_of_the_model_is_no_new_one():
+    """It ties two: refused by name between groups, after the first forward."""
+    model = shard_gpt(model_of(0))
+    model(local_part(next(batches(1)))[:, :-1])
+    model.blocks[0].norm1.weight = model.blocks[1].norm1.weight
+    with pytest.raises(RuntimeError, match=r"replaced, added or removed.*blocks\.0\.norm1\.weight"):
+        model(local_part(next(batches(1)))[:, :-1])
+
+
 # ---- drop_in
 
 

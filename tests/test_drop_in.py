@@ -529,17 +529,10 @@ def a_package() -> ModuleType:
     return package
 
 
-@pytest.fixture
-def package(monkeypatch):
-    gc.collect()
-    made = a_package()
-    monkeypatch.setitem(sys.modules, made.__name__, made)
-    yield made
-    gc.collect()
-    drop_in.uninstall()
-
-
-def test_installed_names_are_ours_everywhere_but_where_dynamo_asks(package):
+@distributed(world_size=1, fresh=True)
+def test_installed_names_are_ours_everywhere_but_where_dynamo_asks():
+    package = a_package()
+    sys.modules[package.__name__] = package
     theirs = fsdp.fully_shard, fsdp.FSDPModule
     report = drop_in.install()
     assert {
@@ -555,13 +548,12 @@ def test_installed_names_are_ours_everywhere_but_where_dynamo_asks(package):
     assert package.late() == (drop_in.FSDPModule, drop_in.fully_shard, drop_in.FSDPModule)
     assert composable_fsdp.fully_shard is drop_in.fully_shard
     assert fsdp._fully_shard.FSDPModule is theirs[1] and fsdp._fully_shard._fully_shard.fully_shard is theirs[0]
-    with fake_process_group():
-        model = package.shard(nn.Linear(4, 4))
-        assert package.is_sharded(model) and type(model) is nn.Linear
-        with pytest.raises(RuntimeError, match=r"uninstall\(\): there are modules sharded by drop_in"):
-            drop_in.uninstall()
-        assert drop_in.install() == []
-        del model
+    model = package.shard(nn.Linear(4, 4))
+    assert package.is_sharded(model) and type(model) is nn.Linear
+    with pytest.raises(RuntimeError, match=r"uninstall\(\): there are modules sharded by drop_in"):
+        drop_in.uninstall()
+    assert drop_in.install() == []
+    del model
     gc.collect()
     assert drop_in.uninstall() == report
     assert (fsdp.fully_shard, fsdp.FSDPModule) == theirs == (package.fully_shard, package.Sharded)
@@ -569,16 +561,16 @@ def test_installed_names_are_ours_everywhere_but_where_dynamo_asks(package):
 
 
 @pytest.mark.parametrize("system", ["FSDP2", "fsdp_compose"])
-def test_it_is_refused_while_models_are_sharded_by_others(package, system):
+@distributed(world_size=1, fresh=True)
+def test_it_is_refused_while_models_are_sharded_by_others(system):
     sharder = {"FSDP2": fsdp, "fsdp_compose": fsdp_compose}[system].fully_shard
-    with fake_process_group():
-        model = sharder(nn.Linear(4, 4))
-        with pytest.raises(RuntimeError, match=rf"sharded by {system}.*, 1, among them"):
-            drop_in.install()
-        assert package.fully_shard is fsdp.fully_shard is not drop_in.fully_shard
-        del model
-        gc.collect()
-        assert drop_in.install()
+    model = sharder(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=rf"sharded by {system}.*, 1, among them"):
+        drop_in.install()
+    assert fsdp.fully_shard is not drop_in.fully_shard
+    del model
+    gc.collect()
+    assert drop_in.install()
 
 
 # ---- pipelines of torch's own stages
@@ -604,18 +596,9 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@distributed(world_size=(2, 4))
+@distributed(world_size=(2, 4), fresh=True)  # where no model of another test is alive
 def test_installed_pipelines_train_as_one_process_with_one_reduction_a_step(schedule, world_size):
-    gc.collect()
     drop_in.install()
-    try:
-        train_pipeline(schedule, world_size)
-    finally:
-        gc.collect()
-        drop_in.uninstall()
-
-
-def train_pipeline(schedule: type, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     model, reference = pair(layers())

@@ -29,7 +29,6 @@ class GroupOptions:
         reshard_after_backward: see ``set_reshard_after_backward``. A number: parts stay until a step.
         requires_gradient_sync: whether backward reduces (``no_sync`` says no).
         requires_all_reduce: whether backward averages over replicas, where it reduces.
-        is_last_backward: taken as FSDP2 takes it; see ``controls``.
         is_functional: whether forwards gather in a way that autograd can differentiate twice.
         keeps_unsharded: whether forwards without grad mode leave the group gathered (``keep_unsharded``).
         keeps_storage: whether unsharded parameters keep their memory while they are sharded.
@@ -47,7 +46,6 @@ class GroupOptions:
     reshard_after_backward: bool | int = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
-    is_last_backward: bool = True
     is_functional: bool = False
     keeps_unsharded: bool = False
     keeps_storage: bool = False
