@@ -191,7 +191,8 @@ def reduce_gradients(module: nn.Module) -> None:
 
 
 def reduce_as_set(module: nn.Module) -> None:
-    """``reduce_gradients()``, of the groups that are set to synchronise gradients."""
+    """``reduce_gradients()``, of the groups that are set to synchronise gradients. Ranks: all that run ``module``
+    together. RuntimeError: a forward or backward is running, or the ranks have done different things."""
     roots = _roots_of(module)
     for root in roots:
         if root.backward is not None or root.forward.depth:
@@ -405,7 +406,14 @@ def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurs
         NotImplementedError: a parameter is of a class that gathers itself, into memory of its own.
     """
     _check_flag("set_keep_unsharded_storage", keeps_storage)
-    for state in _states(module, recurse):
+    states = _states(module, recurse)
+    for handle in [handle for state in states for handle in state._handles]:
+        if keeps_storage and handle.kind.extension is not None:
+            raise NotImplementedError(
+                f"set_keep_unsharded_storage(): {handle.name_of(0)} is a {handle.kind.extension.cls.__name__}, which "
+                "gathers itself, into memory of its own"
+            )
+    for state in states:
         state.set_options(keeps_storage=keeps_storage)
 
 

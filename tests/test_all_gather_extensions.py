@@ -36,35 +36,14 @@ from fsdp_compose.flat import subclasses
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed, fake_process_group
 from tests.models import adamw, local_part, mean_over_ranks
+from tests.test_parameter_classes import CastWhenUsed
 
 DIM = 8
 aten = torch.ops.aten
 
 
-class Wrapper(torch.Tensor):
-    """A wrapper around one tensor of its own shape and dtype."""
-
-    _inner: torch.Tensor
-
-    @staticmethod
-    def __new__(cls: Any, inner: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype, device=inner.device)
-
-    def __init__(self, inner: torch.Tensor) -> None:
-        self._inner = inner
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_inner"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Wrapper:
-        return cls(inner["_inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Wrapper, lambda item: item._inner, (args, kwargs or {}))
-        result = func(*args, **kwargs)
-        return cls(result) if func in (aten.detach.default, aten.clone.default) else result
+class Wrapper(CastWhenUsed):
+    """A wrapper around one tensor of its own shape and dtype, of another class than other tests have warned of."""
 
 
 class Rounded(torch.Tensor):

@@ -35,16 +35,16 @@ class CastWhenUsed(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_inner"], None
 
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: Any) -> CastWhenUsed:
-        return CastWhenUsed(inner["_inner"])
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> CastWhenUsed:
+        return cls(inner["_inner"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(CastWhenUsed, lambda item: item._inner, (args, kwargs or {}))
         result = func(*args, **kwargs)
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
-            return CastWhenUsed(result)
+            return cls(result)
         return result
 
 

@@ -81,8 +81,9 @@ def fully_shard(
     placements = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
     shard_numel = sum(param.numel() for param in params) / mesh.size(mesh.ndim - 1)
     options["granularity"] = _granularity(placements, shard_numel)
-    for inner, inner_mesh in _on_other_meshes(modules, placements, mesh):
-        refuse_clash([inner])
+    elsewhere = _on_other_meshes(modules, placements, mesh)
+    refuse_clash(inner for inner, _ in elsewhere)
+    for inner, inner_mesh in elsewhere:
         _own(inner, mesh=inner_mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored, **options)
         bind_methods([inner])
     if is_replicated:

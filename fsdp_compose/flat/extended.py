@@ -251,10 +251,7 @@ class ExtendedUnsharded(Unsharded):
         self.form.mesh = mesh
 
     def keep_storage(self, keeps: bool) -> None:
-        if keeps:
-            raise NotImplementedError(
-                f"set_keep_unsharded_storage(): a {type(self.params[0]).__name__} makes memory of its own when gathered"
-            )
+        assert not keeps, "the caller has refused it"
 
     def allocate(self) -> None:
         self.form.memory.restore()

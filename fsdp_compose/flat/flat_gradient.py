@@ -47,6 +47,8 @@ class FlatGradient:
         "_hooks", "_is_dropped", "_is_published", "_keeps_memory", "_segments", "_sharded_params", "buffer",
     )  # fmt: skip
 
+    _memory: type[GradientBuffer] = GradientBuffer
+
     def __init__(
         self,
         sharded_params: Sequence[nn.Parameter],
@@ -61,20 +63,11 @@ class FlatGradient:
         self._sharded_params = sharded_params
         self._hooks = hooks
         self._segments = segments
-        self.buffer = self._make_buffer(sharded_params, local_shards, shard, dtype)
+        self.buffer = self._memory(sharded_params, local_shards, shard, segments, dtype)
         for param in (*sharded_params, *(segment.parameter for segment in segments)):
             expect_gradient(param, self.dtype)
         self._is_dropped = False  # no sharded parameter had a gradient when the present forward began
         self._is_published = bytes(len(sharded_params))
-
-    def _make_buffer(
-        self,
-        sharded_params: Sequence[nn.Parameter],
-        local_shards: Sequence[LocalShard],
-        shard: torch.Tensor,
-        dtype: torch.dtype | None,
-    ) -> GradientBuffer:
-        return GradientBuffer(sharded_params, local_shards, shard, self._segments, dtype)
 
     @property
     def dtype(self) -> torch.dtype:

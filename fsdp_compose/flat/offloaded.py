@@ -13,16 +13,15 @@ for which the host would wait. When the host may look: Note [Host memory].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn as nn
 
 from ..comm import DataParallelMesh, Label
 from .flat_param import FlatParamHandle
 from .gradient import ShardedGradient
-from .gradient_memory import GradientBuffer, LocalShard
+from .gradient_memory import GradientBuffer
 from .home import HostHome
 from .host_copies import HostCopies, host_copies
 from .layout import FlatLayout
@@ -126,15 +125,7 @@ class _GradientOnHost(ShardedGradient):
     __slots__ = ()
 
     buffer: _HostGradientBuffer
-
-    def _make_buffer(
-        self,
-        sharded_params: Sequence[nn.Parameter],
-        local_shards: Sequence[LocalShard],
-        shard: torch.Tensor,
-        dtype: torch.dtype | None,
-    ) -> GradientBuffer:
-        return _HostGradientBuffer(sharded_params, local_shards, shard, self._segments, dtype)
+    _memory = _HostGradientBuffer
 
     def publish(self, is_used: bytes, has_others: bool = True) -> None:
         self.buffer.home.settle()
