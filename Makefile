@@ -1,4 +1,5 @@
 # make demo    train a small GPT with two processes      make test    run the tests
+# make test-programs   run whole programs: the examples, the benchmarks (their quick forms), a few faults
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
 # make faults  kill, stop, starve and damage real jobs   make clean   remove what the others made
@@ -17,7 +18,7 @@ FAULTS_ARGS ?=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test test-integrations faults lint format clean
+.PHONY: demo test test-programs test-integrations faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -26,7 +27,11 @@ demo: .venv/installed-examples
 		--nproc_per_node $(PROCESSES) --max-restarts $(RESTARTS) examples/train_gpt.py $(DEMO_ARGS)
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+		--ignore tests/whole $(PYTEST_ARGS)
+
+test-programs: .venv/installed-test
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests/whole
 
 test-integrations: .venv-integrations/installed
 	.venv-integrations/bin/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests_integration

@@ -4,7 +4,9 @@ over flat views.
 
 As ``throughput.py`` measures: all systems train copies of one model, step by step in turn, in another random order
 each round, the same on all ranks; the time of a step is that of the slowest rank. Medians of the ratios of single
-rounds, in each of which the load of the machine was about the same, with their quartiles.
+rounds, in each of which the load of the machine was about the same, with their quartiles. CPU time is that of all
+threads of a rank, the larger one: what a step takes where every core has something to do; what else runs changes it
+little.
 
     python benchmarks/replicate.py                                    # 2 processes
     python benchmarks/replicate.py --sizes 13
@@ -19,8 +21,10 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
+from time import process_time
 
 import report
 import torch
@@ -49,6 +53,8 @@ class Row:
     to_ddp: float = column("to DDP", ".3f")
     to_ddp_quartiles: tuple[float, float] = column("quartiles")
     to_torch: float = column("to torch's replicate", ".3f")
+    cpu_ms: float = column("CPU ms", ".2f")
+    cpu_to_ddp: float = column("to DDP", ".3f")
     load: float = column("load", ".1f")
 
 
@@ -68,20 +74,27 @@ def _measure(size: str, rounds: int, num_tokens: int) -> list[Row]:
     torch.manual_seed(1 + dist.get_rank())
     tokens = torch.randint(base.vocabulary, (max(1, num_tokens // SEQUENCE), SEQUENCE))
     steps = {system: TrainingStep(base, system, tokens) for system in SYSTEMS}
-    slowest = time_in_turn(steps, rounds)
+    slowest = time_in_turn({system: partial(_with_cpu_time, step) for system, step in steps.items()}, rounds)
     losses = {system: step.loss for system, step in steps.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-2, losses
     numel = sum(param.numel() for param in base.parameters())
     return [_row(numel, system, slowest) for system in SYSTEMS]
 
 
+def _with_cpu_time(step: TrainingStep) -> tuple[float, ...]:
+    begun = process_time()
+    parts = step()
+    return *parts, process_time() - begun
+
+
 def _row(numel: int, system: str, slowest: dict[str, list[list[float]]]) -> Row:
-    whole, forward, backward, optimizer = (median(part) for part in zip(*slowest[system], strict=True))
+    whole, forward, backward, optimizer, cpu = (median(part) for part in zip(*slowest[system], strict=True))
     to_ddp, to_torch = (
         [run[0] / reference[0] for run, reference in zip(slowest[system], slowest[other], strict=True)]
         for other in (DDP, TORCH_REPLICATE)
     )
     low, _, high = quantiles(to_ddp, n=4)
+    cpu_to_ddp = [run[-1] / reference[-1] for run, reference in zip(slowest[system], slowest[DDP], strict=True)]
     return Row(
         numel,
         system,
@@ -92,6 +105,8 @@ def _row(numel: int, system: str, slowest: dict[str, list[list[float]]]) -> Row:
         median(to_ddp),
         (round(low, 3), round(high, 3)),
         median(to_torch),
+        cpu,
+        median(cpu_to_ddp),
         os.getloadavg()[0],
     )
 
@@ -119,7 +134,8 @@ def main() -> None:
                 f"{row.system}, {row.parameters:,} parameters: {row.to_ddp:.3f} of DDP's step (goal {GOALS[DDP]}), ",
                 end="",
             )
-            print(f"{row.to_torch:.3f} of torch's replicate's (goal {GOALS[TORCH_REPLICATE]})")
+            print(f"{row.to_torch:.3f} of torch's replicate's (goal {GOALS[TORCH_REPLICATE]}), ", end="")
+            print(f"{row.cpu_to_ddp:.3f} of DDP's CPU time")
     result.write(options.out, report.bars("parameters", "to_ddp", unit="step time / DDP's", line=GOALS[DDP]))
 
 

@@ -1,4 +1,5 @@
-"""All-gathers and reduce-scatters on real gloo processes: gloo's own, and those made of direct messages.
+"""All-gathers, reduce-scatters and all-reduces on real gloo processes: gloo's own, and ours: of direct messages, and of
+memory that the ranks share.
 
 Every rank of this machine is a process that the script starts. Both kinds run in turn, in another random order each
 round; the time is that of the slowest rank, CPU time that of all threads of the first rank. Medians.
@@ -61,6 +62,7 @@ def _actions(nbytes: int) -> dict[tuple[str, str], Action]:
         actions["reduce-scatter", name] = lambda moved=transport: moved.reduce_scatter(
             result, whole, True, LABEL
         ).wait()
+        actions["all-reduce", name] = lambda moved=transport: moved.all_reduce(whole, True, LABEL).wait()
     return actions
 
 

@@ -2,6 +2,7 @@
 
 from . import _requirements as _requirements  # first: the others need that torch
 from . import _shared_store as _shared_store  # before torch's init_process_group() is called
+from .compiling import compile
 from .controls import (
     UnshardHandle,
     functional_mode,
@@ -27,7 +28,7 @@ from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
 from .forward_methods import register_forward_method
 from .fully_shard import fully_shard
 from .group import STRATEGIES, Kept, Strategy
-from .inspect import UnreducedParameter, check, record_collectives
+from .inspect import Trace, TraceEvent, UnreducedParameter, check, describe, record_collectives, trace
 from .offload import offload, onload
 from .optim import clip_grad_norm_, declare_elementwise, flat_parameters, offload_states
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
@@ -49,6 +50,8 @@ __all__ = [
     "RaggedDTensor",
     "RaggedShard",
     "Strategy",
+    "Trace",
+    "TraceEvent",
     "UnreducedParameter",
     "UnshardHandle",
     "apply_changes",
@@ -56,7 +59,9 @@ __all__ = [
     "changed_since",
     "check",
     "clip_grad_norm_",
+    "compile",
     "declare_elementwise",
+    "describe",
     "distribute_ragged",
     "flat_parameters",
     "full_parameters",
@@ -86,5 +91,6 @@ __all__ = [
     "set_reshard_after_forward",
     "snapshot_parameters",
     "summon_full_params",
+    "trace",
     "unshard",
 ]

@@ -12,12 +12,12 @@ import functools
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import count
 from types import FrameType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._C._distributed_c10d as _c10d
@@ -25,6 +25,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._C._dynamo import eval_frame as _eval_frame
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor as _FunctionalTensor
 from torch.autograd import forward_ad as _forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import _state_dict_utils
@@ -49,6 +51,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as _types_of_cli
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
 __all__ = [
     "ComposableState",
     "DTensorSpec",
@@ -56,10 +60,14 @@ __all__ = [
     "PlainAttributes",
     "StorageInfo",
     "TensorMeta",
+    "WorkOfGraph",
     "admit_placements",
     "allow_in_foreach",
+    "allow_in_graph",
     "backend_name",
     "backwards",
+    "call_after_compilation",
+    "change_modules_while_traced",
     "close_gloo_connections",
     "composable_registry",
     "compute_local_shape_and_global_offset",
@@ -67,7 +75,9 @@ __all__ = [
     "contract",
     "current_graph_task_id",
     "default_store",
+    "define_operations",
     "drop_composable_state",
+    "fake_store",
     "flatten_mesh",
     "foreach_add_",
     "foreach_copy_",
@@ -76,10 +86,13 @@ __all__ = [
     "foreach_zero_",
     "fsdp2",
     "fsdp2_mesh_info",
+    "functional_collectives",
     "gradient_hooks",
+    "group_name_of",
     "group_timeout",
     "has_gloo_on_cpu",
     "hook_gradient",
+    "in_compiled_autograd",
     "in_forward_ad",
     "in_transform",
     "intercept_backward_inputs",
@@ -93,23 +106,30 @@ __all__ = [
     "is_wrapper",
     "loads_as_torch",
     "loads_as_torch_module",
+    "lower_as_collective",
     "make_gloo_group",
     "make_group_of",
+    "mark_constant",
     "memory_exchange",
     "non_persistent_buffers",
     "post_accumulate_hooks",
     "preserved_versions",
     "queue_end_of_backward",
     "refuse_access",
+    "register_work",
     "same_storage",
+    "set_group_timeout",
     "set_leaf_hooks",
     "share_versions",
     "skip_frame",
+    "skip_top_frame",
     "storage_use_count",
     "temporarily_clear_interpreter_stack",
+    "tracing_attempt",
     "unwrapped",
     "versions_of",
     "waited",
+    "was_written_in_graph",
     "with_versions",
     "without_modes",
     "wrapped_child",
@@ -201,6 +221,7 @@ def intercept_backward_inputs(run: Callable[[Callable[..., Any], tuple[Any, ...]
             return with_inputs(inputs, allow_unreachable)
         return run(with_inputs, inputs, allow_unreachable, accumulate_grad)
 
+    skip_frame(run_backward)  # of autograd.grad() where a graph breaks
     torch.autograd._engine_run_backward = cast(Any, run_backward)
 
 
@@ -256,10 +277,133 @@ def is_checkpoint_recomputing() -> bool:
 def skip_frame(function: Callable[..., Any]) -> None:
     """Tell Dynamo never to trace the frame of ``function`` nor the frames below it, and to break the graph where it is
     called."""
-    skip = _eval_frame._FrameAction.SKIP
-    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+    skip_top_frame(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "fsdp_compose hook"  # type: ignore[attr-defined]
+
+
+def skip_top_frame(function: Callable[..., Any]) -> None:
+    """Tell Dynamo to begin no graph with the frame of ``function``, nor with those below it; as a part of a graph that
+    has begun, it is traced."""
+    skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+
+
+def functional_collectives() -> Any:
+    """Collectives as operations that return their result, which ``wait_tensor`` waits for: compilers know them."""
+    return torch.ops._c10d_functional
+
+
+class WorkOfGraph(_c10d.Work):
+    """A collective in flight, for ``register_work``; ``kept`` lives as long."""
+
+    def __init__(self, wait: Callable[[], Any], kept: object) -> None:
+        super().__init__()
+        self._wait, self._kept = wait, kept
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._wait()
+        self._kept = None
+        return True
+
+
+# (tensor, work): a functional ``wait_tensor`` of the tensor waits for the work.
+register_work: Callable[[torch.Tensor, _c10d.Work], Any] = _c10d._register_work
+
+_libraries: list[torch.library.Library] = []  # operations go with them
+
+
+def define_operations(
+    namespace: str, operations: Mapping[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]
+) -> None:
+    """Define operators by their schemas, each with what it does and what it does without elements."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+    _libraries.append(library)
+    for schema, (function, fake) in operations.items():
+        name = schema.partition("(")[0]
+        library.define(schema)
+        library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+
+
+def lower_as_collective(operations: Sequence[Any]) -> None:
+    """Tell Inductor, which is imported, that operators issue what ``wait_tensor`` waits for: their inputs are read
+    until then."""
+    from torch._inductor import ir, lowering
+
+    def lower(operation: Any) -> None:
+        def lowered(tensor: Any, *constants: Any) -> Any:
+            kernel: Any = ir._CollectiveKernel.create_out_of_place(operation, tensor, *constants)
+            return ir.TensorBox.create(kernel)
+
+        lowering.add_layout_constraint(operation, lowering.constrain_to_fx_strides)
+        lowering.register_lowering(operation)(lowered)
+
+    for operation in operations:
+        lower(operation)
+
+
+def was_written_in_graph(tensor: torch.Tensor) -> bool:
+    """Whether code that is being captured has written to a tensor that it has made; through ``.data`` too, which the
+    tensor's version does not tell, once what captures it knows the memory (AOTAutograd, not Dynamo). ``False`` while
+    nothing is captured."""
+    if isinstance(tensor, _FunctionalTensor):
+        was_mutated: Callable[[torch.Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
+        return bool(tensor._version) or was_mutated(tensor.elem)
+    return isinstance(tensor, _FakeTensor) and bool(tensor._version)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether the backward that runs is one that compiled autograd has captured, or is capturing."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.compiled_autograd_enabled or module.in_compiled_autograd_region)
+
+
+def tracing_attempt() -> object:
+    """An object for each attempt of Dynamo to trace a frame, while it does."""
+    return torch._guards.TracingContext.try_get()
+
+
+def call_after_compilation(function: Callable[[], None]) -> None:
+    """Call ``function`` whenever Dynamo has compiled something, before it runs; until Dynamo is reset. What it raises
+    reaches whoever has called what was compiled. Only while tracing."""
+    handler = torch._dynamo.callback.callback_handler
+    if any(getattr(known, "function", None) is function for known in handler.end_callbacks):
+        return
+
+    def callback(_args: Any) -> None:
+        try:
+            function()
+        except BaseException:  # the handler forgets to count down
+            count = "_CompilationCallbackHandler__pending_callbacks_counter"
+            setattr(handler, count, getattr(handler, count) - 1)
+            raise
+
+    callback.function = function  # type: ignore[attr-defined]
+    handler.register_end_callback(callback)
+
+
+def group_name_of(group: dist.ProcessGroup) -> str:
+    """The name by which those find a process group."""
+    return group.group_name
+
+
+def allow_in_graph(function: Callable[..., Any]) -> None:
+    """Let Dynamo put ``function`` into graphs as it is, to be traced by what comes after it. Imports Dynamo."""
+    torch.compiler.allow_in_graph(function)
+
+
+def change_modules_while_traced(function: Callable[..., None], *args: Any) -> None:
+    """Call ``function``, inside a graph that Dynamo traces, without the check that refuses side effects within
+    activation checkpointing: for changes that are undone there, or repeated as they were. Only while tracing."""
+    torch._dynamo.utils._disable_side_effect_safety_checks_for_current_subtracer(function, *args)
+
+
+def mark_constant(function: _F) -> _F:
+    """Let Dynamo call ``function`` while it traces, and take the result, of plain constants, for the same in all calls
+    of the graph. Without importing Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # Whether a transform of ``torch.func`` (grad, vmap, jvp, ...) runs on this thread. A look at the stack of transforms
@@ -487,6 +631,18 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return _distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
 
 
+def set_group_timeout(timeout: timedelta) -> None:
+    """From now on collectives of the default process group give up after ``timeout``."""
+    _distributed_c10d._set_pg_timeout(timeout)
+
+
+def fake_store() -> dist.Store:
+    """What ``init_process_group("fake", store=...)`` takes: one process plays a rank of many."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    return FakeStore()
+
+
 def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.ProcessGroup:
     """A gloo group over the ranks of ``group``, which alone make it, and meet in ``store``: one that is new and theirs.
 
@@ -580,7 +736,7 @@ def make_dtensor(cls: Any, local: torch.Tensor, spec: DTensorSpec, requires_grad
     if local.storage_offset():
         at_zero = local.as_strided(local.shape, local.stride(), 0)
         tensor = torch.Tensor._dtensor__new__(cls, at_zero, spec, requires_grad=requires_grad)
-        tensor._local_tensor = local
+        set_local_tensor(tensor, local)
         return tensor
     return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
 
@@ -589,13 +745,14 @@ def dtensor_spec(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The part of ``tensor`` that this rank holds, the very object."""
-    return tensor._local_tensor
+# By the slot: the name is another thing on our classes that show their local tensor as one of the user's class.
+_local_tensor_slot: Any = DTensor.__dict__["_local_tensor"]
 
+local_tensor: Callable[[Any], torch.Tensor] = _local_tensor_slot.__get__
+"""The part of a DTensor that this rank holds, the very object."""
 
-def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
-    tensor._local_tensor = local
+set_local_tensor: Callable[[Any, torch.Tensor], None] = _local_tensor_slot.__set__
+"""Let a DTensor be over another part."""
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

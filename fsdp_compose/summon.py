@@ -26,9 +26,10 @@ from .flat import (
     local_elements,
     make_gradient,
     restore_attributes,
+    wholes_of,
 )
 from .group import SlotView, _FSDPState, _get_fsdp_states, state_of
-from .ragged import RaggedDTensor, inner_of_whole, note_write_of_all_ranks
+from .ragged import CompositeDTensor, RaggedDTensor, inner_of_whole, note_write_of_all_ranks
 from .runtime import enter_alone
 
 
@@ -84,6 +85,9 @@ class _Summoned:
             for i, param in present.items():
                 sharded, (start, stop, shape) = handle.sharded_params[i], handle.local_shards[i]
                 first = handle.layout.local_shard(i, handle.mesh.shard_rank).param_start
+                if isinstance(sharded, CompositeDTensor):
+                    sharded.copy_(param.detach())
+                    continue
                 whole = _inner_of(param.detach(), sharded)
                 local_elements(sharded).copy_(whole.reshape(-1)[first : first + stop - start].view(shape))
                 if not with_grads:
@@ -264,7 +268,7 @@ def _summon(
         flat_grad = gather_flat(handle, shard_grad, rank0_only, to_cpu)
     if flat is None:
         return None
-    views, gradients = handle.full_views_of(flat), None
+    views, gradients = wholes_of(handle, flat), None
     if handle.tensor_parallel is not None:
         views = handle.tensor_parallel.wholes(views)
     if flat_grad is not None:

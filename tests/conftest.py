@@ -17,6 +17,41 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     harness.shutdown_pools()
 
 
+# The files that take longest, in that order. They come first: at the end nothing long is left that one worker would do
+# while the others have nothing to do.
+LONGEST = (
+    "test_train_gpt",
+    "test_whole_model_compile",
+    "test_reductions",
+    "test_invariants",
+    "test_tensor_parallel",
+    "test_benchmarks",
+    "test_features",
+    "test_compile",
+    "test_stream_order",
+    "test_offload",
+    "test_offload_states",
+    "test_one_rank_differs",
+    "test_parity",
+    "test_strategies",
+    "test_weight_sync",
+    "test_all_gather_extensions",
+    "test_harness",
+    "test_torch_state_dicts",
+    "test_sharded_params",
+    "test_fuzz",
+    "test_backward_inside_forward",
+    "test_private_torch",
+    "test_ragged",
+    "test_parts",
+    "test_hybrid",
+    "test_checkpoint_storage",
+    "test_dead_ranks",
+    "test_memory",
+    "test_replicate",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that launch whole programs take longest, and come first: at the end nothing is left to do next to them."""
-    items.sort(key=lambda item: item.path.name != "test_train_gpt.py")
+    place = {f"{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))

@@ -6,60 +6,53 @@
     def test_something():
         ...                                  # every rank runs this; torch.distributed (gloo) is initialised
 
-Importing torch is what a multi-process test costs, so ranks are forked from a server process that has imported it, and
-the test modules, and has run nothing; and the ranks of one world size form a pool that is started once and reused. A
-test travels as (file, module, qualified name, arguments); each rank looks it up in the module and calls it.
-The pytest process itself never joins a process group: it sends tasks, collects one report per rank, and turns them into
-one failure that names each rank. A pool in which something went wrong is not trusted again: its processes, and only
-they, are ended, and the next test starts others. Tests that need one process only use `fake_process_group`, and those
-that run a program of their own `start_forked`.
+The ranks are those of ``fsdp_compose.testing``: of one world size they form a pool, which is started once and reused,
+until something goes wrong in it. A test travels as (file, module, qualified name, arguments); each rank looks it up in
+the module and calls it. Tests that need one process only use ``fake_process_group``, and those that run a program of
+their own ``start_forked``.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import faulthandler
 import functools
 import gc
 import importlib
 import inspect
-import multiprocessing
 import os
-import queue
-import signal
 import sys
-import tempfile
-import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_compose.testing import Ranks, RanksFailed, preload
+from fsdp_compose.testing import processes as processes
+from fsdp_compose.testing.processes import end as end
+from fsdp_compose.testing.processes import start as start_forked
+from fsdp_compose.testing.ranks import GROUP_TIMEOUT, START_TIMEOUT
+from fsdp_compose.testing.simulated import simulated_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-START_TIMEOUT = 90.0  # seconds for a pool to import torch and form its process group
-GRACE = 2.0  # seconds the other ranks get after the first failure, to fail in their own words
-GROUP_TIMEOUT = 600.0  # of gloo; far beyond a test's, so that a hang is reported with stacks and not as a gloo error
-MAX_OUTPUT = 20_000  # characters of one rank's output or stacks that a failure quotes
-BODY_DONE = "body done"  # the report between a test body and the barrier that ends the test
+MOST_THREADS_LEFT = 12  # by tests, in one rank: of four process groups
 
 Body = Callable[..., None]
 _rank: int | None = None  # set in a worker, None in the pytest process
 _environment: dict[str, str] = {}  # of a worker, when it begins
+
+preload("tests.rewriting", first=True)
 
 
 def distributed(
@@ -114,72 +107,23 @@ def run_distributed(
     """Runs ``body(**arguments)`` on ``world_size`` ranks; fails the calling test if any rank fails."""
     throw_away = fresh or pg_timeout is not None
     file = str(sys.modules[body.__module__].__file__)
-    task = _Task(file, body.__module__, body.__qualname__, arguments or {}, barrier_after=not throw_away)
     pool = None if throw_away else _pools.pop(world_size, None)
-    pool = pool or WorkerPool(world_size, pg_timeout or GROUP_TIMEOUT)
     try:
-        pool.run(task, timeout)
-        if not throw_away:
+        pool = pool or Ranks(world_size, pg_timeout=pg_timeout or GROUP_TIMEOUT, before=_reset, after=_end_groups)
+        task = file, body.__module__, body.__qualname__, arguments or {}
+        pool.run(_call, *task, timeout=timeout, name=body.__qualname__, barrier_after=not throw_away)
+        if not throw_away and _is_fit(pool):
             _pools[world_size] = pool
-    finally:  # also after KeyboardInterrupt and pytest-timeout: whatever the ranks were doing, they still do it
-        if _pools.get(world_size) is not pool:
+    except RanksFailed as failure:
+        pytest.fail(str(failure), pytrace=False)
+    finally:
+        if pool is not None and _pools.get(world_size) is not pool:
             pool.kill()
 
 
-@contextlib.contextmanager
-def fake_process_group(rank: int = 0, world_size: int = 64) -> Iterator[None]:
+def fake_process_group(rank: int = 0, world_size: int = 64) -> AbstractContextManager[None]:
     """Makes this process ``rank`` of a process group whose collectives return at once and move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-# ---- the server that processes are forked from -----------------------------------------------------------------------
-
-_forks = multiprocessing.get_context("forkserver")
-_preloaded = ["tests.rewriting", "torch._dynamo"]  # the first checkpoint() of a process imports dynamo
-
-
-def preload(module: str) -> None:
-    """Lets forked processes find ``module`` imported. Called while tests are collected: the server starts later."""
-    if module not in _preloaded:
-        _preloaded.append(module)
-
-
-def start_forked(output: Path, target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """Calls ``target(*arguments)`` in another process, which prints to the file ``output``. To be ended by ``end``."""
-    environment = {  # of the server, which the first call starts, and which passes it on
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "OMP_NUM_THREADS": "1",  # also because a process with threads must not be forked
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    }
-    _forks.set_forkserver_preload(_preloaded)
-    process = _forks.Process(target=_forked_main, args=(str(output), target, *arguments))
-    with mock.patch.dict(os.environ, environment):
-        process.start()
-    return process
-
-
-def _forked_main(output: str, target: Callable[..., None], *arguments: Any) -> None:
-    os.setsid()  # Ctrl-C is for the pytest process, and what this one starts is ended together with it
-    with open(output, "wb") as file:
-        for standard in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), standard.fileno())
-    gc.freeze()  # what importing torch has left is not looked at by every collection
-    target(*arguments)
-
-
-def end(process: ForkServerProcess) -> None:
-    """Ends ``process``, and what it has started, if it runs."""
-    if process.exitcode is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no session yet, or ends by itself
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
+    return simulated_ranks(world_size, rank)
 
 
 def run_forked(
@@ -212,191 +156,37 @@ def _torchrun(_rank: int, arguments: tuple[str, ...], environment: dict[str, str
     torch.distributed.run.main(arguments)
 
 
-# ---- the pytest process: pools of workers ----------------------------------------------------------------------------
+# ---- pools of ranks --------------------------------------------------------------------------------------------------
+
+_pools: dict[int, Ranks] = {}
+_num_threads: weakref.WeakKeyDictionary[Ranks, int] = weakref.WeakKeyDictionary()  # after its first test
 
 
-class _Task(NamedTuple):
-    file: str
-    module: str
-    qualname: str
-    arguments: dict[str, Any]
-    barrier_after: bool
-
-
-class _Worker:
-    """One rank as the pytest process sees it: a process, a pipe, and two files it writes to."""
-
-    def __init__(self, rank: int, world_size: int, port: int, pg_timeout: float, directory: str):
-        self.rank = rank
-        self.output = Path(directory, f"rank{rank}.output")
-        self.stacks = Path(directory, f"rank{rank}.stacks")
-        self.stacks.touch()
-        self.output_seen = 0
-        self.connection, theirs = _forks.Pipe()
-        with theirs:
-            arguments = (theirs, rank, world_size, port, pg_timeout, str(self.stacks))
-            self.process = start_forked(self.output, _worker_main, *arguments)
-
-    def receive(self) -> str | None:
-        """None when all went well, BODY_DONE on the way there, otherwise what went wrong."""
-        try:
-            return self.connection.recv()
-        except (EOFError, ConnectionError):
-            self.process.join()
-            code = self.process.exitcode
-            return f"the process ended by itself, {f'signal {-code}' if code < 0 else f'exit code {code}'}\n"
-
-    def new_output(self) -> str:
-        """The text that the rank printed since the last call."""
-        text = self.output.read_bytes()[self.output_seen :]
-        self.output_seen += len(text)
-        return text.decode(errors="replace")[-MAX_OUTPUT:]
-
-    def kill(self) -> None:
-        end(self.process)
-        self.connection.close()
-
-
-class WorkerPool:
-    """The ranks of one process group. Owns their processes, the store they share and the files they write."""
-
-    def __init__(self, world_size: int, pg_timeout: float = GROUP_TIMEOUT):
-        self._directory = tempfile.TemporaryDirectory(prefix="fsdp_compose_tests_", ignore_cleanup_errors=True)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: a free one
-        self.workers: list[_Worker] = []
-        try:
-            for rank in range(world_size):
-                self.workers.append(_Worker(rank, world_size, self._store.port, pg_timeout, self._directory.name))
-            self._collect("start of the worker pool", START_TIMEOUT)
-        except BaseException:
-            self.kill()
-            raise
-
-    def run(self, task: _Task, timeout: float) -> None:
-        for worker in self.workers:
-            worker.new_output()  # skip what came between tests
-        self._send(task)
-        self._collect(task.qualname, timeout)
-
-    def shutdown(self) -> None:
-        """Lets idle ranks pass a last barrier and exit; ends those that do not."""
-        self._send(None)
-        for worker in self.workers:
-            worker.connection.poll(5)  # becomes readable when the process ends
-        self.kill()
-
-    def kill(self) -> None:
-        for worker in self.workers:
-            worker.kill()
-        self._directory.cleanup()
-
-    def _send(self, task: _Task | None) -> None:
-        for worker in self.workers:
-            with contextlib.suppress(ConnectionError):  # a rank that is gone is reported by _collect
-                worker.connection.send(task)
-
-    def _collect(self, what: str, timeout: float) -> None:
-        """Waits for every rank's final report and fails the calling test unless all are good."""
-        deadline = time.monotonic() + timeout
-        pending = {worker.connection: worker for worker in self.workers}
-        body_done: set[int] = set()
-        errors: dict[int, str] = {}
-        while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
-            for connection in ready:
-                worker = pending[connection]  # type: ignore[index]
-                report = worker.receive()
-                if report == BODY_DONE:
-                    body_done.add(worker.rank)
-                    continue
-                del pending[worker.connection]
-                if report is not None:
-                    errors[worker.rank] = report
-                    deadline = min(deadline, time.monotonic() + GRACE)
-        if not pending and not errors:
-            return
-        unfinished = sorted({worker.rank for worker in pending.values()} - body_done)
-        if errors:
-            outcome = f"failed on ranks {sorted(errors)} of {len(self.workers)}"
-        elif unfinished:
-            outcome = f"ranks {unfinished} of {len(self.workers)} did not finish within {timeout:g} s"
-        else:
-            outcome = "every rank finished, but the barrier behind the test hangs: some collectives did not pair"
-        for rank, stacks in self._dump_stacks([w for w in self.workers if w.rank not in errors]).items():
-            state = "finished, waiting for the others" if rank in body_done else "still running"
-            errors[rank] = f"{state}; its Python stacks:\n{stacks}"
-        failure = [f"{what}: {outcome}"]
-        for worker in self.workers:
-            failure.append(f"{f' rank {worker.rank} ':=^100}\n{errors[worker.rank].rstrip()}")
-            if output := worker.new_output().rstrip():
-                failure.append(f"{f' output of rank {worker.rank} ':-^100}\n{output}")
-        pytest.fail("\n".join(failure), pytrace=False)
-
-    def _dump_stacks(self, workers: Sequence[_Worker]) -> dict[int, str]:
-        for worker in workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.process.pid, signal.SIGUSR1)
-        time.sleep(0.5)  # faulthandler writes in the signal handler: microseconds once the process is scheduled
-        return {worker.rank: worker.stacks.read_text(errors="replace")[-MAX_OUTPUT:] for worker in workers}
-
-
-_pools: dict[int, WorkerPool] = {}
+def _is_fit(pool: Ranks) -> bool:
+    """Whether the next test may use a pool: what this one has left behind does not slow down all that follow."""
+    usual = _num_threads.setdefault(pool, pool.num_threads())
+    return pool.num_threads() <= usual + MOST_THREADS_LEFT
 
 
 @atexit.register
 def shutdown_pools() -> None:
     """Ends every worker this process started. Called at the end of the pytest session, or of the process."""
     while _pools:
-        _pools.popitem()[1].shutdown()
+        _pools.popitem()[1].close()
 
 
-# ---- the workers -----------------------------------------------------------------------------------------------------
+# ---- on the ranks ----------------------------------------------------------------------------------------------------
 
 
-def _worker_main(connection: Connection, rank: int, world_size: int, port: int, pg_timeout: float, stacks: str) -> None:
+def _call(file: str, module: str, qualname: str, arguments: dict[str, Any]) -> None:
     global _rank
-    _rank = rank
-    _environment.update(os.environ)
-    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)
-    tasks = _receive_in_background(connection)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    dist.barrier()
-    _set_pg_timeout(timedelta(seconds=pg_timeout))  # only now: ranks may start further apart than a test may wait
-    connection.send(None)
-    while (task := tasks.get()) is not None:
-        connection.send(_run_task(task, connection))
-    dist.barrier()
-    os._exit(0)  # nothing is buffered; taking gloo's threads down at interpreter exit aborts now and then
-
-
-def _receive_in_background(connection: Connection) -> queue.SimpleQueue[_Task | None]:
-    """Tasks arrive on a thread, so that a rank stuck in a collective still notices that the pytest process is gone."""
-    tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-
-    def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                tasks.put(connection.recv())
-        os._exit(1)
-
-    threading.Thread(target=receive, name="receive tasks", daemon=True).start()
-    return tasks
-
-
-def _run_task(task: _Task, connection: Connection) -> str | None:
-    try:
-        _reset()
-        _resolve(task)(**task.arguments)
-        connection.send(BODY_DONE)
-        if task.barrier_after:
-            dist.barrier()  # fails or hangs here, not in the next test, if the ranks' collectives did not pair
-            _end_groups()
-    except BaseException as error:  # pytest.skip and sys.exit too: a rank that leaves early has failed
-        frame = error.__traceback__
-        while frame and frame.tb_next and frame.tb_frame.f_code.co_filename == __file__:
-            frame = frame.tb_next
-        return "".join(traceback.format_exception(type(error), error, frame))
-    return None
+    _rank = dist.get_rank()
+    found: Any = importlib.import_module(module)
+    if Path(found.__file__).resolve() != Path(file).resolve():
+        raise ImportError(f"{module} is {found.__file__} in this worker, but the test lives in {file}")
+    for name in qualname.split("."):  # Class.method, or a function
+        found = getattr(found() if inspect.isclass(found) else found, name)
+    found(**arguments)
 
 
 lasting_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # that bodies share with those of later tests
@@ -408,12 +198,23 @@ def _end_groups() -> None:
     if made:
         while made:
             dist.destroy_process_group(made.pop())
-        _clear_sharding_prop_cache()  # it has meshes, which hold groups, and gives them to the next that is equal
+        _forget_meshes()
         gc.collect()  # models that have not been freed yet
+
+
+def _forget_meshes() -> None:
+    """Clears what DTensor remembers of meshes: they hold groups, and are given to the next mesh that is equal."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    MeshTopoInfo.build_from_mesh.cache_clear()
+    for cached in (_gen_transform_infos, ShardingPropagator._propagate_tensor_meta_cached):
+        cached.cache_clear()
 
 
 def _reset() -> None:
     """Undoes what one test may have changed for the next."""
+    if not _environment:
+        _environment.update(os.environ)
     os.environ.clear()
     os.environ.update(_environment)
     torch.manual_seed(0)
@@ -422,12 +223,3 @@ def _reset() -> None:
     torch.set_default_dtype(torch.float32)
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
-
-
-def _resolve(task: _Task) -> Body:
-    found: Any = importlib.import_module(task.module)
-    if Path(found.__file__).resolve() != Path(task.file).resolve():
-        raise ImportError(f"{task.module} is {found.__file__} in this worker, but the test lives in {task.file}")
-    for name in task.qualname.split("."):  # Class.method, or a function
-        found = getattr(found() if inspect.isclass(found) else found, name)
-    return found

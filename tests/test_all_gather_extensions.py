@@ -4,6 +4,8 @@ travel, memory, and training, which equals that of an unsharded model with weigh
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -486,6 +488,74 @@ def test_ranks_with_different_classes_are_one_error():
     shard(model)
     with pytest.raises(RuntimeError, match=r"different models.*gathered by.*RowScales.*gathered by.*EightBit"):
         model(torch.randn(2, DIM))
+
+
+class Precomputed(EightBit):
+    """Its scale may have been computed ahead, for all parameters at once."""
+
+    scale: torch.Tensor | None = None
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        if self.scale is None:
+            return super().fsdp_pre_all_gather(mesh)
+        return (rounded(self._inner, self.scale),), (self.scale,)
+
+
+@pytest.mark.parametrize("rows", [DIM, 5])
+@distributed(world_size=2)
+def test_the_class_is_found_in_the_sharded_parameter_and_what_is_set_on_it_there_is_followed(rows):
+    model, _ = nets(Precomputed, rows)
+    shard(model)
+    x = torch.randn(2, DIM)
+    expected = model(x)
+
+    def weights() -> list[Any]:
+        return [param for name, param in model.named_parameters() if is_wrapped(name)]
+
+    @torch.no_grad()
+    def set_scales(factor: float) -> None:
+        for weight, norm in zip(weights(), torch._foreach_norm(weights(), float("inf")), strict=True):
+            assert type(weight._local_tensor) is Precomputed and weight._local_tensor is weight._local_tensor
+            assert weight._local_tensor.shape == weight.to_local().shape
+            weight._local_tensor.scale = scale_of(norm.full_tensor()) * factor
+
+    set_scales(1.0)
+    assert torch.equal(model(x), expected)
+    set_scales(4.0)
+    coarse = model(x)
+    assert not torch.equal(coarse, expected)
+    loss_of(model, x).backward()
+    optimizer = adamw(model.parameters())
+    optimizer.step()
+    set_scales(1.0)
+    fresh, _ = nets(Precomputed, rows)
+    shard(fresh)
+    set_model_state_dict(fresh, get_model_state_dict(model))
+    assert torch.equal(model(x), fresh(x))
+    weight, local = model.layers[0].up.weight, model.layers[0].up.weight._local_tensor
+    with torch.no_grad():
+        weight.zero_()
+    assert local is weight._local_tensor and not local._inner.any()
+    model.double()
+    assert not isinstance(weight.to_local(), Precomputed) and weight.to_local().dtype == torch.float64
+    model(x.double())
+    assert weight._local_tensor._inner.dtype == torch.float64 and weight._local_tensor.scale is None
+    assert type(copy.deepcopy(weight).to_local()) is type(weight.detach()._local_tensor) is torch.Tensor
+
+
+@distributed(world_size=2)
+def test_the_whole_weight_is_not_kept():
+    whole = torch.randn(DIM, DIM)
+    for cls in (EightBit, Wrapper):
+        linear = nn.Linear(DIM, DIM)
+        linear.weight = nn.Parameter(cls(whole.clone()))
+        inner = weakref.ref(linear.weight._inner)
+        linear.weight.tag = "mine"
+        subclasses._warned.add(cls)
+        fully_shard(linear)
+        linear(torch.randn(2, DIM)).sum().backward()
+        gc.collect()
+        assert inner() is None and linear.weight.tag == "mine" and "_inner" not in linear.weight.__dict__
 
 
 @distributed(world_size=2)

@@ -6,6 +6,7 @@ One rank alone in a first forward: ``test_bad_input``; in recovery: ``test_invar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -62,7 +63,8 @@ def wait_for_one_that_stays_away(rank: int, port: int) -> None:
         loss_of(model, inputs()).backward()
     _set_pg_timeout(timedelta(seconds=2))
     if rank == 1:
-        time.sleep(12)
+        with contextlib.suppress(RuntimeError):
+            store.wait(["raised"], timedelta(seconds=12))
         os._exit(0)
     begin = time.monotonic()
     try:
@@ -70,6 +72,7 @@ def wait_for_one_that_stays_away(rank: int, port: int) -> None:
         print("no error")
     except RuntimeError as error:
         print(f"after {time.monotonic() - begin:.1f} s: {error}".replace("\n", " "))
+        store.set("raised", "")
     sys.stdout.flush()
     os._exit(0)
 

@@ -417,7 +417,7 @@ def test_many_saves_keep_no_memory_and_a_model_is_freed_without_the_garbage_coll
         del state
         if i in (9, 49):
             alive.append(tensors_alive())
-    assert alive[0] == alive[1], alive
+    assert alive[1] <= alive[0], alive  # what tests before this one left may die meanwhile
     freed = weakref.ref(model), weakref.ref(_get_fsdp_handles(model)[0])
     gc.collect()
     gc.disable()

@@ -191,7 +191,7 @@ def check(
         for i, block in enumerate(reference.blocks):
             reference.blocks[i] = torch.compile(block)
     assert_parameters_match(model, reference, 1e-6)
-    for graph in compilations.backend.graphs:
+    for graph in compilations.backend.graphs if how is not compile_everything else ():
         assert operations(graph) == ["layer_norm", "linear", "gelu", "linear", "dropout", "add"]  # a whole block
     return compilations
 
@@ -216,9 +216,9 @@ def test_compiled_blocks_with_other_reshard_after_forward(reshard_after_forward)
 
 
 @distributed(world_size=2)
-def test_compiling_the_whole_model_compiles_its_blocks():
-    """The root's hooks keep the root's own forward eager; the blocks share one graph without breaks."""
-    compilations = check(compile_everything)
+def test_compiling_the_whole_model_makes_one_graph():
+    """Of all blocks, with their collectives (``test_whole_model_compile``)."""
+    compilations = check(compile_everything, fullgraph=True)
     assert compilations.counts == [2] * STEPS and not compilations.breaks
 
 
@@ -286,7 +286,7 @@ def test_hooks_are_disabled_for_dynamo_once_and_not_per_call(how):
     disable = torch._dynamo.disable
 
     def counting_disable(*args: Any, **kwargs: Any) -> Any:
-        calls.append(getattr(args[0], "__qualname__", args[0]) if args else None)
+        calls.append(args[0] if args else None)
         return disable(*args, **kwargs)
 
     seen = []
@@ -295,7 +295,8 @@ def test_hooks_are_disabled_for_dynamo_once_and_not_per_call(how):
         patch.setattr(torch._dynamo, "disable", counting_disable)
         compiled = how(model, {}, backend=compilations.backend)
         train(compiled, local_part, lambda step: seen.append(len(calls)))
-    assert len(set(calls)) == len(calls), calls  # each hook at most once in the life of the process
+    ours = [call for call in calls if str(getattr(call, "__module__", "")).startswith("fsdp_compose")]
+    assert len(set(ours)) == len(ours), ours  # each hook at most once in the life of the process
     assert seen[0] == seen[-1]
 
 

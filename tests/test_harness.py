@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.harness import distributed, fake_process_group, run_distributed
 
 
 def _pids(world_size: int) -> list[int]:
-    return [worker.process.pid for worker in harness._pools[world_size].workers]
+    return [worker.process.pid for worker in harness._pools[world_size].ranks]
 
 
 def _failure(body, world_size: int = 2, **options) -> str:
@@ -76,7 +77,9 @@ _groups_made: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 def _makes_groups() -> None:
     mesh = init_device_mesh("cpu", (2, 1))
     weight = distribute_tensor(torch.arange(4.0), mesh, [Shard(0), Replicate()])
-    assert (weight + weight).full_tensor().tolist() == [0, 2, 4, 6]  # DTensor remembers the mesh of the sum
+    assert (weight + weight).full_tensor().tolist() == [0, 2, 4, 6]  # DTensor remembers the mesh: of the sum, of
+    assert (weight.redistribute(placements=[Replicate()] * 2) @ weight).full_tensor() == 14  # what moves, and its cost
+    _groups_made.update({*mesh.get_all_groups()} - {dist.group.WORLD})
     in_a_cycle: list[object] = [dist.new_group()]
     _groups_made.add(in_a_cycle[0])
     in_a_cycle.append(in_a_cycle)
@@ -95,6 +98,11 @@ def _has_a_lasting_group() -> None:
     (group,) = harness.lasting_groups
     dist.barrier(group)
     dist.destroy_process_group(group)
+
+
+def _leaves_threads(number: int) -> None:
+    for _ in range(number):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 def _dies_on_rank_1() -> None:
@@ -198,7 +206,7 @@ def test_hang_ends_within_its_timeout_with_every_stack():
 
 def test_unpaired_collective_fails_its_own_test():
     failure = _failure(_leaves_a_collective_unpaired, timeout=1)
-    assert "_leaves_a_collective_unpaired: every rank finished, but the barrier behind the test hangs" in failure
+    assert "_leaves_a_collective_unpaired: every rank finished, but the barrier behind it hangs" in failure
 
 
 def test_process_groups_end_with_the_test_that_has_made_them():
@@ -211,6 +219,17 @@ def test_process_groups_end_with_the_test_that_has_made_them():
     assert _pids(2) == before
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not tell of threads")
+def test_a_pool_in_which_tests_have_left_many_threads_is_not_used_again():
+    run_distributed(_sums_ranks, 2)
+    before = _pids(2)
+    run_distributed(_leaves_threads, 2, {"number": harness.MOST_THREADS_LEFT // 2})
+    assert _pids(2) == before
+    run_distributed(_leaves_threads, 2, {"number": harness.MOST_THREADS_LEFT})
+    run_distributed(_sums_ranks, 2)
+    assert not set(_pids(2)) & set(before)
+
+
 def test_fake_process_group():
     with fake_process_group(rank=3, world_size=1024):
         assert (dist.get_rank(), dist.get_world_size()) == (3, 1024)
@@ -221,7 +240,7 @@ def test_fake_process_group():
 PARENT = """
 import os, sys
 from tests import harness, test_harness
-harness._preloaded.clear()  # there is one worker, which imports what it needs
+harness.processes.preload_nothing()  # there is one worker, which imports what it needs
 harness.run_distributed(test_harness._sums_ranks, 1)
 print(*test_harness._pids(1), flush=True)
 if sys.argv[1] == "killed":

@@ -369,5 +369,6 @@ def test_memory_for_compute_is_not_made_where_shards_live():
         "flat/home.py",
         "flat/offloaded.py",
         "flat/unsharded.py",  # of shards on the device
+        "inspect/description/collecting.py",  # told
         "summon.py",  # a gradient, beside the shard
     }, found

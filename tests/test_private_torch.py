@@ -4,6 +4,8 @@ test for each; and no other file uses one, except for a short list."""
 from __future__ import annotations
 
 import ast
+import functools
+import gc
 import importlib
 import pickle
 import re
@@ -50,6 +52,7 @@ ALLOWED = {
     "_get_layout": "a function that pickles of torch's checkpoint metadata name; a format",
     "_is_fsdp_managed_module": "what Dynamo reads on a managed module",
     "_is_param": "what makes a tensor subclass an nn.Parameter",
+    "_exit": "of os: no name of torch",
     "_like": "no name: how names of operators end",
     "_local_scalar_dense": "an operator: what item() calls",
     "_modules": "children of a module by name",
@@ -131,6 +134,8 @@ def test_every_name_in_the_private_file_has_a_test():
             names += [alias.asname or alias.name for alias in node.names]
     public = {name for name in names if not name.startswith("_")}
     outside = {
+        "Mapping",
+        "TypeVar",
         "annotations",
         "OrderedDict",
         "Callable",
@@ -768,6 +773,234 @@ def test_skip_frame():
         torch._dynamo.reset()
 
 
+def test_skip_top_frame():
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+
+    def hook(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if torch.compiler.is_dynamo_compiling() else x
+
+    _torch.skip_top_frame(hook)
+    counter, x = CompileCounter(), torch.ones(2)
+    assert torch.compile(hook, backend=counter)(x) is x and counter.frame_count == 0  # as it is
+    inside = torch.compile(lambda x: hook(x) + 1, backend=counter, fullgraph=True)
+    torch.testing.assert_close(inside(x), x.sin() + 1)  # traced
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@_torch.mark_constant
+def _found_out(module: nn.Module, key: str) -> tuple[Any, ...]:
+    _calls.append((type(module), key))
+    return (key, (("weight", 0), (torch.float32, None, True)))
+
+
+_calls: list[Any] = []
+
+
+def test_mark_constant():
+    torch._dynamo.reset()
+    module, x = nn.Linear(2, 2), torch.ones(2)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        _, ((name, index), (dtype, nothing, is_true)) = _found_out(module, "a")
+        return x.to(dtype) + index + 1 if name == "weight" and nothing is None and is_true else x
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), x + 1)
+    assert _calls == [(nn.Linear, "a")]
+    torch._dynamo.reset()
+
+
+def _kept_as_it_is(number: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple([x.sin() for _ in sys.version_info[:number]])  # Dynamo would refuse nothing here, but trace it
+
+
+def test_allow_in_graph():
+    torch._dynamo.reset()
+    _torch.allow_in_graph(_kept_as_it_is)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compile(lambda x: _kept_as_it_is(2, x)[1], backend=backend, fullgraph=True)(torch.ones(2))
+    assert [node.target for node in graphs[0].graph.nodes if node.op == "call_function"][0] is _kept_as_it_is
+    torch._dynamo.reset()
+
+
+def test_change_modules_while_traced():
+    """Within activation checkpointing Dynamo refuses side effects, but these."""
+    torch._dynamo.reset()
+    module = nn.Linear(2, 2)
+
+    def change(value: int) -> None:
+        module.__dict__["seen"] = value
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        _torch.change_modules_while_traced(change, 1)
+        return x.sin()
+
+    def refused(x: torch.Tensor) -> torch.Tensor:
+        change(2)
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    for function in (body, refused):
+        compiled = torch.compile(
+            lambda x, function=function: checkpoint(function, x, use_reentrant=False), backend="eager", fullgraph=True
+        )
+        if function is body:
+            compiled(x)
+            assert module.__dict__["seen"] == 1
+        else:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="[Ss]ide effect"):
+                compiled(x)
+    torch._dynamo.reset()
+
+
+def test_call_after_compilation():
+    """Before what was compiled runs; an exception reaches the caller, and later compilations call it again."""
+    torch._dynamo.reset()
+    calls: list[str] = []
+    attempts: list[object] = []
+
+    @_torch.mark_constant
+    def note(number: int) -> int:
+        attempts.append(_torch.tracing_attempt())
+        _torch.call_after_compilation(after)
+        return number
+
+    def after() -> None:
+        calls.append("compiled")
+        if len(calls) == 1:
+            raise RuntimeError("of ours")
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            calls.append("run")
+            return graph(*args)
+
+        return run
+
+    compiled = torch.compile(lambda x: x + note(1) + note(2), backend=backend, fullgraph=True, dynamic=False)
+    with pytest.raises(RuntimeError, match="of ours"):
+        compiled(torch.ones(2))
+    compiled(torch.ones(2))
+    compiled(torch.ones(3))
+    assert calls == ["compiled", "compiled", "run", "compiled", "run"]
+    assert attempts[0] is attempts[1] is not attempts[2] and None not in attempts
+    torch._dynamo.reset()  # counts what is pending
+
+
+def test_was_written_in_graph():
+    from torch._functorch.aot_autograd import aot_function
+    from torch._subclasses import FakeTensorMode
+
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor, *, writes: bool) -> torch.Tensor:
+        made = x * 2
+        if writes:
+            made.data.mul_(3)
+        seen.append(_torch.was_written_in_graph(made))
+        return made + 1
+
+    for writes in (False, True):
+        aot_function(functools.partial(function, writes=writes), lambda graph, _inputs: graph)(torch.ones(2))
+        assert seen and seen[-1] is writes
+    assert not _torch.was_written_in_graph(torch.ones(2))
+    assert not _torch.was_written_in_graph(torch.ones(2).mul_(2))
+    with FakeTensorMode():
+        assert not _torch.was_written_in_graph(torch.ones(2))
+        assert _torch.was_written_in_graph(torch.ones(2).mul_(2))
+
+
+def test_in_compiled_autograd():
+    from torch._dynamo import compiled_autograd
+
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = (x * 2).sum()
+        with compiled_autograd._enable(lambda graph: graph):
+            y.register_hook(lambda grad: seen.append(_torch.in_compiled_autograd()))
+            y.backward()
+    assert seen and all(seen) and not _torch.in_compiled_autograd()
+
+
+def test_tracing_attempt():
+    assert _torch.tracing_attempt() is None
+
+
+def test_functional_collectives():
+    with fake_process_group(world_size=2):
+        ops, name = _torch.functional_collectives(), _torch.group_name_of(dist.group.WORLD)
+        x = torch.ones(4)
+        assert ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name)).shape == (8,)
+        assert ops.wait_tensor(ops.reduce_scatter_tensor(x, "avg", 2, name)).shape == (2,)
+        assert ops.wait_tensor(ops.all_reduce(x, "sum", name)).shape == (4,)
+
+
+def test_group_name_of():
+    with fake_process_group(world_size=2):
+        assert isinstance(_torch.group_name_of(dist.group.WORLD), str)
+
+
+def test_register_work():
+    x = torch.zeros(2)
+    _torch.register_work(x, _torch.WorkOfGraph(lambda: x.add_(1), x))
+    gc.collect()
+    assert _torch.functional_collectives().wait_tensor(x) is x
+    torch.testing.assert_close(x, torch.ones(2))
+
+
+def _define_times() -> Any:
+    """An operation whose result is there when it is waited for."""
+
+    def issue(x: torch.Tensor, number: int) -> torch.Tensor:
+        result = torch.empty_like(x)
+        _torch.register_work(result, _torch.WorkOfGraph(lambda: result.copy_(x * number), x))
+        return result
+
+    if not hasattr(torch.ops.fsdp_compose_test, "times"):
+        schema = "times(Tensor x, int number) -> Tensor"
+        _torch.define_operations("fsdp_compose_test", {schema: (issue, lambda x, number: torch.empty_like(x))})
+    return torch.ops.fsdp_compose_test.times
+
+
+def test_define_operations():
+    from torch._subclasses import FakeTensorMode
+
+    operation, wait = _define_times(), _torch.functional_collectives().wait_tensor
+    torch.testing.assert_close(wait(operation(torch.ones(2), 3)), torch.full((2,), 3.0))
+    with FakeTensorMode():
+        assert operation(torch.ones(2), 3).shape == (2,)
+
+
+def test_lower_as_collective():
+    """An operation of ours in a graph of Inductor: its input keeps its memory until the result is waited for."""
+    import torch._inductor.lowering
+
+    torch._dynamo.reset()
+    operation = _define_times()
+    _torch.lower_as_collective([operation.default])
+    wait = _torch.functional_collectives().wait_tensor
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flight = operation(x + 1, 3)
+        other = x * 2  # of the size of what is read meanwhile
+        return wait(flight), other
+
+    found, other = torch.compile(function, fullgraph=True)(torch.ones(4))
+    torch.testing.assert_close(found, torch.full((4,), 6.0))
+    torch.testing.assert_close(other, torch.full((4,), 2.0))
+    torch._dynamo.reset()
+
+
 def test_skip_frame_does_not_import_dynamo():
     code = """
         import sys
@@ -1106,6 +1339,25 @@ def test_group_timeout():
 def test_group_timeout_of_a_group_that_has_none():
     with fake_process_group():
         assert _torch.group_timeout(dist.group.WORLD) >= timedelta(minutes=1)
+
+
+@distributed(world_size=2, fresh=True)
+def test_set_group_timeout():
+    _torch.set_group_timeout(timedelta(seconds=1))
+    begin = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            dist.barrier()
+        assert time.monotonic() - begin < 30
+
+
+def test_fake_store():
+    dist.init_process_group("fake", store=_torch.fake_store(), rank=3, world_size=1024)
+    try:
+        dist.barrier()
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 1024)
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- wrappers and state dicts

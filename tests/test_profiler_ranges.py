@@ -1,4 +1,4 @@
-"""Profilers show what each group communicates, by the group's name."""
+"""Profilers show what each group does, by the group's name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_compose import set_functional_mode
+from fsdp_compose import set_functional_mode, trace
 from tests.harness import distributed
 from tests.test_features import Net, inputs, mean_square, shard_layers
+from tests.test_trace import Stack, sharded, step
 
 PREFIX = "fsdp_compose::"
 
@@ -42,3 +43,23 @@ def test_a_profile_names_every_collective_of_every_group_in_order(is_functional)
     assert [name for name in seen if name.startswith("publish")] == [f"publish {name}" for name in groups]
     with torch.no_grad():
         model(x)  # none without a profiler: nothing raises either
+
+
+@distributed(world_size=2)
+def test_a_profile_names_what_every_group_computes_and_when_it_is_resharded():
+    model = sharded(Stack(checkpoints=True))
+    step(model)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, trace(model) as found:
+        step(model)
+    events = sorted((item for item in profiler.events() if PREFIX in item.name), key=lambda item: item.time_range.start)
+    kinds = ("forward", "recomputation", "backward", "reshard")
+    names = [item.name.removeprefix(PREFIX) for item in events]
+    names = [name for name in names if name.split()[0] in kinds]
+    assert names == [event.name for event in found.events if event.what in kinds]
+    blocks = [f"{what} blocks.{i}" for i in range(3) for what in ("forward", "reshard")]
+    parts = ("backward", "recomputation", "reshard")
+    assert names[:7] == ["forward (root)", *blocks]
+    assert names[7:] == ["backward (root)", *(f"{what} blocks.{i}" for i in (2, 1, 0) for what in parts)]
+    for outer, inner in (("forward (root)", "forward blocks.1"), ("backward blocks.1", "recomputation blocks.1")):
+        spans = [next(item.time_range for item in events if item.name == PREFIX + name) for name in (outer, inner)]
+        assert spans[0].start < spans[1].start <= spans[1].end < spans[0].end

@@ -24,9 +24,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.profiler import ProfilerActivity, profile
 
 import fsdp_compose
-from fsdp_compose import RaggedDTensor, clip_grad_norm_, fully_shard
+from fsdp_compose import RaggedDTensor, clip_grad_norm_, fully_shard, record_collectives
 from fsdp_compose.checkpoint import (
     StateDictOptions,
     get_model_state_dict,
@@ -34,12 +35,13 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fsdp_compose.comm.records import DEBUG_ENV
-from fsdp_compose.flat import tensor_parallel
+from fsdp_compose.comm.records import DEBUG_ENV, last_of_every_rank
+from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
 from tests.harness import distributed
 from tests.models import GPT, batches
 from tests.test_checkpoint import assert_equal, whole
 from tests.test_checkpoint_storage import shared_folder
+from tests.test_invariants import environment
 
 TORCHS = torch.nn.utils.clip_grad_norm_
 
@@ -202,13 +204,21 @@ def parallel_uneven(mesh: DeviceMesh, data: Any = "dp", hidden: int = 7) -> nn.M
     return fully_shard(model, mesh=mesh[data])
 
 
-def steps_of(model: nn.Module, place: int, num: int, clip: Callable[..., Any], order: float = 2.0) -> list[float]:
-    """Norms."""
-    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3), []
+def steps_of(
+    model: nn.Module,
+    place: int,
+    num: int,
+    clip: Callable[..., Any],
+    order: float = 2.0,
+    flat: list[nn.Parameter] | None = None,
+) -> list[float]:
+    """Norms; ``flat``: in the place of the model's parameters."""
+    params = [*model.parameters()] if flat is None else flat
+    optimizer, norms = torch.optim.AdamW(params, lr=0.1, eps=1e-3), []
     for i in range(2):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
         model(x.chunk(num)[place]).square().mean().backward()
-        norm = clip(model.parameters(), 0.3, order)
+        norm = clip(params, 0.3, order)
         norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         optimizer.step()
         optimizer.zero_grad()
@@ -253,19 +263,75 @@ def test_a_part_of_the_ranks_trains_and_is_saved_by_itself():
 @distributed(world_size=4)
 def test_terms_of_gradients_are_summed_in_one_all_reduce_for_each_group():
     mesh = mesh_of(2, 2)
-    model, sizes = sharded_gpt(mesh, "sequence"), []
-    all_reduce = dist.all_reduce
-
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
+    model = sharded_gpt(mesh, "sequence")
     loss = loss_of(model, share_of(mesh["dp"])(next(batches(1))))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_parallel.dist, "all_reduce", counted)
+    with record_collectives(model) as lines:
         loss.backward()
     # Weight and bias of both norms of a block, and of that of the root.
-    assert sizes == [*[4 * 16] * 3, 2 * 16]
+    blocks = [f"all-reduce blocks.{i}.norm1.weight and 3 more (64 x float32 among 2 ranks)" for i in (2, 1, 0)]
+    sums = [*blocks, "all-reduce norm.weight and 1 more (32 x float32 among 2 ranks)"]
+    assert [line for line in lines if line.startswith("all-reduce")] == sums
+    for line in sums:  # it is there before what it is a part of is reduced
+        place = lines.index(line)
+        assert lines[place + 1] == "  wait for " + line.partition(" (")[0]
+    assert not any(line.startswith("reduce-scatter") for line in lines[: lines.index(sums[0])])
+    assert any(line.startswith("reduce-scatter") for line in lines[lines.index(sums[-1]) :])
+
+
+@distributed(world_size=4)
+def test_a_profile_names_the_sums_of_terms_by_group():
+    mesh = mesh_of(2, 2)
+    model = sharded_gpt(mesh, "sequence")
+    share, batch = share_of(mesh["dp"]), next(batches(1))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        loss_of(model, share(batch)).backward()
+    events = sorted(profiler.events(), key=lambda item: item.time_range.start)
+    prefix = "fsdp_compose::all_reduce over tensor-parallel ranks of "
+    seen = [item.name.removeprefix(prefix) for item in events if item.name.startswith(prefix)]
+    assert seen == ["blocks.2", "blocks.1", "blocks.0", "(root)"]
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_tensor_parallel_ranks_that_sum_other_terms_are_told_before_they_do(is_synced):
+    """With ``FSDP_COMPOSE_DEBUG=1``; and then training goes on."""
+    with environment(**{DEBUG_ENV: "1", TIMEOUT_ENV: "20"}):
+        mesh = mesh_of(2, 2)
+        model, share = sharded_gpt(mesh, "sequence"), share_of(mesh["dp"])
+        expected = reference()
+        train(model, share)
+        train(expected)
+        (handle,) = fully_shard.state(model.blocks[1])._handles
+        lost = handle.unsharded.params[handle.fqns.index("norm1.bias")]
+        has_lost = mesh.get_local_rank("tp") == 1
+        hook = lost.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None) if has_lost else None)
+        loss = loss_of(model, share(next(batches(1))))
+        ranks = r"\[0, 1\]" if is_synced or mesh.get_local_rank("dp") == 0 else r"\[2, 3\]"
+        match = (
+            rf"summed over the tensor-parallel ranks {ranks}, of other parameters on some of them.*: of "
+            r"\['blocks\.1\.norm1\.weight', 'blocks\.1\.norm1\.bias', .*, and of \['blocks\.1\.norm1\.weight', "
+            r"'blocks\.1\.norm2"
+        )
+        with nullcontext() if is_synced else fsdp_compose.no_sync(model), pytest.raises(RuntimeError, match=match):
+            loss.backward()
+        hook.remove()
+        with pytest.warns(UserWarning, match="thrown away"):
+            train(model, share)
+        train(expected)
+        assert_same(model, expected)
+
+
+@distributed(world_size=4)
+def test_errors_about_ranks_tell_of_sums_of_terms():
+    with environment(**{DEBUG_ENV: "1"}):
+        mesh = mesh_of(2, 2)
+        model = sharded_gpt(mesh, "sequence")
+        with fsdp_compose.no_sync(model):  # so that nothing comes after it
+            loss_of(model, share_of(mesh["dp"])(next(batches(1)))).backward()
+            dist.barrier()
+            text = last_of_every_rank(dist.group.WORLD)
+    noted = "all-reduce over tensor-parallel ranks of norm.weight and 1 more"
+    assert [line.partition(": ")[2] for line in text.splitlines()[2:]] == [noted] * 4
 
 
 @distributed(world_size=4)
@@ -443,11 +509,9 @@ def test_copies_meta_models_and_optimizers_built_before():
 
 
 @distributed(world_size=4)
-def test_flat_views_are_plain_tensors():
+def test_flat_views_may_be_plain_tensors():
     mesh = mesh_of(2, 2)
     model, expected = sharded_gpt(mesh), reference()
-    with pytest.raises(ValueError, match=r"tensor parallelism has cut blocks\.0\.qkv\.weight|has cut qkv\.weight"):
-        fsdp_compose.flat_parameters(model)
     flat = fsdp_compose.flat_parameters(model, local=True)
     optimizer = torch.optim.SGD(flat, lr=0.1, momentum=0.9, weight_decay=0.01)
     norms = train(model, share_of(mesh["dp"]), optimizer, clip=clip_grad_norm_)
@@ -457,6 +521,107 @@ def test_flat_views_are_plain_tensors():
     ours, plain = (get_optimizer_state_dict(*item)["state"] for item in ((model, optimizer), (expected, theirs)))
     for fqn, state in plain.items():
         torch.testing.assert_close(whole(ours[fqn]["momentum_buffer"]), state["momentum_buffer"], rtol=0, atol=1e-5)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1, foreach=True),
+    "loop": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1, foreach=False),
+}
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
+@pytest.mark.parametrize("clip", [clip_grad_norm_, TORCHS], ids=["ours", "torch"])
+@pytest.mark.parametrize("kind", ["tensor", "some", "vocabulary", "sequence", "hybrid"])
+def test_flat_views_train_and_are_clipped_as_one_process(kind, clip, optimizer):
+    is_hybrid = kind == "hybrid"
+    mesh = mesh_of(2, 1, 2, names=("r", "s", "tp")) if is_hybrid else mesh_of(2, 2)
+    data = ("r", "s") if is_hybrid else "dp"
+    model, expected = sharded_gpt(mesh, "tensor" if is_hybrid else kind, data), reference()
+    make = OPTIMIZERS[optimizer]
+    ours, theirs = make(fsdp_compose.flat_parameters(model)), make(expected.parameters())
+    norms = train(model, share_of(mesh[data]), ours, clip=clip)
+    torch.testing.assert_close(norms, train(expected, optimizer=theirs, clip=TORCHS), rtol=1e-5, atol=1e-6)
+    assert_same(model, expected)
+    state, plain = (get_optimizer_state_dict(*item)["state"] for item in ((model, ours), (expected, theirs)))
+    key = "momentum_buffer" if optimizer == "sgd" else "exp_avg_sq"
+    for fqn, values in plain.items():
+        torch.testing.assert_close(whole(state[fqn][key]), values[key], rtol=0, atol=1e-5)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("clip", [clip_grad_norm_, TORCHS], ids=["ours", "torch"])
+def test_flat_views_of_uneven_parts(clip, order):
+    """The padding of the ranks that have less is zero, and counts for nothing."""
+    mesh = mesh_of(2, 2)
+    model, expected = parallel_uneven(mesh), uneven()
+    norms = steps_of(model, mesh.get_local_rank("dp"), 2, clip, order, fsdp_compose.flat_parameters(model))
+    torch.testing.assert_close(norms, steps_of(expected, 0, 1, TORCHS, order), rtol=1e-5, atol=1e-7)
+    assert_same(model, expected)
+
+
+@distributed(world_size=4)
+def test_state_of_other_optimizers_loads_into_flat_views_of_what_is_cut():
+    mesh = mesh_of(2, 2)
+    share, make = share_of(mesh["dp"]), OPTIMIZERS["foreach"]
+    first, second = sharded_gpt(mesh), sharded_gpt(mesh)
+    optimizer, flat = make(first.parameters()), make(fsdp_compose.flat_parameters(second))
+    train(first, share, optimizer)
+    set_model_state_dict(second, get_model_state_dict(first))
+    set_optimizer_state_dict(second, flat, get_optimizer_state_dict(first, optimizer))
+    train(first, share, optimizer, clip=TORCHS)
+    train(second, share, flat, clip=TORCHS)
+    assert_same(second, first, tolerance=1e-6)
+
+
+@distributed(world_size=4)
+def test_gradient_scalers_unscale_flat_views_of_what_is_cut():
+    """And an inf on one rank is one on all."""
+    mesh = mesh_of(2, 2)
+    model, expected = sharded_gpt(mesh), reference()
+    flat, batch = fsdp_compose.flat_parameters(model), next(batches(1))
+    optimizer, theirs = OPTIMIZERS["sgd"](flat), OPTIMIZERS["sgd"](expected.parameters())
+    for is_broken in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        scaler.scale(loss_of(model, share_of(mesh["dp"])(batch))).backward()
+        if is_broken and dist.get_rank() == 3:
+            cut = [item.grad.to_local() for item in flat if item.device_mesh.ndim == 2]
+            next(local for local in cut if local.numel())[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == (128.0 if is_broken else 256.0)
+    loss_of(expected, batch).backward()
+    theirs.step()
+    assert_same(model, expected)
+
+
+@distributed(world_size=4)
+def test_flat_views_of_what_is_cut_are_tensors_on_both_meshes():
+    mesh = mesh_of(2, 2)
+    model = sharded_gpt(mesh, layers=1)
+    flat = fsdp_compose.flat_parameters(model)
+    assert flat == fsdp_compose.flat_parameters(model)
+    places = [tuple(map(type, item.placements)) for item in flat]
+    assert {*places} == {(fsdp_compose.RaggedShard,), (fsdp_compose.RaggedShard, Shard)}
+    cut = [item for item in flat if item.device_mesh.ndim == 2]
+    assert cut and all(isinstance(item, RaggedDTensor) and item.ndim == 1 for item in cut)
+    (block,) = fully_shard.state(model.blocks[0])._handles
+    parallel = [param for param in block.sharded_params if any(p.is_shard() for p in param.placements[1:])]
+    for order in (1.0, 2.0, float("inf")):  # every element counts once, and padding for nothing
+        norm = torch.linalg.vector_norm
+        norms = [norm(torch.stack([whole(norm(item, order)) for item in items]), order) for items in (cut, parallel)]
+        torch.testing.assert_close(*norms)
+    elements = sum(int((whole(item) != 0).sum()) for item in cut)
+    assert elements == sum(int((whole(item) != 0).sum()) for item in parallel)
+    before = [whole(param).clone() for param in parallel]
+    with torch.no_grad():
+        cut[0].mul_(2)
+    doubled = [torch.equal(whole(param), 2 * old) for param, old in zip(parallel, before, strict=True)]
+    kept = [torch.equal(whole(param), old) for param, old in zip(parallel, before, strict=True)]
+    assert doubled == [True, True, True, False, False, False] and kept == [not item for item in doubled]
 
 
 @distributed(world_size=4)

@@ -14,7 +14,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8 import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+)
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, flat_parameters, fully_shard, record_collectives
@@ -93,6 +98,35 @@ def test_losses_are_those_of_fsdp2(policy, reshards):
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), other.full_tensor())
         assert mine.grad is None and mine.dtype == torch.float32
+
+
+class AllReduces(TorchDispatchMode):
+    """Counts the all-reduces of which torch's dispatcher hears: those of the scales among them."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += "allreduce" in str(func) or "all_reduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@distributed(world_size=2)
+def test_scales_that_are_computed_ahead_are_used(policy):
+    found, counts = {}, {}
+    for how, make_policy in ((fully_shard, MixedPrecisionPolicy), (torch_fully_shard, TorchPolicy)):
+        for is_ahead in (True, False):
+            model = shard(float8_model(), how, mp_policy=make_policy(*POLICIES[policy]), reshard_after_forward=False)
+            params, after = [*model.parameters()], precompute_float8_dynamic_scale_for_fsdp if is_ahead else None
+            losses(model, params, steps=1, after_step=after)
+            with AllReduces() as counted:
+                found[how, is_ahead] = losses(model, params, after_step=after)
+            counts[how, is_ahead] = counted.num
+    assert found[fully_shard, True] == found[torch_fully_shard, True]
+    assert found[fully_shard, False] == found[torch_fully_shard, False]
+    weights, steps = 2 * 3, 5
+    for how in (fully_shard, torch_fully_shard):
+        assert counts[how, False] - counts[how, True] == weights * steps, counts
 
 
 @distributed(world_size=2)

@@ -1,5 +1,5 @@
-"""Frozen base weights in four bits below adapters that train (QLoRA). Those of bitsandbytes are plain bytes with a
-class on top, and are gathered as such; NF4 tensors of torchao are refused by name."""
+"""Frozen base weights of bitsandbytes, in four bits, below adapters that train (QLoRA): plain bytes with a class on
+top, gathered as such. For NF4 tensors of torchao see ``test_nf4``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn as nn
-from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, set_model_state_dict
 from fsdp_compose.group.registry import get_state
-from tests.harness import distributed, fake_process_group
+from tests.harness import distributed
 from tests.models import adamw, local_part, mean_over_ranks
 
 DIM = 64
@@ -96,13 +95,3 @@ def test_adapters_are_saved_and_loaded():
     set_model_state_dict(other, adapters, options=StateDictOptions(strict=False))
     x = torch.randn(3, DIM)
     assert torch.equal(model(x), other(x))
-
-
-def test_nf4_tensors_are_refused_by_name():
-    layer = nn.Linear(DIM, DIM, bias=False)
-    layer.weight = nn.Parameter(to_nf4(torch.randn(256, 256)), requires_grad=False)
-    model = WithAdapter(layer)
-    with fake_process_group(rank=0, world_size=2):
-        with pytest.raises(ValueError, match=r"base.weight is a NF4Tensor of shape \(256, 256\).*quantized_data"):
-            fully_shard(model)
-        fully_shard(model, ignored_params=[layer.weight])

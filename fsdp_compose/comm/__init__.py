@@ -14,6 +14,8 @@ from .control_exchange import control_group as control_group
 from .journal import Journal as Journal
 from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal
+from .label import ALL_GATHER as ALL_GATHER
+from .label import GATHER as GATHER
 from .label import Label as Label
 from .label import Work as Work
 from .messages import Messages as Messages
@@ -26,6 +28,8 @@ from .ranks import device_of_mesh as device_of_mesh
 from .ranks import joined_mesh as joined_mesh
 from .ranks import mesh_of_this_rank as mesh_of_this_rank
 from .ranks import replicated_mesh as replicated_mesh
+from .recording import Collective as Collective
+from .recording import CollectiveNotes as CollectiveNotes
 from .recording import Recorder as Recorder
 from .records import is_on as is_on
 from .records import last_of_every_rank as last_of_every_rank

@@ -1,6 +1,6 @@
 """The control exchange: once per backward, every rank learns whether all ranks did the same.
 
-One all-reduce (MAX, bytes) on a CPU process group of its own::
+One all-reduce (MAX, bytes) on a CPU process group of its own, or through memory that the ranks share::
 
     | hash of the order | its complement | steps | complement | used, 1 byte a parameter | late, 1 a group | padding |
 
@@ -27,12 +27,14 @@ import torch.distributed as dist
 from .._torch import AllreduceOptions, is_destroyed, make_gloo_group
 from .broken import carries, give_up
 from .journal import Journal, difference_of, known_journal
-from .label import BACKWARD, FORWARD
+from .label import BACKWARD, FORWARD, Work
+from .messages import begin_maximum
 from .rendezvous import own_store
 
 EXCHANGE_ENV = "FSDP_COMPOSE_EXCHANGE"
 FIRST_BACKWARDS = 10
 _HASH_BYTES = 8
+_ALL_ONES = 2 ** (8 * _HASH_BYTES) - 1
 _HEAD_BYTES = 2 * _HASH_BYTES + 2
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -72,7 +74,7 @@ class Carrier:
         self._options = AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._options.asyncOp = True
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         self._end_of = ""
         self.nbytes = 0
 
@@ -99,8 +101,11 @@ class Carrier:
         if len(view) < self.nbytes:
             self._memory[len(view) :] = bytes(self.nbytes - len(view))
         if self._journal is not None:
-            self._journal.enter(FORWARD if end_of == "forward" else BACKWARD, None, self.nbytes)
-        self._work = self._control.allreduce([self._tensor], self._options)
+            tag = self._journal.enter(FORWARD if end_of == "forward" else BACKWARD, None, self.nbytes)
+            group = self._group()
+            self._work = None if group is None else begin_maximum(group, self._journal.count, tag, self._tensor)
+        if self._work is None:
+            self._work = self._control.allreduce([self._tensor], self._options)
 
     def receive(self, view: memoryview) -> None:
         assert self._work is not None
@@ -166,10 +171,9 @@ class ControlExchange:
     def start(self, order_hash: int, steps: int | None) -> None:
         """Send off this rank's ``used`` and ``late``, which the caller has filled in, the hash, and how many optimizer
         steps it has made (up to 255); ``None`` where that tells nothing."""
-        digest = order_hash & (2 ** (8 * _HASH_BYTES) - 1)
-        own = digest.to_bytes(_HASH_BYTES, "little")
-        self._view[:_HASH_BYTES] = own
-        self._view[_HASH_BYTES : 2 * _HASH_BYTES] = bytes(255 - byte for byte in own)
+        digest = order_hash & _ALL_ONES
+        self._view[:_HASH_BYTES] = digest.to_bytes(_HASH_BYTES, "little")
+        self._view[_HASH_BYTES : 2 * _HASH_BYTES] = (_ALL_ONES - digest).to_bytes(_HASH_BYTES, "little")
         self._view[2 * _HASH_BYTES : _HEAD_BYTES] = bytes(2) if steps is None else bytes((steps, 255 - steps))
         if self._carrier is not None and self.is_on:
             self._carrier.send(self._view, self._end_of)
@@ -194,7 +198,10 @@ class ControlExchange:
         self._num_backwards += 1
         head = self._view
         self.steps_agree = head[2 * _HASH_BYTES] + head[2 * _HASH_BYTES + 1] <= 255
-        return all(head[i] + head[_HASH_BYTES + i] == 255 for i in range(_HASH_BYTES))
+        # Of each byte and its complement the greatest of all ranks add up to 255, or to more where ranks differ.
+        digest = int.from_bytes(head[:_HASH_BYTES], "little")
+        complement = int.from_bytes(head[_HASH_BYTES : 2 * _HASH_BYTES], "little")
+        return digest + complement == _ALL_ONES
 
     def abandon(self) -> None:
         """Wait for an exchange that an exception left in flight and forget it."""

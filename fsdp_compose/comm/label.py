@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD = KINDS = (
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION = KINDS = (
     "all-gather",
     "reduce-scatter",
     "all-reduce",
@@ -13,7 +13,9 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD
     "exchange of tensors",
     "exchange at the end of backward",
     "exchange at the end of forward",
+    "introduction before the first long sum",
 )
+GATHER = "gather"  # of unequal parts, or to one rank: by several of these, or by calls of torch.distributed
 
 
 class Work(Protocol):
@@ -41,6 +43,10 @@ class Label:
     def rename(self, prefix: str) -> None:
         more = f" and {len(self._fqns) - 1} more" if len(self._fqns) > 1 else ""
         self.prefix, self.text = prefix, f"{prefix}{self._fqns[0]}{more}"
+
+    def of(self, indices: Sequence[int]) -> Label:
+        """For some of them."""
+        return Label([self._fqns[i] for i in indices], self.prefix)
 
     def __str__(self) -> str:
         return self.text

@@ -8,6 +8,15 @@ from .accumulation import refuse_unreduced as refuse_unreduced
 from .accumulation import waiting as waiting
 from .building import shard_again as shard_again
 from .building import shard_params as shard_params
+from .captured import CapturedFlat as CapturedFlat
+from .captured import CapturedShard as CapturedShard
+from .captured import GraphInputs as GraphInputs
+from .captured import bring as bring
+from .captured import captured_flat as captured_flat
+from .captured import gather_captured as gather_captured
+from .captured import number_of as number_of
+from .captured import refuse_written as refuse_written
+from .captured import summary_of as summary_of
 from .communicator import Communicator as Communicator
 from .flat_gradient import are_untouched as are_untouched
 from .flat_param import FlatParamHandle as FlatParamHandle
@@ -16,6 +25,7 @@ from .flat_param import know_as as know_as
 from .flat_param import segment_owners as segment_owners
 from .flat_param import sharded_param_owners as sharded_param_owners
 from .gather import gather_flat as gather_flat
+from .gather import wholes_of as wholes_of
 from .gradient import ShardedGradient as ShardedGradient
 from .gradient_view import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .gradient_view import FlatSegment as FlatSegment
@@ -25,6 +35,13 @@ from .host_copies import host_memory as host_memory
 from .kind import ParameterKind as ParameterKind
 from .kind import expect_gradient as expect_gradient
 from .kind import kind_of as kind_of
+from .layout import FlatLayout as FlatLayout
+from .listening import End as End
+from .listening import Group as Group
+from .listening import begin as begin
+from .listening import listen as listen
+from .listening import stop_listening as stop_listening
+from .listening import watched as watched
 from .lookalike import as_offload_policy as as_offload_policy
 from .lookalike import as_ours as as_ours
 from .moves import describe as describe
@@ -61,6 +78,7 @@ from .sharded_param import whole_like_original as whole_like_original
 from .shared_memory import Region as Region
 from .shared_memory import refuse_shared_memory as refuse_shared_memory
 from .shared_memory import regions_of as regions_of
+from .streams import streams_of as streams_of
 from .subclasses import check_class as check_class
 from .tensor_parallel import TensorParallel as TensorParallel
 from .tensor_parallel import placed as placed

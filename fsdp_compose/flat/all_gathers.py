@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from ..comm import difference_of, give_up
 from .flat_param import FlatParamHandle
 from .home import Home
 from .ranges import in_range
+from .streams import streams_of
 
 
 class AllGathers:
@@ -25,7 +27,7 @@ class AllGathers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._module: Any = streams_of(device)
         self.homes: tuple[Home, ...] = ()
         self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
 
@@ -91,6 +93,7 @@ class AllGathers:
                 self._wait_for_stream(self._all_gather_stream)
             handle.unsharded.arrive()
 
+    @in_range("reshard", when=attrgetter("unsharded.may_be_freed"))
     def reshard(self, handle: FlatParamHandle) -> None:
         """Free the unsharded memory, if it may be freed; nothing is in flight then."""
         unsharded = handle.unsharded

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import DTensorSpec, local_tensor
-from ..comm import DataParallelMesh
-from ..ragged import RaggedSpec, hook_owners
+from .._torch import DTensorSpec, local_tensor, set_local_tensor
+from ..comm import DataParallelMesh, Label
+from ..ragged import CompositeDTensor, RaggedSpec, hook_owners
+from .composite import PART_ALIGNMENT_BYTES, CompositeExtension, cut
 from .flat_param import FlatParamHandle, LocalShards
 from .home import GradientHome, HostHome
 from .hooks import GradientHooks
@@ -21,6 +23,8 @@ from .policy import CPUOffloadPolicy, Granularity
 from .registry import handle_of
 from .sharded_param import (
     ManagedParameter,
+    class_attributes,
+    copy_attributes,
     inner_of_sharded_param,
     local_elements,
     make_sharded_param,
@@ -41,6 +45,8 @@ def shard_params(
 ) -> FlatParamHandle:
     """A flat parameter over parameters of one kind (see ``partition``): copies this rank's elements, and changes
     nothing in the modules."""
+    if isinstance(managed[0].kind.extension, CompositeExtension):
+        return _shard_composite(managed[0], managed[0].kind.extension, mesh, offload)
     originals = [item.parameter for item in managed]
     own = [spec_of(original) for original in originals]
     layout, kind = _plan(managed, own, mesh, granularity), managed[0].kind
@@ -64,6 +70,39 @@ def shard_params(
     return handle
 
 
+def _shard_composite(
+    item: ManagedParameter, extension: CompositeExtension, mesh: DataParallelMesh, offload: CPUOffloadPolicy | None
+) -> FlatParamHandle:
+    """The same of a parameter that is kept as several tensors: its shard is their bytes."""
+    original, fqn = item.parameter, item.fqn
+    num_ranks, label = mesh.shard_world_size, Label([fqn])
+
+    def gather(local: torch.Tensor) -> torch.Tensor:
+        flat = local.new_empty(num_ranks * local.numel())
+        if num_ranks == 1:
+            return flat.copy_(local)
+        ranges = [(rank * local.numel(), (rank + 1) * local.numel()) for rank in range(num_ranks)]
+        mesh.transport.unrecorded.gather(flat, local, ranges, True, label)
+        return flat
+
+    parts, shard = cut(original, fqn, (num_ranks, mesh.shard_rank), mesh.device, gather)
+    kind = replace(item.kind, extension=replace(extension, parts=parts))
+    layout = plan_equal_rows(fqn, (mesh.shard_world_size, parts.nbytes), mesh.shard_world_size, PART_ALIGNMENT_BYTES)
+    handle = _new_handle(layout, mesh, kind, [(0, parts.nbytes, (parts.nbytes,))], None, offload)
+    rows = plan_equal_rows(fqn, tuple(original.shape), mesh.shard_world_size, 1)
+    spec = sharded_spec(rows, 0, mesh, original.dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        (local,) = handle.views_of(shard)
+        sharded = nn.Parameter(CompositeDTensor.made(local, spec, parts), requires_grad=False)
+        set_local_tensor(sharded, local)
+        copy_attributes(original, sharded, not_copied=class_attributes(original))
+    params = [sharded]
+    handle.hold(params, GradientHooks(params, owner=handle))
+    handle.hooks.move_over(0, original)
+    handle.adopt(shard)
+    return handle
+
+
 def shard_again(
     managed: Sequence[ManagedParameter],
     mesh: DataParallelMesh,
@@ -74,6 +113,8 @@ def shard_again(
 
     Ranks: all ranks of the mesh; each parameter is all-gathered once.
     """
+    if isinstance(managed[0].kind.extension, CompositeExtension):
+        return _shard_composite_again(managed[0], managed[0].kind.extension, mesh, offload)
     params = [item.parameter for item in managed]
     own = [_own_spec(sharded) for sharded in params]
     layout, kind = _plan(managed, own, mesh, granularity), managed[0].kind
@@ -94,6 +135,29 @@ def shard_again(
     return handle
 
 
+def _shard_composite_again(
+    item: ManagedParameter, extension: CompositeExtension, mesh: DataParallelMesh, offload: CPUOffloadPolicy | None
+) -> FlatParamHandle:
+    """The same of a parameter that is kept as several tensors, whose ranks keep what they have of it.
+
+    Raises:
+        ValueError: the ranks are others.
+    """
+    sharded, parts = item.parameter, extension.bytes
+    place = handle_of(sharded)
+    if place is None or place[0].mesh.shard_group != mesh.shard_group:
+        raise ValueError(
+            f"the parameter {item.fqn} is a {parts.name}, tied across groups on different meshes: shard both on one"
+        )
+    layout = plan_equal_rows(
+        item.fqn, (mesh.shard_world_size, parts.nbytes), mesh.shard_world_size, PART_ALIGNMENT_BYTES
+    )
+    handle = _new_handle(layout, mesh, item.kind, [(0, parts.nbytes, (parts.nbytes,))], None, offload)
+    handle.hold([sharded], GradientHooks([sharded], [hook_owners.get(id(sharded))], owner=handle))
+    handle.adopt(handle.flatten())
+    return handle
+
+
 def _new_handle(
     layout: FlatLayout,
     mesh: DataParallelMesh,
@@ -107,7 +171,7 @@ def _new_handle(
     if kind.extension is not None:
         raise ValueError(
             f"fully_shard(offload_policy=...): the parameter {layout.params[0].fqn} is a "
-            f"{kind.extension.cls.__name__}, which gathers itself (fsdp_pre_all_gather), on the device: leave it out "
+            f"{kind.extension.cls.__name__}, which is gathered in another form, on the device: leave it out "
             "by ignored_params, or shard it without offload"
         )
     handle = OffloadedFlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)

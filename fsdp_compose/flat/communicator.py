@@ -12,8 +12,11 @@ does the rest. On the CPU the same code runs without streams and ``wait()`` bloc
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from ..comm import Transport, noticing_loss
 from .accumulating import accumulate, keep_scattered
 from .all_gathers import AllGathers
 from .flat_param import FlatParamHandle
@@ -40,10 +43,22 @@ class Communicator(AllGathers):
         """Take the gradients into the handle's unsharded accumulation buffer (reduce dtype), without communication.
         ``is_kept``: the group stays unsharded, for a forward that is running or for the next one."""
         handle.contributions.follow_zero_grad()
-        grads, _ = handle.contributions.take(handle.unsharded.params)
+        grads, _ = self._take(handle, False)
         if not is_kept:
             self.reshard(handle)
         accumulate(handle, grads)
+
+    def _take(self, handle: FlatParamHandle, awaits_publication: bool) -> tuple[list[torch.Tensor], list[int]]:
+        """The gradients, and which are missing; see ``Contributions.take``."""
+        contributions = handle.contributions
+        add_up = None if contributions.tensor_parallel is None else partial(self._add_up, handle)
+        return contributions.take(handle.unsharded.params, awaits_publication, add_up)
+
+    @in_range("all_reduce over tensor-parallel ranks of")
+    def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
+        """Sum gradients over tensor-parallel ranks, before they are reduced or kept."""
+        with noticing_loss(transport.group, "the sum of gradients over tensor-parallel ranks"):
+            transport.all_reduce(flat, False, handle.label.of(indices)).wait()
 
     def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
         """Take the gradients and start their reduction; every rank calls this for the same handles in one order.
@@ -59,7 +74,7 @@ class Communicator(AllGathers):
         contributions = handle.contributions
         if contributions.accumulation is not None:
             contributions.follow_zero_grad()
-        grads, missing = contributions.take(handle.unsharded.params, averages)
+        grads, missing = self._take(handle, averages)
         if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
         reduction = contributions.reduction
@@ -104,7 +119,7 @@ class Communicator(AllGathers):
         contributions = handle.contributions
         if contributions.accumulation is not None:
             contributions.follow_zero_grad()
-        grads, missing = contributions.take(handle.unsharded.params)
+        grads, missing = self._take(handle, False)
         if not is_kept:
             self.reshard(handle)
         average = take_whole(handle, grads, missing)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.nn as nn
 
+from .._torch import PlainAttributes
 from .accumulation import Accumulation
 from .reduction import AVERAGE, Reduction, ReductionOptions
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import AddUp, TensorParallel
 
 _grad = attrgetter("grad")
+
+
+def _take(params: Sequence[nn.Parameter]) -> list[Any]:
+    grads = [*map(_grad, params)]
+    for param in params:
+        param.grad = None
+    return grads
 
 
 class Contributions:
@@ -72,17 +81,20 @@ class Contributions:
         self.outside[index] = grad if present is None else present + grad
 
     def take(
-        self, params: Sequence[nn.Parameter], awaits_publication: bool = False
+        self, params: Sequence[nn.Parameter], awaits_publication: bool = False, add_up: AddUp | None = None
     ) -> tuple[list[torch.Tensor], list[int]]:
         """Move the gradients out of the unsharded parameters; which are missing (None in the list).
-        ``awaits_publication``: they are about to be reduced, to be shown at the end of this backward."""
+        ``awaits_publication``: they are about to be reduced, to be shown at the end of this backward. ``add_up``: where
+        there is ``tensor_parallel``, see there."""
         if awaits_publication:
             self.awaits_publication = True
-        grads = [*map(_grad, params)]
-        for param in params:
-            param.grad = None
-        if self.tensor_parallel is not None:
-            grads = self.tensor_parallel.local_gradients(grads, self.dtype)
+        if self.tensor_parallel is None:
+            grads = _take(params)
+        else:
+            with PlainAttributes():
+                grads = _take(params)
+            assert add_up is not None
+            grads = self.tensor_parallel.local_gradients(grads, self.dtype, add_up)
         if self.outside:
             for i, outside in self.outside.items():
                 grads[i] = outside if grads[i] is None else outside + grads[i]

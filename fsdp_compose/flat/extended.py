@@ -11,14 +11,16 @@ the way of other flat parameters, which are ``Unsharded`` of the plain kind::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .._torch import preserved_versions, same_storage
 from ..comm import DataParallelMesh, Label, Work, mesh_of_this_rank
-from ..ragged import writes
+from ..ragged import show_as, writes
 from .extension import Extension
 from .layout import FlatLayout
 from .sharded_param import copy_attributes
@@ -118,12 +120,13 @@ class _Form:
         mesh: the ranks.
         memory: what the all-gathers write to.
         param: the unsharded parameter.
+        extension: as given.
         bearer: has the attributes that the user has set on the parameter; the class has attributes of its own there.
     """
 
     __slots__ = (
-        "_dtype", "_extension", "_inner", "_inputs", "_instance", "_label", "_metadata", "_num_padded", "_shard_mesh",
-        "bearer", "memory", "mesh", "param",
+        "_dtype", "_face", "_inner", "_inputs", "_instance", "_label", "_metadata", "_num_padded",
+        "_shard_mesh", "bearer", "extension", "memory", "mesh", "param",
     )  # fmt: skip
 
     def __init__(
@@ -135,36 +138,45 @@ class _Form:
         dtype: torch.dtype,
         label: Label,
     ) -> None:
-        self.mesh, self._extension, self._dtype, self._label = mesh, extension, dtype, label
+        self.mesh, self.extension, self._dtype, self._label = mesh, extension, dtype, label
         self._shard_mesh = mesh.shard_mesh()
         self._num_padded = layout.flat_numel // layout.params[0].row_numel
-        self._instance = extension.over(shard.view(-1, *extension.shape[1:]))
+        self._instance = extension.over_shard(shard)
+        self._face: Any = None
         self.bearer = nn.Parameter(shard.new_empty(0), requires_grad=False)
         self._inner: list[tuple[torch.Tensor, int]] = []  # memory of the result's own, and its bytes
         if shard.is_meta:  # another one takes its place before anything is gathered
             self._inputs, self._metadata = [shard], None
         else:
-            # By this rank alone: what it is of is known before the ranks meet, what is in it is not.
-            own_mesh = self._shard_mesh if mesh.shard_world_size == 1 else mesh_of_this_rank(shard.device.type)
-            self._prepare(own_mesh)
+            # What it is of is known before the ranks meet, what is in it is not.
+            # The class is asked on this rank alone; the shape of what it makes of several tensors depends on how many
+            # ranks there are.
+            is_alone = mesh.shard_world_size > 1 and not extension.is_composite
+            self._prepare(mesh_of_this_rank(shard.device.type) if is_alone else self._shard_mesh)
         error = error_of_late_access(mesh.rank, label)
         self.memory = ExtendedMemory(self._inputs, mesh.shard_world_size, error, shard.device)
         self.param = self.bearer if shard.is_meta else self._make()
         self._inputs = []
 
+    def belong_to(self, sharded: nn.Parameter) -> None:
+        """``sharded`` is the parameter's other side."""
+        self._face = sharded
+
     def _prepare(self, mesh: DeviceMesh) -> None:
         """Let the class make what is gathered."""
-        inputs, self._metadata = self._extension.inputs(self._instance, mesh)
+        if isinstance(self._face, DTensor):  # with what was set on the class there
+            vars(self._instance).update(self.extension.own_attributes(self._face._local_tensor))
+        inputs, self._metadata = self.extension.inputs(self._instance, mesh)
         self._inputs = [item.detach().contiguous() for item in inputs]
 
     def _make(self) -> nn.Parameter:
         """Let the class make the unsharded parameter, whose memory is free then."""
         self.memory.show()
-        result, inner = self._instance.fsdp_post_all_gather(self._outputs(), self._metadata, self._dtype)
-        if result.shape != self._extension.shape:
+        result, inner = self.extension.make(self._instance, self._outputs(), self._metadata, self._dtype)
+        if result.shape != self.extension.shape:
             raise ValueError(
-                f"{self._extension.cls.__name__}.fsdp_post_all_gather() returned a tensor of shape "
-                f"{tuple(result.shape)} for the parameter {self._label}, which has {tuple(self._extension.shape)}"
+                f"{self.extension.cls.__name__}.fsdp_post_all_gather() returned a tensor of shape "
+                f"{tuple(result.shape)} for the parameter {self._label}, which has {tuple(self.extension.shape)}"
             )
         self._inner = [(item, item.untyped_storage().nbytes()) for item in inner if not self.memory.holds(item)]
         if self._inner:
@@ -177,7 +189,7 @@ class _Form:
         wholes = [
             part.shown.view(-1, *given.shape[1:]) for part, given in zip(self.memory.parts, self._inputs, strict=True)
         ]
-        num_rows = self._extension.shape[0]
+        num_rows = self.extension.shape[0]
         return tuple([whole[:num_rows] if whole.shape[0] == self._num_padded else whole for whole in wholes])
 
     def gather(self, is_allocated: bool) -> Work | None:
@@ -199,7 +211,7 @@ class _Form:
         for tensor, nbytes in self._inner:
             tensor.untyped_storage().resize_(nbytes)
         with preserved_versions([self.param, *(tensor for tensor, _ in self._inner)]):
-            self._instance.fsdp_post_all_gather(self._outputs(), self._metadata, self._dtype, out=self.param)
+            self.extension.fill(self._instance, self._outputs(), self._metadata, self._dtype, self.param)
         self._inputs, self._metadata = [], None
 
     def free(self) -> None:
@@ -244,6 +256,8 @@ class ExtendedUnsharded(Unsharded):
         return [self.form.bearer]
 
     def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
+        show_as(sharded_params[0], self.form.extension)
+        self.form.belong_to(sharded_params[0])
         copy_attributes(sharded_params[0], self.form.bearer)
         copy_attributes(self.form.bearer, self.form.param)
 

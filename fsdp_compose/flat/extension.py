@@ -16,8 +16,9 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -41,6 +42,7 @@ class Extension:
         module: the module in which it stands.
         policy: what the user has decided about dtypes.
         is_short: the first method takes the mesh alone.
+        is_composite: an instance is several tensors.
     """
 
     cls: type[Any]
@@ -51,10 +53,21 @@ class Extension:
     policy: MixedPrecisionPolicy
     is_short: bool
 
+    is_composite: ClassVar[bool] = False
+
     def of_a_copy(self, memo: dict[int, Any]) -> Extension:
         """For the copy of the module, which ``memo`` has, or gets."""
         module = self.module()
         return self if module is None else replace(self, module=weakref.ref(copy.deepcopy(module, memo)))
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+        return self.cls.__name__
+
+    def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
+        """Of the parameter with this shard."""
+        return shard.dtype
 
     def over(self, local: torch.Tensor) -> Any:
         """An instance of the class over some rows."""
@@ -63,6 +76,18 @@ class Extension:
             instance.__dict__.update(self.context)
             return instance
         return self.cls.__tensor_unflatten__({self.inner: local}, self.context, local.shape, local.stride())
+
+    def over_shard(self, shard: torch.Tensor) -> Any:
+        """The same, over all of a shard."""
+        return self.over(shard.view(-1, *self.shape[1:]))
+
+    def whole_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The parameter, of the whole of what its ranks keep."""
+        return whole
+
+    def own_attributes(self, instance: Any) -> dict[str, Any]:
+        """What was set on an instance, besides its elements."""
+        return {key: value for key, value in vars(instance).items() if key != self.inner}
 
     def inputs(self, instance: Any, mesh: DeviceMesh) -> tuple[list[torch.Tensor], Any]:
         """What is gathered, and the metadata, of this rank's rows. Ranks: all of ``mesh``."""
@@ -73,6 +98,19 @@ class Extension:
             arguments = (mesh, self.shape, stride, self.module(), self.policy)
             inputs, metadata = instance.fsdp_pre_all_gather(*arguments)
         return [*inputs], metadata
+
+    def make(
+        self, instance: Any, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """What forward sees of what was gathered, and the memory of that."""
+        made: tuple[torch.Tensor, Sequence[torch.Tensor]] = instance.fsdp_post_all_gather(outputs, metadata, dtype)
+        return made
+
+    def fill(
+        self, instance: Any, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, out: torch.Tensor
+    ) -> None:
+        """Let what ``make`` has made show what was gathered now."""
+        instance.fsdp_post_all_gather(outputs, metadata, dtype, out=out)
 
 
 def has_protocol(param: torch.Tensor) -> bool:

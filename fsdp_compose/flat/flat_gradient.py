@@ -225,7 +225,7 @@ class FlatGradient:
                 sharded.grad = view
             elif local_elements(view) is not local:  # its .data was assigned to
                 local.copy_(local_elements(view))
-                set_local_tensor(view, local)  # type: ignore[arg-type]
+                set_local_tensor(view, local)
         for segment, given in replaced:
             buffer.take_in(segment, given)
             for i in segment.sharded_params:

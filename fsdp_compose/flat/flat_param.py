@@ -76,9 +76,7 @@ class Owner(Protocol):
 
 
 class FlatParamHandle:
-    """The flat parameter over parameters of one kind (see ``partition``).
-
-    They are built by ``building``.
+    """The flat parameter over parameters of one kind (see ``partition``); made by ``building``.
 
     Attributes:
         label: the parameters, as collectives and errors name them.
@@ -151,7 +149,7 @@ class FlatParamHandle:
 
     def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
         kind, arguments = self.kind, (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
-        dtype, own = kind.compute_dtype(shard.dtype), self.tensor_parallel
+        dtype, own = kind.compute_dtype(kind.dtype_of(shard)), self.tensor_parallel
         unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, dtype, self.label, own)
         return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(shard.dtype))
 
@@ -165,6 +163,8 @@ class FlatParamHandle:
         """Move shards and gradients by what ``change`` makes of the present transports, from the next collective on.
         Ranks: all, between iterations."""
         self.run_on(self.mesh.with_transports(change))
+        if self.tensor_parallel is not None:
+            self.tensor_parallel.change_transports(change)
 
     def run_on(self, mesh: DataParallelMesh) -> None:
         """Run on ``mesh``, which has the same ranks."""

@@ -7,6 +7,12 @@ import torch
 from .flat_param import FlatParamHandle
 
 
+def wholes_of(handle: FlatParamHandle, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters that ``flat``, a whole flat parameter, has: views of it, unless their class makes more of it."""
+    views, extension = handle.full_views_of(flat), handle.kind.extension
+    return views if extension is None else [extension.whole_of(view) for view in views]
+
+
 def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
     """The whole of a flat tensor sharded like the flat parameter of ``handle``, of which this rank has ``shard``;
     ``None`` where it is not wanted. One collective; of replicas, the first alone gathers what one rank wants."""

@@ -7,16 +7,21 @@ for no shapes.
     flat parameter   |a a a a|b b|-|c c c|-|      two ranks, sharded parameters a, b and c
     whole            |x x x x x x x x x x x x|    stock DTensor, Shard(0): the shards are equal, padding included
     a and b only     |x x x x|x x|                RaggedDTensor: rank 0 holds 6 elements, rank 1 none
+
+What tensor parallelism has cut is in flat views of its own: of the rest the ranks of its mesh have the same elements.
+Such a flat view is what they hold, one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh
@@ -36,6 +41,8 @@ class FlatSegment:
         sharded_params: the neighbours, as a range of indices; all of them: the whole shard, with its padding.
         is_local: the flat view is a plain tensor of what this rank holds, instead of a DTensor.
         shard: this rank's shard, of which the flat view shows a part.
+        cut: the dimensions of a mesh of their own over which tensor parallelism has cut all of them, if it has.
+        among_cut: it has cut others of the model: torch does not combine norms of stock DTensors with theirs.
 
     Attributes:
         start, stop: what it takes of the shard, in elements.
@@ -44,8 +51,8 @@ class FlatSegment:
     """
 
     __slots__ = (
-        "_mesh", "_placement", "_shape", "gradient", "is_local", "is_whole", "parameter", "sharded_params",
-        "start", "stop",
+        "_cut", "_is_stock", "_mesh", "_placement", "_shape", "gradient", "is_local", "is_whole", "parameter",
+        "sharded_params", "start", "stop",
     )  # fmt: skip
 
     def __init__(
@@ -55,12 +62,17 @@ class FlatSegment:
         sharded_params: range,
         is_local: bool,
         shard: torch.Tensor,
+        cut: Sequence[tuple[DeviceMesh, int]] = (),
+        among_cut: bool = False,
     ) -> None:
         self.sharded_params, self.is_local = sharded_params, is_local
         self.is_whole = len(sharded_params) == len(layout.params)
-        self._mesh = mesh
+        self._mesh, self._cut, self._is_stock = mesh, cut, self.is_whole and not cut and not among_cut
         numel, last = layout.shard_numel, layout.params[sharded_params[-1]]
         begin, end = layout.params[sharded_params[0]].offset, last.offset + last.numel
+        if cut:  # with the padding: ranks may have unequally much of the last one
+            following = layout.params[sharded_params.stop :]
+            end = following[0].offset if following else layout.flat_numel
         if self.is_whole:
             begin, end = 0, layout.flat_numel
         bounds = [
@@ -68,7 +80,7 @@ class FlatSegment:
             for r in range(layout.world_size)
         ]
         self.start, self.stop = bounds[mesh.shard_rank]
-        self._shape = (end - begin,)
+        self._shape = (prod([end - begin, *(tensor_mesh.size(dim) for tensor_mesh, dim in cut)]),)
         self._placement = RaggedShard(tuple([stop - start for start, stop in bounds]), flat=True)
         self.gradient: torch.Tensor | None = None
         self.parameter = self._make_parameter(shard)
@@ -105,18 +117,22 @@ class FlatSegment:
             local = shard[self.start : self.stop]
             parameter = nn.Parameter(self.placed(local))
             if not self.is_local:
-                set_local_tensor(parameter, local)  # type: ignore[arg-type]
+                set_local_tensor(parameter, local)
         return parameter
 
     def placed(self, local: torch.Tensor) -> torch.Tensor:
         """A tensor sharded like the flat view, of which this rank has ``local``."""
         if self.is_local:
             return local
-        if not self.is_whole:
-            placements = self._mesh.placements(self._placement)
-            return RaggedDTensor(local, RaggedSpec.make(self._mesh.mesh, placements, self._shape, local.dtype))
+        mesh, placements = self._mesh.mesh, self._mesh.placements(self._placement)
+        if self._cut:
+            tensor_mesh, dims = self._cut[0][0], [dim for _, dim in self._cut]
+            mesh = self._mesh.beside(tensor_mesh)
+            placements = (*placements, *(Shard(0) if dim in dims else Replicate() for dim in range(tensor_mesh.ndim)))
+        if not self._is_stock:
+            return RaggedDTensor(local, RaggedSpec.make(mesh, placements, self._shape, local.dtype))
         meta, placements = TensorMeta(torch.Size(self._shape), (1,), local.dtype), self._mesh.placements(Shard(0))
-        tensor: torch.Tensor = make_dtensor(DTensor, local, DTensorSpec(self._mesh.mesh, placements, meta))
+        tensor: torch.Tensor = make_dtensor(DTensor, local, DTensorSpec(mesh, placements, meta))
         return tensor
 
 

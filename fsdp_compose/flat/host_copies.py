@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .streams import streams_of
+
 
 class HostCopies:
     """Copies between host memory and ``device``.
@@ -27,7 +29,7 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._module: Any = streams_of(device)
         self._stream: Any = self._module.Stream(device) if self._module else None  # for what goes to the host
         self._readings: dict[Any, Any] = {}  # by stream, an event after the last copy from the host
         self._leaving: list[tuple[Any, torch.Tensor]] = []  # copies to the host: an event after each, what it reads

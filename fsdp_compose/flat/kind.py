@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .composite import composite_extension_of, is_composite
 from .extension import Extension, extension_of
 from .policy import MixedPrecisionPolicy
 
@@ -24,7 +25,10 @@ def kind_of(
     """
     compute, reduce = policy.compute_dtype_of(fqn, param), policy.reduce_dtype
     own = replace(policy, param_dtype=compute, param_dtype_override_fn=None)
-    extension = None if module is None else extension_of(param, module, own)
+    extension = None
+    if module is not None:
+        make = composite_extension_of if is_composite(param) else extension_of
+        extension = make(param, module, own)
     return ParameterKind(compute, reduce, own_grad_dtype(param), extension)
 
 
@@ -43,6 +47,10 @@ class ParameterKind:
     reduce: torch.dtype | None = None
     gradient: torch.dtype | None = None
     extension: Extension | None = None
+
+    def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
+        """The dtype of the parameters with this shard."""
+        return shard.dtype if self.extension is None else self.extension.dtype_of(shard)
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameter, if the sharded one is ``original``."""

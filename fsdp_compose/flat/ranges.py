@@ -1,84 +1,60 @@
-"""Ranges for profilers around what a group communicates: ``fsdp_compose::all_gather layers.0``, ``wait all_gather``,
-``reduce_scatter``, ``wait reduce_scatter``, ``all_reduce``, ``wait all_reduce``, ``publish``. Without a profiler they
-cost one look at a flag per iteration, which chooses the methods that all models have from then on."""
+"""What groups do, as ranges: for a profiler, and for whoever else listens.
+
+Around calls: ``all_gather layers.0``, ``wait all_gather``, ``reshard``, ``reduce_scatter``, ``wait reduce_scatter``,
+``all_reduce``, ``wait all_reduce``, ``publish``, ``all_reduce over tensor-parallel ranks of``. From hook to hook (see
+``group.computing``): ``forward``, ``recomputation``, ``backward``. In profiles their names begin with
+``fsdp_compose::``. Whether a profiler runs is asked once for each iteration, and once for each backward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from torch.profiler import record_function
 
 from .._torch import is_profiling
-
-
-class Group(Protocol):
-    """The group of a handle."""
-
-    @property
-    def name(self) -> str: ...
-
-
-class Handle(Protocol):
-    """The part of a ``FlatParamHandle`` that names of ranges need."""
-
-    @property
-    def owner(self) -> Callable[[], Group | None] | None: ...  # a weak reference
-
-    @property
-    def prefix(self) -> str: ...
-
+from .listening import End, Group, Handle, begin, listen, stop_listening, watched
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class _Ranged:
-    """Stands for a method until its class is made, which then has the method itself."""
+def in_range(what: str, when: Callable[[Any], bool] | None = None) -> Callable[[_F], _F]:
+    """A decorator for methods whose first argument is a handle. ``when``: of a handle, whether it does anything."""
 
-    def __init__(self, what: str, method: Callable[..., Any]) -> None:
-        self._what, self._plain = what, method
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._owner, self._name = owner, name
-        setattr(owner, name, self._plain)
-        _methods.append(self)
-
-    def choose(self, has_range: bool) -> None:
-        setattr(self._owner, self._name, self._with_range if has_range else self._plain)
-
-    @property
-    def _with_range(self) -> Callable[..., Any]:
-        what, plain = self._what, self._plain
-
+    def version(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(communicator: object, handle: Handle, *args: Any) -> Any:
-            with record_function(f"fsdp_compose::{what} {_name(handle)}"):
+            if when is not None and not when(handle):
                 return plain(communicator, handle, *args)
+            group = handle.owner() if handle.owner is not None else None
+            end = begin(what, group, handle.prefix.rstrip(".") if group is None else group.name)
+            try:
+                return plain(communicator, handle, *args)
+            finally:
+                end()
 
         return call
 
-
-_methods: list[_Ranged] = []
-_have_ranges = False
+    return watched(version)
 
 
-def in_range(what: str) -> Callable[[_F], _F]:
-    """A decorator for methods whose first argument is a handle."""
+class _Profiler:
+    """The profiler of torch, as a listener."""
 
-    def decorate(method: _F) -> _F:
-        return _Ranged(what, method)  # type: ignore[return-value]
+    def begin(self, what: str, group: Group | None, name: str) -> End:
+        item = record_function(f"fsdp_compose::{what} {name}")
+        item.__enter__()
+        return partial(item.__exit__, None, None, None)
 
-    return decorate
+
+_profiler = _Profiler()
+_is_listening = False
 
 
 def follow_profiler() -> None:
     """From now on there are ranges if a profiler runs; asked at the start of iterations and backwards."""
-    global _have_ranges
-    if is_profiling() is not _have_ranges:
-        _have_ranges = not _have_ranges
-        for method in _methods:
-            method.choose(_have_ranges)
-
-
-def _name(handle: Handle) -> str:
-    state = handle.owner() if handle.owner is not None else None
-    return handle.prefix.rstrip(".") if state is None else state.name
+    global _is_listening
+    if is_profiling() is not _is_listening:
+        _is_listening = not _is_listening
+        (listen if _is_listening else stop_listening)(_profiler)

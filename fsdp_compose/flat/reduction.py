@@ -60,9 +60,8 @@ class ReduceBuffer:
 
     def take(self, reduction: Reduction) -> None:
         """Make room for a reduction, with zeros in its padding."""
-        if self.nbytes < reduction.flat.nbytes:
+        if self.zeroed_gaps is not reduction.gap_bounds:  # else there is room: equal ones are of equal lengths
             self.make_room(reduction.flat.nbytes)
-        if self.zeroed_gaps is not reduction.gap_bounds:
             if reduction.gaps:
                 foreach_zero_(reduction.gaps)
             self.zeroed_gaps = reduction.gap_bounds
@@ -100,7 +99,7 @@ class ReductionOptions:
 AVERAGE = ReductionOptions()
 
 
-def _bring(output: torch.Tensor, target: torch.Tensor, is_added: bool, after: float, hook: Hook | None) -> None:
+def bring_result(output: torch.Tensor, target: torch.Tensor, is_added: bool, after: float, hook: Hook | None) -> None:
     """Bring the result of a reduction to ``target``, divided by ``after``; ``hook``: see ``ReductionOptions``."""
     if after != 1:
         output.div_(after)
@@ -244,7 +243,7 @@ class Reduction:
             output.add_(earlier)
         after, hook = self._factors[2], self._options.hook
         if output is not target or after != 1 or hook is not None:
-            _bring(output, target, is_added, after, hook)
+            bring_result(output, target, is_added, after, hook)
 
 
 class ReplicaAverage:
@@ -286,7 +285,7 @@ class ReplicaAverage:
 
     def finish(self) -> None:
         """The collective is done: bring the result to where it goes."""
-        _bring(self._output, self._target, self.is_added, self._after, self._hook)
+        bring_result(self._output, self._target, self.is_added, self._after, self._hook)
 
 
 def _first_factor(world_size: int) -> int:

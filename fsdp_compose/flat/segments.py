@@ -36,10 +36,12 @@ def segment_over(handle: FlatParamHandle, sharded_params: range, is_local: bool)
     return None
 
 
-def add_segment(handle: FlatParamHandle, sharded_params: range, is_local: bool) -> FlatSegment:
-    """A new segment, over sharded parameters of which none is in another one."""
-    mesh = handle.mesh
-    segment = FlatSegment(handle.layout, mesh, sharded_params, is_local, handle.shard)
+def add_segment(handle: FlatParamHandle, sharded_params: range, is_local: bool, among_cut: bool = False) -> FlatSegment:
+    """A new segment, over sharded parameters of which none is in another one, and which all are cut alike by tensor
+    parallelism unless ``is_local``; ``among_cut``: it has cut some of the model."""
+    own = None if is_local else handle.tensor_parallel
+    cut = () if own is None else own.sharded_dims(sharded_params[0])
+    segment = FlatSegment(handle.layout, handle.mesh, sharded_params, is_local, handle.shard, cut, among_cut)
     handle.segments.append(segment)
     handle.hooks.listen_to_all()
     handle.gradient.attach(segment)

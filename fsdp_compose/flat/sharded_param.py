@@ -8,9 +8,9 @@ it is can change here and nowhere else.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,7 +21,15 @@ from torch.distributed.tensor import DTensor
 from .._requirements import PLAIN_SHARDED_PARAMS
 from .._torch import DTensorSpec, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh
-from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec, distribute_ragged, gather_local_shards, rebind
+from ..ragged import (
+    SHOWN_ATTRIBUTE,
+    RaggedDTensor,
+    RaggedShard,
+    RaggedSpec,
+    distribute_ragged,
+    gather_local_shards,
+    rebind,
+)
 from .kind import ParameterKind
 from .layout import FlatLayout
 
@@ -51,7 +59,7 @@ def _itself(sharded: Any) -> Any:
     return sharded
 
 
-local_elements = _itself if PLAIN_SHARDED_PARAMS else attrgetter("_local_tensor")
+local_elements = _itself if PLAIN_SHARDED_PARAMS else local_tensor
 """The local elements behind a sharded parameter: a view of the shard, unless it was given other memory."""
 
 _data_ptr = torch.Tensor.data_ptr
@@ -87,17 +95,27 @@ def make_sharded_param(local: torch.Tensor, original: nn.Parameter, spec: Ragged
         sharded = nn.Parameter(local, requires_grad=original.requires_grad)
     else:
         sharded = nn.Parameter(RaggedDTensor(local, spec), requires_grad=original.requires_grad)
-        set_local_tensor(sharded, local)  # type: ignore[arg-type]
-    copy_attributes(original, sharded)
+        set_local_tensor(sharded, local)
+    copy_attributes(original, sharded, not_copied=class_attributes(original))
     if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
         sharded.__dict__[_CLASS_ATTRIBUTE] = type(original)
     return sharded
 
 
-def copy_attributes(source: nn.Parameter, to: nn.Parameter) -> None:
+def class_attributes(param: torch.Tensor) -> Set[str]:
+    """The attributes that a wrapper has by its class, among them the tensors inside, which must not outlive it."""
+    if not is_wrapper(param) or isinstance(param, DTensor):
+        return frozenset()
+    names, context = param.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(param, name) for name in names}
+    made = type(param).__tensor_unflatten__(inner, context, param.shape, param.stride())  # type: ignore[attr-defined]
+    return vars(made).keys()
+
+
+def copy_attributes(source: nn.Parameter, to: nn.Parameter, not_copied: Set[str] = frozenset()) -> None:
     """Give another parameter the attributes that the user has set on ``source``, if it lacks them."""
     for key, value in source.__dict__.items():
-        if key not in _NOT_COPIED:
+        if key not in _NOT_COPIED and key not in not_copied:
             to.__dict__.setdefault(key, value)
 
 
@@ -118,7 +136,7 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
     return whole
 
 
-_NOT_COPIED = {"_is_param", SHARDED_PARAM_ATTRIBUTE}
+_NOT_COPIED = {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE}
 
 
 def check_content(sharded: nn.Parameter, source: Any, name: str) -> None:
@@ -142,10 +160,13 @@ def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
     """
     assert isinstance(sharded, RaggedDTensor)
     with torch.no_grad():
+        if sharded.is_composite:
+            sharded.copy_(source)
+            return
         if not isinstance(source, RaggedDTensor) or not source._spec.is_sharded_like(sharded._spec):
             source = distribute_ragged(source, sharded.device_mesh, sharded.placements, src_data_rank=None)
         fresh = nn.Parameter(source.detach(), requires_grad=sharded.requires_grad)
-        set_local_tensor(fresh, source._local_tensor)  # type: ignore[arg-type]
+        set_local_tensor(fresh, local_tensor(source))
         sharded.grad = None
         torch.utils.swap_tensors(sharded, fresh)
         copy_attributes(fresh, sharded)

@@ -3,7 +3,8 @@
 Plain data with a class on top (attributes, ``__torch_function__``) keeps its class inside forward. A wrapper around one
 tensor of its own shape and dtype (torchao's weights for float8 and int8 training) is sharded as that tensor. If its
 class has an all-gather of its own, forward sees what that makes of it (``extension``), else the tensor inside, with a
-warning. A wrapper around anything else (NF4 and other quantised weights) is more than its elements, and is refused.
+warning. A wrapper around anything else (NF4 and other quantised weights) is more than its elements: if it is frozen and
+its class can cut it, it is sharded as the tensors inside (``composite``), else refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import is_wrapper
+from .composite import check_composite, is_composite
 from .extension import check_protocol, has_protocol
 
 _warned: set[type] = set()
@@ -37,14 +39,10 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
             )
         check_protocol(param, fqn)
         return
-    inner = _inner(param)
-    if inner is param or (inner.shape, inner.dtype) != (param.shape, param.dtype) or is_wrapper(inner):
-        parts = ", ".join(f"{name}: {_describe(getattr(param, name))}" for name in param.__tensor_flatten__()[0])  # type: ignore[attr-defined]
-        raise ValueError(
-            f"fully_shard(): the parameter {fqn} is a {cls.__name__} of shape {tuple(param.shape)} and {param.dtype}, "
-            f"which is kept as ({parts}) and cannot be sharded yet: leave it out by ignored_params (every rank then "
-            "keeps it whole), or shard the model before it is quantised"
-        )
+    if is_composite(param):
+        check_protocol(param, fqn)
+        check_composite(param, fqn, is_gathered)
+        return
     check_protocol(param, fqn)
     if cls not in _warned and not (is_gathered and has_protocol(param)):
         _warned.add(cls)
@@ -57,11 +55,7 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
 
 
 def _inner(param: torch.Tensor) -> torch.Tensor:
-    """The one tensor inside a wrapper; ``param`` itself if there are several."""
-    names, _ = param.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = getattr(param, names[0]) if len(names) == 1 else param
-    return inner.detach() if isinstance(inner, torch.Tensor) and inner is not param else param
-
-
-def _describe(part: object) -> str:
-    return f"{part.dtype} {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
+    """The one tensor inside a wrapper."""
+    (name,), _ = param.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner: torch.Tensor = getattr(param, name)
+    return inner.detach()

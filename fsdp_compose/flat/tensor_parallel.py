@@ -14,7 +14,7 @@ autograd brings is placed as autograd likes; what is reduced is placed as the pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
@@ -34,13 +34,23 @@ from .._torch import (
     set_local_tensor,
     waited,
 )
-from ..comm import joined_mesh, noticing_loss
+from ..comm import Transport, joined_mesh
 from ..ragged import RaggedDTensor
+from .composite import is_composite
+
+AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
+"""Replaces a tensor by its sum over the ranks of a transport; of which parameters it has the gradients."""
 
 
 def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
     """Raise ValueError if a DTensor cannot be sharded over ``mesh`` too."""
     what = f"fully_shard(): the parameter {fqn} is a DTensor already, placed {list(param.placements)} on "
+    local = local_tensor(param)
+    if is_composite(local):
+        raise ValueError(
+            f"{what}{param.device_mesh}, of {type(local).__name__}, which is kept as several tensors: leave it out by "
+            "ignored_params, or do not cut it by tensor parallelism"
+        )
     if PLAIN_SHARDED_PARAMS:
         raise ValueError(f"{what}{param.device_mesh}: tensor parallelism needs torch 2.12 or newer")
     if isinstance(param, RaggedDTensor):
@@ -109,11 +119,17 @@ class TensorParallel:
         specs: for each parameter, how it was placed before ``fully_shard``; ``None`` if it was no DTensor.
     """
 
-    __slots__ = ("_dtensors", "specs")
+    __slots__ = ("_dtensors", "_transports", "specs")
 
     def __init__(self, specs: Sequence[DTensorSpec | None]) -> None:
         self.specs = tuple(specs)
         self._dtensors = [(i, spec) for i, spec in enumerate(specs) if spec is not None]
+        meshes = dict.fromkeys(spec.mesh for _, spec in self._dtensors)
+        self._transports = {(mesh, dim): Transport(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)}
+
+    def change_transports(self, change: Callable[[Transport], Transport]) -> None:
+        """Sum gradients by what ``change`` makes of the present transports, from the next sum on."""
+        self._transports = {place: change(transport) for place, transport in self._transports.items()}
 
     @staticmethod
     def of(specs: Sequence[DTensorSpec | None]) -> TensorParallel | None:
@@ -166,49 +182,59 @@ class TensorParallel:
 
     # ---- gradients
 
-    def local_gradients(self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    def terms(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[Transport, list[int]]]:
+        """Over which ranks gradients are summed before they are reduced, and which: those that autograd has left as one
+        term on each rank."""
+        found: dict[tuple[DeviceMesh, int], list[int]] = {place: [] for place in self._transports}
+        for i, spec in self._dtensors:
+            for dim in _summed_dims(grads[i], spec):
+                found[spec.mesh, dim].append(i)
+        return [(self._transports[place], indices) for place, indices in found.items()]
+
+    def local_gradients(
+        self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype, add_up: AddUp
+    ) -> list[torch.Tensor | None]:
         """What this rank has of gradients that autograd has left on the unsharded parameters, placed like these. Those
-        of which each rank has a term are summed in ``dtype``, with one all-reduce for all of them.
+        of which each rank has a term are summed in ``dtype`` by ``add_up``, with one all-reduce for all of them.
 
         Ranks: all of the parameters' own meshes, which have gradients of the same parameters.
         """
-        result, terms = [*grads], dict[tuple[DeviceMesh, int], list[int]]()
+        result = [*grads]
         for i, spec in self._dtensors:
             grad = grads[i]
             if not isinstance(grad, DTensor):
                 continue
-            placements = dtensor_spec(grad).placements
-            if placements != spec.placements:
-                differing = [dim for dim, item in enumerate(placements) if item != spec.placements[dim]]
-                if all(placements[dim].is_partial("sum") and spec.placements[dim].is_replicate() for dim in differing):
-                    for dim in differing:
-                        terms.setdefault((spec.mesh, dim), []).append(i)
-                else:
-                    grad = grad.redistribute(placements=spec.placements)
+            if dtensor_spec(grad).placements != spec.placements and not _summed_dims(grad, spec):
+                grad = grad.redistribute(placements=spec.placements)
             local = local_tensor(grad)
             result[i] = local if type(local) is torch.Tensor else waited(local)
-        for (mesh, dim), indices in terms.items():
-            _sum_over(mesh.get_group(dim), result, indices, dtype)
+        for transport, indices in self.terms(grads):
+            if indices:
+                parts = [part for i in indices if (part := result[i]) is not None]
+                flat = torch.cat([part.reshape(-1).to(dtype) for part in parts])
+                add_up(transport, flat, indices)
+                totals = flat.split([part.numel() for part in parts])
+                for i, part, total in zip(indices, parts, totals, strict=True):
+                    result[i] = total.view(part.shape)
         return result
 
 
-def _sum_over(
-    group: dist.ProcessGroup, grads: list[torch.Tensor | None], indices: Sequence[int], dtype: torch.dtype
-) -> None:
-    """Sum those of some gradients over the ranks of ``group``, together."""
-    parts = [grad for i in indices if (grad := grads[i]) is not None]
-    flat = torch.cat([part.reshape(-1).to(dtype) for part in parts])
-    with noticing_loss(group, "the sum of gradients over tensor-parallel ranks"):
-        dist.all_reduce(flat, group=group)
-    for i, part, total in zip(indices, parts, flat.split([part.numel() for part in parts]), strict=True):
-        grads[i] = total.view(part.shape)
+def _summed_dims(grad: torch.Tensor | None, spec: DTensorSpec) -> list[int]:
+    """Over which dimensions of its mesh a gradient must be summed to be placed like its parameter, if by sums alone."""
+    if not isinstance(grad, DTensor):
+        return []
+    placements = dtensor_spec(grad).placements
+    differing = [dim for dim, item in enumerate(placements) if item != spec.placements[dim]]
+    if all(placements[dim].is_partial("sum") and spec.placements[dim].is_replicate() for dim in differing):
+        return differing
+    return []
 
 
 def _parameter(view: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
     assert spec.tensor_meta is not None
     meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, view.dtype)
     parameter = nn.Parameter(make_dtensor(DTensor, view, DTensorSpec(spec.mesh, spec.placements, meta)), False)
-    set_local_tensor(parameter, view)  # type: ignore[arg-type]
+    set_local_tensor(parameter, view)
     return parameter
 
 

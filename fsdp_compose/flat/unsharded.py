@@ -308,6 +308,11 @@ class Unsharded:
 
     # ---- facts
 
+    @property
+    def may_be_freed(self) -> bool:
+        """Whether there is memory that resharding frees."""
+        return self.is_allocated and not self.keep
+
     def part_nbytes(self) -> int:
         """The bytes of the part that stays."""
         return self.part.nbytes if self.part is not None else 0

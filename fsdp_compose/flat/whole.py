@@ -16,7 +16,7 @@ from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
 from .reduction import AVERAGE, ReplicaAverage, fill
 
-LARGE_BYTES = 1 << 16  # of a gradient; below, a call by itself costs more than it saves
+LARGE_BYTES = 1 << 17  # of a gradient; below, a call by itself costs more than it saves
 
 
 def place(handle: FlatParamHandle, index: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.nn as nn
 
-from .._torch import skip_frame
+from .._torch import skip_frame, skip_top_frame
 
 MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
@@ -37,4 +37,10 @@ def _annotate_modules_for_dynamo(module: nn.Module, ignored_modules: set[nn.Modu
 def never_traced(function: _F) -> _F:
     """Tell Dynamo, once, never to trace ``function``, nor to compile what it calls. Costs nothing per call."""
     skip_frame(function)
+    return function
+
+
+def traced_inside_others(function: _F) -> _F:
+    """Tell Dynamo to run ``function`` as it is where it would begin a graph, and to trace it as a part of another."""
+    skip_top_frame(function)
     return function

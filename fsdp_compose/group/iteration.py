@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Protocol
 
 from ..flat import FlatParamHandle
 from .progress import GroupUse, HookedUse, Shown
+
+
+class CapturedVersions(Protocol):
+    """Those of groups that graphs of ``torch.compile`` may have run in a forward, when it began."""
+
+    def check_forward(self) -> None:
+        """Raise if the forward has changed parameters of theirs, after graphs had read them or before."""
+
+    def check_backward(self) -> None:
+        """Raise if they were changed before the forward's backward."""
 
 
 class ForwardRecord:
@@ -18,9 +29,10 @@ class ForwardRecord:
         begun: in the order in which their forwards began: drives forward prefetch in the next forward.
         hooked: in the order in which their forwards ended, those that backward will reach: drives backward prefetch.
         outermost: the group of the module that was called.
+        captured: the versions of groups that graphs may have run; ``None`` if there are none.
     """
 
-    __slots__ = ("begun", "hooked", "number", "outermost", "states")
+    __slots__ = ("begun", "captured", "hooked", "number", "outermost", "states")
 
     def __init__(self, number: int, states: object, outermost: int = 0) -> None:
         self.number = number
@@ -28,6 +40,10 @@ class ForwardRecord:
         self.states = states
         self.begun: list[int] = []
         self.hooked: list[int] = []
+        self.captured: CapturedVersions | None = None
+
+    def note_captured(self, versions: CapturedVersions) -> None:
+        self.captured = versions
 
 
 class Forward:
@@ -42,13 +58,14 @@ class Forward:
         is_given: it began with other values than its own (see ``given``) in some slots of parameters.
         task: number of the backward inside which it began, as autograd counts them; -1 outside of backward.
         num_backwards: backwards of this process when it began.
+        is_region: it is a compiled region, of which graphs may have the outermost group in them too.
         has_failed: it ended in an exception that no enclosing forward handled.
         written: by flat parameter, what it has written to unseen on this rank, by index; ``None`` if it has not looked.
     """
 
     __slots__ = (
-        "caller", "depth", "has_failed", "innermost", "is_given", "latest", "num_backwards", "previous", "record",
-        "task", "written",
+        "caller", "depth", "has_failed", "innermost", "is_given", "is_region", "latest", "num_backwards", "previous",
+        "record", "task", "written",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +83,7 @@ class Forward:
         self.latest: dict[int, HookedUse] = {}
         self.caller, self.is_given = caller, is_given
         self.task, self.num_backwards = task, num_backwards
-        self.has_failed = False
+        self.has_failed = self.is_region = False
         self.written: dict[FlatParamHandle, set[int]] | None = None
 
     def enter(self, use: HookedUse | None) -> None:
@@ -80,6 +97,9 @@ class Forward:
         self.depth -= 1
         if use is not None:
             self.innermost = use.outer
+
+    def begin_region(self) -> None:
+        self.is_region = True
 
     def begin_use(self, use: HookedUse | None) -> None:
         """``use`` is the innermost one from now on."""

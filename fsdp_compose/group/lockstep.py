@@ -17,15 +17,20 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import repeat
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ..comm import RECOVERY_TIMEOUT, DataParallelMesh, is_on, last_of_every_rank, meet, note
+from ..comm import RECOVERY_TIMEOUT, DataParallelMesh, Transport, is_on, last_of_every_rank, meet, note
 from ..flat import Communicator, FlatParamHandle, Reduction
 from .order import ENDS
 from .state import Root, state_of
 from .steps_made import STEPS_DIFFER, begin_again, name_ranks, num_steps
+
+Sum = tuple[list[int], list[str]]
+"""The ranks, and the parameters of whose gradients each of them has a term."""
 
 _PURPOSE = "agreeing on the next collective"
 _RECOVERY = "throwing away what an interrupted iteration left"
@@ -55,11 +60,30 @@ class LockstepCommunicator(Communicator):
         super().refresh(handle)
 
     def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
+        sums = [terms for _, terms in _sums_of(handle)]
         if handle.mesh.has_whole:
-            self.announce(handle, "all-reduce" if averages else "accumulation")
+            self.announce(handle, "all-reduce" if averages else "accumulation", sums)
         else:
-            self.announce(handle, "reduce-scatter" if averages else "reduce-scatter without all-reduce")
+            self.announce(handle, "reduce-scatter" if averages else "reduce-scatter without all-reduce", sums)
         return super().reduce(handle, is_kept, averages)
+
+    def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
+        """Nothing is communicated, but sums over tensor-parallel ranks; these alone agree, for others may have used
+        other groups."""
+        state = state_of(handle)
+        root: Root | None = None if state is None else state.root
+        for group, terms in _sums_of(handle):
+            try:
+                _agree(group, f"{_describe(handle, 'accumulation')}", root, [terms])
+            except RuntimeError:
+                if root is not None:
+                    root.forward.fail()
+                raise
+        super().accumulate(handle, is_kept)
+
+    def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
+        note(handle.mesh.peers, f"all-reduce over tensor-parallel ranks of {handle.label.of(indices)}")
+        super()._add_up(handle, transport, flat, indices)
 
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
         self.announce(handle, "all-gather")
@@ -69,8 +93,8 @@ class LockstepCommunicator(Communicator):
         self.announce(handle, "reduce-scatter")
         return super().reduce_copy(handle, reduction)
 
-    def announce(self, handle: FlatParamHandle, what: str) -> None:
-        """A collective, just noted in the order, is about to be issued."""
+    def announce(self, handle: FlatParamHandle, what: str, sums: Sequence[Sum] = ()) -> None:
+        """A collective, just noted in the order, is about to be issued, and before it ``sums``."""
         if not handle.mesh.has_peers:
             return
         text, state = _describe(handle, what), state_of(handle)
@@ -78,7 +102,7 @@ class LockstepCommunicator(Communicator):
         label = "" if root is None else f" of {root.label}"
         note(handle.mesh.peers, text if root is None else f"{text}, collective {root.order.count}")
         try:
-            _agree(handle.mesh if root is None else root.mesh, f"{text}{label}", root)
+            _agree((handle.mesh if root is None else root.mesh).peers, f"{text}{label}", root, sums)
         except RuntimeError:
             if root is not None:
                 root.order.trace.pop()  # it is not issued
@@ -91,7 +115,7 @@ class LockstepCommunicator(Communicator):
         if mesh.has_peers:
             what = ENDS.get(code, "a reduction in functional mode")
             try:
-                _agree(mesh, f"{what} of {root.label}", root)
+                _agree(mesh.peers, f"{what} of {root.label}", root)
             except RuntimeError:
                 root.forward.fail()
                 raise
@@ -101,7 +125,7 @@ class LockstepCommunicator(Communicator):
         elsewhere learn of it, and raise; then they are expected here."""
         assert isinstance(root, Root)
         mesh = root.mesh
-        while mesh.has_peers and _compare(mesh, _RECOVERY, None, RECOVERY_TIMEOUT):
+        while mesh.has_peers and _compare(mesh.peers, _RECOVERY, None, timeout=RECOVERY_TIMEOUT):
             pass
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
@@ -125,20 +149,35 @@ def _describe(handle: FlatParamHandle, what: str) -> str:
 def announce_first_forward(mesh: DataParallelMesh) -> None:
     """Before the ranks compare a model that runs for the first time."""
     if is_on():
-        _agree(mesh, "the first forward of a model", None)
+        _agree(mesh.peers, "the first forward of a model", None)
 
 
-def _agree(mesh: DataParallelMesh, what: str, root: Root | None) -> None:
-    verdict = _compare(mesh, what, root)
+def _sums_of(handle: FlatParamHandle) -> list[tuple[dist.ProcessGroup, Sum]]:
+    """Which gradients are about to be summed over tensor-parallel ranks, also where none are."""
+    own = handle.tensor_parallel
+    if own is None:
+        return []
+    found = own.terms([param.grad for param in handle.unsharded.params])
+    groups = [(transport.group, [handle.prefix + handle.fqns[i] for i in indices]) for transport, indices in found]
+    return [(group, (dist.get_process_group_ranks(group), names)) for group, names in groups if group.size() > 1]
+
+
+def _agree(group: dist.ProcessGroup, what: str, root: Root | None, sums: Sequence[Sum] = ()) -> None:
+    verdict = _compare(group, what, root, sums)
     if verdict:
         raise RuntimeError(verdict)
 
 
-def _compare(mesh: DataParallelMesh, what: str, root: Root | None, timeout: timedelta | None = None) -> str:
-    """Meet all ranks, each of which is about to do something; return, as text, how they differ."""
-    group = mesh.peers
+def _compare(
+    group: dist.ProcessGroup,
+    what: str,
+    root: Root | None,
+    sums: Sequence[Sum] = (),
+    timeout: timedelta | None = None,
+) -> str:
+    """Meet all ranks of ``group``, each of which is about to do something; return, as text, how they differ."""
     steps = None if root is None else num_steps(root)
-    payload = json.dumps([what, steps])
+    payload = json.dumps([what, steps, sums])
     verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout, is_frequent=True)
     if verdict.startswith(STEPS_DIFFER) and root is not None:
         begin_again(root)  # on all ranks: each difference is told once
@@ -146,8 +185,7 @@ def _compare(mesh: DataParallelMesh, what: str, root: Root | None, timeout: time
 
 
 def _judge(payloads: list[str]) -> str:
-    plans = [json.loads(payload) for payload in payloads]
-    whats, steps = [what for what, _ in plans], [count for _, count in plans]
+    whats, steps, sums = zip(*[json.loads(payload) for payload in payloads], strict=True)
     if len(set(whats)) > 1:
         return (
             f"the ranks are about to do different things, and nothing of it was begun: {_listing(whats)}. {_HINT}. The "
@@ -160,6 +198,20 @@ def _judge(payloads: list[str]) -> str:
             "since the first forward, or since the last such error, of optimizers with sharded parameters). The shards "
             f"of the parameters are no longer of one step: load a checkpoint. {_HINT}"
         )
+    return next(filter(None, map(_difference_of_sums, sums, repeat(sums))), "")
+
+
+def _difference_of_sums(ours: Sequence[Sum], all_sums: Sequence[Sequence[Sum]]) -> str:
+    """How other ranks differ in what they sum together with a rank that is about to make these sums."""
+    for ranks, names in ours:
+        others = [other_names for sums in all_sums for other_ranks, other_names in sums if other_ranks == ranks]
+        differing = [item for item in others if item != names]
+        if differing:
+            return (
+                "gradients are about to be summed over the tensor-parallel ranks "
+                f"{ranks}, of other parameters on some of them, and nothing of it was begun: of {names or 'none'}, and "
+                f"of {differing[0] or 'none'}. These ranks must get the same batch and run the same modules. {_HINT}"
+            )
     return ""
 
 

@@ -43,6 +43,8 @@ class OrderedRoot(Protocol):
 
     def has_backward_to_come(self) -> bool: ...
 
+    def phase(self) -> str: ...
+
 
 class Group(Protocol):
     """The part of an ``_FSDPState`` that an order knows."""
@@ -76,7 +78,9 @@ class CollectiveOrder:
         num_roots: how many roots have run.
     """
 
-    __slots__ = ("_next_number", "_serials", "_states", "_waiting", "num_collectives", "num_roots", "trace")
+    __slots__ = (
+        "__weakref__", "_next_number", "_serials", "_states", "_waiting", "num_collectives", "num_roots", "trace",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.trace: list[int] = []
@@ -101,7 +105,7 @@ class CollectiveOrder:
 
     def _num_in_trace(self) -> int:
         """Without the codes that stand for no collective: a rank may have toggled ``requires_grad`` alone."""
-        return sum(map(END_OF_BACKWARD.__lt__, self.trace))
+        return len([code for code in self.trace if code > END_OF_BACKWARD])
 
     def hash(self, root: OrderedRoot, code: int) -> int:
         """A hash of what was issued since the last exchange, and of what ``root`` is about to do."""
@@ -120,10 +124,14 @@ class CollectiveOrder:
 
     # ---- models
 
+    @staticmethod
+    def known() -> list[tuple[dist.ProcessGroup, CollectiveOrder]]:
+        """Every process group that has an order."""
+        return [*_orders.items()]
+
     def has_others_in_backward(self, root: OrderedRoot) -> bool:
         """Whether another root than ``root`` has a backward that is running, or to come."""
-        roots = {id(item): item for state in self._states.values() if (item := state.root) is not None}
-        return any([item is not root and item.has_backward_to_come() for item in roots.values()])
+        return any([item is not root and item.has_backward_to_come() for item in self.roots()])
 
     def expect(self, state: Group) -> None:
         """A group was made that this process group will carry."""
@@ -157,6 +165,15 @@ class CollectiveOrder:
         whether ranks differ (a model may be gone on some ranks only), what it is, and the model."""
         now = f"{ENDS[code]}\t{root.label}" if code in ENDS else self._as_text(code)
         return [*(f"{item}\t{self._as_text(item)}" for item in self.trace), f"{code} {root.number}\t{now}"]
+
+    def last_as_text(self) -> str:
+        """What was issued last, if that was since the last exchange; may be called in another thread."""
+        last = self.trace[-1:]
+        return self._as_text(last[0]).replace("\t", " of ") if last else ""
+
+    def roots(self) -> list[OrderedRoot]:
+        """Those that have run, and live."""
+        return [*{id(root): root for state in [*self._states.values()] if (root := state.root) is not None}.values()]
 
     def _as_text(self, code: int) -> str:
         if code >= _FOLDED:

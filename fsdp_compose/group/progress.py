@@ -64,6 +64,18 @@ class Shown(Protocol):
     def show_sharded(self) -> None: ...
 
 
+class Captured(Protocol):
+    """What graphs know of a group, and bring to it; see ``captured``."""
+
+    def follow(self) -> None: ...
+
+    def knows(self, place: torch.Tensor) -> bool: ...
+
+    def bring(self) -> tuple[bool, bool]: ...
+
+    def drop(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a group stands below its root.
@@ -168,10 +180,11 @@ class GroupHistory:
         has_leaf_hooks: of the unsharded parameters, which tell that a backward runs.
         has_bucket_hooks: of theirs, which tell that buckets are complete.
         regions: where the parameters' memory was, until the first forward.
+        captured: what graphs of ``torch.compile`` know of the group; ``None`` if none was captured.
     """
 
     __slots__ = (
-        "has_bucket_hooks", "has_leaf_hooks", "has_unsynced", "is_unhooked", "num_toggles", "regions",
+        "captured", "has_bucket_hooks", "has_leaf_hooks", "has_unsynced", "is_unhooked", "num_toggles", "regions",
         "unhooked_versions", "was_functional",
     )  # fmt: skip
 
@@ -180,6 +193,7 @@ class GroupHistory:
         self.num_toggles = -1
         self.regions = [*regions]
         self.unhooked_versions: list[int] | None = None
+        self.captured: Captured | None = None
         self.have_new_parameters()
 
     def have_new_parameters(self) -> None:
@@ -206,6 +220,9 @@ class GroupHistory:
 
     def hook_buckets(self) -> None:
         self.has_bucket_hooks = True
+
+    def capture(self, captured: Captured) -> None:
+        self.captured = captured
 
     def forget_regions(self) -> None:
         self.regions = []

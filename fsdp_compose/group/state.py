@@ -29,7 +29,6 @@ from .progress import NOWHERE, GroupBackward, GroupHistory, Place, Progress
 from .swap import ParameterSwap
 
 _shard_version = attrgetter("shard._version")
-_call = weakref.ref.__call__
 _serials = count()
 
 
@@ -431,6 +430,12 @@ class Root:
         """Whether a backward is running, or may come to a forward that has run."""
         return self.backward is not None or any([state.progress.outstanding for state in self.live_states()])
 
+    def phase(self) -> str:
+        """What it is in, as text; empty between iterations."""
+        if self.backward is not None:
+            return f"the backward after forward {self.num_forwards}"
+        return f"forward {self.num_forwards}" if self.forward.depth > 0 else ""
+
     @property
     def has_added(self) -> bool:
         """Whether older gradients are lost with those of a backward that is running, or has failed."""
@@ -471,7 +476,7 @@ class Root:
         return bool(forward.depth > 0 or forward.has_failed or self.backward or self.failed_backward)
 
     def live_states(self) -> list[_FSDPState]:
-        return [*filter(None, map(_call, self.states))]
+        return [state for ref in self.states if (state := ref()) is not None]
 
 
 def widest_mesh(states: Sequence[_FSDPState]) -> DataParallelMesh:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import is_, setitem
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch.nn as nn
 
 from ..flat import FlatParamHandle, ManagedParameter, check_content, note_write, take_content
 from ..ragged import RaggedDTensor
+from .computing import ends_forward
 from .dynamo import MARKS
 from .kept_tensors import KeptTensors, Namespace
 
@@ -41,18 +42,24 @@ class Held:
         values: what they held when that was noted last.
     """
 
-    __slots__ = ("dicts", "values")
+    __slots__ = ("_empty", "_known", "_views", "dicts", "values")
 
     def __init__(self, dicts: Sequence[dict[str, Any]]) -> None:
         self.dicts = [*dicts]
         self.note()
 
     def note(self) -> None:
-        self.values = tuple(_values(self.dicts))
+        self._empty = [item for item in self.dicts if not item]
+        views = [dict.values(item) for item in self.dicts if item]
+        self.values = tuple(chain.from_iterable(views))
+        self._views, self._known = [*views, _END], (*self.values, *_END)
 
     def is_same(self) -> bool:
         """Whether the dicts hold these very values, in this order."""
-        return _hold(self.dicts, self.values)
+        return not any(self._empty) and all(map(is_, chain.from_iterable(self._views), self._known))
+
+
+_END = (object(),)  # behind all values: with more of them, or fewer, it is not where it was
 
 
 class ParameterSwap:
@@ -93,8 +100,7 @@ class ParameterSwap:
                 owned.setdefault(module, {})[name] = where[item.fqn]
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
-        self.num_shows = 0
-        self.shown_instead: Mapping[int, torch.Tensor] = {}
+        self.num_shows, self.shown_instead = 0, dict[int, torch.Tensor]()
         self.prefix = ""  # what precedes the names of these modules in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
         self.kept = KeptTensors(
@@ -129,7 +135,7 @@ class ParameterSwap:
                 self._root_writes += [(root, *write) for write in writes]
             elif namespace is not None:
                 found += [(namespace, *write) for write in writes]
-        self._writes = _columns(found)
+        self._writes = found
         self._prepared_names = [list(parameters) for parameters in self._sharded.dicts]
         self._sharded.note()
         self._unsharded.note()
@@ -205,43 +211,43 @@ class ParameterSwap:
         self.num_shows += 1
         if self.num_shows > 1:
             return
-        namespaces, keys, _, values = self._writes
-        any(map(setitem, namespaces, keys, values))  # a loop without bytecode: setitem() returns None
+        for namespace, key, _, unsharded in self._writes:
+            namespace[key] = unsharded
         for ref, key, _, unsharded in self._root_writes:
             module = ref()
             if module is not None:
                 module.__dict__[key] = unsharded
 
-    def show_instead(self, others: Mapping[int, torch.Tensor]) -> list[tuple[Any, tuple[Any, ...]]]:
+    def show_instead(self, others: dict[int, torch.Tensor]) -> Held:
         """As ``show_unsharded``, with other tensors in the place of unsharded parameters (by the id of these).
 
         Returns:
-            What the modules show now, and its content, for ``check_shown``; nothing if they showed full ones already.
+            What the modules show now, for ``check_shown``; nothing if they showed full ones already.
         """
         self.num_shows += 1
-        shown: list[tuple[Any, tuple[Any, ...]]] = []
+        shown: list[dict[str, Any]] = []
         if self.num_shows > 1:
-            return shown
+            return Held(shown)
         self.shown_instead = others
 
         def replaced(value: Any) -> Any:
             if isinstance(value, dict):
                 result: Any = {name: others.get(id(item), item) for name, item in value.items()}
-                shown.append((result, tuple(result.values())))
+                shown.append(result)
                 return result
             return [others.get(id(item), item) for item in value]
 
-        for namespace, key, _, unsharded in zip(*self._writes):
+        for namespace, key, _, unsharded in self._writes:
             namespace[key] = replaced(unsharded)
         for ref, key, _, unsharded in self._root_writes:
             module = ref()
             if module is not None:
                 module.__dict__[key] = replaced(unsharded)
-        return shown
+        return Held(shown)
 
-    def check_shown(self, shown: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
+    def check_shown(self, shown: Held) -> None:
         """Raise if a forward replaced, added or removed what ``show_instead`` has shown."""
-        if not all(_hold([parameters], values) for parameters, values in shown):
+        if not shown.is_same():
             raise RuntimeError(_LOST_CHANGE.format(f", {self.prefix or 'the root'}"))
 
     def show_sharded(self) -> None:
@@ -251,12 +257,14 @@ class ParameterSwap:
             return
         if self.shown_instead:
             self.shown_instead = {}
-        namespaces, keys, values, _ = self._writes
-        any(map(setitem, namespaces, keys, values))  # see above
+        for namespace, key, sharded, _ in self._writes:
+            namespace[key] = sharded
         for ref, key, sharded, _ in self._root_writes:
             module = ref()
             if module is not None:
                 module.__dict__[key] = sharded
+
+    show_sharded_after_forward = ends_forward(show_sharded)  # called as the first thing after a forward
 
     def restore(self, num_running: int = 0) -> None:
         """Put the sharded parameters back after an interruption, whatever it left, and throw away what the interrupted
@@ -278,8 +286,7 @@ class ParameterSwap:
             raise RuntimeError(_LOST_CHANGE.format(f": {changed}"))
 
     def _reconcile(self) -> None:
-        """The modules' own dicts have changed since they were prepared: accept what concerns only entries that the
-        group does not own, and that no optimizer would train."""
+        """Accept changes that concern only entries that the group does not own, and that no optimizer would train."""
         changed = self._changed(self._sharded)
         owned = {_join(fqn, name) for fqn, names in zip(self._fqns, self._owned, strict=True) for name in names}
         present = _by_name(self._fqns, self._sharded.dicts)
@@ -307,21 +314,26 @@ class ParameterSwap:
         )
 
 
+def caches_parameters(swap: ParameterSwap) -> bool:
+    """Whether modules keep parameters elsewhere too than in their own dicts of these."""
+    return any(key != "_parameters" for _, key, *_ in (*swap._writes, *swap._root_writes))
+
+
 # ---- state dicts
 
-_SHARDED_PARAMS, _ASIDE, _OWN = "_fsdp_compose_sharded_params", "_fsdp_compose_aside", "_fsdp_compose_own"
-_OWN_ATTRIBUTES = (_SHARDED_PARAMS, _ASIDE, _OWN, *MARKS)
+SHARDED_PARAMS, _ASIDE, _OWN = "_fsdp_compose_sharded_params", "_fsdp_compose_aside", "_fsdp_compose_own"
+_OWN_ATTRIBUTES = (SHARDED_PARAMS, _ASIDE, _OWN, *MARKS)
 
 
 def guard_state_dict(module: nn.Module, fqn: str) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded parameters at any moment: also
     inside forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
-    if _SHARDED_PARAMS not in module.__dict__:
+    if SHARDED_PARAMS not in module.__dict__:
         module.register_state_dict_pre_hook(_show_sharded)
         module.register_state_dict_post_hook(_show_what_was)
         module.register_load_state_dict_pre_hook(before_load)
         module.register_load_state_dict_post_hook(_show_what_was)
-    module.__dict__[_SHARDED_PARAMS] = module._parameters
+    module.__dict__[SHARDED_PARAMS] = module._parameters
     sharded_params = {name: param for name, param in module._parameters.items() if isinstance(param, RaggedDTensor)}
     module.__dict__[_OWN] = (fqn, sharded_params)
 
@@ -343,7 +355,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, meta
 
 def sharded_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
     """The parameters of ``module`` itself as ``state_dict()`` sees them: sharded, also inside forward."""
-    sharded_params: Mapping[str, nn.Parameter | None] = module.__dict__.get(_SHARDED_PARAMS, module._parameters)
+    sharded_params: Mapping[str, nn.Parameter | None] = module.__dict__.get(SHARDED_PARAMS, module._parameters)
     return sharded_params
 
 
@@ -352,11 +364,11 @@ class SlotView:
 
     def __init__(self, module: nn.Module, values: Mapping[str, nn.Parameter]) -> None:
         self._module, attributes = module, module.__dict__
-        self._before = {key: attributes[key] for key in ("_parameters", _SHARDED_PARAMS, _OWN) if key in attributes}
+        self._before = {key: attributes[key] for key in ("_parameters", SHARDED_PARAMS, _OWN) if key in attributes}
         shown = {name: values.get(name, value) for name, value in module._parameters.items()}
         attributes["_parameters"] = shown
-        if _SHARDED_PARAMS in attributes:
-            attributes[_SHARDED_PARAMS], attributes[_OWN] = shown, ("", {})
+        if SHARDED_PARAMS in attributes:
+            attributes[SHARDED_PARAMS], attributes[_OWN] = shown, ("", {})
 
     def restore(self) -> None:
         parameters = self._before["_parameters"]
@@ -367,9 +379,9 @@ class SlotView:
 
 def _show_sharded(module: nn.Module, *_: Any) -> None:
     attributes = module.__dict__
-    if attributes["_parameters"] is not attributes[_SHARDED_PARAMS]:
+    if attributes["_parameters"] is not attributes[SHARDED_PARAMS]:
         attributes[_ASIDE] = attributes["_parameters"]
-        attributes["_parameters"] = attributes[_SHARDED_PARAMS]
+        attributes["_parameters"] = attributes[SHARDED_PARAMS]
 
 
 def _show_what_was(module: nn.Module, *_: Any) -> None:
@@ -379,22 +391,6 @@ def _show_what_was(module: nn.Module, *_: Any) -> None:
 
 
 # ---- dicts
-
-
-def _columns(
-    rows: Sequence[tuple[Namespace, str, Any, Any]],
-) -> tuple[list[Namespace], list[str], list[Any], list[Any]]:
-    """The same side by side, for loops without bytecode."""
-    return [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], [row[3] for row in rows]
-
-
-def _values(dicts: Sequence[Mapping[str, Any]]) -> Iterable[Any]:
-    return chain.from_iterable(map(dict.values, dicts))  # type: ignore[arg-type]
-
-
-def _hold(dicts: Sequence[Mapping[str, Any]], values: tuple[Any, ...]) -> bool:
-    """Whether the dicts hold these very values, in this order."""
-    return sum(map(len, dicts)) == len(values) and all(map(is_, _values(dicts), values))
 
 
 def _by_name(fqns: Sequence[str], dicts: Sequence[_Parameters]) -> dict[str, Any]:

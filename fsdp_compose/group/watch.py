@@ -39,9 +39,8 @@ class Watch:
         self._unsharded_slots = Held([item for state in states for item in state.swap.unsharded_dicts()])
         self._handles = handles
         self._num_toggles = self._ended_backward = -1
-        self._versions = [*map(_unsharded_version, handles)]
-        # Which count their own.
-        self._dtensors = [(param, param._version) for handle in handles for param in handle.unsharded.dtensors]
+        self._dtensors = [param for handle in handles for param in handle.unsharded.dtensors]
+        self._versions = self._present_versions()
         self._has_meta = any(handle.unsharded.is_meta for handle in handles)
         self._keepers = {id(state.swap.kept): weakref.ref(state) for state in states[1:]}
         self._quiet = QuietGroups([state.swap.kept for state in states[1:]])
@@ -73,7 +72,8 @@ class Watch:
 
     def has_unsharded_grads(self) -> bool:
         """Whether autograd has left a gradient on some unsharded parameter, not taken yet."""
-        return [*map(_grad, self._unsharded)] != self._no_grads  # "==" looks at identities first
+        with PlainAttributes():
+            return [*map(_grad, self._unsharded)] != self._no_grads  # "==" looks at identities first
 
     def has_grads(self) -> bool:
         """Whether some sharded parameter has a gradient."""
@@ -90,14 +90,18 @@ class Watch:
         self._num_toggles = count
         return False
 
+    def _present_versions(self) -> list[int]:
+        """Of the unsharded parameters; DTensors count their own."""
+        return [*map(_unsharded_version, self._handles), *[param._version for param in self._dtensors]]
+
     def was_forward_quiet(self) -> bool:
         """Whether no forward replaced, added, removed, froze, thawed or wrote to an unsharded parameter."""
-        return (
-            self._unsharded_slots.is_same()
-            and [*map(_unsharded_version, self._handles)] == self._versions
-            and (not self._dtensors or all([param._version == before for param, before in self._dtensors]))
-            and [*map(_requires_grad, self._unsharded)] == self._flags
-        )
+        with PlainAttributes():
+            return (
+                self._unsharded_slots.is_same()
+                and self._present_versions() == self._versions
+                and [*map(_requires_grad, self._unsharded)] == self._flags
+            )
 
 
 class _Memory:

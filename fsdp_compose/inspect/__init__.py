@@ -2,4 +2,11 @@
 
 from .check import UnreducedParameter as UnreducedParameter
 from .check import check as check
+from .description import describe as describe
+from .hang import explain_hang as explain_hang
+from .hang import explain_logs as explain_logs
+from .hang import positions_in as positions_in
 from .schedule import record_collectives as record_collectives
+from .timeline import Trace as Trace
+from .timeline import TraceEvent as TraceEvent
+from .timeline import trace as trace

@@ -7,7 +7,7 @@ flat views are refused and gradients brought together; after, the step is noted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
@@ -41,7 +41,9 @@ def flat_parameters(
     one is a step of the other, and ``state_dict()`` of the model is the same as without. Where all parameters of a flat
     parameter of a ``fully_shard`` group are selected, the view is one stock ``DTensor``, ``Shard(0)``, of 1-D shape,
     padding (always zero) included; otherwise there is one 1-D ``RaggedDTensor`` for each maximal row of selected
-    neighbours. Trainable parameters that no group manages (``ignored_params``) are returned as they are.
+    neighbours. What tensor parallelism has cut is in flat views of its own, of neighbours that are cut over the same
+    dimensions: each is a 1-D ``RaggedDTensor`` on both meshes, padding included. Trainable parameters that no group
+    manages (``ignored_params``) are returned as they are.
 
     For optimizers that treat every element alike: those of ``torch.optim`` that do are SGD, Adam, AdamW, Adamax, NAdam,
     RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop, and subclasses of them. Others raise at their first step, unless
@@ -76,8 +78,8 @@ def flat_parameters(
 
     Raises:
         TypeError: ``model`` is no module, or ``where`` no function.
-        ValueError: nothing below ``model`` is sharded; tensor parallelism has cut a parameter too, and ``local`` is
-            false; or a parameter is in a flat view already that an earlier call has made of another selection.
+        ValueError: nothing below ``model`` is sharded; or a parameter is in a flat view already that an earlier call
+            has made of another selection.
         RuntimeError: called inside ``forward``.
 
     Example::
@@ -90,21 +92,21 @@ def flat_parameters(
         raise TypeError(f"flat_parameters(): expected an nn.Module, got {type(model).__name__}")
     if where is not None and not callable(where):
         raise TypeError(f"flat_parameters(where={where!r}): expected a function from (FQN, parameter) to a bool")
-    if any(state.is_complete and state.swap.num_shows for state in _get_fsdp_states(model)):
+    states = _get_fsdp_states(model)
+    if any(state.is_complete and state.swap.num_shows for state in states):
         raise RuntimeError("flat_parameters() was called inside forward or backward of the model; call it outside")
-    parts = _select(model, where)
-    if not local:
-        _refuse_tensor_parallel(parts)
+    parts = [(owner, _ranges(owner, indices, local)) for owner, indices in _select(model, where).items()]
     for owner, ranges in parts:
         if isinstance(owner, FlatParamHandle):
             for sharded_params in ranges:
                 segment_over(owner, sharded_params, local)  # all refusals come before anything is made
     _add_hooks()
+    among_cut = any(handle.tensor_parallel is not None for state in states for handle in state._handles)
     result: list[nn.Parameter] = []
     for owner, ranges in parts:
         if isinstance(owner, FlatParamHandle):
             segments = [
-                segment_over(owner, sharded_params, local) or add_segment(owner, sharded_params, local)
+                segment_over(owner, sharded_params, local) or add_segment(owner, sharded_params, local, among_cut)
                 for sharded_params in ranges
             ]
             result += [segment.parameter for segment in segments]
@@ -115,8 +117,8 @@ def flat_parameters(
 
 def _select(
     model: nn.Module, where: Callable[[str, nn.Parameter], bool] | None
-) -> list[tuple[FlatParamHandle | nn.Parameter, list[range]]]:
-    """The selected parameters of each handle, as maximal ranges of neighbours; and those of no handle."""
+) -> dict[FlatParamHandle | nn.Parameter, set[int]]:
+    """The selected parameters of each handle, and those of no handle."""
     chosen: dict[FlatParamHandle | nn.Parameter, set[int]] = {}
     is_sharded = False
     for fqn, param in model.named_parameters():
@@ -135,27 +137,15 @@ def _select(
         raise ValueError(
             f"flat_parameters(): no parameter of this {type(model).__name__} is sharded: call fully_shard() first"
         )
-    return [(owner, _ranges(indices)) for owner, indices in chosen.items()]
+    return chosen
 
 
-def _refuse_tensor_parallel(parts: Sequence[tuple[FlatParamHandle | nn.Parameter, list[range]]]) -> None:
-    for owner, ranges in parts:
-        if not isinstance(owner, FlatParamHandle) or owner.tensor_parallel is None:
-            continue
-        for i in (i for sharded_params in ranges for i in sharded_params):
-            if owner.tensor_parallel.sharded_dims(i):
-                raise ValueError(
-                    f"flat_parameters(): tensor parallelism has cut {owner.name_of(i)} too, so that no DTensor would "
-                    "be right for it and its neighbours: ask for plain tensors, flat_parameters(model, local=True), "
-                    "and clip by fsdp_compose.clip_grad_norm_()"
-                )
-
-
-def _ranges(indices: Iterable[int]) -> list[range]:
-    """Maximal ranges of consecutive indices."""
+def _ranges(owner: FlatParamHandle | nn.Parameter, indices: Iterable[int], local: bool) -> list[range]:
+    """Maximal ranges of consecutive indices, of parameters that tensor parallelism has cut alike, unless ``local``."""
+    own = owner.tensor_parallel if isinstance(owner, FlatParamHandle) and not local else None
     result: list[range] = []
     for i in sorted(indices):
-        if result and result[-1].stop == i:
+        if result and result[-1].stop == i and (own is None or own.sharded_dims(i) == own.sharded_dims(i - 1)):
             result[-1] = range(result[-1].start, i + 1)
         else:
             result.append(range(i, i + 1))

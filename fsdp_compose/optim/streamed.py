@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .._torch import dtensor_spec, make_dtensor, same_storage
-from ..flat import FlatParamHandle, handle_of, handle_of_segment, host_memory, local_of
+from ..flat import FlatParamHandle, handle_of, handle_of_segment, host_memory, local_of, streams_of
 from ..ragged import RaggedDTensor, note_write_of_all_ranks
 from .elementwise import refuse_unless_elementwise
 
@@ -284,7 +284,7 @@ class _Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._module: Any = streams_of(device)
         self._in: Any = self._module.Stream(device) if self._module else None
         self._out: Any = self._module.Stream(device) if self._module else None
         self._slots = [_Slot(), _Slot()]

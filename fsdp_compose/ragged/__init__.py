@@ -6,6 +6,10 @@
 
 from . import admission as admission  # lets torch's functions take its placements
 from . import ops as ops  # gives RaggedDTensor its operations
+from .classed import CompositeClass as CompositeClass
+from .classed import CompositeDTensor as CompositeDTensor
+from .classed import show_as as show_as
+from .classed import with_local as with_local
 from .edits import note_write_of_all_ranks as note_write_of_all_ranks
 from .edits import toggles as toggles
 from .edits import writes as writes
@@ -15,6 +19,7 @@ from .norms import finish_norm as finish_norm
 from .norms import partial_norm as partial_norm
 from .old_names import known_as as known_as
 from .owned import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
+from .owned import SHOWN_ATTRIBUTE as SHOWN_ATTRIBUTE
 from .owned import hook_owners as hook_owners
 from .placement import RaggedShard as RaggedShard
 from .spec import RaggedSpec as RaggedSpec

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from .._torch import local_tensor
 from .edits import note_write_of_all_ranks
 from .owned import OwnedDTensor
 from .spec import RaggedSpec
@@ -22,7 +23,7 @@ class CheckpointedDTensor(OwnedDTensor):
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
         """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
         base, (start, _) = self._spec.inner_offsets, self._spec.element_range
-        local = self._local_tensor.detach().view(-1)
+        local = local_tensor(self).detach().view(-1)
         return [
             (
                 ChunkStorageMetadata(
@@ -35,7 +36,7 @@ class CheckpointedDTensor(OwnedDTensor):
         ]
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        properties = TensorProperties.create_from_tensor(local_tensor(self))
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -48,7 +49,7 @@ class CheckpointedDTensor(OwnedDTensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         # Asked for on every rank, also where there is nothing to load, when torch.distributed.checkpoint is about to
         # write to the local memory.
-        note_write_of_all_ranks(self._local_tensor)
+        note_write_of_all_ranks(local_tensor(self))
         return [chunk for chunk, _ in self._chunks()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

@@ -14,6 +14,8 @@ from .._torch import is_swapping_tensors
 
 # Where a sharded parameter, or one that was replaced by one, remembers its owner: (name of the group, FQN).
 OWNER_ATTRIBUTE = "_fsdp_compose_owner"
+# Where a sharded tensor remembers how it shows its local tensor; see ``classed``.
+SHOWN_ATTRIBUTE = "_fsdp_compose_shown_as"
 
 
 def describe_owner(tensor: Any) -> str:
@@ -41,6 +43,8 @@ hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary
 
 class OwnedDTensor(DTensor):
     """A DTensor that may be a parameter of a group: what would find no memory or no gradient there asks the group."""
+
+    is_composite = False  # its local tensor is the bytes of several; see ``classed``
 
     def data_ptr(self) -> int:
         """0, which torch's own code understands. Of a sharded parameter, or what is detached from it, it raises for all

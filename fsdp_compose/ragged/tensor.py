@@ -156,7 +156,7 @@ class RaggedDTensor(CheckpointedDTensor):
         if torch.is_grad_enabled() and self.requires_grad:
             result: torch.Tensor = _ToLocal.apply(self)
             return result
-        return self._local_tensor
+        return local_tensor(self)
 
     # ---- views with gradients
 
@@ -238,7 +238,7 @@ class RaggedDTensor(CheckpointedDTensor):
             with torch.no_grad():
                 self.copy_(value)
         else:
-            set_local_tensor(self, value._local_tensor)
+            set_local_tensor(self, local_tensor(value))
 
     def detach(self) -> RaggedDTensor:
         """The tensor outside autograd, sharing memory. Errors about that of a parameter name the parameter."""
@@ -251,7 +251,7 @@ class RaggedDTensor(CheckpointedDTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, placements={list(self.placements)}, rank {self._spec.rank} "
-            f"holds {self._local_tensor})"
+            f"holds {local_tensor(self)})"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
@@ -260,7 +260,7 @@ class RaggedDTensor(CheckpointedDTensor):
             return super().__deepcopy__(memo)
         twin: Any = memo.get(id(self))
         if twin is None:
-            local = self._local_tensor.detach().clone()
+            local = local_tensor(self).detach().clone()
             twin = torch.nn.Parameter(RaggedDTensor(local, self._spec), requires_grad=self.requires_grad)
             set_local_tensor(twin, local)
             memo[id(self)] = twin
@@ -339,7 +339,7 @@ def distribute_ragged(
         spec = RaggedSpec.make(mesh, placements, tensor.shape, tensor.dtype)
         if isinstance(tensor, RaggedDTensor):
             if tensor._spec.is_sharded_like(spec):
-                return RaggedDTensor(tensor._local_tensor.clone(), spec)
+                return RaggedDTensor(local_tensor(tensor).clone(), spec)
             tensor = tensor.all_gather()
         if not isinstance(tensor, DTensor):
             # A copy: distribute_tensor broadcasts into the memory it is given.
@@ -386,7 +386,7 @@ _LABEL = Label(["a RaggedDTensor"])
 
 def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
     """The inner tensor, from the local shards of all ranks of the ragged mesh dimension."""
-    spec, local = tensor._spec, tensor._local_tensor
+    spec, local = tensor._spec, local_tensor(tensor)
     group, shape = spec.group, spec.inner_shape
     ranges = [spec.ragged.element_range(shape, rank) for rank in range(len(spec.ragged.counts))]
     home, local = local.device, local.to(device_for(group, local.device))
@@ -456,7 +456,8 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
         ctx.spec = tensor._spec
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+        local = local_tensor(tensor)
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:

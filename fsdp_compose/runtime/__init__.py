@@ -7,6 +7,7 @@ from .forward import enter_alone as enter_alone
 from .hooks import drive as drive
 from .hooks import post_forward as post_forward
 from .hooks import pre_forward as pre_forward
+from .region import region as region
 from .steps import reshard as reshard
 from .steps import unshard as unshard
 from .steps import wait_for_unshard as wait_for_unshard

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .._torch import queue_end_of_backward
+from .._torch import in_compiled_autograd, queue_end_of_backward
 from ..flat import follow_profiler
 from ..group import (
     END_OF_BACKWARD,
     Backward,
     Root,
     _FSDPState,
+    ends_backwards,
     never_traced,
 )
 from .exchange import begin_exchange, end_exchange
@@ -28,12 +29,19 @@ from .steps import follow_toggles_before_backward, hide_shown, reduce, stays_uns
 def begin_backward(root: Root) -> Backward:
     """Called from the first hook of a root that a backward reaches."""
     refuse_double_backward()
+    if in_compiled_autograd():
+        raise RuntimeError(
+            "a backward of a fully_shard'ed model runs under compiled autograd, which does not come back at its end, "
+            "when gradients are reduced and shown: none was. Turn it off (torch._dynamo.config.compiled_autograd); "
+            "torch.compile of the model captures forward and backward without it"
+        )
     if root.failed_backward is not None:
         recover_backward(root)
     follow_profiler()
     backward = root.begin_backward()
     queue_end_of_backward(_EndOfBackward(root, backward))
-    if root.watch is None or root.watch.was_toggled():
+    watch = root.watch
+    if watch is None or watch.was_toggled():
         follow_toggles_before_backward(root)
     for state in root.live_states():
         if state.past.is_unhooked or not state.place.reshards_after_forward:
@@ -102,11 +110,12 @@ class _EndOfBackward:
     user."""
 
     def __init__(self, root: Root, backward: Backward) -> None:
-        self._root: Root | None = root
+        self.root: Root | None = root
         self._backward = backward
 
+    @ends_backwards
     def __call__(self) -> None:
-        root, self._root = self._root, None
+        root, self.root = self.root, None
         assert root is not None
         try:
             finish_backward(root)
@@ -115,8 +124,8 @@ class _EndOfBackward:
             raise
 
     def __del__(self) -> None:
-        if self._root is not None:
-            _give_up_backward(self._root, self._backward)
+        if self.root is not None:
+            _give_up_backward(self.root, self._backward)
 
 
 def _give_up_backward(root: Root, backward: Backward) -> None:
@@ -155,9 +164,11 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
                     state.check_versions(past.unhooked_versions)
             reduce(root, state)
     hide_shown(root)
+    _bring_captured(root, states)
     _exchange(root, states)
     backward.add()  # a hook of the user's that raises leaves some gradients shown, on each rank others
-    has_others = root.watch is None or root.watch.has_grads()
+    watch = root.watch
+    has_others = watch is None or watch.has_grads()
     for state in states:
         for handle in state._handles:
             if handle.unsharded.is_allocated and not (is_inside and stays_unsharded(root, state)):
@@ -188,6 +199,22 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     except BaseException:  # a hook of the user's: the calls after it are not made
         root.fail_backward(backward)
         raise
+
+
+def _bring_captured(root: Root, states: list[_FSDPState]) -> None:
+    """Take the gradients that graphs of ``torch.compile`` have brought, behind those that eager hooks have reduced."""
+    captured = [(state, state.past.captured) for state in states if state.past.captured is not None]
+    if captured and root.backward is not None:
+        root.communicator.finish()
+        if root.forward.record.captured is not None:
+            root.forward.record.captured.check_backward()
+        for state, group in captured:
+            has_added, is_due = group.bring()
+            if has_added:
+                root.backward.add()
+            options = state.options
+            if is_due and options.requires_gradient_sync and options.requires_all_reduce:
+                reduce(root, state)  # it was captured when the group was not to be reduced
 
 
 def _has_run_in_forward(root: Root, state: _FSDPState) -> bool:
@@ -237,12 +264,10 @@ def reduce_accumulated(root: Root) -> None:
 def _exchange(root: Root, states: list[_FSDPState]) -> None:
     """Agree with all ranks on the order of collectives and on which parameters have a gradient; reduce again what came
     late."""
-    exchange, backward = root.exchange, root.backward
+    exchange, backward, watch = root.exchange, root.backward, root.watch
     while True:
         may_be_late = (
-            (backward is not None and backward.has_outside_grads)
-            or root.watch is None
-            or root.watch.has_unsharded_grads()
+            (backward is not None and backward.has_outside_grads) or watch is None or watch.has_unsharded_grads()
         )
         exchange.late[:] = bytes(len(exchange.late))
         if may_be_late:
@@ -252,8 +277,8 @@ def _exchange(root: Root, states: list[_FSDPState]) -> None:
         root.communicator.finish()
         end_exchange(root, exchange, END_OF_BACKWARD)
         if not any(exchange.late):
-            if root.watch is not None and not may_be_late:
-                root.watch.backward_has_ended()
+            if watch is not None and not may_be_late:
+                watch.backward_has_ended()
             return
         for state in states:
             if exchange.late[state.place.index]:

@@ -16,7 +16,7 @@ import torch
 
 from .._torch import intercept_backward_inputs
 from ..flat import FlatParamHandle, handle_of, handle_of_segment, sharded_param_of
-from ..group import state_of
+from ..group import captured_leaves, state_of
 from . import outside_use
 
 _is_installed = False
@@ -40,11 +40,18 @@ def _run(
     unsharded = [handle.unsharded.params[index] for handle, index in found]
     if accumulates:
         sharded = [handle.sharded_params[index] for handle, index in found]
-        added = {id(item): item for item in (*sharded, *unsharded) if item.requires_grad}
+        leaves = [leaf for handle, _ in found for leaf in captured_leaves(handle)]
+        added = {id(item): item for item in (*sharded, *unsharded, *leaves) if item.requires_grad}
         for item in inputs:
             added.pop(id(item), None)
         return run((*inputs, *added.values()), allow_unused)
     asked = {id(param): (param, place) for param, place in zip(unsharded, found, strict=True) if param.requires_grad}
+    asked |= {
+        id(leaf): (leaf, (handle, index))
+        for handle, index in found
+        for leaf in captured_leaves(handle)
+        if leaf.requires_grad
+    }
     with outside_use.gradients_through_autograd():
         result = run((*inputs, *[param for param, _ in asked.values()]), True)
     gradients, others = result[: len(inputs)], result[len(inputs) :]

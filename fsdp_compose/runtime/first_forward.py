@@ -27,6 +27,7 @@ from ..group import (
     count_steps,
     find_moves,
     judge_places,
+    look_after_standstill,
     modules_to_run,
     prepare_swap,
     rebind_live_optimizers,
@@ -112,6 +113,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
     communicator.serve(handles)
     number = order.admit(state, states, model)
+    look_after_standstill()
     parts = [part.states for part in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)
     root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards)

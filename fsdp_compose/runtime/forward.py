@@ -12,6 +12,7 @@ from .._torch import backwards, current_graph_task_id, is_in_functional_call
 from ..flat import follow_profiler, is_stale
 from ..group import ALL_GATHER, Root, _FSDPState, states_to_run
 from .backward import publish_from_inside
+from .captures import VersionsBefore
 from .first_forward import initialise, is_running, tree
 from .given import own_values
 from .recovery import recover, recover_backward
@@ -32,13 +33,13 @@ def enter(state: _FSDPState, module: nn.Module) -> Root:
     elif root.forward.depth == 0 or (state.place.is_outermost and not is_running(root.forward.caller)):
         if root.is_dead:
             recover(root)
-        is_given = False
-        if root.watch is None or root.generation != tree.generation:
+        is_given, watch = False, root.watch
+        if watch is None or root.generation != tree.generation:
             root = initialise(state, module)  # the module that was the root is gone, or a group was added somewhere
             is_given = is_in_functional_call()
-        elif not root.watch.is_quiet():
+        elif not watch.is_quiet():
             with own_values(root.live_states()):
-                if not root.watch.is_quiet():
+                if not watch.is_quiet():
                     root = _follow_user(root, state, module)
             is_given = is_in_functional_call()
         _begin_forward(root, state, is_given)
@@ -75,7 +76,9 @@ def _follow_user(root: Root, state: _FSDPState, module: nn.Module) -> Root:
 
 def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
     """Free gradients that were dropped, gather again what stayed unsharded, and start a new record."""
-    may_release = root.watch is not None and not root.watch.has_grads()  # one look for all
+    captured: list[_FSDPState] = []
+    watch = root.watch
+    may_release = watch is not None and not watch.has_grads()  # one look for all
     for state in root.live_states():
         for handle in state._handles:
             if handle.summoned is not None:
@@ -95,7 +98,12 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
                 root.order.trace.append(state.code | ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.unsharded.be_left(state.options.is_held)
+        if state.past.captured is not None:
+            state.past.captured.follow()
+            captured.append(state)
     root.begin_forward(outermost.place.index, _caller(), is_given, current_graph_task_id(), backwards.count)
+    if captured:
+        root.forward.record.note_captured(VersionsBefore(captured))
     root.order.fold_if_long()
 
 
@@ -115,6 +123,8 @@ def check_after_forward(root: Root) -> None:
             if watch is not None:
                 watch_again(root)
                 watch = root.watch
+    if root.forward.record.captured is not None and not root.forward.is_region:  # where an optimizer may step
+        root.forward.record.captured.check_forward()
     if watch is not None and torch.is_grad_enabled():
         for state, tensors in watch.newly_kept():
             latest = root.forward.latest.get(state.place.index)

@@ -14,7 +14,7 @@ default mode (``use``), which the autograd graph holds; in functional mode autog
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,14 @@ import torch.nn as nn
 
 from .._torch import current_graph_task_id, in_transform, temporarily_clear_interpreter_stack
 from ..flat import explain_refused_access
-from ..group import GroupUse, Root, _FSDPState, never_traced, state_of_hooked
+from ..group import GroupUse, Root, _FSDPState, never_traced, state_of_hooked, traced_inside_others
 from .backward import keep_unsharded
 from .backward_inputs import notice_inputs
 from .first_forward import tree_has_changed
 from .forward import abandon_forward, check_after_forward, end_forward, enter
 from .given import is_given
 from .inputs import cast, map_tensors, prepare_inputs
+from .modes import captured
 from .modes.default import DEFAULT
 from .modes.functional import FunctionalMode
 from .modes.mode import Mode
@@ -39,6 +40,8 @@ from .steps import reshard, reshard_until_backward
 from .unseen_writes import look_for_writes, refuse_unseen_writes
 
 _is_grad_enabled = torch.is_grad_enabled
+_is_captured = torch.compiler.is_dynamo_compiling
+_exception_in_hand: Callable[[], BaseException | None] = getattr(sys, "exception", lambda: sys.exc_info()[1])  # 3.11
 
 
 def drive(modules: Sequence[nn.Module]) -> None:
@@ -50,9 +53,13 @@ def drive(modules: Sequence[nn.Module]) -> None:
     tree_has_changed()
 
 
-@never_traced
+@traced_inside_others
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Let ``module`` see full parameters; see the module's opening paragraph."""
+    if _is_captured():
+        if captured.can_capture(module):
+            return captured.enter(module, args, kwargs)
+        return _enter_untraced(module, args, kwargs)
     state = state_of_hooked(module)
     task = current_graph_task_id()
     is_recomputed = task != -1 and is_recomputation(state, task)
@@ -68,14 +75,23 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if root.num_forwards == 1 and not is_recomputed:
             warn_of_different_inputs(root, args, kwargs)
     use, watcher = mode.enter(root, state, is_recomputed)
-    state.progress.entries.append((sys.exc_info()[1], use, is_recomputed))
+    state.progress.entries.append((_exception_in_hand(), use, is_recomputed))
     policy = options.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, watcher)
 
 
 @never_traced
+def _enter_untraced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return pre_forward(module, args, kwargs)
+
+
+@traced_inside_others
 def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     """Hide the unsharded parameters again, however forward ended; prepare backward."""
+    if _is_captured():
+        if captured.can_capture(module):
+            return captured.leave(module, output)
+        return _leave_untraced(module, _args, output)
     state = state_of_hooked(module)
     progress = state.progress
     if not progress.entries:
@@ -83,9 +99,9 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     entered_with, use, is_recomputed = progress.entries.pop()
     root = state.root
     assert root is not None
-    error = sys.exc_info()[1]
+    error = _exception_in_hand()
     has_failed = error is not None and error is not entered_with
-    state.swap.show_sharded()
+    state.swap.show_sharded_after_forward()
     if is_recomputed:
         if use is not None:
             root.forward.begin_use(use.outer)
@@ -124,6 +140,11 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     return None if dtype is None else map_tensors(lambda tensor: cast(tensor, dtype), output)
 
 
+@never_traced
+def _leave_untraced(module: nn.Module, args: Any, output: Any) -> Any:
+    return post_forward(module, args, output)
+
+
 def _find_root(state: _FSDPState, module: nn.Module, is_recomputed: bool) -> Root:
     """The root of a forward that begins, which may begin an iteration."""
     find = enter_recomputation if is_recomputed else enter
@@ -137,7 +158,7 @@ def _abandon(root: Root, state: _FSDPState, use: GroupUse | None, is_recomputed:
     """A forward ended in an exception; in a recomputation this may be activation checkpointing, which stops early."""
     if use is not None:
         use.abandon()
-    explain_refused_access(sys.exc_info()[1])
+    explain_refused_access(_exception_in_hand())
     if is_recomputed:
         root.recomputed.append(state)
     else:

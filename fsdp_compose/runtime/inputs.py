@@ -65,7 +65,7 @@ def prepare_inputs(
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+    return tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

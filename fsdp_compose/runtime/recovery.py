@@ -31,6 +31,7 @@ def recover(root: Root) -> None:
             handle.unsharded.forgive_edit()
             handle.unsharded.drop_part()
             root.communicator.reshard(handle)
+        _drop_captured(state)
         state.reset()
     # The watch stays the old one: what the user has changed since the interruption is yet to be noticed.
     root.reset()
@@ -54,9 +55,15 @@ def recover_backward(root: Root) -> None:
             handle.drop_iteration(is_tainted)
             if not stays_unsharded(root, state):
                 root.communicator.reshard(handle)
+        _drop_captured(state)
         state.reset_backward()
     root.reset_backward()
     _warn_of_recovery("a backward of a fully_shard'ed model raised, and the exception was caught: its", is_tainted)
+
+
+def _drop_captured(state: _FSDPState) -> None:
+    if state.past.captured is not None:
+        state.past.captured.drop()
 
 
 def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:

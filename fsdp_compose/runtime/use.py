@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._torch import hook_gradient
 from ..flat import FlatParamHandle
-from ..group import Backward, ForwardRecord, HookedUse, _FSDPState, never_traced
+from ..group import Backward, ForwardRecord, HookedUse, _FSDPState, begins_backward, ends_backward, never_traced
 from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
 from .outputs import hook_outputs
 from .schedule import prefetch_backward
@@ -65,6 +65,11 @@ class DefaultUse:
         self._backward: Backward | None = None
         self.active_backward: Backward | None = None
         self._versions = state.shard_versions()
+
+    @property
+    def state(self) -> _FSDPState:
+        """The group."""
+        return self._state
 
     @property
     def device_type(self) -> str:
@@ -145,6 +150,7 @@ class DefaultUse:
 
     # ---- backward
 
+    @begins_backward
     @never_traced
     def pre_backward(self, _grad: torch.Tensor) -> None:
         state = self._state
@@ -166,6 +172,8 @@ class DefaultUse:
             outer.reach(_grad)
         if state.shard_versions() != self._versions:
             state.check_versions(self._versions)
+        if self._record.captured is not None:
+            self._record.captured.check_backward()
         if not progress.was_reached:
             if root.forward.depth:
                 refuse_unseen_backward(root, state)
@@ -182,6 +190,7 @@ class DefaultUse:
         if self._has_ended:
             self.pre_backward(grad)
 
+    @ends_backward
     @never_traced
     def post_backward(self, _grad: torch.Tensor) -> None:
         state, number = self._state, self._record.number

@@ -14,6 +14,7 @@ from .._torch import non_persistent_buffers
 from ..checkpoint import ModelNames
 from ..flat import FlatParamHandle, handle_of, local_of
 from ..group import error_of_sleep, is_asleep, state_of
+from ..ragged import CompositeDTensor
 
 Place = tuple[FlatParamHandle, int]
 
@@ -111,6 +112,13 @@ def why_unreadable(sources: Sequence[Source]) -> str:
             return (
                 f"{handle.names[0]} is a full parameter now, inside summon_full_params(), and may have been edited: "
                 "leave that context first"
+            )
+    for source in sources:
+        if isinstance(source.tensor, CompositeDTensor):
+            return (
+                f"{source.names[0]} is a {source.tensor.composite.name}, kept as several tensors, which are not sent "
+                "as one: send .full_tensor() of it by other means, and the trainable parameters by "
+                "get_model_state_dict()"
             )
     on_meta = [source.names[0] for source in sources if source.local().is_meta]
     if on_meta:

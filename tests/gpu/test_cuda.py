@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compose import MixedPrecisionPolicy
+from fsdp_compose import MixedPrecisionPolicy, trace
 from fsdp_compose.flat import FlatParamHandle
 from fsdp_compose.flat.all_gathers import AllGathers
 from fsdp_compose.group.registry import _get_fsdp_handles
@@ -51,11 +52,11 @@ def process_group(kind: str) -> Iterator[None]:
 class Training:
     """A sharded model and its optimizer on one device."""
 
-    def __init__(self, precision: str, device: str = DEVICE, base: GPT | None = None) -> None:
+    def __init__(self, precision: str, device: str = DEVICE, base: GPT | None = None, **options: Any) -> None:
         torch.manual_seed(0)
         model = copy.deepcopy(base) if base is not None else GPT()
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-        self.model = shard_gpt(model.to(device), mesh=mesh, mp_policy=PRECISIONS[precision])
+        self.model = shard_gpt(model.to(device), mesh=mesh, mp_policy=PRECISIONS[precision], **options)
         self.optimizer = sgd(self.model.parameters())
         self.batches = [batch.to(device) for batch in batches(4)]
 
@@ -156,3 +157,14 @@ def test_unsharded_memory_is_gone_after_a_step():
             training.model(training.batches[0][:, :-1])
         assert torch.cuda.memory_allocated() <= before
         assert all(isinstance(param, nn.Parameter) for param in training.model.parameters())
+
+
+def test_a_trace_has_the_times_of_streams():
+    with process_group("fake"):
+        training = Training("fp32")
+        training.step()
+        with trace(training.model) as found:
+            torch.cuda._sleep(CYCLES)
+            training.step()
+    assert all(1e-3 < item.start <= item.stop and not item.was_cut for item in found.events)
+    assert {"all-gathers", "compute", "reductions"} == {item.track for item in found.events}

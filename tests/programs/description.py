@@ -64,6 +64,7 @@ class Program(_Short):
     optimizer: str = "sgd"
     input_requires_grad: bool = False
     hooks: tuple[tuple[int, str], ...] = ()  # (number of a parameter, kind); the first half before sharding
+    compiled: bool = False  # the sharded model, whole
 
 
 # All ranks share the shards; hybrid sharding with two shards, where the ranks are even in number; with all of them;

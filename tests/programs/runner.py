@@ -90,6 +90,10 @@ class Runner:
         shard(self.program, self.roots[0], built, meshes)
         self.params = list(self.model.parameters())
         self.roots[0].trip.rank = self.rank
+        if self.program.compiled:
+            torch._dynamo.reset()
+            for root in self.roots:
+                root.compile(backend="aot_eager")
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         is_flat = self.program.optimizer == "flat"
@@ -458,6 +462,7 @@ REFUSALS = (
     "without passing any of its module's",
     "flat views follow at the next one",
     "between a forward and its backward, whose gradients would be wrong",
+    "which torch.compile runs in a graph",
 )
 # Where ranks run different groups, collectives may find no partners: then each rank names its own, after the timeout.
 DIVERGED = "another rank died, or did not"

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 
 from ...flat import local_of
-from ...ragged import RaggedDTensor
+from ...ragged import CompositeDTensor, RaggedDTensor
 from ..moving.agreement import agree, attempt, group_of, is_first, list_problems, or_problem, problem_text
 from ..moving.gathering import gather_values
 from ..moving.layouts import Described, Target, shard_whole
@@ -116,6 +116,11 @@ def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
             )
         if value.layout != torch.strided:
             raise RuntimeError(f"{fqn} is {value.layout}, which safetensors files do not hold: save it by other means")
+        if isinstance(value, CompositeDTensor):
+            raise RuntimeError(
+                f"{fqn} is a {value.composite.name}, of several tensors, which safetensors files do not hold: save the "
+                "others by get_model_state_dict(), or all by save()"
+            )
         if value.dtype not in _DTYPES.values():
             raise RuntimeError(f"{fqn} is {value.dtype}, which safetensors files do not hold: save it by other means")
         if names.aliases(fqn)[0] == fqn:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
 
 from ..moving.agreement import problem_text
 from .contents import Contents
+from .cut_otherwise import read_cut_otherwise
 from .planner import LoadPlanner
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in torch's error about a value that it does not unpickle
@@ -72,8 +73,10 @@ class Reader(FileSystemReader):
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         reader: Any = planner if self._allow_pickle else _Checking(planner, self._contents)
         with telling():
-            super().read_data(replace(plan, items=values), reader)
-            return super().read_data(replace(plan, items=tensors), planner)
+            read = super().read_data
+            read(replace(plan, items=values), reader)
+            rest = read_cut_otherwise(replace(plan, items=tensors), planner, self._contents.metadata, read)
+            return read(rest, planner)
 
 
 class _Checking:

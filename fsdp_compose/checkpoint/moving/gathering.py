@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..._torch import dtensor_spec, local_tensor, make_dtensor
 from ...comm import Messages
 from ...flat import FlatParamHandle, gather_flat, local_of
-from ...ragged import RaggedDTensor
+from ...ragged import CompositeDTensor, RaggedDTensor, with_local
 from ..state.nested import leaves_of, map_leaves
 from .names import Place
 
@@ -151,6 +151,7 @@ def is_sharded_like(value: Any, place: Place) -> bool:
     sharded = place[0].sharded_params[place[1]]
     return (
         isinstance(value, RaggedDTensor)
+        and not isinstance(value, CompositeDTensor)
         and value.shape == sharded.shape
         and isinstance(sharded, RaggedDTensor)
         and sharded._spec.is_only_ragged
@@ -245,7 +246,7 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     if isinstance(tensor, RaggedDTensor):
-        return RaggedDTensor(function(local_tensor(tensor).detach()), tensor._spec)
+        return with_local(tensor, function(local_tensor(tensor).detach()))
     if isinstance(tensor, DTensor):
         made: torch.Tensor = make_dtensor(DTensor, function(local_tensor(tensor).detach()), dtensor_spec(tensor))
         return made

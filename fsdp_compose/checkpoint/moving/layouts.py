@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..._torch import dtensor_spec, local_tensor, make_dtensor
 from ...comm import as_transferable
-from ...ragged import RaggedDTensor, distribute_ragged
+from ...ragged import CompositeDTensor, RaggedDTensor, distribute_ragged, with_local
 from ..state.nested import map_leaves
 from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
 from .names import Place
@@ -62,7 +62,7 @@ def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
     if _is_placed_like(value, like):
         local = local_tensor(value).detach().to(target.device)
         if isinstance(value, RaggedDTensor):
-            return RaggedDTensor(local, value._spec)
+            return with_local(value, local)
         placed: torch.Tensor = make_dtensor(DTensor, local, dtensor_spec(value))
         return placed
     if value.device_mesh == like.device_mesh and local_tensor(value).device == target.device:
@@ -112,6 +112,8 @@ def shard_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
     """This rank's part of a whole tensor, which may share its memory. No communication."""
     like, whole = target.like, whole.detach()
     assert isinstance(like, DTensor)
+    if isinstance(like, CompositeDTensor):
+        return like.part_of(whole.to(target.device))
     if not isinstance(like, RaggedDTensor):
         placements = dtensor_spec(like).placements
         return distribute_tensor(whole.to(target.device), like.device_mesh, placements, src_data_rank=None)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._torch import IncompatibleKeys, loads_as_torch_module, versions_of, with_versions
 from ...group import before_load
+from ...ragged import CompositeDTensor
 from ..moving.agreement import group_of, is_first, list_problems
 from ..moving.gathering import Key, copy_to_cpu, gather_values, same_elements, storage_of
 from ..moving.layouts import Described, Target, fact_of, from_first_rank, in_layout
@@ -189,6 +190,11 @@ def plan_model(
         plan.given[fqn], plan.keys[fqn] = state[fqn], key
         if isinstance(value, torch.Tensor) and not is_extra_state(fqn):  # that can have any shape
             problems += _mismatch(fqn, value, state[fqn])
+            if sending is not None and isinstance(value, CompositeDTensor):
+                problems.append(
+                    f"{fqn}: a {value.composite.name}, of several tensors, which the first rank cannot send: give "
+                    "every rank a whole one (without broadcast_from_rank0), or leave it out of the dict"
+                )
             plan.targets[fqn] = Target(value, names.place(fqn))
     plan.missing = [
         fqn

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..._torch import is_checkpoint_recomputing
-from ...group import Root, _FSDPState
+from ...group import Root, _FSDPState, begins_forward
 from ...ragged import toggles
 from ..schedule import prefetch_forward
 from ..steps import follow_toggles, unshard_again, unshard_for_use, wait_for_unshard
@@ -23,6 +23,7 @@ class DefaultMode:
 
     __slots__ = ()
 
+    @begins_forward
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[DefaultUse | None, DefaultUse | None]:
         forward, has_grad_mode = root.forward, _is_grad_enabled()
         use = DefaultUse(state, forward.record, forward.innermost) if has_grad_mode else None

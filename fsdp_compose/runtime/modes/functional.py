@@ -13,7 +13,7 @@ import torch.nn as nn
 
 from ..._torch import in_transform, temporarily_clear_interpreter_stack
 from ...flat import FlatParamHandle, local_of, placed, specs_of, whole_like_original
-from ...group import Root, _FSDPState
+from ...group import Root, _FSDPState, begins_forward
 from ..differentiable_gather import Gather, refuse_accumulated
 from ..given import GivenValues, given_values, is_given
 from ..steps import reshard, wait_for_unshard
@@ -28,6 +28,7 @@ class FunctionalMode:
     def __init__(self, state: _FSDPState) -> None:
         self._given = given_values(state) if is_given(state) else GivenValues({})
 
+    @begins_forward
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[FunctionalUse, None]:
         with temporarily_clear_interpreter_stack():  # whatever torch.func makes of the forward, this is none of it
             refuse_accumulated(state)

@@ -15,7 +15,7 @@ import torch
 
 from tests import harness
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OURS, FSDP2 = "fsdp_compose", "FSDP2"
 harness.preload("matplotlib.pyplot")
 
@@ -234,7 +234,7 @@ def test_control_exchange_happens_once_in_every_backward_or_stops(tmp_path):
 def test_collectives_of_messages_are_measured_next_to_gloos_own(tmp_path):
     (report,) = run("transport.py", tmp_path).values()
     rows = {row["collective"]: row for row in report["rows"]}
-    assert rows.keys() == {"all-gather", "reduce-scatter"}
+    assert rows.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
     assert all(row["gloo_ms"] > 0 and row["messages_ms"] > 0 for row in rows.values())
 
 
@@ -245,6 +245,30 @@ def test_padding_is_below_one_percent(tmp_path):
         systems = by_system(report, group=group)
         padding = [systems[OURS][key] for key in systems[OURS] if key.startswith("ranks_")]
         assert len(padding) == 5 and max(padding[:4]) < 1
+
+
+@pytest.mark.timeout(300)
+def test_a_compiled_whole_model_is_measured_in_every_way(tmp_path):
+    reports = run("compiled.py", tmp_path)
+    assert reports.keys() == {f"compiled_{name}" for name in ("host", "compilation", "memory", "throughput", "order")}
+    whole = f"{OURS} whole"
+    host = by_system(reports["compiled_host"])
+    assert host.keys() == {"plain whole", f"{FSDP2} blocks", whole, "collectives alone"}
+    assert host[f"{FSDP2} blocks"]["ratio"] == 1 and host["collectives alone"]["overhead_us"] > 0
+    compilation = by_system(reports["compiled_compilation"], backend="aot_eager")
+    assert all(row["graphs"] == 1 and row["cpu_s"] > 0 and not row["error"] for row in compilation.values())
+    peaks = {name: by_system(reports["compiled_memory"], resharding=name) for name in ("default", "never")}
+    assert peaks["default"][whole]["step_mib"] < peaks["never"][whole]["step_mib"]
+    assert all(systems[whole]["ratio"] <= 1.02 and systems[whole]["left_bytes"] == 0 for systems in peaks.values())
+    losses = [row["loss"] for row in reports["compiled_throughput"]["rows"]]
+    assert len(losses) == 4 and losses == pytest.approx([losses[0]] * 4, abs=1e-4), "all did the same work"
+    order = {(row["graph"], row["order"], row["collective"]): row for row in reports["compiled_order"]["rows"]}
+    kinds = {("forward", "all_gather"), ("backward", "all_gather"), ("backward", "reduce_scatter")}
+    assert {(graph, kind) for graph, _, kind in order} == kinds
+    for graph, kind in kinds:
+        assert order[graph, "captured", kind]["hidden"] == 0
+        early = order[graph, "launch_early", kind]
+        assert early["hidden"] == early["count"] - (kind == "all_gather")
 
 
 def test_a_benchmark_starts_in_an_interpreter_of_its_own(tmp_path):

@@ -73,11 +73,13 @@ def test_a_run_resumed_with_another_strategy_continues_the_loss_curve(whole, tmp
 
 
 @pytest.mark.timeout(600)
-def test_tensor_parallelism_trains_as_one_process(tmp_path):
+def test_tensor_parallelism_trains_as_one_process(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))  # the example imports the other one
     losses = []
     for processes, mesh in ((1, "1x1"), (4, "2x2")):
         command = ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={processes}"]
-        command += [str(EXAMPLE.with_name("tensor_parallel.py")), f"--mesh={mesh}", "--steps=4"]
+        command += ["--run-path", "--start-method=fork", str(EXAMPLE.with_name("tensor_parallel.py"))]
+        command += [f"--mesh={mesh}", "--steps=4"]
         (tmp_path / mesh).mkdir()
         code, said = harness.run_torchrun(tmp_path / mesh, *command, timeout=250, PYTHONPATH=str(ROOT))
         assert code == 0, said[-3000:]

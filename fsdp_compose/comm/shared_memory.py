@@ -1,0 +1,210 @@
+"""Memory that the ranks of one machine share, for sums: in the place of messages through gloo.
+
+A rank copies what it sends into memory of its own that the others can map, and sends a note that says where it is
+(``notes``); they read it there. A message is copied into the kernel and out of it, piece by piece.
+
+Note [When memory is free again]. Others may read what a rank has sent until each of them has ended that collective. So
+each rank shows a number in a page of its own, up to which it has ended all. What was used for a later one is not used
+again yet; where no memory is free, there is more.
+
+The memory has no name in a file system (``memfd``), and goes with the last process that maps it, however that ends. The
+others get it with the first note that tells of it. Ranks that are not on one machine, or in containers with networks of
+their own, find out when they introduce themselves.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+
+from .notes import Channel, Door, Failure, Note, come
+
+_ALIGNMENT = 64
+_PAGE = mmap.PAGESIZE
+_PAGE_TAG = 0  # of the first notes; tags of collectives are larger
+_ROOM_PERIOD = 1e-3  # seconds between looks at whether there is room for a note
+
+Sent = tuple[int, torch.Tensor]
+"""A rank, and what is sent to it."""
+
+
+class _Mapped:
+    """One piece of memory, of this rank's or of another's.
+
+    Attributes:
+        bytes: all of it; ``words``: its beginning, as integers.
+        file: its descriptor, until all others have it; -1 from then on.
+        number: of the collective that it was used for last.
+    """
+
+    __slots__ = ("__weakref__", "bytes", "file", "number", "words")
+
+    def __init__(self, file: int) -> None:
+        memory = mmap.mmap(file, os.fstat(file).st_size)
+        with torch.inference_mode(False):
+            self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.words = memoryview(memory)[:_PAGE].cast("q")
+        self.file, self.number = file, 0
+
+    @staticmethod
+    def new(nbytes: int) -> _Mapped:
+        file = os.memfd_create("fsdp_compose")
+        os.ftruncate(file, -(-nbytes // _PAGE) * _PAGE)
+        return _Mapped(file)
+
+    def close(self) -> None:
+        """It stays mapped."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+
+    def use(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        if getattr(self, "file", -1) >= 0:
+            os.close(self.file)
+
+
+class SharedMemory:
+    """What one rank of a process group shares with the others, all on one machine.
+
+    Collectives have numbers that grow, the same on every rank.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._others = rank, [other for other in range(size) if other != rank]
+        self._door: Door | None = Door()
+        self._channels: dict[int, Channel] = {}
+        self._page = _Mapped.new(_PAGE)  # up to which number all is ended
+        self._own: dict[int, _Mapped] = {}
+        self._pages: list[_Mapped] = []
+        self._theirs: dict[tuple[int, int], _Mapped] = {}
+        self._under_way: dict[int, None] = {}
+        self._last = 0
+        self._fence = threading.Lock()
+
+    # ---- at the beginning, in this order
+
+    @staticmethod
+    def of_this_rank(rank: int, size: int) -> SharedMemory | None:
+        """``None`` where the system has no such memory."""
+        with suppress(OSError, AttributeError):
+            return SharedMemory(rank, size)
+        return None
+
+    @property
+    def introduction(self) -> int:
+        """The number that lets the other ranks find this one."""
+        assert self._door is not None
+        return self._door.number
+
+    def come_to(self, introductions: Iterable[tuple[int, int]]) -> bool:
+        """Come to the ranks before this one that gave these numbers; whether all are on this machine."""
+        with suppress(OSError):
+            for rank, number in introductions:
+                if rank < self._rank:
+                    self._channels[rank] = come(number, self._rank)
+            return True
+        return False
+
+    def begin(self, limit: timedelta, failure: Failure) -> None:
+        """All ranks have come to those before them.
+
+        Raises:
+            RuntimeError: and one of their processes has ended since.
+        """
+        assert self._door is not None
+        try:
+            while len(self._channels) < len(self._others):
+                rank, channel = self._door.accept(limit)
+                self._channels[rank] = channel
+        except OSError as error:
+            raise RuntimeError(f"the process of another rank has ended: {error}") from error
+        self._door.close()
+        self._door = None
+        for channel in self._channels.values():
+            channel.try_to_send(_PAGE_TAG, (0, 0, 0), self._page.file)
+        for channel in self._channels.values():
+            channel.wait(_PAGE_TAG, limit, failure)
+            self._pages.append(_Mapped(channel.files.pop(0)))
+            self._pages[-1].close()
+
+    # ---- in collectives
+
+    def put(self, number: int, tag: int, sent: Sequence[Sent], limit: timedelta, failure: Failure) -> None:
+        """Let all others read what is sent to them in the collective of a number, from now on; ``tag``: of the notes.
+
+        Raises:
+            RuntimeError: one of the processes has ended.
+        """
+        places: dict[tuple[int, int], int] = {}
+        nbytes = 0
+        for _, item in sent:
+            if (item.data_ptr(), item.nbytes) not in places:
+                places[item.data_ptr(), item.nbytes] = nbytes
+                nbytes += -(-item.nbytes // _ALIGNMENT) * _ALIGNMENT
+        serial, memory = self._free(nbytes)
+        memory.use(number)
+        self._last = number
+        self._under_way[number] = None
+        copied = set[int]()
+        for rank, item in sent:
+            start = places[item.data_ptr(), item.nbytes]
+            if start not in copied:
+                copied.add(start)
+                memory.bytes[start : start + item.nbytes].view(item.dtype).copy_(item)
+            note = serial, start, item.nbytes
+            if not self._channels[rank].try_to_send(tag, note, memory.file):
+                self._send_later(rank, tag, note, memory.file, time.monotonic() + limit.total_seconds(), failure)
+        memory.close()
+
+    def _send_later(self, rank: int, tag: int, note: Note, file: int, deadline: float, failure: Failure) -> None:
+        """Wait for room, and take in meanwhile what the others send: they may wait for room too."""
+        while not self._channels[rank].try_to_send(tag, note, file):
+            for channel in self._channels.values():
+                channel.read()
+            if message := failure():
+                raise RuntimeError(message)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"rank {rank} takes in no notes")
+            time.sleep(_ROOM_PERIOD)
+
+    def wait(self, tag: int, rank: int, limit: timedelta, failure: Failure) -> Note:
+        """The note of a rank; see ``Channel.wait``."""
+        return self._channels[rank].wait(tag, limit, failure)
+
+    def read(self, rank: int, note: Note, dtype: torch.dtype) -> torch.Tensor:
+        """What a rank has put where its note says: until this collective is ended."""
+        serial, start, nbytes = note
+        memory, files = self._theirs.get((rank, serial)), self._channels[rank].files
+        if memory is None:
+            memory = self._theirs[rank, serial] = _Mapped(files.pop(serial))
+            memory.close()
+        return memory.bytes[start : start + nbytes].view(dtype)
+
+    def end(self, number: int) -> None:
+        """This rank reads nothing more of what was sent in that collective."""
+        if self._under_way.pop(number, 0) is None:
+            ended = min(self._under_way, default=self._last + 1) - 1
+            with self._fence:  # all reads come before the second one, on every processor
+                pass
+            with self._fence:
+                self._page.words[0] = ended
+
+    def _free(self, nbytes: int) -> tuple[int, _Mapped]:
+        """Memory of at least so many bytes that no rank reads, and its number."""
+        ended = min(page.words[0] for page in self._pages)
+        fitting = [item for item in self._own.items() if item[1].number <= ended and item[1].bytes.numel() >= nbytes]
+        if fitting:
+            return min(fitting, key=lambda item: item[1].bytes.numel())
+        serial = len(self._own) + 1
+        self._own[serial] = _Mapped.new(nbytes)
+        return serial, self._own[serial]

@@ -1,0 +1,3 @@
+"""``describe(model)``: facts are collected, then shown as text, JSON or HTML by files that know nothing of models."""
+
+from .describe import describe as describe
