@@ -1,4 +1,5 @@
 # make demo    train a small GPT with two processes      make test    run the tests
+# make test-compiled   run the tests of torch.compile
 # make test-programs   run whole programs: the examples, the benchmarks (their quick forms), a few faults
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
@@ -18,7 +19,7 @@ FAULTS_ARGS ?=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test test-programs test-integrations faults lint format clean
+.PHONY: demo test test-compiled test-programs test-integrations faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -28,7 +29,10 @@ demo: .venv/installed-examples
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
-		--ignore tests/whole $(PYTEST_ARGS)
+		--ignore tests/whole --ignore tests/compiled $(PYTEST_ARGS)
+
+test-compiled: .venv/installed-test
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests/compiled
 
 test-programs: .venv/installed-test
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests/whole

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,7 +14,7 @@ from ._torch import flatten_mesh
 from .comm import check_mesh, replicated_mesh
 from .flat import CPUOffloadPolicy, Granularity, MixedPrecisionPolicy, as_offload_policy, as_ours
 from .group import BUCKET_BYTES, GroupOptions, Strategy, get_state, strategy_named
-from .making import check_ignored, check_modules, make_group
+from .making import check_group, check_ignored, check_modules, make_group
 from .runtime import drive
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
@@ -89,6 +90,31 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
     """
+    arguments = _checked(
+        module, mesh, reshard_after_forward, granularity, mp_policy, ignored_params, strategy, offload_policy
+    )
+    make_group(*arguments)
+    drive(arguments[0])
+    return module
+
+
+def check_fully_shard(module: nn.Module | list[nn.Module], **arguments: Any) -> None:
+    """Raise what ``fully_shard(module, **arguments)`` would raise, and change nothing."""
+    defaults = dict.fromkeys(item for item in inspect.signature(fully_shard).parameters if item != "module")
+    check_group(*_checked(module, **defaults | arguments))
+
+
+def _checked(
+    module: nn.Module | list[nn.Module],
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | int | None,
+    granularity: Granularity | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    ignored_params: Iterable[nn.Parameter] | None,
+    strategy: str | Strategy | None,
+    offload_policy: CPUOffloadPolicy | None,
+) -> tuple[list[nn.Module], DeviceMesh, GroupOptions, set[nn.Parameter]]:
+    """The arguments of ``fully_shard``, as ``make_group`` takes them."""
     modules = check_modules(module, "fully_shard")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):  # a bool is an int
         raise TypeError(
@@ -112,9 +138,7 @@ def fully_shard(
         raise ValueError("fully_shard(): expected reshard_after_forward or strategy, which decides it, got both")
     else:
         mesh, options = _follow(strategy_named(strategy, mesh.ndim), mesh, options)
-    make_group(modules, mesh, options, ignored)
-    drive(modules)
-    return module
+    return modules, mesh, options, ignored
 
 
 def _follow(row: Strategy, mesh: DeviceMesh, options: GroupOptions) -> tuple[DeviceMesh, GroupOptions]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -57,19 +57,12 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     Raises:
         ValueError: see ``fully_shard``.
     """
-    label = _label(modules)
-    fqns = group_modules(modules)
-    managed = managed_parameters(fqns, ignored, label)
+    found = check_group(modules, mesh, options, ignored)
+    label, fqns, managed, regions = found.label, found.fqns, found.managed, found.regions
     ties = ties_with_other_groups(fqns, ignored)
-    caller = "fully_shard" if options.bucket_bytes is None else "replicate"
-    _check_parameters(managed, mesh, caller)
-    managed = [replace(item, kind=_kind_of(item, options)) for item in managed]
-    regions = _check_memory(managed, fqns)
-    tensor_parallel_meshes = tensor_meshes(item.parameter for item in managed)
-    data_mesh = data_parallel_mesh(mesh, tensor_parallel_meshes, options.part_size)
-    parts = partition(managed, options)
+    data_mesh = data_parallel_mesh(mesh, tensor_meshes(item.parameter for item in managed), options.part_size)
     arguments = data_mesh, options.granularity, options.offload
-    handles = [shard_params(part, *arguments) for part in parts]
+    handles = [shard_params(part, *arguments) for part in partition(managed, options)]
 
     def install(state: _FSDPState) -> None:
         state.install(modules, label, data_mesh, options, handles, ignored, regions)
@@ -85,6 +78,26 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
             item._parameters[name] = sharded
             guard_state_dict(item, fqns[item])
         state_of_hooked(modules[0]).swap.rebuild()
+
+
+class _Found(NamedTuple):
+    """What a group manages: its name in messages, the modules with their FQNs, the parameters, and where these lie."""
+
+    label: str
+    fqns: dict[nn.Module, str]
+    managed: list[ManagedParameter]
+    regions: list[Region]
+
+
+def check_group(
+    modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions, ignored: set[nn.Parameter]
+) -> _Found:
+    """Raise what ``make_group`` would raise of the parameters. Changes nothing."""
+    label, fqns = _label(modules), group_modules(modules)
+    managed = managed_parameters(fqns, ignored, label)
+    _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
+    managed = [replace(item, kind=_kind_of(item, options)) for item in managed]
+    return _Found(label, fqns, managed, _check_memory(managed, fqns))
 
 
 # ---- arguments

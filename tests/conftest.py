@@ -20,12 +20,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 # The files that take longest, in that order. They come first: at the end nothing long is left that one worker would do
 # while the others have nothing to do.
 LONGEST = (
-    "test_train_gpt",
     "test_whole_model_compile",
     "test_reductions",
     "test_invariants",
     "test_tensor_parallel",
-    "test_benchmarks",
     "test_features",
     "test_compile",
     "test_stream_order",

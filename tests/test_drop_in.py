@@ -509,6 +509,46 @@ def test_dimensions_that_cannot_be_meant_are_refused():
             drop_in.fully_shard(model, mesh=mesh, dp_mesh_dims=drop_in.DataParallelMeshDims(shard="dp"))
 
 
+@pytest.mark.parametrize("why", ["a gradient", "shared memory", "a clash", "a policy", "other ranks"])
+def test_what_is_refused_leaves_parameters_and_inner_modules_as_they_were(why):
+    """Of a call that puts parameters on other meshes, makes groups of inner modules, or both."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
+
+    with fake_process_group(world_size=4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        world = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+        result = ShardPlacementResult(None, HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0))
+        experts, dims = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for inner in dims:
+            for name, param in [*inner.named_parameters()]:
+                setattr(inner, name, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate()] * 2)))
+        calls = (
+            (
+                experts,
+                {"mesh": world, "shard_placement_fn": lambda p: result if p in {*experts[0].parameters()} else None},
+            ),
+            (dims, {"mesh": mesh, "dp_mesh_dims": drop_in.DataParallelMeshDims(shard="dp")}),
+        )
+        for model, arguments in calls:
+            if why == "a gradient":
+                model[1].weight.grad = torch.zeros_like(model[1].weight)
+            elif why == "shared memory":
+                if model is dims:
+                    continue
+                model[1].weight.data = model[1].bias.data.expand(4, 4)
+            elif why == "a clash":
+                model.reshard = 3
+            elif why == "a policy":
+                arguments["mp_policy"] = object()
+            elif why == "other ranks":
+                arguments["reshard_after_forward"] = 3
+            before = {name: id(param) for name, param in model.named_parameters()}
+            with pytest.raises((ValueError, TypeError, RuntimeError)):
+                drop_in.fully_shard(model, **arguments)
+            assert {name: id(param) for name, param in model.named_parameters()} == before
+            assert not any(get_state(inner) for inner in model.modules())
+
+
 # ---- install()
 
 

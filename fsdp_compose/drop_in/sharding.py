@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from .._torch import concatenate_meshes, flatten_mesh, local_tensor
 from ..comm import default_mesh
 from ..flat import Granularity, Granule
+from ..fully_shard import check_fully_shard
 from ..fully_shard import fully_shard as _own
 from ..group import get_state
 from ..making import check_ignored, check_modules
@@ -73,25 +75,42 @@ def fully_shard(
             dist.init_process_group()
         mesh = default_mesh(("fsdp",))
     options: dict[str, Any] = {"mp_policy": own_policy(mp_policy), "offload_policy": offload_policy}
-    is_replicated = False
-    if dp_mesh_dims is not None:
-        whole, (mesh, is_replicated) = mesh, _data_parallel(mesh, dp_mesh_dims)
-        _leave_data_parallel_dims(modules, ignored, whole, dp_mesh_dims)
-    params = _unsharded_params(modules, ignored)
-    placements = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
-    shard_numel = sum(param.numel() for param in params) / mesh.size(mesh.ndim - 1)
-    options["granularity"] = _granularity(placements, shard_numel)
-    elsewhere = _on_other_meshes(modules, placements, mesh)
-    refuse_clash(inner for inner, _ in elsewhere)
-    for inner, inner_mesh in elsewhere:
-        _own(inner, mesh=inner_mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored, **options)
-        bind_methods([inner])
-    if is_replicated:
-        _own(modules, mesh=mesh, strategy="ddp", ignored_params=ignored, **options)
-    else:
-        _own(modules, mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored, **options)
-    bind_methods(modules)
+    with _put_back_on_error(modules):
+        is_replicated = False
+        if dp_mesh_dims is not None:
+            whole, (mesh, is_replicated) = mesh, _data_parallel(mesh, dp_mesh_dims)
+            _leave_data_parallel_dims(modules, ignored, whole, dp_mesh_dims)
+        params = _unsharded_params(modules, ignored)
+        placements = {} if shard_placement_fn is None else {param: shard_placement_fn(param) for param in params}
+        shard_numel = sum(param.numel() for param in params) / mesh.size(mesh.ndim - 1)
+        options["granularity"] = _granularity(placements, shard_numel)
+        options |= {"strategy": "ddp"} if is_replicated else {"reshard_after_forward": reshard_after_forward}
+        groups = [
+            ([inner], options | {"mesh": inner_mesh, "reshard_after_forward": reshard_after_forward, "strategy": None})
+            for inner, inner_mesh in _on_other_meshes(modules, placements, mesh)
+        ]
+        inner_params = {param for inner, _ in groups for param in inner[0].parameters()}
+        for inner, arguments in groups:
+            refuse_clash(inner)
+            check_fully_shard(inner, ignored_params=ignored, **arguments)
+        groups.append((modules, options | {"mesh": mesh}))
+        check_fully_shard(modules, ignored_params=ignored | inner_params, **groups[-1][1])
+    for members, arguments in groups:
+        _own(members, ignored_params=ignored, **arguments)
+        bind_methods(members)
     return module
+
+
+@contextmanager
+def _put_back_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What is refused leaves the parameters that there were."""
+    before = {inner: dict(inner._parameters) for module in modules for inner in module.modules()}
+    try:
+        yield
+    except BaseException:
+        for inner, parameters in before.items():
+            inner._parameters.update(parameters)
+        raise
 
 
 def _state(module: nn.Module) -> StateFace | None:
@@ -138,6 +157,10 @@ def _leave_data_parallel_dims(
             raise ValueError(
                 f"fully_shard(dp_mesh_dims=...): {fqn} is placed {param.placements} on {names}; expected Replicate() "
                 "on the data-parallel dimensions"
+            )
+        if param.grad is not None:
+            raise ValueError(
+                f"fully_shard(): the parameter {fqn} has a gradient, which would be lost: call module.zero_grad() first"
             )
         local = local_tensor(param).detach()
         if rest:

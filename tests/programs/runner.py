@@ -92,6 +92,7 @@ class Runner:
         self.roots[0].trip.rank = self.rank
         if self.program.compiled:
             torch._dynamo.reset()
+            torch._functorch.config.donated_buffer = False  # a backward may run twice
             for root in self.roots:
                 root.compile(backend="aot_eager")
 
@@ -455,7 +456,7 @@ class Runner:
 
 # Words of the errors with which a program may be refused, on every rank alike: its ranks run different groups, a loss
 # term leaves the model where it is not looked for, or a parameter was changed between a forward and its backward by a
-# write of which autograd knows nothing.
+# write of which autograd knows nothing; a graph breaks between the modules of a group.
 REFUSALS = (
     "the ranks issued different collectives",
     "past its module's outputs",
@@ -463,6 +464,7 @@ REFUSALS = (
     "flat views follow at the next one",
     "between a forward and its backward, whose gradients would be wrong",
     "which torch.compile runs in a graph",
+    "a graph runs only some of the modules of the fully_shard group",
 )
 # Where ranks run different groups, collectives may find no partners: then each rank names its own, after the timeout.
 DIVERGED = "another rank died, or did not"

@@ -9,9 +9,19 @@ import torch
 
 from fsdp_compose import clip_grad_norm_
 from tests import harness
+from tests.compiled.test_whole_model_compile import compiled
 from tests.models import batches
-from tests.test_tensor_parallel import loss_of, mesh_of, sharded_gpt, share_of
-from tests.test_whole_model_compile import compiled
+from tests.test_tensor_parallel import (
+    assert_same,
+    loss_of,
+    mesh_of,
+    parallelize,
+    reference,
+    shard,
+    sharded_gpt,
+    share_of,
+    train,
+)
 
 distributed = functools.partial(harness.distributed, timeout=200)
 
@@ -43,3 +53,15 @@ def test_tensor_parallelism(kind):
     assert len(captured.forwards) == len(captured.backwards) == 1 and not captured.breaks
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@distributed(world_size=4)
+def test_compiled_blocks_with_tensor_parallelism_train_as_one_process():
+    mesh = mesh_of(2, 2)
+    model, expected = reference(layers=1), reference(layers=1)
+    parallelize(model, mesh["tp"], "tensor")
+    model.blocks[0].compile(backend="aot_eager")
+    shard(model, mesh["dp"])
+    train(model, share_of(mesh["dp"]), steps=2)
+    train(expected, steps=2)
+    assert_same(model, expected)
