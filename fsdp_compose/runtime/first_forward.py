@@ -106,7 +106,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     num_params = sum(len(item.fqns) for item in handles)
     carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
     exchange = ControlExchange(num_params, len(states), carrier)
-    forward_exchange = ControlExchange(num_params, len(states), carrier, may_stop=False, end_of="forward")
+    forward_exchange = ControlExchange(num_params, len(states), carrier, end_of="forward")
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
     for handle, start in starts.items():
         handle.contributions.write_used_to(exchange.used[start : start + len(handle.fqns)])
