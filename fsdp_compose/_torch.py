@@ -36,6 +36,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, cont
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as _AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import _validate_global_plan as plan_errors
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh as _DeviceMesh
 from torch.distributed.fsdp import _fully_shard as fsdp2
@@ -75,6 +77,7 @@ __all__ = [
     "concatenate_meshes",
     "contract",
     "current_graph_task_id",
+    "dedup_save_plans",
     "default_store",
     "define_operations",
     "drop_composable_state",
@@ -114,6 +117,7 @@ __all__ = [
     "mark_constant",
     "memory_exchange",
     "non_persistent_buffers",
+    "plan_errors",
     "post_accumulate_hooks",
     "preserved_versions",
     "queue_end_of_backward",

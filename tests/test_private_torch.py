@@ -23,6 +23,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -1222,6 +1230,28 @@ def test_remember_connected():
             time.sleep(0.01)
         assert _torch.is_gloo_connection_closed(made, 0)
     dist.barrier()
+
+
+CHUNK = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+
+
+def plans_of_two_ranks() -> list[SavePlan]:
+    data = TensorWriteData(CHUNK, TensorProperties(torch.float32), torch.Size([2]))
+    item = WriteItem(MetadataIndex("w", CHUNK.offsets), WriteItemType.SHARD, tensor_data=data)
+    return [SavePlan([item]), SavePlan([item])]
+
+
+def test_dedup_save_plans():
+    """Of two ranks that plan one part, one keeps it."""
+    plans = _torch.dedup_save_plans(plans_of_two_ranks(), False)
+    assert sorted(len(plan.items) for plan in plans) == [0, 1]
+
+
+def test_plan_errors():
+    """What is missing, and what is there twice, is told."""
+    for chunks, is_wrong in (([CHUNK], False), ([CHUNK, CHUNK], True), ([], True)):
+        metadata = Metadata({"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2]), chunks)})
+        assert bool(_torch.plan_errors(plans_of_two_ranks(), metadata)) == is_wrong
 
 
 def test_gloo_messages():
