@@ -37,6 +37,7 @@ from ..group import (
     take_assigned,
     unsharded_tensors,
 )
+from .advice import advise
 from .buckets import watch_buckets
 from .data_ranks import mesh_of_root
 from .recovery import recover
@@ -114,6 +115,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     communicator.serve(handles)
     number = order.admit(state, states, model)
     look_after_standstill()
+    advise(mesh, states)
     parts = [part.states for part in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)
     root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards)
