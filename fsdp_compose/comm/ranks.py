@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -137,6 +138,10 @@ class DataParallelMesh:
 
     def ranks(self) -> frozenset[int]:
         """The data-parallel ranks, by their numbers in the default process group."""
+        return self._ranks
+
+    @cached_property
+    def _ranks(self) -> frozenset[int]:
         return frozenset(self.mesh.mesh.flatten().tolist())
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
