@@ -1,8 +1,9 @@
-"""The cost of the control exchange: one all-reduce of a few bytes at the end of every backward, on real gloo.
+"""The cost of the control exchange: a few bytes between all ranks at the end of every backward, on real gloo.
 
-Two copies of one model train in the same processes, step by step in turn: one exchanges in every backward (the
-default), the other has stopped after its first backwards (``FSDP_COMPOSE_EXCHANGE=first``). ``direct`` is the time
-that the first copy spends inside the exchange (sending off, and waiting for the answer), of the slowest rank.
+Two copies of one model train in the same processes, step by step in turn: one exchanges in every backward, in the other
+the exchange is replaced by nothing. ``direct`` is the time that the first copy spends inside the exchange (sending off,
+and waiting for the answer, also for ranks that come late), of the slowest rank. ``alone`` is that of exchanges one
+after the other, without a model between them, and ``ring`` that of gloo's own all-reduce of as many bytes.
 
     python benchmarks/control_exchange.py                  # 2 processes, a minute
     python benchmarks/control_exchange.py --processes 4
@@ -12,7 +13,6 @@ that the first copy spends inside the exchange (sending off, and waiting for the
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,11 +29,12 @@ from processes import run_on_ranks
 from report import column
 from systems import OURS, ours
 
+from fsdp_compose import fully_shard
 from fsdp_compose.comm import control_exchange as exchange
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"tiny blocks (48)": TinyBlocks, "GPT (8 x 256)": GPT}
 QUICK_MODELS: dict[str, Callable[[], nn.Module]] = {"tiny blocks (2)": lambda: TinyBlocks(2)}
-MODES = {"every backward": None, "first backwards": "first"}
+WARM_UP = 15
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,13 @@ class Row:
     model: str = column("model")
     system: str = column("system")
     num_groups: int = column("groups")
-    every_exchanges: int = column("exchanges in a step, every backward")
-    first_exchanges: int = column("first backwards")
-    every_us: float = column("step, every backward us", ".0f")
-    first_us: float = column("first backwards us", ".0f")
+    exchanges: int = column("exchanges in a step")
+    with_us: float = column("step with us", ".0f")
+    without_us: float = column("without us", ".0f")
     difference: float = column("difference", "+.1%")
     direct_us: float = column("direct us", ".0f")
+    alone_us: float = column("alone us", ".0f")
+    ring_us: float = column("ring us", ".0f")
 
 
 class ExchangeClock:
@@ -72,7 +74,7 @@ class ExchangeClock:
             start = perf_counter_ns()
             result = method(control, *args)
             self.nanoseconds += perf_counter_ns() - start
-            self.num_exchanges += is_start and control.is_on
+            self.num_exchanges += is_start and control._carrier is not None
             return result
 
         return timed
@@ -89,7 +91,7 @@ def _worker(names: list[str], num_steps: int, path: Path) -> None:
 
 def _measure(name: str, num_steps: int) -> Row:
     base = (MODELS | QUICK_MODELS)[name]()
-    steps = [_build_step(base, setting) for setting in MODES.values()]
+    steps = [_build_step(base, exchanges) for exchanges in (True, False)]
     times: list[list[int]] = [[] for _ in steps]
     inside: list[int] = []
     for i in range(num_steps):
@@ -104,27 +106,42 @@ def _measure(name: str, num_steps: int) -> Row:
                 steps[which]()
                 times[which].append(perf_counter_ns() - start)
     counts = [_count_exchanges(step) for step in steps]
-    slowest = torch.tensor([median(inside), *map(median, times)], dtype=torch.float64)
+    alone, ring = _time_alone(num_steps)
+    slowest = torch.tensor([median(inside), *map(median, times), alone, ring], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    direct, every, first = (slowest / 1e3).tolist()
+    direct, every, first, alone, ring = (slowest / 1e3).tolist()
     return Row(
         model=name,
         system=OURS,
         num_groups=num_groups(base),
-        every_exchanges=counts[0],
-        first_exchanges=counts[1],
-        every_us=every,
-        first_us=first,
+        exchanges=counts[0],
+        with_us=every,
+        without_us=first,
         difference=(every - first) / first,
         direct_us=direct,
+        alone_us=alone,
+        ring_us=ring,
     )
 
 
-def _build_step(base: nn.Module, setting: str | None) -> Callable[[], None]:
-    """A training step of a copy of ``base`` that exchanges as ``setting`` says, after those in which all do."""
-    os.environ.pop(exchange.EXCHANGE_ENV, None)
-    if setting is not None:
-        os.environ[exchange.EXCHANGE_ENV] = setting
+def _time_alone(num_times: int) -> tuple[float, float]:
+    """Medians, in nanoseconds, of an exchange, and of gloo's all-reduce of as many bytes, ranks being in step."""
+    control = exchange.ControlExchange(1000, 50, exchange.Carrier.of(dist.group.WORLD))
+    head = torch.zeros(exchange._HEAD.size, dtype=torch.uint8)
+    times: dict[bool, list[int]] = {True: [], False: []}
+    for i in range(10 * num_times):
+        start = perf_counter_ns()
+        if i % 2:
+            control.start(i, None)
+            control.wait()
+        else:
+            dist.all_reduce(head, dist.ReduceOp.MAX)
+        times[bool(i % 2)].append(perf_counter_ns() - start)
+    return median(times[True]), median(times[False])
+
+
+def _build_step(base: nn.Module, exchanges: bool) -> Callable[[], None]:
+    """A training step of a copy of ``base``; ``exchanges``: whether it exchanges, after its first step."""
     model, optimizer = ours(base, False)
     data = base.example_input()
 
@@ -133,7 +150,12 @@ def _build_step(base: nn.Module, setting: str | None) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(exchange.FIRST_BACKWARDS + 5):
+    step()
+    if not exchanges:
+        root = fully_shard.state(model).root
+        assert root is not None
+        root.exchange._carrier = root.forward_exchange._carrier = None
+    for _ in range(WARM_UP):
         step()
     return step
 

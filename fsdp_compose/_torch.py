@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -35,6 +36,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, cont
 from torch.distributed._composable_state import _State as ComposableState
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as _AsyncCollectiveTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import _validate_global_plan as plan_errors
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh as _DeviceMesh
 from torch.distributed.fsdp import _fully_shard as fsdp2
@@ -74,6 +77,7 @@ __all__ = [
     "concatenate_meshes",
     "contract",
     "current_graph_task_id",
+    "dedup_save_plans",
     "default_store",
     "define_operations",
     "drop_composable_state",
@@ -87,6 +91,7 @@ __all__ = [
     "fsdp2",
     "fsdp2_mesh_info",
     "functional_collectives",
+    "gloo_messages",
     "gradient_hooks",
     "group_name_of",
     "group_timeout",
@@ -112,11 +117,13 @@ __all__ = [
     "mark_constant",
     "memory_exchange",
     "non_persistent_buffers",
+    "plan_errors",
     "post_accumulate_hooks",
     "preserved_versions",
     "queue_end_of_backward",
     "refuse_access",
     "register_work",
+    "remember_connected",
     "same_storage",
     "set_group_timeout",
     "set_leaf_hooks",
@@ -645,15 +652,51 @@ def fake_store() -> dist.Store:
 
 def make_gloo_group(group: dist.ProcessGroup, store: dist.Store) -> dist.ProcessGroup:
     """A gloo group over the ranks of ``group``, which alone make it, and meet in ``store``: one that is new and theirs.
+    Two ranks are connected when they first send to each other, which both must do then (torch 2.13); those that are not
+    cost neither descriptors nor time. Once they are, ``remember_connected``
+    is told.
 
     ``dist.new_group(use_local_synchronization=True)`` makes the name from the number of groups that a rank is in
     (torch 2.13): ranks in different numbers of groups wait for each other without end.
     """
-    backend = _c10d.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group))
+    options = cast(Any, _c10d.ProcessGroupGloo)._Options()
+    options._timeout = group_timeout(group)
+    options._threads = 1  # of collectives: messages need none
+    options._devices = [_lazy_device()]
+    backend = _c10d.ProcessGroupGloo(store, group.rank(), group.size(), options)
     made = dist.ProcessGroup(store, group.rank(), group.size())
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    _connected[made] = ()
     return made
+
+
+def _lazy_device() -> Any:
+    """The network device that gloo's own choice falls on, or the first that the user names for it."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return _c10d.ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
+    return _c10d.ProcessGroupGloo.create_default_device(lazy_init=True)
+
+
+# Of groups that connect ranks when they first send to each other: the ranks that this one is connected to.
+_connected: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+def remember_connected(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+    """This rank has sent to, and received from, these ranks of a ``make_gloo_group`` group, and will with no others."""
+    _connected[group] = tuple(dict.fromkeys(ranks))
+
+
+def _connected_ranks(group: dist.ProcessGroup) -> Sequence[int]:
+    """The other ranks to which this one has connections."""
+    known = _connected.get(group)
+    return [rank for rank in range(group.size()) if rank != group.rank()] if known is None else known
+
+
+def gloo_messages(group: dist.ProcessGroup) -> Any:
+    """What sends and receives the messages of ``group``, on gloo: ``send``, ``recv`` of ([tensor], rank, tag)."""
+    return _gloo_backend(group)
 
 
 def make_group_of(
@@ -686,8 +729,8 @@ def close_gloo_connections(group: dist.ProcessGroup) -> None:
     gloo closes them all when an operation is not done in time; ``abort()`` leaves them open (torch 2.13).
     """
     backend = _gloo_backend(group)
-    for rank in range(group.size()):
-        if backend is not None and rank != group.rank():
+    for rank in _connected_ranks(group):
+        if backend is not None:
             with contextlib.suppress(RuntimeError):  # dead, closed, or now too late
                 backend.recv([torch.empty(1)], rank, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
@@ -699,7 +742,9 @@ def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int) -> bool:
     is begun and dropped does no harm (torch 2.13).
     """
     backend = _gloo_backend(group)
-    if backend is None or os.environ.get("TORCH_GLOO_LAZY_INIT"):  # there might be none yet
+    if backend is None or rank not in _connected_ranks(group):
+        return False
+    if group not in _connected and os.environ.get("TORCH_GLOO_LAZY_INIT"):  # there might be none yet
         return False
     try:
         backend.recv([torch.empty(1)], rank, _UNUSED_TAG)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 import os
 import time
 import warnings
@@ -34,7 +33,7 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.comm import rendezvous
-from fsdp_compose.comm.control_exchange import EXCHANGE_ENV, FIRST_BACKWARDS, control_group
+from fsdp_compose.comm.control_exchange import Carrier
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
 from fsdp_compose.flat.accumulation import UnreducedGradient
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states
@@ -381,25 +380,25 @@ def test_gradients_that_a_failed_backward_was_added_to_are_dropped():
 
 
 @distributed(world_size=2)
-def test_one_backward_exchanges_by_one_all_reduce_on_the_control_group():
+def test_one_backward_exchanges_once():
     with environment(FSDP_COMPOSE_TRANSPORT="collectives"):
         model, _ = stacks()
     optimizer = sgd(model)
     data = _get_fsdp_states(model)[0].mesh.shard_group
     for _ in range(2):
         train_step(model, optimizer, local_part(inputs()))
-    control = control_group(data)
+    carrier = Carrier.of(data)
     for step, num_looks in enumerate([0, 1, 0, 0, 0, 1]):  # the 3rd to 8th forward: the 4th and the 8th look
-        before = control._get_sequence_number_for_group(), data._get_sequence_number_for_group()
+        before = carrier.num_exchanges, data._get_sequence_number_for_group()
         train_step(model, optimizer, local_part(inputs(step)))
-        assert control._get_sequence_number_for_group() - before[0] == 1 + num_looks
+        assert carrier.num_exchanges - before[0] == 1 + num_looks
         # Forward gathers 4 groups, backward the 3 blocks again; every group is reduced once.
         assert data._get_sequence_number_for_group() - before[1] == 4 + 3 + 4
     for num_looks in (1, 1, 0, 1):
-        before = control._get_sequence_number_for_group()
+        before = carrier.num_exchanges
         with torch.no_grad():
             model(local_part(inputs()))
-        assert control._get_sequence_number_for_group() == before + num_looks
+        assert carrier.num_exchanges == before + num_looks and not carrier.num_whole
 
 
 @distributed(world_size=3)
@@ -409,40 +408,6 @@ def test_ranks_may_be_in_different_numbers_of_process_groups():
     assert_trains_on(model, reference, steps=1)
     if dist.get_rank() < 2:
         dist.destroy_process_group(some)
-
-
-@distributed(world_size=2)
-def test_exchanges_stop_after_the_first_backwards_when_asked_to():
-    with environment(**{EXCHANGE_ENV: "first"}):
-        model, reference = stacks()
-        optimizers = sgd(model), sgd(reference)
-        counts = []
-        for step in range(FIRST_BACKWARDS + 3):
-            train_step(model, optimizers[0], local_part(inputs(step)))
-            train_step(reference, optimizers[1], inputs(step))
-            control = control_group(_get_fsdp_states(model)[0].mesh.shard_group)
-            counts.append(control._get_sequence_number_for_group())
-        # Besides, the 2nd, 4th and 8th forward look for unseen writes, until the exchanges stop.
-        assert [b - a for a, b in itertools.pairwise(counts)] == [2, 1, 2, 1, 1, 1, 2, 1, 1, 0, 0, 0]
-        assert_parameters_match(model, reference, 1e-5)
-
-
-@pytest.mark.parametrize("violators", [{0, 1}, {1}])
-@distributed(world_size=2)
-def test_after_the_last_exchange_a_parameter_used_for_the_first_time_raises(violators):
-    with environment(**{EXCHANGE_ENV: "first"}):
-        model = fully_shard(Experts())  # one group: the ranks may use different experts
-        for step in range(FIRST_BACKWARDS):
-            loss_of(model, local_part(inputs(step))).backward()
-            model.zero_grad()
-        if dist.get_rank() in violators:
-            model.choice = 1
-            with pytest.raises(RuntimeError, match=f"parameter.*gradient.*{EXCHANGE_ENV}=first.*unset {EXCHANGE_ENV}"):
-                loss_of(model, local_part(inputs())).backward()
-            assert_no_gradients(model)
-        else:
-            loss_of(model, local_part(inputs())).backward()
-            assert model.experts[0].weight.grad is not None and model.experts[1].weight.grad is None
 
 
 # ---- 2. None is the same everywhere ----------------------------------------------------------------------------------

@@ -23,6 +23,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -1189,13 +1197,67 @@ def test_AllreduceOptions(world_size):
 
 @distributed(world_size=3)
 def test_make_gloo_group():
+    """Two are connected when both first send to each other; a third one need not be there."""
     for name in ("a", "b"):
         made = _torch.make_gloo_group(
             dist.group.WORLD, dist.PrefixStore(f"test_make_gloo_group/{name}", _torch.default_store())
         )
-        value = torch.tensor([dist.get_rank()])
-        made.allreduce([value]).wait()
-        assert value.item() == 3 and made._get_sequence_number_for_group() == 1
+        rank, value = dist.get_rank(), torch.zeros(1)
+        if rank < 2:
+            messages = _torch.gloo_messages(made)
+            works = [messages.recv([value], 1 - rank, 5), messages.send([torch.ones(1) + rank], 1 - rank, 5)]
+            assert all(work.wait(timedelta(seconds=20)) for work in works) and value.item() == 2 - rank
+        dist.barrier()
+
+
+@distributed(world_size=3, fresh=True)
+def test_remember_connected():
+    """Only the connections that there are, are looked at, and closed."""
+    made = _torch.make_gloo_group(dist.group.WORLD, dist.PrefixStore("remember", _torch.default_store()))
+    rank, value = dist.get_rank(), torch.zeros(1)
+    if rank < 2:
+        messages = _torch.gloo_messages(made)
+        works = [messages.recv([value], 1 - rank, 5), messages.send([torch.ones(1)], 1 - rank, 5)]
+        assert all(work.wait(timedelta(seconds=20)) for work in works)
+        _torch.remember_connected(made, [1 - rank])
+    assert not any(_torch.is_gloo_connection_closed(made, other) for other in range(3) if other != rank)
+    dist.barrier()
+    if rank == 0:
+        _torch.close_gloo_connections(made)
+    elif rank == 1:
+        deadline = time.monotonic() + 20
+        while not _torch.is_gloo_connection_closed(made, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert _torch.is_gloo_connection_closed(made, 0)
+    dist.barrier()
+
+
+CHUNK = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+
+
+def plans_of_two_ranks() -> list[SavePlan]:
+    data = TensorWriteData(CHUNK, TensorProperties(torch.float32), torch.Size([2]))
+    item = WriteItem(MetadataIndex("w", CHUNK.offsets), WriteItemType.SHARD, tensor_data=data)
+    return [SavePlan([item]), SavePlan([item])]
+
+
+def test_dedup_save_plans():
+    """Of two ranks that plan one part, one keeps it."""
+    plans = _torch.dedup_save_plans(plans_of_two_ranks(), False)
+    assert sorted(len(plan.items) for plan in plans) == [0, 1]
+
+
+def test_plan_errors():
+    """What is missing, and what is there twice, is told."""
+    for chunks, is_wrong in (([CHUNK], False), ([CHUNK, CHUNK], True), ([], True)):
+        metadata = Metadata({"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2]), chunks)})
+        assert bool(_torch.plan_errors(plans_of_two_ranks(), metadata)) == is_wrong
+
+
+def test_gloo_messages():
+    """``test_make_gloo_group`` sends them."""
+    with fake_process_group():
+        assert _torch.gloo_messages(dist.group.WORLD) is None
 
 
 @pytest.mark.parametrize("is_like_another", (False, True))

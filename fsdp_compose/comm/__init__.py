@@ -10,7 +10,7 @@ from .broken import give_up as give_up
 from .broken import noticing_loss as noticing_loss
 from .control_exchange import Carrier as Carrier
 from .control_exchange import ControlExchange as ControlExchange
-from .control_exchange import control_group as control_group
+from .control_exchange import maximum_of_all_ranks as maximum_of_all_ranks
 from .journal import Journal as Journal
 from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal

@@ -1,48 +1,55 @@
 """The control exchange: once per backward, every rank learns whether all ranks did the same.
 
-One all-reduce (MAX, bytes) on a CPU process group of its own, or through memory that the ranks share::
+A maximum over all ranks of a few bytes, the same number for every model and of any size, by messages between partners
+(``doubling``) or through memory that the ranks share::
 
-    | hash of the order | its complement | steps | complement | used, 1 byte a parameter | late, 1 a group | padding |
+    | hash of the order | its complement | hash of used | its complement | steps | complement | late | padding |
 
-All exchanges of a process group have one size, that of the largest model on it: where ranks run different models, their
-exchanges meet and differ, instead of failing by their size, which ends the process.
+Of a hash and its complement the greatest of all ranks add up to all ones only if all ranks have the same. Equal hashes
+of the order mean that every rank issued the same collectives in the same order: collectives of equal size pair silently
+otherwise. Where ranks run different models, their exchanges meet and differ. ``steps`` are those of optimizers since
+the last exchange; both bytes are zero where a rank has nothing to train. ``late``: whether groups of this rank received
+gradients after they had been reduced.
 
-Equal hashes mean that every rank issued the same collectives in the same order: collectives of equal size pair
-silently otherwise. ``used`` is how ranks agree which parameters have a gradient (``None`` is the same everywhere).
-``late`` marks ``fully_shard`` groups that received gradients after they had been reduced on some rank. ``steps`` are
-those of optimizers since the last exchange; both bytes are zero where a rank has nothing to train.
-
-``FSDP_COMPOSE_EXCHANGE=first`` stops exchanging after the first ``FIRST_BACKWARDS`` backwards of a root: from then on
-the set of used parameters is taken to be what was seen until then, and a rank that sees another one raises.
+``used``, one byte for each parameter, is how ranks agree which parameters have a gradient (``None`` is the same
+everywhere). Mostly they all have the same; only where the hashes differ, or a group is late, all ranks exchange the
+bytes themselves, at once. All know of it, and whether it was needed they know alike.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import hashlib
+import struct
+import time
 import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from .._torch import AllreduceOptions, is_destroyed, make_gloo_group
-from .broken import carries, give_up
+from .._torch import is_destroyed, make_gloo_group
+from .broken import carries, close_connections, give_up
+from .doubling import Doubling, PartnerLost
 from .journal import Journal, difference_of, known_journal
 from .label import BACKWARD, FORWARD, Work
 from .messages import begin_maximum
+from .namespace import known_namespace, wait_for
 from .rendezvous import own_store
 
-EXCHANGE_ENV = "FSDP_COMPOSE_EXCHANGE"
-FIRST_BACKWARDS = 10
-_HASH_BYTES = 8
-_ALL_ONES = 2 ** (8 * _HASH_BYTES) - 1
-_HEAD_BYTES = 2 * _HASH_BYTES + 2
+_HEAD = struct.Struct("<QQQQBBB5x")
+_ALL_ONES = (1 << 64) - 1
+_PER_BYTE = 0x9E3779B97F4A7C15  # spreads the number of bytes over the hash
+_GRACE = timedelta(seconds=2)  # in which partners tell whom they have waited for, once an exchange has failed
+
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _destroyable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those of them that torch knew
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The gloo process group that carries the exchanges of ``group``; made once, by all ranks of ``group``."""
+    """The process group that carries the exchanges of ``group``; made once, by all ranks of ``group``. Its connections
+    are made by its ``Carrier``."""
     control = _control_groups.get(group)
     if control is None:
         _forget_destroyed()
@@ -66,17 +73,29 @@ def _forget_destroyed() -> None:
 
 
 class Carrier:
-    """The memory that all exchanges over one control group go through, one after the other."""
+    """What carries all exchanges of one process group, one after the other.
+
+    Attributes:
+        num_exchanges: how many it has begun.
+        num_whole: of how many all bytes were exchanged, because ranks differed.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._control = weakref.ref(group), control_group(group)
         self._journal: Journal | None = known_journal(group)
-        self._options = AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._options.asyncOp = True
+        self._head = bytearray(_HEAD.size)
+        self._head_tensor = torch.frombuffer(self._head, dtype=torch.uint8)
+        self._whole: torch.Tensor | None = None  # the bytes behind the hashes, of all ranks if they were needed
         self._work: Work | None = None
         self._end_of = ""
-        self.nbytes = 0
+        self.num_exchanges = self.num_whole = 0
+        try:
+            self._doubling = Doubling(self._control, group)
+        except PartnerLost as error:
+            raise RuntimeError(
+                f"making the connections of the control exchange: rank {error.partner} did not connect to rank "
+                f"{group.rank()} in time: it has died, hangs, or took another path. {error}"
+            ) from error
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Carrier:
@@ -86,37 +105,46 @@ class Carrier:
             carrier = _carriers[group] = Carrier(group)
         return carrier
 
-    def make_room(self, nbytes: int) -> None:
-        """Exchanges of ``nbytes`` will come: all ranks call this between the same two exchanges."""
-        if nbytes > self.nbytes:
-            self.abandon()
-            self.nbytes = nbytes
-            self._memory = memoryview(bytearray(nbytes))
-            self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-
-    def send(self, view: memoryview, end_of: str) -> None:
+    def send(self, head: bytes, whole: bytes | bytearray, end_of: str) -> None:
+        """Begin an exchange. ``whole``: what all bytes are exchanged of, if ``head`` turns out to differ."""
         self.abandon()
         self._end_of = end_of
-        self._memory[: len(view)] = view
-        if len(view) < self.nbytes:
-            self._memory[len(view) :] = bytes(self.nbytes - len(view))
+        self._head[:] = head
+        self._whole = torch.frombuffer(bytearray(whole), dtype=torch.uint8) if whole else None
+        self.num_exchanges += 1
+        self._work = self._begin(self._head_tensor)
+
+    def _begin(self, tensor: torch.Tensor) -> Work:
         if self._journal is not None:
-            tag = self._journal.enter(FORWARD if end_of == "forward" else BACKWARD, None, self.nbytes)
+            tag = self._journal.enter(FORWARD if self._end_of == "forward" else BACKWARD, None, tensor.numel())
             group = self._group()
-            self._work = None if group is None else begin_maximum(group, self._journal.count, tag, self._tensor)
-        if self._work is None:
-            self._work = self._control.allreduce([self._tensor], self._options)
+            work = None if group is None else begin_maximum(group, self._journal.count, tag, tensor)
+            if work is not None:
+                return work
+        return self._doubling.begin(tensor)
 
-    def receive(self, view: memoryview) -> None:
+    def receive(self, whole: memoryview) -> bytearray:
+        """Wait for the head of all ranks, and for all bytes if ranks differ; these are written to ``whole``."""
         assert self._work is not None
-        self.abandon()
-        view[:] = self._memory[: len(view)]
+        if self.abandon():
+            assert self._whole is not None
+            whole[:] = self._whole.numpy().data
+        return self._head
 
-    def abandon(self) -> None:
-        """Wait for an exchange in flight, if there is one, such as an exception has left."""
+    def abandon(self) -> bool:
+        """Wait for an exchange in flight, if there is one, such as an exception has left; whether all bytes were
+        exchanged."""
         work, self._work = self._work, None
         if work is None:
-            return
+            return False
+        self._finish(work)
+        if self._whole is None or not _asks_for_all(self._head):
+            return False
+        self.num_whole += 1
+        self._finish(self._begin(self._whole))
+        return True
+
+    def _finish(self, work: Work) -> None:
         journal = self._journal
         if journal is not None:
             journal.wait(journal.count)
@@ -126,57 +154,67 @@ class Carrier:
             group = self._group()
             failure = f"the control exchange at the end of {self._end_of} failed: " + (
                 ("" if group is None else difference_of(group))
-                or f"another rank died, or did not run this {self._end_of}. {error}"
+                or f"another rank died, or did not run this {self._end_of}{self._absent(error)}. {error}"
             )
             give_up(self._control, failure)
             raise RuntimeError(failure) from error
         if journal is not None:
             journal.go_on()
 
+    def _absent(self, error: RuntimeError) -> str:
+        """Name the rank that held up this one. Its partner may have waited for another one itself: ranks whose exchange
+        fails tell in the store whom they waited for. The one at the end of the line has told nothing."""
+        group = self._group()
+        store = None if group is None else known_namespace(group)
+        if group is None or store is None or not isinstance(error, PartnerLost):
+            return ""
+        close_connections(self._control)  # those that wait for this rank hear of it
+        store, seen, rank = dist.PrefixStore("lost", store), {group.rank()}, error.partner
+        deadline = time.monotonic() + _GRACE.total_seconds()
+        with contextlib.suppress(dist.DistNetworkError):  # the process that holds the store is gone
+            store.set(str(group.rank()), str(rank))
+            while rank not in seen:
+                seen.add(rank)
+                left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
+                if not wait_for(store, [str(rank)], left):
+                    break
+                rank = int(store.get(str(rank)))
+        return f": rank {rank} did not answer"
+
+
+def maximum_of_all_ranks(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Replace ``tensor``, on the CPU, by its elementwise maximum over ``group``, whose own backend does not take such.
+    Ranks: all of ``group``, between two exchanges."""
+    Carrier.of(group)._doubling.begin(tensor).wait()
+
 
 _carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakKeyDictionary()
 
 
 class ControlExchange:
-    """The exchanges of one root. ``carrier`` is ``None`` where there is no other rank; ``may_stop``: the environment
-    may say that only the first backwards exchange; ``end_of``: a backward or a forward, for messages."""
+    """The exchanges of one root. ``carrier`` is ``None`` where there is no other rank; ``end_of``: a backward or a
+    forward, for messages."""
 
-    def __init__(
-        self,
-        num_params: int,
-        num_groups: int,
-        carrier: Carrier | None,
-        *,
-        may_stop: bool = True,
-        end_of: str = "backward",
-    ) -> None:
+    def __init__(self, num_params: int, num_groups: int, carrier: Carrier | None, *, end_of: str = "backward") -> None:
         self._carrier = carrier
-        self._buffer = bytearray(_HEAD_BYTES + num_params + num_groups)
+        self._buffer = bytearray(num_params + num_groups)
         self._view = memoryview(self._buffer)
-        if carrier is not None:
-            carrier.make_room(len(self._buffer))
-        self.used = self._view[_HEAD_BYTES : _HEAD_BYTES + num_params]
-        self.late = self._view[_HEAD_BYTES + num_params :]
+        self.used = self._view[:num_params]
+        self.late = self._view[num_params:]
         self.steps_agree = True
-        self._num_backwards = 0
-        self._end_of = end_of
-        self._stops = may_stop and os.environ.get(EXCHANGE_ENV) == "first"
-        self._learned = bytearray(num_params)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether this backward exchanges (with real peers or by itself)."""
-        return not (self._stops and self._num_backwards >= FIRST_BACKWARDS)
+        self._num_params, self._end_of = num_params, end_of
 
     def start(self, order_hash: int, steps: int | None) -> None:
         """Send off this rank's ``used`` and ``late``, which the caller has filled in, the hash, and how many optimizer
         steps it has made (up to 255); ``None`` where that tells nothing."""
-        digest = order_hash & _ALL_ONES
-        self._view[:_HASH_BYTES] = digest.to_bytes(_HASH_BYTES, "little")
-        self._view[_HASH_BYTES : 2 * _HASH_BYTES] = (_ALL_ONES - digest).to_bytes(_HASH_BYTES, "little")
-        self._view[2 * _HASH_BYTES : _HEAD_BYTES] = bytes(2) if steps is None else bytes((steps, 255 - steps))
-        if self._carrier is not None and self.is_on:
-            self._carrier.send(self._view, self._end_of)
+        if self._carrier is None:
+            return
+        order = (order_hash + len(self._buffer) * _PER_BYTE) & _ALL_ONES  # so that equal ones have equally many bytes
+        used = int.from_bytes(hashlib.blake2b(self.used, digest_size=8).digest(), "little")
+        step, complement = (0, 0) if steps is None else (steps, 255 - steps)
+        is_late = any(self.late)
+        head = _HEAD.pack(order, _ALL_ONES - order, used, _ALL_ONES - used, step, complement, is_late)
+        self._carrier.send(head, self._buffer, self._end_of)
 
     def wait(self) -> bool:
         """Wait for the answer, after which ``used`` and ``late`` are every rank's together.
@@ -186,33 +224,23 @@ class ControlExchange:
             made the same number of steps.
 
         Raises:
-            RuntimeError: a rank did not take part; or exchanges have stopped and this rank uses other parameters.
+            RuntimeError: a rank did not take part.
         """
-        if not self.is_on:
-            self._check_learned()
+        if self._carrier is None:
             return True
-        if self._carrier is not None:
-            self._carrier.receive(self._view)
-        if self._stops:
-            self._learned[:] = bytes(a | b for a, b in zip(self._learned, self.used, strict=True))
-        self._num_backwards += 1
-        head = self._view
-        self.steps_agree = head[2 * _HASH_BYTES] + head[2 * _HASH_BYTES + 1] <= 255
-        # Of each byte and its complement the greatest of all ranks add up to 255, or to more where ranks differ.
-        digest = int.from_bytes(head[:_HASH_BYTES], "little")
-        complement = int.from_bytes(head[_HASH_BYTES : 2 * _HASH_BYTES], "little")
-        return digest + complement == _ALL_ONES
+        order, complement, _, _, step, other, _ = _HEAD.unpack(self._carrier.receive(self._view))
+        self.steps_agree = step + other <= 255
+        is_same: bool = order + complement == _ALL_ONES
+        return is_same
 
     def abandon(self) -> None:
         """Wait for an exchange that an exception left in flight and forget it."""
         if self._carrier is not None:
             self._carrier.abandon()
 
-    def _check_learned(self) -> None:
-        if any(used and not learned for used, learned in zip(self.used, self._learned, strict=True)):
-            raise RuntimeError(
-                "a parameter received a gradient that had none in the first "
-                f"{FIRST_BACKWARDS} backwards, and control exchanges are off ({EXCHANGE_ENV}=first), so the ranks "
-                f"cannot agree on it; unset {EXCHANGE_ENV}"
-            )
-        self.used[:] = self._learned
+
+def _asks_for_all(head: bytearray) -> bool:
+    """Whether the greatest bytes of all ranks say that all bytes must be exchanged, which are equally many."""
+    order, complement, used, other, _, _, is_late = _HEAD.unpack(head)
+    is_same_order: bool = order + complement == _ALL_ONES
+    return is_same_order and (bool(is_late) or used + other != _ALL_ONES)

@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,10 @@ SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
 # Each mesh weakly: it knows the process group, which has connections and threads.
 _Joined = weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 _joined: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joined] = weakref.WeakKeyDictionary()
+
+# The groups of a model share one: to make and to compare meshes takes time that grows with the number of ranks.
+_DefaultMeshes = weakref.WeakValueDictionary[tuple[str, tuple[str] | None], DeviceMesh]
+_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, _DefaultMeshes] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,10 @@ class DataParallelMesh:
 
     def ranks(self) -> frozenset[int]:
         """The data-parallel ranks, by their numbers in the default process group."""
+        return self._ranks
+
+    @cached_property
+    def _ranks(self) -> frozenset[int]:
         return frozenset(self.mesh.mesh.flatten().tolist())
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
@@ -301,6 +310,8 @@ def _part_group(group: dist.ProcessGroup, size: int, is_simulated: bool) -> dist
 
 
 def _widest(meshes: list[DeviceMesh]) -> DeviceMesh:
+    if len(meshes) == 1:
+        return meshes[0]
     widest = max(meshes, key=DeviceMesh.size)
     ranks = {*widest.mesh.flatten().tolist()}
     for item in meshes:
@@ -349,7 +360,11 @@ def default_mesh(mesh_dim_names: tuple[str] | None = None) -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
         device_type = accelerator.type
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=mesh_dim_names)
+    known, key = _default_meshes.setdefault(world, weakref.WeakValueDictionary()), (device_type, mesh_dim_names)
+    mesh = known.get(key)
+    if mesh is None:
+        mesh = known[key] = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=mesh_dim_names)
+    return mesh
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:

@@ -3,19 +3,27 @@
 A rendezvous compares what each rank brings and ends the same way on every rank: all return, or all raise one error. It
 is used where a collective would hang or pair wrongly: at the first forward, and after an interrupted iteration.
 
-Cost: every rank writes two keys and reads two; the first rank reads one small key per rank.
+Where all must bring the same they bring digests, and the long texts behind them stay where they are: if a digest
+differs from the first rank's, the first rank asks that one rank for its text. The keys of a round::
+
+    open      the first rank has begun it                          payload/3   what rank 3 brings; it deletes it
+    verdict   how it ends, and which ranks were absent             details     what an asked rank tells; told: the error
+
+Cost: five operations for each rank but the first, and less than 300 bytes of keys and values. The first rank waits for,
+reads and judges one small value of each rank. It deletes the other keys in a later round: when all ranks have come to
+that, they have read those of the ones before.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -29,9 +37,9 @@ RECOVERY_TIMEOUT = timedelta(seconds=60)  # of ranks that were all interrupted
 _BROKEN_TIMEOUT = timedelta(seconds=5)  # where a rank is known to be dead or stuck, and the others hear of it at once
 _GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
 _FIRST_LOOK, _RAREST_LOOK = 5.0, 60.0  # seconds of waiting between looks whether ranks have died
-
-_Gone = Callable[[], str]
-"""The error to raise because a rank that is waited for has died; empty if none has."""
+_NO_GRACE = timedelta(0)
+_MOST_NAMED = 32  # ranks that an error lists
+_DIGEST_LENGTH = 64
 
 
 class _RankGone(RuntimeError):
@@ -40,6 +48,9 @@ class _RankGone(RuntimeError):
 
 # The number of the next round for each purpose, as far as this rank knows: part of the keys.
 _next_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+# The keys of rounds that are over, by purpose: on the first rank.
+_Leftovers = dict[str, list["_Round"]]
+_leftovers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Leftovers] = weakref.WeakKeyDictionary()
 
 
 def meet(
@@ -51,7 +62,6 @@ def meet(
     explain: Callable[[int, str, str], str] | None = None,
     where: str = "",
     timeout: timedelta | None = None,
-    is_frequent: bool = False,
     aside: str = "",
 ) -> str:
     """Bring ``payload`` to a rendezvous of all ranks of ``group`` and return its verdict, the same on every rank.
@@ -60,24 +70,26 @@ def meet(
     and judges it. A round that failed stays closed: ranks that try again, and those that come late, meet in the next.
 
     Args:
-        payload: a short text. Where ``explain`` is given, all ranks must bring the same.
+        payload: a short text. Where ``explain`` is given, all ranks must bring the same; of a long one, a digest goes.
         judge: called on the first rank with every rank's payload, or aside if there is one; its text is the verdict.
-        details: a long text, read only when ``explain`` is given and a payload differs from the first rank's.
+        details: a long text, which leaves the rank only when ``explain`` is given and its payload is the first that
+            differs from the first rank's.
         explain: called on the first rank with (rank, its own details, that rank's details) for the first rank whose
             payload differs; its text replaces the verdict and is raised.
         where: what the message about absent ranks adds to ``purpose``.
         timeout: how long to wait, where ``FSDP_COMPOSE_TIMEOUT`` does not say it and a collective of the group has not
             failed before; default: the timeout of the group.
-        is_frequent: delete what rounds leave in the store, as soon as no rank can ask for it.
         aside: a line that ``judge`` is to see and that may differ from rank to rank; on all ranks or on none.
 
     Raises:
         RuntimeError: on every rank that came: some rank did not within the time, naming the call and the absent ranks;
             what ``explain`` said; or the store is gone.
     """
+    if explain is not None and len(payload) > _DIGEST_LENGTH:
+        payload = hashlib.sha256(payload.encode()).hexdigest()
     try:
-        text = f"{payload}\n{aside}"
-        return _meet(group, purpose, text, judge, details, explain, where, _timeout(group, timeout), is_frequent)
+        waits = _Waits(group, purpose, where, _timeout(group, timeout))
+        return _meet(waits, f"{payload}\n{aside}", judge, details, explain)
     except _RankGone as error:
         give_up(group, str(error))
         raise RuntimeError(str(error)) from None
@@ -88,48 +100,109 @@ def meet(
         ) from error
 
 
+class _Waits:
+    """Who meets, what for, and how long ranks wait for each other."""
+
+    def __init__(self, group: dist.ProcessGroup, purpose: str, where: str, timeout: timedelta) -> None:
+        self.group, self.purpose, self.timeout = group, purpose, timeout
+        self.text = purpose + where
+
+    def wait(
+        self, store: dist.Store, keys: Sequence[str], awaited: Callable[[], Sequence[int]], grace: timedelta = _NO_GRACE
+    ) -> None:
+        """Wait for keys, and look now and then, less and less often, whether an awaited rank has died.
+
+        Raises:
+            RuntimeError: they did not come in time.
+            _RankGone: a rank has died.
+        """
+        deadline, look = time.monotonic() + (self.timeout + grace).total_seconds(), _FIRST_LOOK
+        while True:
+            left = max(0.001, deadline - time.monotonic())
+            if wait_for(store, keys, timedelta(seconds=min(look, left))):
+                return
+            if left <= look:
+                raise RuntimeError(_absence(awaited(), self.group, self.text, self.timeout))
+            error = _is_gone(self.group, self.text, awaited)
+            if error and not store.check(list(keys)):
+                raise _RankGone(error)
+            look = min(2 * look, _RAREST_LOOK)
+
+
+class _Round(NamedTuple):
+    """One round for a purpose: its keys. ``store``: that of the purpose."""
+
+    store: dist.Store
+    number: int
+
+    @property
+    def opened(self) -> str:
+        return f"open/{self.number}"
+
+    @property
+    def verdict(self) -> str:
+        return f"verdict/{self.number}"
+
+    @property
+    def details(self) -> str:
+        return f"details/{self.number}"
+
+    @property
+    def told(self) -> str:
+        return f"told/{self.number}"
+
+    def payload(self, rank: int) -> str:
+        return f"payload/{self.number}/{rank}"
+
+    def delete(self) -> None:
+        for key in (self.opened, self.verdict, self.details, self.told):
+            self.store.delete_key(key)
+
+
 def _meet(
-    group: dist.ProcessGroup,
-    purpose: str,
+    waits: _Waits,
     payload: str,
     judge: Callable[[list[str]], str],
     details: str,
     explain: Callable[[int, str, str], str] | None,
-    where: str,
-    timeout: timedelta,
-    is_frequent: bool,
 ) -> str:
-    rank = group.rank()
-    first_is_absent = partial(_absence, [0], group, purpose + where, timeout)
-    first_is_gone = partial(_is_gone, group, purpose + where, lambda: [0])
-    store = dist.PrefixStore(f"rendezvous/{purpose}", own_store(group, purpose + where, timeout))
+    group = waits.group
+    store = dist.PrefixStore(f"rendezvous/{waits.purpose}", own_store(group, waits.text, waits.timeout))
     rounds = _next_rounds.setdefault(group, Counter())
-    number = rounds[purpose]
-    if rank != 0:
-        while store.check([f"verdict/{number}"]):
-            number += 1
-        _wait(store, [f"open/{number}"], timeout, first_is_absent, first_is_gone)
-    rounds[purpose] = number + 1
-    if explain is not None:
-        store.set(f"details/{number}/{rank}", details)
-    store.set(f"payload/{number}/{rank}", payload)
-    if rank == 0:
-        store.set(f"open/{number}", "")
-        verdict = _preside(store, number, group, timeout, purpose + where, judge, explain)
-        store.set(f"verdict/{number}", verdict)
-        if is_frequent and verdict.startswith("ok:"):
-            _tidy(store, number, group.size())
+    if group.rank() == 0:
+        this = _Round(store, rounds[waits.purpose])
+        rounds[waits.purpose] += 1
+        kind, text = _preside(waits, this, payload, judge, details, explain)
     else:
-        _wait(store, [f"verdict/{number}"], timeout + _GRACE, first_is_absent, first_is_gone)
-        verdict = store.get(f"verdict/{number}").decode()
-    if explain is not None:
-        store.delete_key(f"details/{number}/{rank}")
-    kind, _, text = verdict.partition(":")
+        kind = "absent"
+        while kind == "absent":  # from a round that was over before this rank came
+            this = _Round(store, rounds[waits.purpose])
+            waits.wait(store, [this.opened], lambda: [0])
+            rounds[waits.purpose] += 1
+            kind, text = _attend(waits, this, payload, details)
     if kind == "gone":
         raise _RankGone(text)
     if kind == "error":
         raise RuntimeError(text)
     return text
+
+
+def _attend(waits: _Waits, this: _Round, payload: str, details: str) -> tuple[str, str]:
+    """The part of the ranks but the first; how the round ends."""
+    store, rank = this.store, waits.group.rank()
+    store.set(this.payload(rank), payload)
+    waits.wait(store, [this.verdict], lambda: [0], _GRACE)
+    kind, absent, text = store.get(this.verdict).decode().split(":", 2)
+    store.delete_key(this.payload(rank))
+    if str(rank) in absent.split(","):
+        return "absent", text
+    if kind != "tell":
+        return kind, text
+    if text == str(rank):
+        store.set(this.details, details)
+    waits.wait(store, [this.told], lambda: [0], _GRACE)
+    kind, _, text = store.get(this.told).decode().partition(":")
+    return kind, text
 
 
 def own_store(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None) -> dist.Store:
@@ -143,61 +216,70 @@ def own_store(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None 
 
 
 def _preside(
-    store: dist.Store,
-    number: int,
-    group: dist.ProcessGroup,
-    timeout: timedelta,
-    purpose: str,
+    waits: _Waits,
+    this: _Round,
+    payload: str,
     judge: Callable[[list[str]], str],
+    details: str,
     explain: Callable[[int, str, str], str] | None,
-) -> str:
-    keys = [f"payload/{number}/{rank}" for rank in range(group.size())]
+) -> tuple[str, str]:
+    """The first rank's part; how the round ends."""
+    store, group = this.store, waits.group
+    keys = [this.payload(rank) for rank in range(1, group.size())]
 
     def absent() -> list[int]:
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
 
-    def absence() -> str:
-        return _absence(absent(), group, purpose, timeout)
-
+    store.set(this.opened, "")
+    kind, text, missing = "ok", "", ""
     try:
-        _wait(store, keys, timeout, absence, partial(_is_gone, group, purpose, absent))
-    except _RankGone as error:
-        return f"gone:{error}"
+        if keys:
+            waits.wait(store, keys, absent)
     except RuntimeError as error:
-        return f"error:{error}"
-    brought = [text.decode().rpartition("\n") for text in store.multi_get(keys)]
-    payloads, asides = [payload for payload, _, _ in brought], [aside for _, _, aside in brought]
-    if explain is not None:
-        for rank, payload in enumerate(payloads):
-            if payload != payloads[0]:
-                texts = store.multi_get([f"details/{number}/0", f"details/{number}/{rank}"])
-                return "error:" + explain(rank, texts[0].decode(), texts[1].decode())
-    return "ok:" + judge(asides if any(asides) else payloads)
+        kind, text = "gone" if isinstance(error, _RankGone) else "error", str(error)
+        missing = ",".join(map(str, absent()))
+    else:
+        _tidy(group, waits.purpose)  # all ranks have come: none asks for an earlier round
+        brought = [payload, *(item.decode() for item in (store.multi_get(keys) if keys else []))]
+        differing = _first_differing(brought) if explain is not None else None
+        if explain is not None and differing is not None:
+            return _ask(waits, this, differing, details, explain)
+        asides = [item.rpartition("\n")[2] for item in brought]
+        text = judge(asides if any(asides) else [item.rpartition("\n")[0] for item in brought])
+    store.set(this.verdict, f"{kind}:{missing}:{text}")
+    _leftovers.setdefault(group, defaultdict(list))[waits.purpose if missing else ""].append(this)
+    return kind, text
 
 
-def _tidy(store: dist.Store, number: int, size: int) -> None:
-    """All ranks have come to round ``number``: none asks for the one before, and their payloads have been read."""
-    for rank in range(size):
-        store.delete_key(f"payload/{number}/{rank}")
-    store.delete_key(f"open/{number - 1}")
-    store.delete_key(f"verdict/{number - 1}")
+def _first_differing(brought: Sequence[str]) -> int | None:
+    """The first rank whose payload differs from the first rank's."""
+    payloads = [item.rpartition("\n")[0] for item in brought]
+    return next((rank for rank, payload in enumerate(payloads) if payload != payloads[0]), None)
 
 
-def _wait(
-    store: dist.Store, keys: Sequence[str], timeout: timedelta, absence: Callable[[], str], is_gone: _Gone
-) -> None:
-    """Wait, and look now and then, less and less often, whether an awaited rank has died."""
-    deadline, look = time.monotonic() + timeout.total_seconds(), _FIRST_LOOK
-    while True:
-        left = max(0.001, deadline - time.monotonic())
-        if wait_for(store, keys, timedelta(seconds=min(look, left))):
-            return
-        if left <= look:
-            raise RuntimeError(absence())
-        error = is_gone()
-        if error and not store.check(list(keys)):
-            raise _RankGone(error)
-        look = min(2 * look, _RAREST_LOOK)
+def _ask(
+    waits: _Waits, this: _Round, rank: int, details: str, explain: Callable[[int, str, str], str]
+) -> tuple[str, str]:
+    """Ask a rank for its details, tell all ranks what follows from them, and return it."""
+    store = this.store
+    store.set(this.verdict, f"tell::{rank}")
+    kind = "error"
+    try:
+        waits.wait(store, [this.details], lambda: [rank])
+        text = explain(rank, details, store.get(this.details).decode())
+    except RuntimeError as error:  # it did not answer
+        kind, text = "gone" if isinstance(error, _RankGone) else "error", str(error)
+    store.set(this.told, f"{kind}:{text}")
+    _leftovers.setdefault(waits.group, defaultdict(list))[""].append(this)
+    return kind, text
+
+
+def _tidy(group: dist.ProcessGroup, purpose: str) -> None:
+    """Delete the keys of rounds that no rank can ask for, now that all ranks have come to one. Those of a round to
+    which some did not come stay until all come for the same purpose: these ranks count on from there."""
+    known = _leftovers.get(group, {})
+    for this in (*known.pop("", []), *known.pop(purpose, [])):
+        this.delete()
 
 
 def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Sequence[int]]) -> str:
@@ -205,7 +287,7 @@ def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Seque
     if not dead:
         return ""
     return (
-        f"{purpose}: rank(s) {', '.join(map(str, dead))} have died, or have given up because others did: their "
+        f"{purpose}: rank(s) {_listed(dead)} have died, or have given up because others did: their "
         f"connections are closed, and they did not come to the rendezvous of {group.size()} ranks. Restart the "
         f"processes from a checkpoint{last_of_every_rank(group)}"
     )
@@ -213,11 +295,16 @@ def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Seque
 
 def _absence(absent: Sequence[int], group: dist.ProcessGroup, purpose: str, timeout: timedelta) -> str:
     return (
-        f"{purpose}: rank(s) {', '.join(map(str, absent))} did not come to the rendezvous of {group.size()} ranks "
+        f"{purpose}: rank(s) {_listed(absent)} did not come to the rendezvous of {group.size()} ranks "
         f"within {timeout.total_seconds():g} s. Every rank must make this call; a rank that is missing has died, "
         f"hangs in a collective, or took another path (set {TIMEOUT_ENV} to wait longer or shorter)"
         f"{last_of_every_rank(group)}"
     )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + more
 
 
 def _timeout(group: dist.ProcessGroup, default: timedelta | None) -> timedelta:

@@ -35,7 +35,7 @@ class DtensorShardOperation(Original):
             return super().shard_tensor(source, tensor_idx, device, dtype)
         mesh_dim, placement = found[0]
         rank = self.device_mesh.get_local_rank(mesh_dim)
-        start, stop = placement.starts[rank], placement.starts[rank + 1]
+        start, stop = placement.unit_range(rank)
         before = self.placements
         num_dims = len(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if tensor_idx is not None and num_dims == self.param_ndim - 1:

@@ -30,6 +30,7 @@ from .gradient import ShardedGradient as ShardedGradient
 from .gradient_view import FLAT_ATTRIBUTE as FLAT_ATTRIBUTE
 from .gradient_view import FlatSegment as FlatSegment
 from .gradient_view import local_of as local_of
+from .granule import Granule as Granule
 from .home import Home as Home
 from .host_copies import host_memory as host_memory
 from .kind import ParameterKind as ParameterKind
@@ -49,7 +50,6 @@ from .moves import is_stale as is_stale
 from .moves import reflatten as reflatten
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy
 from .policy import Granularity as Granularity
-from .policy import Granule as Granule
 from .policy import MixedPrecisionPolicy as MixedPrecisionPolicy
 from .ranges import follow_profiler as follow_profiler
 from .reduction import AVERAGE as AVERAGE

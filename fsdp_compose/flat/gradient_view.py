@@ -75,13 +75,10 @@ class FlatSegment:
             end = following[0].offset if following else layout.flat_numel
         if self.is_whole:
             begin, end = 0, layout.flat_numel
-        bounds = [
-            (min(max(begin - r * numel, 0), numel), min(max(end - r * numel, 0), numel))
-            for r in range(layout.world_size)
-        ]
-        self.start, self.stop = bounds[mesh.shard_rank]
+        before = mesh.shard_rank * numel
+        self.start, self.stop = min(max(begin - before, 0), numel), min(max(end - before, 0), numel)
         self._shape = (prod([end - begin, *(tensor_mesh.size(dim) for tensor_mesh, dim in cut)]),)
-        self._placement = RaggedShard(tuple([stop - start for start, stop in bounds]), flat=True)
+        self._placement = RaggedShard(layout.counts_of(begin, end), flat=True)
         self.gradient: torch.Tensor | None = None
         self.parameter = self._make_parameter(shard)
         setattr(self.parameter, FLAT_ATTRIBUTE, True)

@@ -26,14 +26,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from functools import lru_cache
+from typing import NamedTuple
 
-__all__ = ["FlatLayout", "Granule", "LocalShard", "ParamPlacement", "ParamSpec", "plan_equal_rows", "plan_layout"]
+from ..ragged import RunLengths
+from .granule import Granule, expected_granule, granule_numel, row_numel
 
-Granule: TypeAlias = Literal["elements", "rows", "whole"] | int | tuple[int, ...]
-"""The unit that no shard boundary splits: an element (`"elements"`), an index of dim 0 (`"rows"`), the parameter
-(`"whole"`), N consecutive elements (an int), or a block of this shape, aligned to the parameter's trailing dims (a
-tuple)."""
+__all__ = ["FlatLayout", "LocalShard", "ParamPlacement", "ParamSpec", "plan_equal_rows", "plan_layout"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ParamSpec:
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
             raise ValueError(f"{self.fqn}: got shape {tuple(self.shape)}, expected sizes >= 0")
-        expected = _expected_granule(self)
+        expected = expected_granule(self.granule, len(self.shape))
         if expected:
             raise ValueError(f"{self.fqn} {tuple(self.shape)}: got granule {self.granule!r}, expected {expected}")
 
@@ -118,22 +117,23 @@ class FlatLayout:
         stop = min(max(shard_offset + self.shard_numel - param.offset, 0), param.numel)
         return LocalShard(start, stop - start, param.offset + start - shard_offset if stop > start else 0)
 
-    def local_shards_of(self, index: int) -> list[LocalShard]:
-        """The part of parameter `index` that each rank holds."""
-        return [self.local_shard(index, rank) for rank in range(self.world_size)]
+    def local_shards_of(self, index: int) -> dict[int, LocalShard]:
+        """The part of parameter `index` that each rank holds, by rank, of those that hold some."""
+        return {rank: self.local_shard(index, rank) for rank in self.holders(index)}
 
-    def counts(self, index: int) -> tuple[int, ...]:
-        """How many elements of parameter `index` each rank holds."""
+    def counts(self, index: int) -> RunLengths:
+        """How many elements of parameter `index` each rank holds: at most five runs of equal counts."""
+        param = self.params[index]
+        return self.counts_of(param.offset, param.offset + param.numel)
+
+    def counts_of(self, start: int, stop: int) -> RunLengths:
+        """How many of the elements `start` to `stop` of the flat parameter each rank holds."""
+        return RunLengths([(self.shard_numel, self.world_size)]).within(start, stop)
+
+    def holders(self, index: int) -> range:
+        """The ranks that hold elements of parameter `index`."""
         param, shard = self.params[index], self.shard_numel
-        if not param.numel:
-            return (0,) * self.world_size
-        first, last = param.offset // shard, (param.offset + param.numel - 1) // shard
-        if first == last:
-            held = [param.numel]
-        else:
-            head = (first + 1) * shard - param.offset
-            held = [head, *[shard] * (last - first - 1), param.offset + param.numel - last * shard]
-        return (*[0] * first, *held, *[0] * (self.world_size - last - 1))
+        return range(param.offset // shard, -(-(param.offset + param.numel) // shard) if param.numel else 0)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """The shape of `rank`'s local shard: N-D where the shard boundaries lie between rows, else 1-D."""
@@ -142,7 +142,7 @@ class FlatLayout:
             return () if numel else (0,)
         if not param.row_aligned:
             return (numel,)
-        return (numel // _row_numel(param.shape), *param.shape[1:])
+        return (numel // row_numel(param.shape), *param.shape[1:])
 
     def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> "FlatLayout":
         """The same places, on a rank that has less of some parameters than was planned for (uneven tensor parallelism):
@@ -168,7 +168,7 @@ def plan_equal_rows(fqn: str, shape: tuple[int, ...], world_size: int, alignment
 
         5 rows of 4 elements on 3 ranks    |aaaaaaaa|aaaaaaaa|aaaa....|
     """
-    row = _row_numel(shape)
+    row = row_numel(shape)
     num_rows = _round_up(-(-shape[0] // world_size), alignment // math.gcd(row, alignment))
     placement = ParamPlacement(fqn, shape, math.prod(shape), 0, row, row_aligned=True)
     return FlatLayout(world_size, alignment, num_rows * row, (placement,), 0)
@@ -196,66 +196,15 @@ def plan_layout(
     if not 0 <= padding_budget < math.inf:
         raise ValueError(f"got padding_budget={padding_budget}, expected a finite number >= 0")
 
-    problem = _Problem(tuple(map(_request, params)), world_size, alignment)
-    payload_numel = sum(request.numel for request in problem.requests)
-    smallest = _smallest_shard(problem)
-    largest = max(smallest, int((1 + padding_budget) * payload_numel) // world_size)
-    draft = _prefer_rows(problem, smallest, largest)
+    draft, granule_padding_numel = _solve(_Problem(tuple(map(_request, params)), world_size, alignment), padding_budget)
     placed = zip(params, draft.offsets, draft.granules, strict=True)
     return FlatLayout(
         world_size=world_size,
         alignment=alignment,
         shard_numel=draft.shard_numel,
         params=tuple(_placement(spec, offset, granule, draft.shard_numel) for spec, offset, granule in placed),
-        granule_padding_numel=world_size * (smallest - problem.packed_shard_numel),
+        granule_padding_numel=granule_padding_numel,
     )
-
-
-# --- Granules: from what the user writes to a number of elements -----------------------------------------------------
-
-
-def _row_numel(shape: tuple[int, ...]) -> int:
-    """Elements of one index of dim 0, but at least 1: so that it can divide."""
-    return max(1, math.prod(shape[1:]))
-
-
-def _expected_granule(spec: ParamSpec) -> str:
-    """A description of the legal granules; empty if the given one is legal."""
-    granule, ndim = spec.granule, len(spec.shape)
-    if granule is None or granule in ("elements", "rows", "whole"):
-        return ""
-    sizes = granule if isinstance(granule, tuple) else (granule,)
-    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
-        return "'elements', 'rows', 'whole', a positive int or a tuple of positive ints"
-    return f"a block of at most {ndim} dims" if isinstance(granule, tuple) and len(granule) > ndim else ""
-
-
-def _granule_numel(granule: Granule, shape: tuple[int, ...]) -> int:
-    """The distance between neighbouring legal shard boundaries, counted from the parameter's start."""
-    numel = math.prod(shape)
-    if isinstance(granule, tuple):
-        wanted = _block_stride(granule, shape)
-    elif isinstance(granule, int):
-        wanted = granule
-    else:
-        wanted = {"elements": 1, "rows": _row_numel(shape), "whole": numel}[granule]
-    return max(1, min(wanted, numel))
-
-
-def _block_stride(block: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The contiguous elements at whose multiples no block is split.
-
-    Blocks side by side share their rows, so only the block's outermost size above 1 counts: a boundary is legal after
-    that many whole indices of its dim. Blocks start anew at every index of the dims before it; if they do not fill the
-    dim evenly, their starts are not multiples of one number, and the boundary moves out by one dim.
-
-        block (2, 3) in (4, 6): 2 rows = 12        block (3,) in (4, 6): 3         block (4,) in (4, 6): a row = 6
-    """
-    dim = next((d for d, size in enumerate(block, len(shape) - len(block)) if size > 1), len(shape))
-    if dim == len(shape):
-        return 1
-    size, inner = block[dim - len(shape)], math.prod(shape[dim + 1 :])
-    return size * inner if dim == 0 or shape[dim] % size == 0 else shape[dim] * inner
 
 
 # --- The problem and one attempt at it -------------------------------------------------------------------------------
@@ -285,15 +234,31 @@ class _Problem:
 
 class _Draft(NamedTuple):
     shard_numel: int
-    offsets: list[int]
-    granules: list[int]  # 1 where a wish was dropped
+    offsets: tuple[int, ...]
+    granules: tuple[int, ...]  # 1 where a wish was dropped
     num_wishes_kept: int
+
+
+@lru_cache(maxsize=256)
+def _solve(problem: _Problem, padding_budget: float) -> tuple[_Draft, int]:
+    """The best draft, and the padding that required granules cost. Kept, since a model's layers are mostly alike, and
+    hundreds of parameters among thousands of ranks take a tenth of a second."""
+    payload_numel = sum(request.numel for request in problem.requests)
+    smallest = _smallest_shard(problem)
+    largest = max(smallest, int((1 + padding_budget) * payload_numel) // problem.world_size)
+    draft = _prefer_rows(problem, smallest, largest)
+    return draft, problem.world_size * (smallest - problem.packed_shard_numel)
+
+
+def clear_plans() -> None:
+    """Forget what was planned: for measurements."""
+    _solve.cache_clear()
 
 
 def _request(spec: ParamSpec) -> _Request:
     """The request that `spec` makes; without a granule of its own it wishes for rows."""
     wanted = "rows" if spec.granule is None else spec.granule
-    return _Request(math.prod(spec.shape), _granule_numel(wanted, spec.shape), spec.granule is not None)
+    return _Request(math.prod(spec.shape), granule_numel(wanted, spec.shape), spec.granule is not None)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -305,7 +270,7 @@ def _placement(spec: ParamSpec, offset: int, granule: int, shard_numel: int) -> 
     first_boundary = shard_numel - offset % shard_numel
     # Two neighbouring boundaries between rows are a whole number of rows apart: then so are all others.
     boundaries = [boundary for boundary in (first_boundary, first_boundary + shard_numel) if boundary < numel]
-    row_aligned = all(boundary % _row_numel(shape) == 0 for boundary in boundaries)
+    row_aligned = all(boundary % row_numel(shape) == 0 for boundary in boundaries)
     return ParamPlacement(spec.fqn, shape, numel, offset, granule, row_aligned)
 
 
@@ -342,7 +307,7 @@ def _place(problem: _Problem, shard_numel: int, max_shift: int) -> _Draft | None
         offsets.append(start)
         granules.append(granule)
         cursor = start + numel
-    return _Draft(shard_numel, offsets, granules, num_wishes_kept)
+    return _Draft(shard_numel, tuple(offsets), tuple(granules), num_wishes_kept)
 
 
 # --- The search for a shard length -----------------------------------------------------------------------------------

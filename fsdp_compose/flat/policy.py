@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn as nn
 
-from .layout import Granule
+from .granule import Granule
 
 
 @dataclass(frozen=True)

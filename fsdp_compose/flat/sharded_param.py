@@ -77,7 +77,7 @@ def sharded_spec(
     param, counts = layout.params[index], layout.counts(index)
     row = param.row_numel
     is_rows = param.row_aligned and bool(param.shape) and row > 0
-    placement = RaggedShard(tuple([n // row for n in counts]) if is_rows else counts, flat=not is_rows)
+    placement = RaggedShard(counts.divided_by(row) if is_rows else counts, flat=not is_rows)
     known = _specs.setdefault(mesh.shard_group, weakref.WeakValueDictionary())
     whole, placements, shape = mesh.mesh, mesh.placements(placement), param.shape
     if own is not None:

@@ -178,7 +178,7 @@ def _compare(
     """Meet all ranks of ``group``, each of which is about to do something; return, as text, how they differ."""
     steps = None if root is None else num_steps(root)
     payload = json.dumps([what, steps, sums])
-    verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout, is_frequent=True)
+    verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout)
     if verdict.startswith(STEPS_DIFFER) and root is not None:
         begin_again(root)  # on all ranks: each difference is told once
     return verdict

@@ -22,6 +22,7 @@ from .owned import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
 from .owned import SHOWN_ATTRIBUTE as SHOWN_ATTRIBUTE
 from .owned import hook_owners as hook_owners
 from .placement import RaggedShard as RaggedShard
+from .run_lengths import RunLengths as RunLengths
 from .spec import RaggedSpec as RaggedSpec
 from .tensor import RaggedDTensor as RaggedDTensor
 from .tensor import distribute_ragged as distribute_ragged

@@ -52,7 +52,7 @@ def _whole_shape(local: torch.Tensor, placements: Sequence[Placement]) -> Sequen
     """
     ragged = next(item for item in placements if isinstance(item, RaggedShard))
     if not ragged.flat and all(item is ragged or item.is_replicate() for item in placements):
-        return (ragged.starts[-1], *local.shape[1:])
+        return (ragged.num_placed, *local.shape[1:])
     if ragged.of_shape is None:
         raise ValueError(
             f"DTensor.from_local(): {list(placements)} do not tell the shape of the whole tensor: give shape= and "

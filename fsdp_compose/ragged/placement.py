@@ -6,18 +6,25 @@ on 3 ranks, once by rows and once by elements::
     RaggedShard((3, 2, 0))                 rows 0 to 2 | rows 3 and 4 | nothing
     RaggedShard((14, 6, 0), flat=True)     elements 0 to 13 | elements 14 to 19 | nothing
 
+Among very many ranks one writes, prints and stores runs of equal counts, as (count, number of ranks) pairs:
+``RaggedShard([(5, 1), (64, 1022), (0, 1)])``. Whatever their number, nothing here takes more time or memory.
+
 On a mesh of several dimensions a ``RaggedShard`` is always the innermost: it shards what is local after all other
 placements have been applied, wherever its mesh dimension stands.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor.placement_types import Shard
+
+from .run_lengths import RunLengths
+
+_MOST_COUNTS_IN_WORDS = 16  # of more ranks, pieces are shorter
 
 
 class RaggedShard(Shard):
@@ -28,28 +35,40 @@ class RaggedShard(Shard):
     one layout for another, and stock ``DTensorSpec`` refuses it, so that only a ``RaggedDTensor`` can carry it.
 
     Args:
-        counts: units of each rank.
+        counts: units of each rank; or pairs of units and of how many ranks, one after the other, have so many.
         flat: a unit is one element of the flattened tensor; else a row, an index of dim 0.
     """
 
     __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
 
-    counts: tuple[int, ...]
+    counts: RunLengths
+    """Units of each rank: a sequence."""
     flat: bool
-    starts: tuple[int, ...]
-    """Where each rank's local shard starts, in units, and at last the number of units."""
     of_shape: tuple[int, ...] | None = None
     """The shape of the tensor that has this very object among its placements, for code that wants another tensor placed
     like it. No part of what a placement means: equal ones may differ in it."""
 
-    def __init__(self, counts: tuple[int, ...], flat: bool = False) -> None:
+    def __init__(self, counts: Sequence[int] | Sequence[tuple[int, int]], flat: bool = False) -> None:
         super().__init__(0)
-        self.counts = tuple(counts)
+        self.counts = _run_lengths(counts)
         self.flat = flat
-        if not self.counts or min(self.counts) < 0:
-            raise ValueError(f"RaggedShard(counts={self.counts}): expected a count >= 0 for each rank")
-        self.starts = (0, *accumulate(self.counts))
-        self._hash = hash((RaggedShard, self.counts, flat))
+        if not self.counts.pieces or min(self.counts.pieces)[0] < 0:
+            raise ValueError(f"RaggedShard(counts={_in_words(self.counts)}): expected a count >= 0 for each rank")
+        self._hash = hash((RaggedShard, self.counts.pieces, flat))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each rank's local shard starts, in units, and at last the number of units: made when asked for."""
+        return (*(start for start, _ in self.counts.ranges()), self.num_placed)
+
+    @property
+    def num_placed(self) -> int:
+        """How many units all ranks hold together."""
+        return self.counts.total
+
+    def unit_range(self, rank: int) -> tuple[int, int]:
+        """Start and stop of ``rank``'s local shard, in units."""
+        return self.counts.start(rank), self.counts.start(rank + 1)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -63,16 +82,16 @@ class RaggedShard(Shard):
         return self._hash
 
     def __reduce__(self) -> Any:  # the base class would pickle, and copy, what it knows of: the dim
-        return RaggedShard, (self.counts, self.flat)
+        return RaggedShard, (self.counts.pieces, self.flat)
 
     def __repr__(self) -> str:
-        return f"RaggedShard({list(self.counts)}{', flat=True' if self.flat else ''})"
+        return f"RaggedShard({_in_words(self.counts)}{', flat=True' if self.flat else ''})"
 
     def __str__(self) -> str:
-        return f"R{'E' if self.flat else 'S'}{list(self.counts)}"
+        return f"R{'E' if self.flat else 'S'}{_in_words(self.counts)}"
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        return f"RaggedShard({self.counts!r}, {self.flat!r})", {"RaggedShard": RaggedShard}
+        return f"RaggedShard({self.counts.pieces!r}, {self.flat!r})", {"RaggedShard": RaggedShard}
 
     def with_shape(self, shape: tuple[int, ...]) -> RaggedShard:
         """The same placement, which remembers the shape of a tensor."""
@@ -96,22 +115,25 @@ class RaggedShard(Shard):
 
     def element_range(self, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
         """Start and stop of ``rank``'s local shard in the flattened tensor of ``shape``."""
-        unit = self.unit_numel(shape)
-        return self.starts[rank] * unit, self.starts[rank + 1] * unit
+        unit, (start, stop) = self.unit_numel(shape), self.unit_range(rank)
+        return start * unit, stop * unit
+
+    def element_ranges(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Those of all ranks."""
+        return self.counts.times(self.unit_numel(shape)).ranges()
 
     def flattened(self, shape: tuple[int, ...]) -> RaggedShard:
         """The same shard boundaries, counted in elements."""
         if self.flat:
             return self
-        unit = self.unit_numel(shape)
-        return RaggedShard(tuple(count * unit for count in self.counts), flat=True)
+        return RaggedShard(self.counts.times(self.unit_numel(shape)), flat=True)
 
     # ---- methods that other code may call on a Shard
 
     def _local_shard_size_and_offset(  # type: ignore[override]
         self, curr_local_size: int, num_chunks: int, rank: int
     ) -> tuple[int, int]:
-        if self.starts[-1] != curr_local_size or len(self.counts) != num_chunks:
+        if self.num_placed != curr_local_size or len(self.counts) != num_chunks:
             what = (
                 "it shards between elements and not between rows, so that what a rank holds is no box of the tensor: "
                 "use distribute_tensor() or DTensor.from_local(), or shard by rows (granularity= of fully_shard())"
@@ -121,7 +143,7 @@ class RaggedShard(Shard):
             raise NotImplementedError(
                 f"{self!r} does not shard a dimension of {curr_local_size} over {num_chunks} ranks: {what}"
             )
-        return self.counts[rank], self.starts[rank]
+        return self.counts[rank], self.counts.start(rank)
 
     def local_shard_size_and_offset(  # type: ignore[override]
         self, curr_local_size: int, num_chunks: int, rank: int
@@ -136,6 +158,19 @@ class RaggedShard(Shard):
 
 
 torch.serialization.add_safe_globals([RaggedShard])
+
+
+def _run_lengths(counts: Sequence[int] | Sequence[tuple[int, int]]) -> RunLengths:
+    if isinstance(counts, RunLengths):
+        return counts
+    pieces = [item if isinstance(item, tuple) else (item, 1) for item in counts]
+    if any(num_ranks < 0 for _, num_ranks in pieces):
+        raise ValueError(f"RaggedShard(counts={pieces}): expected (count, number of ranks) pairs, both >= 0")
+    return RunLengths(pieces)
+
+
+def _in_words(counts: RunLengths) -> str:
+    return repr([*counts] if len(counts) <= _MOST_COUNTS_IN_WORDS else [*counts.pieces])
 
 
 class Box(NamedTuple):

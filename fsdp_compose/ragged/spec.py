@@ -41,7 +41,7 @@ class RaggedSpec(DTensorSpec):
                 f"RaggedShard; got {list(spec.placements)}"
             )
         units, inner = spec.ragged.num_units(spec.inner_shape), tuple(spec.inner_shape)
-        if len(spec.ragged.counts) != mesh.size(spec.ragged_dim) or spec.ragged.starts[-1] != units:
+        if len(spec.ragged.counts) != mesh.size(spec.ragged_dim) or spec.ragged.num_placed != units:
             raise ValueError(
                 f"{spec.ragged} does not shard a tensor of shape {inner}, which has {units} "
                 f"{'elements' if spec.ragged.flat else 'rows'}, over {mesh.size(spec.ragged_dim)} ranks"

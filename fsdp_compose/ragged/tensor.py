@@ -388,7 +388,7 @@ def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
     """The inner tensor, from the local shards of all ranks of the ragged mesh dimension."""
     spec, local = tensor._spec, local_tensor(tensor)
     group, shape = spec.group, spec.inner_shape
-    ranges = [spec.ragged.element_range(shape, rank) for rank in range(len(spec.ragged.counts))]
+    ranges = spec.ragged.element_ranges(shape)
     home, local = local.device, local.to(device_for(group, local.device))
     flat = local.new_empty(prod(shape))
     if len(ranges) == 1 or local.device.type == "meta":

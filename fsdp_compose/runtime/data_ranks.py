@@ -37,6 +37,8 @@ def mesh_of_root(found: _Found) -> DataParallelMesh:
     widest = widest_mesh([state for state, _ in found])
     peers = {*dist.get_process_group_ranks(widest.peers)}
     for state, name in found:
+        if state.mesh.peers is widest.peers:
+            continue
         own = {*dist.get_process_group_ranks(state.mesh.peers)}
         if not state.mesh.is_simulated and not own <= peers:
             raise ValueError(

@@ -140,7 +140,7 @@ class _RootExchange:
         self._starts = dict(zip(map(id, handles), starts))
         self._root = weakref.ref(root)
         carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
-        self._exchange = ControlExchange(sum(len(item.fqns) for item in handles), 0, carrier, may_stop=False)
+        self._exchange = ControlExchange(sum(len(item.fqns) for item in handles), 0, carrier)
         self._has_begun = False
 
     @staticmethod

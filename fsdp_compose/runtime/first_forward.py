@@ -37,6 +37,7 @@ from ..group import (
     take_assigned,
     unsharded_tensors,
 )
+from .advice import advise
 from .buckets import watch_buckets
 from .data_ranks import mesh_of_root
 from .recovery import recover
@@ -106,7 +107,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     num_params = sum(len(item.fqns) for item in handles)
     carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
     exchange = ControlExchange(num_params, len(states), carrier)
-    forward_exchange = ControlExchange(num_params, len(states), carrier, may_stop=False, end_of="forward")
+    forward_exchange = ControlExchange(num_params, len(states), carrier, end_of="forward")
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
     for handle, start in starts.items():
         handle.contributions.write_used_to(exchange.used[start : start + len(handle.fqns)])
@@ -114,6 +115,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     communicator.serve(handles)
     number = order.admit(state, states, model)
     look_after_standstill()
+    advise(mesh, states)
     parts = [part.states for part in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)
     root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards)

@@ -8,6 +8,7 @@ the one that is saved is none of them. And the batches of tensor-parallel ranks,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -26,6 +28,7 @@ from ..group import Root, _FSDPState, group_modules
 
 _CHUNK = 1 << 20  # elements that are looked at together: what is made for it stays small
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_DIGEST_LENGTH = 32  # characters
 _PERIOD = 65_521  # of the weights of elements: their order counts
 
 
@@ -36,24 +39,27 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
         RuntimeError: on every rank, replicas differ; names the first parameter that does, and the ranks.
     """
     compared = [state for state in states if state.options.bucket_bytes is None]
-    parts = [part for state in compared for handle in state._handles for part in _parts_with_replicas(handle)]
+    parts = [*_parts_with_replicas(compared)]
     if not parts:
         return
-    sums = {
-        place: [_checksum(handle.shard[start:stop]) for start, stop in ranges] for place, handle, ranges, _ in parts
-    }
+    sums: dict[str, list[list[int]]] = {}
+    for place, handle, ranges, _ in parts:
+        sums.setdefault(place, []).extend(_checksum(handle.shard[start:stop]) for start, stop in ranges)
     purpose = "first forward: comparing replicas"
-    if not meet(mesh.peers, purpose, json.dumps([*sums.items()]), _first_difference):
+    digests = [(place, _digest(found)) for place, found in sums.items()]
+    difference = meet(mesh.peers, purpose, json.dumps(digests), _first_difference)
+    if not difference:
         return
+    where, *differing = json.loads(difference)
     each = {}
-    for place, handle, _, indices in parts:
+    for place, handle, _, indices in parts if mesh.rank in differing else ():
         views = handle.views_of(handle.shard)
-        for i in indices:
-            each[f"{place} {handle.name_of(i)}"] = _checksum(views[i])
+        for i in indices if place == where else ():
+            each[handle.name_of(i)] = _checksum(views[i])
     difference = meet(mesh.peers, purpose, json.dumps([*each.items()]), _first_difference)
     name, first, other = json.loads(difference)
     raise RuntimeError(
-        f"first forward: {name.rpartition(' ')[2]} has different elements on ranks {first} and {other}, which hold "
+        f"first forward: {name} has different elements on ranks {first} and {other}, which hold "
         "replicas of it: they would train different models. Start from equal parameters: seed all ranks alike, load a "
         "checkpoint, or call broadcast_replicas(model) after fully_shard()"
     )
@@ -89,18 +95,32 @@ def _buffers(state: _FSDPState) -> Iterator[torch.Tensor]:
 
 
 _Part = tuple[str, FlatParamHandle, list[tuple[int, int]], list[int]]
-"""Parameters that lie on the same ranks: what names their place alike on ranks that must hold the same; the ranges of
-the shard that they are in; and their indices."""
+"""Parameters that lie on the same ranks: what names their place alike on ranks that must hold the same, and only there;
+the ranges of the shard that they are in; and their indices."""
 
 
-def _parts_with_replicas(handle: FlatParamHandle) -> Iterator[_Part]:
+def _digest(numbers: object) -> str:
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:_DIGEST_LENGTH]
+
+
+def _parts_with_replicas(states: Sequence[_FSDPState]) -> Iterator[_Part]:
+    """Those of groups, which are the same on all ranks. Places on one mesh have one number in front."""
+    numbers: dict[DeviceMesh, int] = {}
+    for state in states:
+        for handle in state._handles:
+            number = numbers.setdefault(handle.mesh.mesh, len(numbers))
+            for place, of, ranges, indices in _parts_of(handle):
+                yield f"{number} {place}", of, ranges, indices
+
+
+def _parts_of(handle: FlatParamHandle) -> Iterator[_Part]:
     mesh, own = handle.mesh, handle.tensor_parallel
     if handle.shard.device.type == "meta":
         return
     if own is None:
         if mesh.peers.size() > mesh.shard_world_size:
             everything = [(0, handle.shard.numel())]
-            yield f"{handle.names[0]} {mesh.shard_rank}", handle, everything, [*range(len(handle.fqns))]
+            yield f"{mesh.shard_rank}", handle, everything, [*range(len(handle.fqns))]
         return
     by_place: dict[str, list[int]] = {}
     for i in range(len(handle.fqns)):
@@ -109,7 +129,7 @@ def _parts_with_replicas(handle: FlatParamHandle) -> Iterator[_Part]:
         sharded = prod(device_mesh.size(dim) for device_mesh, dim in own.sharded_dims(indices[0]))
         if mesh.peers.size() > mesh.shard_world_size * sharded:
             ranges = [handle.local_shards[i][:2] for i in indices]
-            yield f"{handle.name_of(indices[0])} {mesh.shard_rank} {place}", handle, ranges, indices
+            yield f"{mesh.shard_rank} {place}", handle, ranges, indices
 
 
 def warn_of_different_inputs(root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -125,7 +145,7 @@ def warn_of_different_inputs(root: Root, args: tuple[Any, ...], kwargs: dict[str
         for leaf in tree_leaves((args, kwargs))
         if type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_meta
     ]
-    payload = json.dumps([(f"{mesh.data_rank}", given)])
+    payload = json.dumps([(f"{mesh.data_rank}", _digest(given))])
     difference = meet(mesh.peers, "first forward: comparing inputs", payload, _first_difference)
     if difference:
         _, first, other = json.loads(difference)

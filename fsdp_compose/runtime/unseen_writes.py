@@ -44,8 +44,8 @@ def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: Group
         return
     gap = progress.look_gaps[mode]
     progress.uses_left[mode], progress.look_gaps[mode] = gap, 1 if is_on() else min(2 * gap, _MAX_GAP)
-    if state.mesh.is_simulated or not root.exchange.is_on:
-        return  # nothing is gathered; or the ranks do not exchange any more
+    if state.mesh.is_simulated:
+        return  # nothing is gathered
     root.forward.note_written()
     with torch.no_grad(), without_modes():
         found = writes_to_unsharded(state) if use is None else use.find_writes()

@@ -113,7 +113,7 @@ class Steps(Generic[T]):
         def judge(payloads: list[str]) -> str:
             return _verdict(self._call, [tuple(json.loads(text)) for text in payloads])
 
-        return meet(self._group, f"{self._call}: its loop over buckets", payload, judge, is_frequent=True)
+        return meet(self._group, f"{self._call}: its loop over buckets", payload, judge)
 
 
 def _verdict(call: str, told: Sequence[tuple[str, str]]) -> str:

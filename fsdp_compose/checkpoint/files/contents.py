@@ -65,8 +65,20 @@ def mark(save_id: str | None) -> str:
     return f"{_MARK}{save_id}"
 
 
-def contents_of(folder: Path, allow_pickle: bool = False) -> Contents:
-    """Read the manifest and the metadata of a checkpoint.
+Lists = dict[str, bytes]
+"""The files that say what a checkpoint holds, by name: the metadata, and the manifest if there is one."""
+
+
+def lists_of(folder: Path) -> Lists:
+    """Raises ValueError if one of them is a link out of the folder."""
+    found = [name for name in (MANIFEST, METADATA) if (folder / name).is_file()]
+    for name in found:
+        _require_inside(folder, name)
+    return {name: (folder / name).read_bytes() for name in found}
+
+
+def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Contents:
+    """The contents of a checkpoint, from its manifest and its metadata.
 
     Args:
         allow_pickle: unpickle metadata of other classes too, which can run any code.
@@ -74,8 +86,8 @@ def contents_of(folder: Path, allow_pickle: bool = False) -> Contents:
     Raises:
         ValueError: they make no sense, lead out of the folder, or ask for more than a list of tensors needs.
     """
-    manifest = _read_manifest(folder)
-    metadata = _read_metadata(folder, None if manifest is None else manifest.files.get(METADATA), allow_pickle)
+    manifest = _read_manifest(lists.get(MANIFEST))
+    metadata = _read_metadata(lists[METADATA], None if manifest is None else manifest.files.get(METADATA), allow_pickle)
     needed = _least_sizes(metadata)
     if manifest is None:
         if str(getattr(metadata.storage_meta, "save_id", "")).startswith(_MARK):
@@ -114,19 +126,16 @@ def _checksum_of(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def _read_manifest(folder: Path) -> _Manifest | None:
-    if not (folder / MANIFEST).is_file():
+def _read_manifest(content: bytes | None) -> _Manifest | None:
+    if content is None:
         return None
-    _require_inside(folder, MANIFEST)
     try:
-        listed = json.loads((folder / MANIFEST).read_bytes().decode())
+        listed = json.loads(content.decode())
         # Without a checksum: of an earlier version, unless it is the word that is damaged.
         _require(listed.keys() <= {"files", NUMBERS, _CHECKSUM}, "it holds what no save writes there")
         _require(listed.get(_CHECKSUM, _checksum_of(listed)) == _checksum_of(listed), "its checksum differs")
         files = {str(name): (int(size), int(total)) for name, (size, total) in listed["files"].items()}
         return _Manifest(files, frozenset(_path(path) for path in listed.get(NUMBERS, ())))
-    except OSError:
-        raise
     except Exception as error:  # whatever damaged JSON raises
         raise ValueError(f"{MANIFEST} does not hold what was written: {problem_text(error)}") from error
 
@@ -154,9 +163,8 @@ def _require_inside(folder: Path, name: Any) -> None:
 # ---- the metadata
 
 
-def _read_metadata(folder: Path, listed: tuple[int, int] | None, allow_pickle: bool) -> Metadata:
+def _read_metadata(content: bytes, listed: tuple[int, int] | None, allow_pickle: bool) -> Metadata:
     """``listed``: size and checksum, if they are known."""
-    content = (folder / METADATA).read_bytes()
     if listed not in (None, (len(content), zlib.crc32(content))):
         raise ValueError(f"{METADATA} does not hold what was written: its size or its checksum differs")
     try:

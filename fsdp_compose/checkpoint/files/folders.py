@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ..moving.agreement import problem_text
-from .contents import MANIFEST, METADATA, Contents, as_text, contents_of
+from .contents import MANIFEST, METADATA, Contents, Lists, as_text, contents_of, lists_of
 
 _BLOCK = 16 * 2**20
 _UNFINISHED = ".unfinished"  # in the partial folders of earlier versions, which held the files themselves
@@ -177,25 +177,47 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
 
 def inspect(folder: Path, part: int = 0, num_parts: int = 1, allow_pickle: bool = False) -> tuple[Contents | None, str]:
     """The contents of the checkpoint in ``folder``, and its damage, as ``damage`` gives it."""
+    lists, problem = read_lists(folder)
+    contents, problem = (None, problem) if problem else understood(folder, lists, allow_pickle)
+    return contents, problem if contents is None else damage_of_part(folder, contents, part, num_parts)
+
+
+def read_lists(folder: Path) -> tuple[Lists, str]:
+    """The files in which the checkpoint in ``folder`` says what it holds; or why there are none."""
     if not folder.is_dir():
         partial = partial_of(folder)
         interrupted = f"; {partial} is a save that was interrupted, and cannot be loaded" if partial.exists() else ""
-        return None, f"there is no checkpoint at {folder}{interrupted}"
+        return {}, f"there is no checkpoint at {folder}{interrupted}"
     if not (folder / METADATA).is_file():
         return (
-            None,
+            {},
             f"{folder} is no complete checkpoint: it has no {METADATA}, which is written last. Load an earlier one",
         )
     try:
-        contents = contents_of(folder, allow_pickle)
-    except OSError:
-        raise
+        return lists_of(folder), ""
+    except ValueError as error:
+        return {}, _damaged(folder, error)
+
+
+def understood(folder: Path, lists: Lists, allow_pickle: bool) -> tuple[Contents | None, str]:
+    """What the checkpoint in ``folder`` says that it holds; or why it does not."""
+    try:
+        contents = contents_of(folder, lists, allow_pickle)
     except Exception as error:  # whatever damaged JSON and pickles raise
-        reason = str(error) if type(error) in (ValueError, pickle.UnpicklingError) else problem_text(error)
-        return None, f"{folder} is damaged: its list of files cannot be read ({reason}). Load an earlier checkpoint"
+        return None, _damaged(folder, error)
+    return contents, ""
+
+
+def _damaged(folder: Path, error: Exception) -> str:
+    reason = str(error) if type(error) in (ValueError, pickle.UnpicklingError) else problem_text(error)
+    return f"{folder} is damaged: its list of files cannot be read ({reason}). Load an earlier checkpoint"
+
+
+def damage_of_part(folder: Path, contents: Contents, part: int, num_parts: int) -> str:
+    """The damage of every ``num_parts``-th file, beginning with number ``part``; empty if there is none."""
     names = sorted(contents.files)[part::num_parts]
-    found = [_damage_of(folder / name, *contents.files[name]) for name in names]
-    return contents, next((text for text in found if text), "")
+    found = (_damage_of(folder / name, *contents.files[name]) for name in names)
+    return next((text for text in found if text), "")
 
 
 def _damage_of(path: Path, size: int, total: int | None) -> str:

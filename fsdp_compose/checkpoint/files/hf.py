@@ -326,8 +326,8 @@ def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
             return shard_whole(whole, target) if hasattr(like, "placements") else whole.to(target.device)
         spec = like._spec.with_dtype(stored.described.dtype)
         if spec.is_only_ragged and not spec.ragged.flat and spec.shape:
-            rows = spec.ragged.starts[spec.rank : spec.rank + 2]
-            local = file.get_slice(fqn)[rows[0] : rows[1]]
+            start, stop = spec.ragged.unit_range(spec.rank)
+            local = file.get_slice(fqn)[start:stop]
         else:
             local = local_of(shard_whole(file.get_tensor(fqn), Target(like)))
         # A copy: what safetensors returns keeps the memory of the whole tensor.

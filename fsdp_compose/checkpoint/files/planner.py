@@ -4,21 +4,28 @@
 from __future__ import annotations
 
 import io
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from ..._torch import dedup_save_plans
 from ..state.flattened import GROUPS, PARAMS, STATE, is_flattened, longest_prefix
 from ..state.pending import pending_state
 from ..state.templates import StateKind
 from ..state.trained import is_shared_name
+from .validation import problems_of
+
+_MAX_PROBLEMS = 5  # that an error lists
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -249,11 +256,72 @@ class SavePlanner(DefaultSavePlanner):
     torch's file writer copies whatever is a part of a larger storage, as sharded parameters are of their shard, and
     keeps the copies until everything is written. This planner gives it the same memory as storages of their own. (Not
     for ``async_save()``, which is to copy.)
+
+    Among many ranks it plans in a time that grows with what is planned, also for stacks of experts.
+
+    Args:
+        share: this rank and the number of ranks, where all ranks have the same keys: then what all ranks have whole is
+            planned by one rank each. Default: every rank plans all it has, and the first one chooses.
     """
+
+    def __init__(self, *arguments: Any, share: tuple[int, int] | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.share = share
+        self.caches_plans = bool(options.get("enable_plan_caching", any(arguments[4:5])))
+
+    def create_local_plan(self) -> SavePlan:
+        if self.share is None:
+            return super().create_local_plan()
+        rank, size = self.share
+        whole = self.state_dict
+        mine = {key: value for key, value in whole.items() if not is_whole(value) or owner_of(key, size) == rank}
+        try:
+            self.state_dict = mine
+            plan = super().create_local_plan()
+        finally:
+            self.state_dict = whole
+        if plan.planner_data is not None and rank:
+            plan = replace(plan, planner_data={})  # the keys, which the first rank has too
+        self.plan = plan
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if self.caches_plans:
+            return super().create_global_plan(all_plans)
+        plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank))
+        if self.flatten_state_dict:
+            paths: dict[str, Any] = {}
+            for plan in reversed(plans):  # the first ranks' count
+                paths.update(plan.planner_data)
+            metadata = replace(metadata, planner_data=paths)
+        problems = problems_of(plans, metadata)
+        if problems:
+            raise ValueError("; ".join(problems[:_MAX_PROBLEMS]))
+        self.global_plan, self.metadata = plans, metadata
+        return plans, metadata
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         value = super().transform_object(write_item, object)
         return _with_own_storage(value) if isinstance(value, torch.Tensor) else value
+
+
+def keys_of(state_dict: dict[str, Any]) -> list[str]:
+    """What will be planned of a state dict: the keys, and which of their values a rank has whole."""
+    planner = SavePlanner()
+    planner.set_up_planner(state_dict)
+    return [f"{'whole' if is_whole(value) else 'sharded'} {key}" for key, value in planner.state_dict.items()]
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a rank that has this value has all of it: a plain tensor, or no tensor at all."""
+    if isinstance(value, torch.Tensor):
+        return type(value) in (torch.Tensor, torch.nn.Parameter)
+    return not hasattr(value, "__create_write_items__")
+
+
+def owner_of(key: str, num_ranks: int) -> int:
+    """The rank that writes what all have; the same in every process."""
+    return zlib.crc32(key.encode()) % num_ranks
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:

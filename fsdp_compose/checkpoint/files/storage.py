@@ -19,12 +19,30 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...comm import noticing_loss
-from ..moving.agreement import agree, attempt, has_peers, or_problem, problem_text, text_of_first_rank
+from ..moving.agreement import (
+    agree,
+    attempt,
+    has_peers,
+    or_problem,
+    problem_text,
+    tell_and_compare,
+)
 from ..moving.gathering import empty_on
 from ..moving.layouts import Target
-from .contents import MANIFEST, METADATA, NUMBERS, mark
-from .folders import abandon_folder, begin_folder, entries, finish_folder, inspect, local_folder, new_token, partial_of
-from .planner import LoadPlanner, SavePlanner
+from .contents import MANIFEST, METADATA, NUMBERS, Contents, Lists, mark
+from .folders import (
+    abandon_folder,
+    begin_folder,
+    damage_of_part,
+    entries,
+    finish_folder,
+    local_folder,
+    new_token,
+    partial_of,
+    read_lists,
+    understood,
+)
+from .planner import LoadPlanner, SavePlanner, keys_of
 from .reading import Reader, Refused, Told, telling
 from .string_keys import give_back, paths_of_numbers, with_string_keys
 
@@ -52,17 +70,19 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     numbers = [] if state is None else [*paths_of_numbers(state)]
     if state is not None:
         state, problem = attempt(with_string_keys, state)
-    token = new_token()
+    keys, failure = attempt(keys_of, state or {})
+    problem, token = problem or failure, new_token()
     if _is_first(group) and not problem:
         problem = or_problem(begin_folder, folder, token)
     agree(group, "save()", [str(folder), *(state or {})], problem)
-    assert state is not None
-    token = text_of_first_rank(group, "save()", "the owner of the folder", token)
+    assert state is not None and keys is not None
+    token, is_alike = tell_and_compare(group, "save()", "the owner of the folder", token, keys)
+    share = (group.rank(), group.size()) if is_alike and group is not None else None
     writer = _Writer(partial_of(folder) / token, sync_files=True)
     try:
         try:
             with nullcontext() if group is None else noticing_loss(group, "a collective of save()"):
-                _write(writer, state, process_group)
+                _write(writer, state, process_group, share)
                 _complete(writer, folder, token, numbers, group)
         except RuntimeError as error:
             if isinstance(error, _Failed) or not has_peers(group):
@@ -83,12 +103,17 @@ class _Failed(RuntimeError):
     """A save has failed, on every rank."""
 
 
-def _write(writer: _Writer, state: dict[str, Any], process_group: dist.ProcessGroup | None) -> None:
+def _write(
+    writer: _Writer,
+    state: dict[str, Any],
+    process_group: dist.ProcessGroup | None,
+    share: tuple[int, int] | None,
+) -> None:
     try:
         dcp.save(
             state,
             storage_writer=writer,
-            planner=SavePlanner(),
+            planner=SavePlanner(share=share),
             process_group=process_group,
             no_dist=_group(process_group) is None,
         )
@@ -101,13 +126,13 @@ def _complete(
 ) -> None:
     """Compare notes about what was written, and give the folder its name."""
     rank = 0 if group is None else group.rank()
-    mine, problem = attempt(_written_by, writer.folder, rank)
+    mine, problem = attempt(entries, [writer.folder / name for name in writer.written])
     _agree_to_save(group, folder, problem)
     parts: list[Any] = [(mine, numbers)]
     if has_peers(group):
         assert group is not None
         parts = [None] * group.size()
-        dist.all_gather_object(parts, (mine, numbers), group=group)
+        dist.gather_object((mine, numbers), None if rank else parts, group=group, group_dst=0)
     if rank == 0:
         files = {name: entry for part, _ in parts for name, entry in part.items()}
         everywhere = list(dict.fromkeys(path for _, paths in parts for path in paths))
@@ -120,10 +145,6 @@ def _agree_to_save(group: dist.ProcessGroup | None, folder: Path, problem: str |
         agree(group, "save()", [str(folder)], problem)
     except RuntimeError as error:
         raise _Failed(str(error)) from error.__cause__
-
-
-def _written_by(partial: Path, rank: int) -> dict[str, list[int]]:
-    return entries(path for path in partial.iterdir() if path.name.startswith(f"__{rank}_"))
 
 
 def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[int]], numbers: Sequence[Any]) -> str:
@@ -172,13 +193,14 @@ def load(
             ``state_dict`` asks for; or a rank did not come. Nothing was changed, unless the error says so.
     """
     group, folder = _group(process_group), local_folder(folder)
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    rank = 0 if group is None else group.rank()
     plain, problem = attempt(_plain, state_dict)
     state, failure = attempt(_places, plain)
-    found, damaged = attempt(inspect, folder, rank, size, allow_pickle)
-    contents, lack = found or (None, "")
+    found, damaged = attempt(read_lists, folder) if rank == 0 else (None, "")
+    lists, lack = found or ({}, "")
     agree(group, "load()", [str(folder), *(state or {})], problem or failure or damaged or lack)
-    assert plain is not None and state is not None and contents is not None
+    contents = _agree_on_contents(folder, _told_by_first_rank(lists, group), group, allow_pickle)
+    assert plain is not None and state is not None
     if rank == 0 and not contents.is_verifiable:
         warnings.warn(f"{folder} has no {MANIFEST}: nothing that its files hold was verified, only how long they are")
     try:
@@ -204,6 +226,28 @@ def load(
     loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
     _, problem = attempt(_give_back, state_dict, loaded)
     agree(group, "load()", [str(folder)], problem)
+
+
+def _told_by_first_rank(lists: Lists, group: dist.ProcessGroup | None) -> Lists:
+    """What the first rank has read, on every rank: thousands that read one file at once would wait for each other."""
+    told = [lists]
+    if has_peers(group):
+        assert group is not None
+        with noticing_loss(group, "a collective of load()"):
+            dist.broadcast_object_list(told, group=group, group_src=0)
+    return told[0]
+
+
+def _agree_on_contents(folder: Path, lists: Lists, group: dist.ProcessGroup | None, allow_pickle: bool) -> Contents:
+    """Verify this rank's part of the files, and meet the others."""
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    found, problem = attempt(understood, folder, lists, allow_pickle)
+    contents, lack = found or (None, "")
+    if contents is not None:
+        problem = or_problem(damage_of_part, folder, contents, rank, size)
+    agree(group, "load()", [str(folder)], problem or lack)
+    assert contents is not None
+    return contents
 
 
 def _places(plain: dict[str, Any] | None) -> dict[str, Any]:
@@ -266,8 +310,10 @@ def _first_failure(error: CheckpointException) -> str:
 
 
 class _Writer(FileSystemWriter):
-    """Attributes: ``names``: of the files that all ranks say to have written; on the first rank, at the end."""
+    """Attributes: ``written``: the names of the files that this rank has written; ``names``: of those that all ranks
+    say to have written; on the first rank, at the end."""
 
+    written: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
 
     @property
@@ -276,7 +322,9 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, *arguments: Any, **options: Any) -> Any:
         with telling():
-            return super().write_data(*arguments, **options)
+            results = super().write_data(*arguments, **options)
+            self.written = frozenset(result.storage_data.relative_path for result in results.wait())
+            return results
 
     def storage_meta(self) -> StorageMeta | None:
         meta = super().storage_meta()

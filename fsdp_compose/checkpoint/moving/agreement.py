@@ -140,12 +140,21 @@ def is_true_on_any(group: dist.ProcessGroup | None, call: str, what: str, flag: 
     return meet(group, purpose, str(flag), lambda flags: str(str(True) in flags)) == str(True)
 
 
-def text_of_first_rank(group: dist.ProcessGroup | None, call: str, what: str, text: str) -> str:
-    """The first rank's ``text``, on every rank. Every rank meets."""
+def tell_and_compare(
+    group: dist.ProcessGroup | None, call: str, what: str, text: str, facts: Sequence[str]
+) -> tuple[str, bool]:
+    """The first rank's ``text``, on every rank; and whether ``facts`` are the same on every rank. Every rank meets."""
     if not has_peers(group):
-        return text
+        return text, True
     assert group is not None
-    return meet(group, f"{call}: {what}", text, lambda texts: texts[0])
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def judge(brought: list[str]) -> str:
+        digests = {item.partition(" ")[0] for item in brought}
+        return f"{len(digests)} {brought[0].partition(' ')[2]}"
+
+    num_digests, _, first = meet(group, f"{call}: {what}", f"{digest} {text}", judge).partition(" ")
+    return first, num_digests == "1"
 
 
 def _explain(call: str, rank: int, ours: list[str], theirs: list[str]) -> str:

@@ -181,17 +181,20 @@ def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> di
     if rank0_only and not mesh.is_first_replica:
         transport.skip(sum(sizes), bundle.handle.label)
         return {}
-    mine, others = mesh.shard_rank, [rank for rank in range(mesh.shard_world_size) if rank != mesh.shard_rank]
+    mine = mesh.shard_rank
     is_wanted = mine == 0 or not rank0_only
-    receivers = [rank for rank in others if rank == 0 or not rank0_only]
+    receivers = [rank for rank in range(1 if rank0_only else mesh.shard_world_size) if rank != mine]
     sent = [(rank, local) for local in bundle.locals.values() for rank in receivers if local.numel()]
     wholes: dict[int, torch.Tensor] = {}
     received = []
     for index, local in bundle.locals.items() if is_wanted else ():
         whole = wholes[index] = local.new_empty(layout.params[index].shape)
-        pieces = [whole.view(-1)[part.param_start :][: part.numel] for part in layout.local_shards_of(index)]
-        pieces[mine].copy_(local.reshape(-1))
-        received += [(rank, pieces[rank]) for rank in others if pieces[rank].numel()]
+        for rank, part in layout.local_shards_of(index).items():
+            piece = whole.view(-1)[part.param_start :][: part.numel]
+            if rank == mine:
+                piece.copy_(local.reshape(-1))
+            else:
+                received.append((rank, piece))
     transport.exchange(sent, received, sum(sizes), bundle.handle.label)
     return wholes
 

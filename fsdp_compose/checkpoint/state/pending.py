@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import dtensor_spec, group_device_types, local_tensor
-from ...comm import control_group
+from ...comm import maximum_of_all_ranks
 from ...ragged import RaggedDTensor, known_as
 from .templates import StateKind, Template
 
@@ -140,6 +140,8 @@ def without_pending(
 def _agree_on_loaded(waiting: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> set[int]:
     flags = torch.tensor([tensor.__dict__[_MARK].is_loaded for tensor in waiting], dtype=torch.uint8)
     if group is not None and group.size() > 1 and len(waiting):
-        speaks_cpu = "cpu" in group_device_types(group)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group if speaks_cpu else control_group(group))
+        if "cpu" in group_device_types(group):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        else:
+            maximum_of_all_ranks(group, flags)
     return {id(tensor) for tensor, flag in zip(waiting, flags.tolist(), strict=True) if flag}

@@ -89,7 +89,7 @@ def shard_ranks(mesh: DataParallelMesh) -> tuple[tuple[int, ...], ...]:
 def _flat_parameter(handle: FlatParamHandle, names: _Names, holders: _Holders) -> FlatParameterFacts:
     layout, kind, shard, unsharded = handle.layout, handle.kind, handle.shard, handle.unsharded
     itemsize, num_shards = shard.element_size(), layout.world_size
-    counts = [layout.counts(index) for index in range(len(layout.params))]
+    counts = [tuple(layout.counts(index)) for index in range(len(layout.params))]
     is_plain = kind.extension is None and not unsharded.never_freed
     return FlatParameterFacts(
         dtype=_dtype(shard.dtype),
@@ -130,11 +130,10 @@ def _parameter(handle: FlatParamHandle, index: int, names: _Names, holders: _Hol
 def _parts(layout: FlatLayout, index: int, holders: _Holders) -> Iterator[Part]:
     placed = layout.params[index]
     has_rows, row = placed.row_aligned and placed.shape, placed.row_numel
-    for ranks, local in zip(holders, layout.local_shards_of(index), strict=True):
+    for shard, local in layout.local_shards_of(index).items():
         start, stop = local.param_start, local.param_start + local.numel
-        if local.numel:
-            rows = (start // row, stop // row) if has_rows else None
-            yield Part(ranks, start, stop, rows, local.shard_start, local.shard_start + local.numel)
+        rows = (start // row, stop // row) if has_rows else None
+        yield Part(holders[shard], start, stop, rows, local.shard_start, local.shard_start + local.numel)
 
 
 def _parts_of_bytes(param: nn.Parameter, layout: FlatLayout, holders: _Holders) -> Iterator[Part]:

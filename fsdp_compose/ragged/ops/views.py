@@ -54,15 +54,14 @@ def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | No
     start = int(meta.storage_offset())
     stop = start + meta.numel()
     whole = tuple(spec.shape)
-    ranges = [spec.ragged.element_range(whole, rank) for rank in range(len(spec.ragged.counts))]
-    counts = [max(0, min(own_stop, stop) - max(own_start, start)) for own_start, own_stop in ranges]
-    placement = RaggedShard(tuple(counts), flat=True)
+    counts = spec.ragged.flattened(whole).counts.within(start, stop)
+    placement = RaggedShard(counts, flat=True)
     row = prod(shape[1:])
     if not spec.ragged.flat and shape and shape[1:] == whole[1:] and row:
-        placement = RaggedShard(tuple(count // row for count in counts))
+        placement = RaggedShard(counts.divided_by(row))
     placements = tuple(placement if isinstance(item, RaggedShard) else item for item in spec.placements)
     view_spec = RaggedSpec.make(spec.mesh, placements, shape, spec.dtype)
-    own_start, own_stop = ranges[spec.rank]
+    own_start, own_stop = spec.element_range
     begin = min(max(start, own_start), own_stop) - own_start
     with inference_mode_of(tensor), share_versions():
         mine = local.view(-1)[begin : begin + counts[spec.rank]].view(view_spec.local_shape)
@@ -80,10 +79,9 @@ def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
     result = func(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
     ragged = spec.ragged
     if ragged.flat or not spec.shape or not result.shape:  # rows stay rows
-        if not to_real and any(count % 2 for count in ragged.counts):
+        if not to_real and any(count % 2 for count, _ in ragged.counts.pieces):
             return gathered_view(func, args, kwargs)
-        counts = [2 * count if to_real else count // 2 for count in ragged.counts]
-        ragged = RaggedShard(tuple(counts), flat=True)
+        ragged = RaggedShard(ragged.counts.times(2) if to_real else ragged.counts.divided_by(2), flat=True)
     placements = tuple(ragged if isinstance(item, RaggedShard) else item for item in spec.placements)
     view_spec = RaggedSpec.make(spec.mesh, placements, tuple(result.shape), result.dtype)
     with inference_mode_of(tensor), share_versions():

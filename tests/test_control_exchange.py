@@ -1,0 +1,268 @@
+"""The control exchange: 2 log2 N messages a rank, exact about who has a gradient, and bounded in time when a rank is
+dead or slow, whatever round it is in. What it is for: ``test_invariants``, sections 1 and 2."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from fsdp_compose import fully_shard
+from fsdp_compose._torch import make_gloo_group
+from fsdp_compose.comm import control_exchange, doubling
+from fsdp_compose.comm.control_exchange import Carrier, ControlExchange, maximum_of_all_ranks
+from fsdp_compose.comm.doubling import Round, rounds_of
+from fsdp_compose.comm.rendezvous import meet
+from tests.harness import distributed, end, start_forked
+from tests.test_invariants import same_on_every_rank
+
+# ---- rounds
+
+
+def known_after(size: int) -> list[set[int]]:
+    """What each rank knows at the end, by playing all rounds in the order of messages; fails where ranks would hang."""
+    plans = [rounds_of(rank, size) for rank in range(size)]
+    known, place, inbox = [{rank} for rank in range(size)], [0] * size, dict[tuple[int, int], list[set[int]]]()
+    sent = [False] * size
+    while any(place[rank] < len(plans[rank]) for rank in range(size)):
+        moved = False
+        for rank in range(size):
+            if place[rank] == len(plans[rank]):
+                continue
+            item = plans[rank][place[rank]]
+            if item.sends and not sent[rank]:
+                inbox.setdefault((rank, item.partner), []).append(set(known[rank]))
+                sent[rank] = moved = True
+            box = inbox.get((item.partner, rank), [])
+            if item.receives and not box:
+                continue
+            if item.receives:
+                known[rank] |= box.pop(0)
+            place[rank], sent[rank], moved = place[rank] + 1, False, True
+        assert moved, f"{size} ranks wait for each other"
+    assert not any(inbox.values()), "messages that no rank receives"
+    return known
+
+
+@pytest.mark.parametrize("size", [*range(1, 20), 31, 32, 33, 100, 1000])
+def test_after_all_rounds_each_rank_knows_what_every_rank_has(size):
+    assert known_after(size) == [set(range(size))] * size
+
+
+@pytest.mark.parametrize("size", [1024, 4096, 16384, 16383])
+def test_connections_and_rounds_grow_with_the_logarithm(size):
+    power = size.bit_length() - 1
+    for rank in (0, 1, size // 2, size - 1):
+        rounds = rounds_of(rank, size)
+        partners = {item.partner for item in rounds}
+        assert len(partners) <= power + 1 and len(rounds) <= power + 2
+        for partner in partners:
+            assert rank in {item.partner for item in rounds_of(partner, size)}, "both open a connection"
+
+
+# ---- what ranks agree on
+
+
+def exchanged(exchange: ControlExchange, order: int = 1, steps: int | None = 3) -> bool:
+    exchange.start(order, steps)
+    return exchange.wait()
+
+
+@distributed(world_size=(1, 2, 3, 4, 5, 6, 7, 8, 9), timeout=120)
+def test_every_number_of_ranks_agrees_exactly(world_size):
+    rank, group = dist.get_rank(), dist.group.WORLD
+    carrier = Carrier.of(group)
+    exchange = ControlExchange(40, 3, carrier)
+    draw = random.Random(7)  # alike on all ranks
+    num_whole = carrier.num_whole
+    for _ in range(30):
+        used = [[draw.random() < 0.5 for _ in range(40)]] * world_size
+        late, is_odd = [[0] * 3 for _ in range(world_size)], draw.random() < 0.5
+        if is_odd:  # one rank uses one parameter more, or less; or found a group late
+            odd = draw.randrange(world_size)
+            if draw.random() < 0.7:
+                used = [[*item] for item in used]
+                used[odd][draw.randrange(40)] ^= True
+            else:
+                late[odd][draw.randrange(3)] = draw.choice([1, 2])
+        exchange.used[:], exchange.late[:] = bytes(used[rank]), bytes(late[rank])
+        assert exchanged(exchange) and exchange.steps_agree
+        assert [*exchange.used] == [max(item) for item in zip(*used, strict=True)]
+        assert [*exchange.late] == [max(item) for item in zip(*late, strict=True)]
+        is_different = any(item != used[0] for item in used) or any(map(any, late))
+        assert carrier.num_whole - num_whole == is_different, "all bytes only where ranks differ"
+        num_whole = carrier.num_whole
+
+
+@distributed(world_size=(2, 3, 5, 8), timeout=90)
+def test_one_rank_with_another_order_or_other_steps_is_known_on_all(world_size):
+    rank = dist.get_rank()
+    exchange = ControlExchange(5, 2, Carrier.of(dist.group.WORLD))
+    for odd in range(world_size):
+        exchange.used[:], exchange.late[:] = bytes([rank == odd] * 5), bytes([rank == odd] * 2)
+        assert not exchanged(exchange, order=(1 << 63) + (rank == odd))
+        assert exchanged(exchange, steps=250 + (rank == odd)) and not exchange.steps_agree
+        assert exchanged(exchange, steps=None if rank == odd else 250) and exchange.steps_agree
+        longer = ControlExchange(5 + (rank == odd), 2, Carrier.of(dist.group.WORLD))  # of another model
+        assert not exchanged(longer)
+
+
+@distributed(world_size=(3, 4))
+def test_an_exchange_that_an_exception_left_does_not_disturb_the_next(world_size):
+    rank = dist.get_rank()
+    exchange = ControlExchange(4, 1, Carrier.of(dist.group.WORLD))
+    for turn in range(4):
+        exchange.used[:] = bytes([rank == turn % world_size, 0, 1, 0])
+        exchange.start(turn, None)
+        if rank == turn % world_size:
+            exchange.abandon()
+        else:
+            assert exchange.wait() and [*exchange.used] == [1, 0, 1, 0]
+        exchange.used[:] = bytes(4)
+        assert exchanged(exchange) and not any(exchange.used)
+
+
+@distributed(world_size=(2, 3, 6))
+def test_the_maximum_of_tensors_for_groups_that_do_not_take_those_of_the_cpu(world_size):
+    tensor = torch.full((1000,), dist.get_rank(), dtype=torch.uint8)
+    tensor[dist.get_rank()] = 77
+    maximum_of_all_ranks(dist.group.WORLD, tensor)
+    assert tensor.tolist() == [77] * world_size + [world_size - 1] * (1000 - world_size)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches, self.choice = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.branches[self.choice](x)
+
+
+@distributed(world_size=(2, 3))
+def test_a_gradient_is_on_all_ranks_or_on_none_when_ranks_use_different_parameters():
+    torch.manual_seed(0)
+    model = fully_shard(Branches())
+    for choices in ((0, 0, 0), (0, 1, 0), (2, 2, 2), (1, 1, 2)):
+        model.choice = choices[dist.get_rank()]
+        model(torch.ones(2, 4)).sum().backward()
+        there = [branch.weight.grad is not None for branch in model.branches]
+        assert same_on_every_rank(there) == [i in choices[: dist.get_world_size()] for i in range(3)]
+        model.zero_grad()
+
+
+# ---- what it costs
+
+
+def num_descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@distributed(world_size=9, fresh=True, timeout=90)
+def test_a_rank_opens_connections_to_its_partners_only():
+    dist.barrier()
+    before = num_descriptors()
+    group = dist.group.WORLD
+    control = make_gloo_group(group, dist.PrefixStore("descriptors", dist.distributed_c10d._get_default_store()))
+    listening = num_descriptors() - before
+    doubling.Doubling(control, group)
+    dist.barrier()
+    partners = {item.partner for item in rounds_of(dist.get_rank(), 9)}
+    assert listening <= 6
+    assert num_descriptors() - before - listening <= 2 * len(partners) <= 8
+
+
+# ---- ranks that die or hang
+
+
+def take_part(rank: int, size: int, port: int, victim: int, number: int, action: str) -> None:
+    """All but ``victim``, which dies or stops at the beginning of one of its rounds, print what they raise."""
+    limit = 2 if action == "stop" else 600
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=limit))
+    meet(dist.group.WORLD, "begin", "", lambda _: "")
+    exchange = ControlExchange(4, 1, Carrier.of(dist.group.WORLD))
+    for turn in range(3):
+        assert exchanged(exchange, order=turn)
+    if rank == victim:
+        begin_round = doubling.Flight._begin_round
+
+        def begin_or_end(flight: doubling.Flight) -> None:
+            if flight._index == number:
+                os.kill(os.getpid(), signal.SIGKILL if action == "die" else signal.SIGSTOP)
+            begin_round(flight)
+
+        doubling.Flight._begin_round = begin_or_end  # type: ignore[method-assign]
+    begin = time.monotonic()
+    try:
+        exchanged(exchange)
+        print("TOLD no error")
+    except RuntimeError as error:
+        print(f"TOLD {time.monotonic() - begin:.1f} {error}".replace("\n", " "))
+    begin = time.monotonic()
+    try:
+        exchanged(exchange)
+    except RuntimeError as error:
+        print(f"THEN {time.monotonic() - begin:.1f} {error}".replace("\n", " "))
+    sys.stdout.flush()
+    time.sleep(1)  # the connections stay open, where they are: it is not the end of a process that the others notice
+    os._exit(0)
+
+
+CASES = [
+    (size, victim, number)
+    for size, victims in ((2, (1,)), (3, (2,)), (5, (0,)), (8, (5,)))
+    for victim in victims
+    for number in range(len(rounds_of(victim, size)))
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("action", ["die", "stop"])
+@pytest.mark.parametrize("size, victim, number", CASES)
+def test_a_rank_that_dies_or_stops_in_any_round_is_named_in_bounded_time(tmp_path, size, victim, number, action):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = [tmp_path / str(rank) for rank in range(size)]
+    processes = [
+        start_forked(outputs[rank], take_part, rank, size, store.port, victim, number, action) for rank in range(size)
+    ]
+    survivors = [rank for rank in range(size) if rank != victim]
+    try:
+        for rank in survivors:
+            processes[rank].join(60)
+    finally:
+        for process in processes:
+            end(process)
+    finished = set()
+    for rank in survivors:
+        said = outputs[rank].read_text()
+        told = next((line for line in said.splitlines() if line.startswith("TOLD")), said)
+        then = next((line for line in said.splitlines() if line.startswith("THEN")), said)
+        if told == "TOLD no error":  # it had heard of all before, and the next exchange fails
+            finished.add(rank)
+            told = then
+        assert "the control exchange at the end of backward failed: another rank died, or did not run" in told, said
+        assert float(told.split()[1]) < 12 and float(then.split()[1]) < 12, said
+        if rank not in finished:
+            assert f": rank {victim} did not answer" in told, said
+    assert len(finished) < len(survivors)
+
+
+def test_rounds_are_read_as_documented():
+    assert rounds_of(0, 6) == [
+        Round(4, sends=False, receives=True),
+        Round(1, sends=True, receives=True),
+        Round(2, sends=True, receives=True),
+        Round(4, sends=True, receives=False),
+    ]
+    assert rounds_of(5, 6) == [Round(1, sends=True, receives=True)]
+    assert control_exchange._HEAD.size == 40
