@@ -3,6 +3,7 @@ commands and files that they name are there; and the tables that must be complet
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from multiprocessing.connection import wait
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import fsdp
+from torch.distributed.fsdp import fully_sharded_data_parallel
 
 import fsdp_compose
+from fsdp_compose import drop_in
 from fsdp_compose.__main__ import COMMANDS
 from fsdp_compose.testing import preload
 from tests.harness import ROOT, end, start_forked
@@ -107,3 +111,20 @@ def test_environment_md_has_the_switches_that_the_package_reads():
         read_by_it |= set(re.findall(r"FSDP_COMPOSE_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
     page = (ROOT / "docs/environment.md").read_text()
     assert set(re.findall(r"^\| `(FSDP_COMPOSE_[A-Z0-9_]+)", page, re.MULTILINE)) == read_by_it
+
+
+def test_from_fsdp2_md_has_every_name_argument_and_method_of_torch():
+    rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/howto/from_fsdp2.md").read_text(), re.MULTILINE))
+    names = {name for name in fsdp.__all__ if name not in fully_sharded_data_parallel.__all__}
+    arguments = set(inspect.signature(fsdp.fully_shard).parameters)
+    methods = {name for name in vars(fsdp.FSDPModule) if not name.startswith("_")}
+    ours = {name for name in vars(drop_in.FSDPModule) if not name.startswith("_")}
+    missing = (names | arguments | methods | ours) - rows
+    assert len(names) >= 9 and len(methods) >= 23, "torch's names are found otherwise now"
+    assert not missing, f"docs/howto/from_fsdp2.md has no row for {sorted(missing)}"
+
+
+def test_from_fsdp2_md_names_functions_that_there_are():
+    text = (ROOT / "docs/howto/from_fsdp2.md").read_text()
+    for named in re.findall(r"^\| `(\w+)`[^|]*\| the same", text, re.MULTILINE):
+        assert named in fsdp_compose.__all__ or named in inspect.signature(fsdp_compose.fully_shard).parameters, named
