@@ -2,7 +2,7 @@
 
 A page's ```python blocks run in order, in one namespace and one process. Comments, which readers do not see, say more:
 
-    <!-- ranks: 2 -->            the blocks from here on run on 2 ranks, anew; a process group is made, if they make none
+    <!-- ranks: 2 -->            the blocks from here on run on 2 ranks, anew; a process group is made, if they do not
     <!-- after: tutorial.md 1 -->  the first block of that page runs before those from here on
     <!-- setup                   so does this
     code -->
@@ -110,7 +110,7 @@ def read(path: Path) -> Page:
 
 
 def run(rank: int, section: Section, folder: str, port: int) -> None:
-    """Run ``section`` as ``rank``: as a process that torchrun has started. Its exit code tells whether all went well."""
+    """Run ``section`` as ``rank``: as if torchrun had started it. Its exit code tells whether all went well."""
     os.chdir(folder)
     sys.path[:] = [str(ROOT), *sys.path]
     torch.manual_seed(0)
