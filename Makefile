@@ -3,6 +3,7 @@
 # make test-programs   run whole programs: the examples, the benchmarks (their quick forms), a few faults
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
+# make docs    the documentation as a site, in site/: its blocks of code run first, and no link may be broken
 # make faults  kill, stop, starve and damage real jobs   make clean   remove what the others made
 #
 # They work in .venv, which they make with the first Python >= 3.10 they find, or with PYTHON=...
@@ -19,7 +20,7 @@ FAULTS_ARGS ?=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test test-compiled test-programs test-integrations faults lint format clean
+.PHONY: demo test test-compiled test-programs test-integrations docs faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -40,6 +41,10 @@ test-programs: .venv/installed-test
 test-integrations: .venv-integrations/installed
 	.venv-integrations/bin/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests_integration
 
+docs: .venv/installed-docs .venv/installed-test
+	$(BIN)/python -m pytest --quiet tests/whole/test_documentation.py
+	$(BIN)/python -m mkdocs build --strict --clean
+
 faults: .venv/installed-test
 	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)
 
@@ -53,7 +58,7 @@ format: .venv/installed-lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-integrations build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra of pyproject.toml: installed again only when what is to be installed changes.

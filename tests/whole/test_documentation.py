@@ -1,0 +1,130 @@
+"""README and docs are true where a machine can tell: every block of Python in them runs, and prints what is below it;
+commands and files that they name are there; and the tables that must be complete are."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import fsdp
+from torch.distributed.fsdp import fully_sharded_data_parallel
+
+import fsdp_compose
+from fsdp_compose import drop_in
+from fsdp_compose.__main__ import COMMANDS
+from fsdp_compose.testing import preload
+from tests.harness import ROOT, end, start_forked
+from tests.whole import pages
+from tests.whole.pages import Page, Section, read
+
+preload("fsdp_compose")
+preload("tests.whole.pages")
+
+PAGES = [read(path) for path in pages.all_pages()]
+BY_PAGE = {str(page.path.relative_to(ROOT)): page for page in PAGES if page.sections}
+TIMEOUT = 60  # seconds for the blocks of a section
+FRAGMENTS = {
+    ("docs/meshes.md", "torch's context_parallel needs the attention kernels of an accelerator"),
+}
+"""Blocks that are not run, by page and reason."""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", BY_PAGE)
+def test_the_code_of_a_page_runs(name: str, tmp_path: Path):
+    for section in BY_PAGE[name].sections:
+        run_section(section, tmp_path)
+
+
+def run_section(section: Section, folder: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = [folder / f"output.{rank}" for rank in range(max(section.ranks, 1))]
+    ranks = [
+        start_forked(output, pages.run, rank, section, str(folder), store.port) for rank, output in enumerate(outputs)
+    ]
+    try:
+        pending = {process.sentinel: process for process in ranks}
+        deadline = time.monotonic() + TIMEOUT
+        while pending and (ended := wait([*pending], max(0.0, deadline - time.monotonic()))):
+            for sentinel in ended:
+                process = pending.pop(sentinel)  # type: ignore[arg-type]
+                process.join()
+                if process.exitcode:
+                    deadline = min(deadline, time.monotonic() + 2)  # for the others to fail in their own words
+        codes = [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            end(process)
+    said = "\n".join(output.read_text(errors="replace") for output in outputs)
+    assert codes == [0] * len(codes), f"{section}: exit codes {codes}, None for a rank that did not end\n{said}"
+
+
+def test_blocks_that_do_not_run_are_few_and_known():
+    found = {
+        (str(page.path.relative_to(ROOT)), block.fragment) for page in PAGES for block in page.blocks if block.fragment
+    }
+    assert found == FRAGMENTS
+    assert len(FRAGMENTS) <= 3
+
+
+def test_every_block_says_what_it_is():
+    for page in PAGES:
+        for block in page.blocks:
+            assert block.language in ("python", "sh", "text"), f"{page.path}:{block.line}: {block.language!r}"
+
+
+def sources_of(page: Page) -> str:
+    return page.path.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.path.relative_to(ROOT)))
+def test_commands_and_files_that_a_page_names_are_there(page: Page):
+    text = sources_of(page)
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = re.findall(r"(?:^|`)make ([a-z][a-z-]*)", text, re.MULTILINE)
+    assert set(commands) <= targets, f"no such target in the Makefile: {set(commands) - targets}"
+    asked = set(re.findall(r"python -m fsdp_compose ([a-z]+)", text))
+    assert asked <= COMMANDS.keys(), f"no such command: {asked - COMMANDS.keys()}"
+    named = re.findall(r"\b((?:benchmarks|examples|tests|tests_integration|fsdp_compose)/[\w/]+\.(?:py|txt))", text)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing, f"no such files: {missing}"
+
+
+def test_the_reference_has_every_public_name():
+    text = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    documented = {line.split(".")[-1] for line in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+    missing = {*fsdp_compose.__all__, *fsdp_compose.checkpoint.__all__} - documented
+    assert not missing, f"docs/reference has nothing about {sorted(missing)}"
+    index = (ROOT / "docs/reference/index.md").read_text()
+    unlisted = [name for name in fsdp_compose.__all__ if f"`{name}`" not in index]
+    assert not unlisted, f"docs/reference/index.md does not list {unlisted}"
+
+
+def test_environment_md_has_the_switches_that_the_package_reads():
+    read_by_it = set()
+    for path in (ROOT / "fsdp_compose").rglob("*.py"):
+        read_by_it |= set(re.findall(r"FSDP_COMPOSE_[A-Z0-9_]*[A-Z0-9]", path.read_text()))
+    page = (ROOT / "docs/environment.md").read_text()
+    assert set(re.findall(r"^\| `(FSDP_COMPOSE_[A-Z0-9_]+)", page, re.MULTILINE)) == read_by_it
+
+
+def test_from_fsdp2_md_has_every_name_argument_and_method_of_torch():
+    rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/howto/from_fsdp2.md").read_text(), re.MULTILINE))
+    names = {name for name in fsdp.__all__ if not hasattr(fully_sharded_data_parallel, name)}
+    arguments = set(inspect.signature(fsdp.fully_shard).parameters)
+    methods = {name for name in vars(fsdp.FSDPModule) if not name.startswith("_")}
+    ours = {name for name in vars(drop_in.FSDPModule) if not name.startswith("_")}
+    missing = (names | arguments | methods | ours) - rows
+    assert len(names) >= 9 and len(methods) >= 23, "torch's names are found otherwise now"
+    assert not missing, f"docs/howto/from_fsdp2.md has no row for {sorted(missing)}"
+
+
+def test_from_fsdp2_md_names_functions_that_there_are():
+    text = (ROOT / "docs/howto/from_fsdp2.md").read_text()
+    for named in re.findall(r"^\| `(\w+)`[^|]*\| the same", text, re.MULTILINE):
+        assert named in fsdp_compose.__all__ or named in inspect.signature(fsdp_compose.fully_shard).parameters, named
