@@ -153,6 +153,56 @@ gather 1.weight and 1 more on every rank""",
     )
 
 
+class Ends(nn.Module):
+    """Layers, the first and the last of which are one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        self.cuts = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.middle(self.first(x).tanh()).tanh()
+        return self.last(x.detach() if self.cuts else x)
+
+
+def shard_ends(model: Ends, reshard: bool) -> Ends:
+    fully_shard(model.middle)
+    fully_shard([model.first, model.last], reshard_after_forward=reshard)
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize(("reshard", "num_gathers"), [(False, 1), (True, 2)])
+@distributed(world_size=2)
+def test_a_group_of_several_modules_is_gathered_once_each_way(reshard, num_gathers):
+    torch.manual_seed(0)
+    reference = Ends()
+    model = shard_ends(copy.deepcopy(reference), reshard)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    for how in ("plain", "plain", "accumulated", "two forwards", "last alone", "plain"):
+        with record_collectives(model) as lines:
+            for item, batch in ((reference, x), (model, local_part(x))):
+                if how == "two forwards":
+                    (item(batch).square().mean() + item(2 * batch).square().mean()).backward()
+                else:
+                    item.cuts = how == "last alone"  # backward comes to one of the modules only
+                    with no_sync(item) if how == "accumulated" and item is model else contextlib.nullcontext():
+                        item(batch).square().mean().backward()
+        gathers = [line for line in lines if line.startswith("all-gather") and "first." in line]
+        if how == "plain":
+            assert len(gathers) == num_gathers, "\n".join(lines)
+        if how != "accumulated":
+            for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert (ours.grad is None) == (theirs.grad is None), f"{how}: {name}"
+                if theirs.grad is not None:
+                    torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=f"{how}: {name}")
+            model.zero_grad()
+            reference.zero_grad()
+    handles = _get_fsdp_handles(model)
+    assert not any(handle.unsharded.is_allocated for handle in handles)
+
+
 @pytest.mark.parametrize("is_functional", [False, True])
 @distributed(world_size=(2, 3))
 def test_a_recorded_run_is_the_same_and_afterwards_nothing_is_recorded(is_functional, world_size):

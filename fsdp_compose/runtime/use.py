@@ -209,6 +209,8 @@ class DefaultUse:
         state.swap.show_sharded()
         if progress.is_iterated:
             return  # stays gathered, to be reduced once, at the end of this backward
+        if len(state.modules) > 1 and number in outstanding:
+            return  # stays gathered for the group's other modules, as in forward
         for earlier in outstanding:
             if earlier <= number:
                 if not state.options.keeps_after_backward():
