@@ -4,6 +4,7 @@
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
 # make docs    the documentation as a site, in site/: its blocks of code run first, and no link may be broken
+# make wheel   build the wheel, and try it in clean environments, plain and with each extra
 # make faults  kill, stop, starve and damage real jobs   make clean   remove what the others made
 #
 # They work in .venv, which they make with the first Python >= 3.10 they find, or with PYTHON=...
@@ -20,7 +21,7 @@ FAULTS_ARGS ?=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test test-compiled test-programs test-integrations docs faults lint format clean
+.PHONY: demo test test-compiled test-programs test-integrations docs wheel faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -44,6 +45,9 @@ test-integrations: .venv-integrations/installed
 docs: .venv/installed-docs .venv/installed-test
 	$(BIN)/python -m pytest --quiet tests/whole/test_documentation.py
 	$(BIN)/python -m mkdocs build --strict --clean
+
+wheel: .venv/installed-release
+	$(BIN)/python tests/wheel.py
 
 faults: .venv/installed-test
 	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)

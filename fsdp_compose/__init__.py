@@ -38,7 +38,7 @@ from .replicate import replicate
 from .summon import summon_full_params
 from .sync import ChangedElements, ParameterSnapshot, apply_changes, changed_since, full_parameters, snapshot_parameters
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "STRATEGIES",

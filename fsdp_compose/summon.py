@@ -238,7 +238,7 @@ def _make_ready(state: _FSDPState) -> None:
 
 
 def _meet(group: dist.ProcessGroup, handles: Sequence[FlatParamHandle], options: tuple[bool, ...]) -> None:
-    asked = f"{options} of {', '.join(handle.prefix + handle.fqns[0] for handle in handles)}"
+    asked = f"{options} of {', '.join(handle.name_of(0) for handle in handles)}"
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         return (
@@ -315,7 +315,7 @@ def _put(summoned: Sequence[_Summoned]) -> list[SlotView]:
 
 def _refuse_changed_shard(item: _Summoned) -> None:
     if item.handle.shard._version != item.version:
-        names = ", ".join(item.handle.prefix + fqn for fqn in item.handle.fqns)
+        names = ", ".join(item.handle.names)
         raise RuntimeError(
             f"summon_full_params(): the sharded parameters were written to inside the context (optimizer.step()?): one "
             f"of {names}. Edits of the full parameters would undo that, and were dropped: step outside the context"

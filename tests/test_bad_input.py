@@ -620,3 +620,26 @@ def test_rank_that_comes_with_another_model_after_an_absence():
     dist.barrier()
     with rendezvous_timeout(20):
         assert_trains(fully_shard(nn.Linear(4, 4)))
+
+
+@pytest.mark.parametrize("several", [["last", "first"], ["first", "last"], ["first"], ["inner"]])
+def test_errors_call_parameters_by_their_names_in_the_model(several):
+    """Also where a group has several modules, in whatever order."""
+    with fake_process_group():
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("first", "middle", "last")})
+        model["inner"] = nn.Sequential(nn.Linear(4, 4))
+        model.forward = lambda x: model["inner"](model["last"](model["middle"](model["first"](x))))
+        fully_shard([model[name] for name in several])
+        fully_shard(model)
+        model(torch.ones(2, 4)).sum().backward()
+        suffix = "0.weight" if several == ["inner"] else "weight"
+        expected = [name for item in several for name in (f"{item}.{suffix}", f"{item}.{suffix[:-6]}bias")]
+        (handle,) = fully_shard.state(model[several[0]])._handles
+        assert handle.names == expected
+        for name in several:
+            target = model["inner"][0] if name == "inner" else model[name]
+            old, target.weight = target.weight, nn.Parameter(torch.zeros(4, 4))
+            with pytest.raises(RuntimeError, match=rf": {name}\.{suffix}\. "):
+                model(torch.ones(2, 4))
+            target.weight = old
+            model(torch.ones(2, 4)).sum().backward()

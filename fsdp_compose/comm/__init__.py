@@ -16,7 +16,9 @@ from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal
 from .label import ALL_GATHER as ALL_GATHER
 from .label import GATHER as GATHER
+from .label import IN_GROUP as IN_GROUP
 from .label import Label as Label
+from .label import Names as Names
 from .label import Work as Work
 from .messages import Messages as Messages
 from .messages import transport_of as transport_of

@@ -85,7 +85,8 @@ class Carrier:
         self._journal: Journal | None = known_journal(group)
         self._head = bytearray(_HEAD.size)
         self._head_tensor = torch.frombuffer(self._head, dtype=torch.uint8)
-        self._whole: torch.Tensor | None = None  # the bytes behind the hashes, of all ranks if they were needed
+        self._bytes = bytearray()  # behind the hashes, of all ranks if they were needed
+        self._whole: torch.Tensor | None = None  # over the same memory, if there are any
         self._work: Work | None = None
         self._end_of = ""
         self.num_exchanges = self.num_whole = 0
@@ -110,7 +111,8 @@ class Carrier:
         self.abandon()
         self._end_of = end_of
         self._head[:] = head
-        self._whole = torch.frombuffer(bytearray(whole), dtype=torch.uint8) if whole else None
+        self._bytes = bytearray(whole)
+        self._whole = torch.frombuffer(self._bytes, dtype=torch.uint8) if whole else None
         self.num_exchanges += 1
         self._work = self._begin(self._head_tensor)
 
@@ -127,8 +129,7 @@ class Carrier:
         """Wait for the head of all ranks, and for all bytes if ranks differ; these are written to ``whole``."""
         assert self._work is not None
         if self.abandon():
-            assert self._whole is not None
-            whole[:] = self._whole.numpy().data
+            whole[:] = self._bytes
         return self._head
 
     def abandon(self) -> bool:

@@ -139,7 +139,7 @@ class AllGathers:
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         group = handle.mesh.peers
         failure = (
-            f"rank {handle.mesh.rank}: the {what} of the fully_shard group with {handle.prefix}{handle.fqns[0]} "
+            f"rank {handle.mesh.rank}: the {what} of the fully_shard group with {handle.name_of(0)} "
             f"({len(handle.fqns)} parameters) failed: "
         )
         failure += difference_of(group) or f"another rank died, or did not enter the same collective. {error}"
@@ -147,7 +147,7 @@ class AllGathers:
         return RuntimeError(failure)
 
     def _refuse_exported(self, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
-        names = ", ".join(handle.prefix + fqn for fqn in handle.fqns)
+        names = ", ".join(handle.names)
         return RuntimeError(
             f"rank {handle.mesh.rank}: the memory of unsharded parameters cannot be freed, since forward has "
             f"given it to NumPy, which torch then cannot take away. It is one of {names}. Call .numpy() on a clone() "

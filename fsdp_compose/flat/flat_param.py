@@ -27,7 +27,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import PlainAttributes
-from ..comm import DataParallelMesh, Label, Transport
+from ..comm import DataParallelMesh, Label, Names, Transport
 from .contributions import Contributions
 from .extended import make_unsharded
 from .gradient import ShardedGradient
@@ -153,10 +153,10 @@ class FlatParamHandle:
         unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, dtype, self.label, own)
         return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(shard.dtype))
 
-    def set_prefix(self, prefix: str) -> None:
-        """``prefix`` precedes the parameters' names in the root."""
-        if prefix != self.prefix:
-            self.label.rename(prefix)
+    def call_parameters(self, names: Names) -> None:
+        """``names``: how they are called in the root."""
+        if names != self.label.names:
+            self.label.rename(names)
             self.unsharded.memory.rename(error_of_late_access(self.mesh.rank, self.label))
 
     def change_transports(self, change: Callable[[Transport], Transport]) -> None:
@@ -186,23 +186,18 @@ class FlatParamHandle:
         return self.contributions.tensor_parallel
 
     @property
-    def prefix(self) -> str:
-        """What precedes ``fqns`` in the root, once a root is known."""
-        return self.label.prefix
-
-    @property
     def fqns(self) -> list[str]:
         """The parameters' names, relative to the module given to ``fully_shard``."""
         return [param.fqn for param in self.layout.params]
 
     def name_of(self, index: int) -> str:
         """A parameter's name, relative to the root."""
-        return self.prefix + self.layout.params[index].fqn
+        return self.label.names(self.layout.params[index].fqn)
 
     @property
     def names(self) -> list[str]:
         """The parameters' names, relative to the root."""
-        return [self.prefix + param.fqn for param in self.layout.params]
+        return [self.label.names(param.fqn) for param in self.layout.params]
 
     def views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Views of ``shard``, with the shapes of the local shards."""

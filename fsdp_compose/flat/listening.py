@@ -24,7 +24,7 @@ class Handle(Protocol):
     def owner(self) -> Callable[[], Group | None] | None: ...  # a weak reference
 
     @property
-    def prefix(self) -> str: ...
+    def label(self) -> object: ...
 
 
 End = Callable[[], None]

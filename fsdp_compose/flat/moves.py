@@ -17,17 +17,17 @@ def reflatten(handle: FlatParamHandle) -> None:
         ValueError: the sharded parameters no longer agree on dtype or device, or one has another shape.
     """
     locals_ = [local_elements(sharded) for sharded in handle.sharded_params]
-    first = f"{handle.prefix}{handle.fqns[0]}"
+    first = f"{handle.name_of(0)}"
     for fqn, local, (_, _, shape) in zip(handle.fqns, locals_, handle.local_shards, strict=True):
         if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
             raise ValueError(
-                f"the parameters of one fully_shard group no longer agree: {handle.prefix}{fqn} is {local.dtype} on "
-                f"{local.device}, {first} is {locals_[0].dtype} on {locals_[0].device}; convert or move "
+                f"the parameters of one fully_shard group no longer agree: {handle.label.names(fqn)} is {local.dtype} "
+                f"on {local.device}, {first} is {locals_[0].dtype} on {locals_[0].device}; convert or move "
                 "the whole sharded module, or shard the part that differs by its own fully_shard() call"
             )
         if tuple(local.shape) != tuple(shape):
             raise ValueError(
-                f"the sharded parameter {handle.prefix}{fqn} was given data of shape {tuple(local.shape)} on rank "
+                f"the sharded parameter {handle.label.names(fqn)} was given data of shape {tuple(local.shape)} on rank "
                 f"{handle.mesh.rank}, where its local shard has shape {tuple(shape)}: assign data of that shape"
             )
     device = locals_[0].device
@@ -83,7 +83,7 @@ def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
     specs, extension = specs_of(handle.tensor_parallel, len(handle.fqns)), handle.kind.extension
     facts: list[dict[str, Any]] = [
         {
-            "parameter": handle.prefix + placement.fqn,
+            "parameter": handle.label.names(placement.fqn),
             "shape": list(placement.shape if spec is None else spec.shape),
             **({} if spec is None else {"placements": str(spec.placements)}),
             "dtype": str(handle.shard.dtype),

@@ -28,7 +28,7 @@ def in_range(what: str, when: Callable[[Any], bool] | None = None) -> Callable[[
             if when is not None and not when(handle):
                 return plain(communicator, handle, *args)
             group = handle.owner() if handle.owner is not None else None
-            end = begin(what, group, handle.prefix.rstrip(".") if group is None else group.name)
+            end = begin(what, group, str(handle.label) if group is None else group.name)
             try:
                 return plain(communicator, handle, *args)
             finally:

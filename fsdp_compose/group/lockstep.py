@@ -158,7 +158,7 @@ def _sums_of(handle: FlatParamHandle) -> list[tuple[dist.ProcessGroup, Sum]]:
     if own is None:
         return []
     found = own.terms([param.grad for param in handle.unsharded.params])
-    groups = [(transport.group, [handle.prefix + handle.fqns[i] for i in indices]) for transport, indices in found]
+    groups = [(transport.group, [handle.name_of(i) for i in indices]) for transport, indices in found]
     return [(group, (dist.get_process_group_ranks(group), names)) for group, names in groups if group.size() > 1]
 
 

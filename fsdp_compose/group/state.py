@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from .._torch import ComposableState
-from ..comm import ControlExchange, DataParallelMesh
+from ..comm import ControlExchange, DataParallelMesh, Names
 from ..flat import Communicator, FlatParamHandle, Region, mark_owner, segment_owners
 from .iteration import Backward, Forward, ForwardRecord
 from .options import GroupOptions
@@ -207,13 +207,13 @@ class _FSDPState(ComposableState):
                     "every tensor that a loss is computed from, or keep it as an attribute of the module"
                 )
 
-    def set_prefix(self, prefix: str) -> None:
-        """Set what precedes the names of the group's parameters in the root, for messages."""
-        self.swap.set_prefix(prefix)
+    def call_parameters(self, names: Names) -> None:
+        """``names``: how the group's parameters are called in the root, for messages."""
+        self.swap.call_parameters(names)
         for handle in self._handles:
-            handle.set_prefix(prefix)
-            for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
-                mark_owner(sharded, self.name, prefix + fqn)
+            handle.call_parameters(names)
+            for sharded, name in zip(handle.sharded_params, handle.names, strict=True):
+                mark_owner(sharded, self.name, name)
 
     def check_after_forward(self) -> None:
         """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one: the change would
@@ -222,7 +222,7 @@ class _FSDPState(ComposableState):
         for handle in self._handles:
             if handle.unsharded.was_edited():
                 handle.unsharded.forgive_edit()
-                names = ", ".join(handle.prefix + fqn for fqn in handle.fqns)
+                names = ", ".join(handle.names)
                 raise RuntimeError(
                     f"a parameter of the fully_shard group {self.name} was modified in place inside forward; the edit "
                     "would be lost when the group is resharded. It is one of "

@@ -13,7 +13,7 @@ start of the next iteration, inside forward at the end of the outermost one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..comm import IN_GROUP, Names
 from ..flat import FlatParamHandle, ManagedParameter, check_content, note_write, take_content
 from ..ragged import RaggedDTensor
 from .computing import ends_forward
@@ -82,7 +83,7 @@ class ParameterSwap:
 
     __slots__ = (
         "_children", "_fqns", "_namespaces", "_owned", "_prepared_names", "_root_writes", "_roots", "_sharded",
-        "_unsharded", "_views", "_writes", "kept", "num_shows", "prefix", "shown_instead",
+        "_unsharded", "_views", "_writes", "called", "kept", "num_shows", "shown_instead",
     )  # fmt: skip
 
     def __init__(
@@ -101,7 +102,7 @@ class ParameterSwap:
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
         self.num_shows, self.shown_instead = 0, dict[int, torch.Tensor]()
-        self.prefix = ""  # what precedes the names of these modules in the root, once a root is known
+        self.called = IN_GROUP  # how parameters are called in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
         self.kept = KeptTensors(
             [(module, (*_OWN_ATTRIBUTES, *getattr(module, "__constants__", ()))) for module in fqns], held_weakly=roots
@@ -140,9 +141,9 @@ class ParameterSwap:
         self._sharded.note()
         self._unsharded.note()
 
-    def set_prefix(self, prefix: str) -> None:
-        """``prefix`` precedes the names of the group's parameters in the root."""
-        self.prefix = prefix
+    def call_parameters(self, names: Names) -> None:
+        """``names``: how the group's parameters are called in the root."""
+        self.called = names
 
     def watched_dicts(self) -> list[dict[str, Any]]:
         """The dicts of which an entry that changes between iterations matters: sharded parameters, and submodules."""
@@ -188,7 +189,7 @@ class ParameterSwap:
                 shown, present = unsharded[name], sharded.get(name)
                 if shown is not None and found.setdefault(id(shown), present) is not present:
                     raise NotImplementedError(
-                        f"functional_call(): {self.prefix}{_join(fqn, name)} and another name of the same (tied) "
+                        f"functional_call(): {self.called(_join(fqn, name))} and another name of the same (tied) "
                         "parameter were given different values; give both the same (tie_weights=True does)"
                     )
         known = {id(shown): own for shown, own in zip(self._unsharded.values, self._sharded.values, strict=True)}
@@ -248,7 +249,7 @@ class ParameterSwap:
     def check_shown(self, shown: Held) -> None:
         """Raise if a forward replaced, added or removed what ``show_instead`` has shown."""
         if not shown.is_same():
-            raise RuntimeError(_LOST_CHANGE.format(f", {self.prefix or 'the root'}"))
+            raise RuntimeError(_LOST_CHANGE.format(f", {self.called}"))
 
     def show_sharded(self) -> None:
         """Undo one ``show_unsharded``."""
@@ -281,7 +282,7 @@ class ParameterSwap:
     def check_unsharded_slots(self) -> None:
         """Raise if a forward replaced, added or removed a parameter."""
         if not self._unsharded.is_same():
-            changed = _join_names(self.prefix, self._changed(self._unsharded))
+            changed = ", ".join(map(self.called, self._changed(self._unsharded)))
             self.rebuild()
             raise RuntimeError(_LOST_CHANGE.format(f": {changed}"))
 
@@ -299,8 +300,8 @@ class ParameterSwap:
         if refused:
             raise RuntimeError(
                 "parameters of a sharded module were replaced, added or removed after fully_shard(): "
-                f"{_join_names(self.prefix, refused)}. A new value would not be sharded, and would not train: change "
-                "parameters in place (under torch.no_grad()), or before fully_shard()"
+                f"{', '.join(map(self.called, refused))}. A new value would not be sharded, and would not train: "
+                "change parameters in place (under torch.no_grad()), or before fully_shard()"
             )
         self.rebuild()
 
@@ -400,10 +401,6 @@ def _by_name(fqns: Sequence[str], dicts: Sequence[_Parameters]) -> dict[str, Any
         for fqn, parameters in zip(fqns, dicts, strict=True)
         for name, value in parameters.items()
     }
-
-
-def _join_names(prefix: str, names: Iterable[str]) -> str:
-    return ", ".join(prefix + name for name in names)
 
 
 def _join(fqn: str, name: str) -> str:

@@ -83,7 +83,7 @@ def _refusal(handle: FlatParamHandle, index: int) -> RuntimeError:
     state = state_of(handle)
     group = "?" if state is None else state.name
     return RuntimeError(
-        f"autograd.grad() was asked for the gradient of {handle.prefix}{handle.fqns[index]}, a sharded parameter of "
+        f"autograd.grad() was asked for the gradient of {handle.name_of(index)}, a sharded parameter of "
         f"the fully_shard group {group}, whose forward ran in the default mode: gradients arrive in .grad there. Run "
         "the forward in functional mode (with functional_mode(model): ...), or call backward(), with inputs=[...] "
         "for some parameters only"

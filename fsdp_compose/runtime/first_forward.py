@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import FrameType
@@ -13,7 +13,7 @@ from types import FrameType
 import torch.nn as nn
 
 from .._torch import current_graph_task_id
-from ..comm import Carrier, ControlExchange, DataParallelMesh, first_difference, is_on, meet
+from ..comm import Carrier, ControlExchange, DataParallelMesh, Names, first_difference, is_on, meet
 from ..flat import Communicator, FlatParamHandle, describe, handle_of, refuse_shared_memory, regions_of
 from ..group import (
     CollectiveOrder,
@@ -59,6 +59,19 @@ def tree_has_changed() -> None:
     tree.generation += 1
 
 
+def _names_of_modules(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    return {module: name for root in reversed([*roots]) for name, module in root.named_modules()}
+
+
+def _names_in(state: _FSDPState, name: str, called: dict[nn.Module, str]) -> Names:
+    """How parameters of a group are called whose module has this name; of several modules one may be outside the
+    root."""
+    modules = state.live_modules()
+    if len(modules) == 1:
+        return Names((name,))
+    return Names(tuple(called.get(module, type(module).__name__) for module in modules))
+
+
 def initialise(state: _FSDPState, module: nn.Module) -> Root:
     """Make ``state``, whose module begins a forward outside every other, the root of the groups below it; together with
     the roots that share groups with it, if there are some.
@@ -93,16 +106,17 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         refuse_unwritten_buffers(modules_to_run(part.module))
         _refuse_shared_memory(part.module, part.groups)
     mesh = mesh_of_root(found)
+    called = _names_of_modules(part.module for part in roots)
     for index, (item, name) in enumerate(found):
         item.take_place(name, index, is_outermost=item in owners)
-        item.set_prefix(f"{name}." if name else "")
+        item.call_parameters(_names_in(item, name, called))
     order = CollectiveOrder.of(mesh.peers)
     model = ""
     if mesh.has_peers:
         model = _meet_first_forward(order, mesh, state, states, moves)
     apply_moves(moves)
     for item, name in found:
-        item.set_prefix(f"{name}." if name else "")
+        item.call_parameters(_names_in(item, name, called))
     handles = [handle for item in states for handle in item._handles]
     num_params = sum(len(item.fqns) for item in handles)
     carrier = Carrier.of(mesh.peers) if mesh.has_peers else None

@@ -79,7 +79,7 @@ def given_values(state: _FSDPState) -> GivenValues:
             ):
                 layout = list(inner.placements) if isinstance(inner, DTensor) else "a plain tensor"
                 raise ValueError(
-                    f"functional_call(): {handle.prefix}{fqn} of the fully_shard group {state.name}, of shape "
+                    f"functional_call(): {handle.label.names(fqn)} of the fully_shard group {state.name}, of shape "
                     f"{tuple(sharded.shape)}, was given a value of shape {tuple(value.shape)}, {layout}: give a full "
                     "tensor of its shape (.full_tensor() of a sharded one), or one sharded like the "
                     "parameter (distribute_ragged(value, p.device_mesh, p.placements))"

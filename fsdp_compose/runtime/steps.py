@@ -185,4 +185,4 @@ def follow_toggles_of_forward(root: Root, states: list[_FSDPState]) -> None:
 
 
 def _code_of_flags(state: _FSDPState, handle: FlatParamHandle) -> int:
-    return code_of_flags(state.code, f"{handle.prefix}{handle.fqns[0]}{handle.unsharded.flags}")
+    return code_of_flags(state.code, f"{handle.name_of(0)}{handle.unsharded.flags}")

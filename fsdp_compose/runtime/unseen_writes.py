@@ -75,7 +75,7 @@ def refuse_unseen_writes(root: Root) -> None:
     if not any(used):
         return
     names = [
-        f"{handle.prefix}{fqn}"
+        f"{handle.label.names(fqn)}"
         for handle, start in starts.items()
         for fqn, is_written in zip(handle.fqns, used[start:], strict=False)
         if is_written

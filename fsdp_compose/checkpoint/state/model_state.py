@@ -61,7 +61,7 @@ def _refuse_summoned_elsewhere(names: ModelNames) -> None:
     for handle in names.handles():
         if handle.is_summoned_on_first_rank_only:
             raise RuntimeError(
-                f"{handle.prefix}{handle.fqns[0]} is full on the first rank and sharded on the others, inside "
+                f"{handle.name_of(0)} is full on the first rank and sharded on the others, inside "
                 "summon_full_params(rank0_only=True): do it outside of that context. (A full state dict of the first "
                 "rank needs no such context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
             )

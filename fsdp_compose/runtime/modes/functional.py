@@ -69,7 +69,7 @@ class FunctionalUse:
         specs = [spec for handle in handles for spec in specs_of(handle.tensor_parallel, len(handle.fqns))]
         shown_as = [item if spec is None else placed(item, spec) for item, spec in zip(whole, specs, strict=True)]
         restored = [*map(whole_like_original, gather.sharded_params, shown_as)]
-        names = [handle.prefix + fqn for handle in handles for fqn in handle.fqns]
+        names = [name for handle in handles for name in handle.names]
         self._has_addresses = not in_transform()  # tensors of a transform of torch.func have none
         self._before = [*zip(names, restored, map(self._marks, shown_as), strict=True)]
         self._given, self._shard_versions = given, state.shard_versions()
