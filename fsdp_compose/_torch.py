@@ -13,7 +13,7 @@ import os
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -117,6 +117,7 @@ __all__ = [
     "mark_constant",
     "memory_exchange",
     "non_persistent_buffers",
+    "outside_modes",
     "plan_errors",
     "post_accumulate_hooks",
     "preserved_versions",
@@ -425,6 +426,19 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """For tensors of ours: whatever mode the user's code is in (inference mode, a transform of ``torch.func``, a
+    dispatch mode) concerns them not, when they are made, and when they are computed with."""
+    is_plain = not (torch.is_inference_mode_enabled() or in_transform() or torch._C._len_torch_dispatch_stack())
+    if is_plain:
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad(), without_modes():
+        with temporarily_clear_interpreter_stack() if in_transform() else contextlib.nullcontext():
+            yield
 
 
 def in_forward_ad() -> bool:

@@ -3,6 +3,7 @@ dead or slow, whatever round it is in. What it is for: ``test_invariants``, sect
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose import fully_shard
 from fsdp_compose._torch import make_gloo_group
@@ -129,6 +131,35 @@ def test_an_exchange_that_an_exception_left_does_not_disturb_the_next(world_size
             assert exchange.wait() and [*exchange.used] == [1, 0, 1, 0]
         exchange.used[:] = bytes(4)
         assert exchanged(exchange) and not any(exchange.used)
+
+
+class _Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} of ours in the user's mode")
+
+
+@distributed(world_size=(2, 3), fresh=True)
+def test_an_exchange_has_nothing_to_do_with_the_modes_of_the_user(world_size):
+    """Also the one that makes what later ones use; with all bytes, and by shared memory."""
+
+    def exchange_once(number: int) -> None:
+        exchange.used[:] = bytes([number % 2 == dist.get_rank(), 0, 1, 0])
+        assert exchanged(exchange) and [*exchange.used] == [1, 0, 1, 0]
+
+    with torch.inference_mode():
+        exchange = ControlExchange(4, 0, Carrier.of(dist.group.WORLD))
+        exchange_once(0)
+    for shares_memory in (False, True):
+        if shares_memory:
+            model = fully_shard(nn.Linear(256, 256))
+            for _ in range(2):  # the first long sum finds out
+                model(torch.ones(2, 256)).sum().backward()
+        for mode in (contextlib.nullcontext(), torch.inference_mode(), _Refusing()):
+            with mode:
+                exchange_once(1)
+        x = torch.ones(3)
+        torch.func.grad(lambda x: (exchange_once(0), x.sum())[1])(x)
+        torch.func.vmap(lambda x: (exchange_once(1), x)[1])(x)
 
 
 @distributed(world_size=(2, 3, 6))

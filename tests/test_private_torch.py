@@ -4,6 +4,7 @@ test for each; and no other file uses one, except for a short list."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import gc
 import importlib
@@ -1581,6 +1582,30 @@ def test_admit_placements():
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, state, options=options)
         assert torch.equal(model.weight.full_tensor(), weight)
+
+
+def test_outside_modes():
+    class Refusing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    def compute() -> torch.Tensor:
+        with _torch.outside_modes():
+            made = torch.zeros(2)
+            made.add_(torch.ones_like(made))
+            assert type(made) is torch.Tensor and not made.is_inference() and made.data_ptr()
+            return made
+
+    for mode in (contextlib.nullcontext(), torch.inference_mode(), Refusing()):
+        with mode:
+            made = compute()
+        made.add_(1)
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        compute()
+        return x.square()
+
+    torch.func.grad(lambda x: torch.func.vmap(inside)(x).sum())(torch.ones(2))
 
 
 def test_without_modes():

@@ -50,10 +50,10 @@ def smoke() -> None:
             checkpoint.save({"model": model.state_dict()}, f"{folder}/step-3")
             checkpoint.load({"model": model.state_dict()}, f"{folder}/step-3")
             if importlib.util.find_spec("safetensors"):
-                checkpoint.save_hf(model, folder)
+                checkpoint.save_hf(model, f"{folder}/hf")
             else:
                 try:
-                    checkpoint.save_hf(model, folder)
+                    checkpoint.save_hf(model, f"{folder}/hf")
                 except ImportError as error:
                     assert "safetensors" in str(error), error
                 else:

@@ -28,7 +28,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .._torch import is_destroyed, make_gloo_group
+from .._torch import is_destroyed, make_gloo_group, outside_modes
 from .broken import carries, close_connections, give_up
 from .doubling import Doubling, PartnerLost
 from .journal import Journal, difference_of, known_journal
@@ -84,14 +84,16 @@ class Carrier:
         self._group, self._control = weakref.ref(group), control_group(group)
         self._journal: Journal | None = known_journal(group)
         self._head = bytearray(_HEAD.size)
-        self._head_tensor = torch.frombuffer(self._head, dtype=torch.uint8)
+        with outside_modes():
+            self._head_tensor = torch.frombuffer(self._head, dtype=torch.uint8)
         self._bytes = bytearray()  # behind the hashes, of all ranks if they were needed
         self._whole: torch.Tensor | None = None  # over the same memory, if there are any
         self._work: Work | None = None
         self._end_of = ""
         self.num_exchanges = self.num_whole = 0
         try:
-            self._doubling = Doubling(self._control, group)
+            with outside_modes():
+                self._doubling = Doubling(self._control, group)
         except PartnerLost as error:
             raise RuntimeError(
                 f"making the connections of the control exchange: rank {error.partner} did not connect to rank "
@@ -112,9 +114,10 @@ class Carrier:
         self._end_of = end_of
         self._head[:] = head
         self._bytes = bytearray(whole)
-        self._whole = torch.frombuffer(self._bytes, dtype=torch.uint8) if whole else None
         self.num_exchanges += 1
-        self._work = self._begin(self._head_tensor)
+        with outside_modes():
+            self._whole = torch.frombuffer(self._bytes, dtype=torch.uint8) if whole else None
+            self._work = self._begin(self._head_tensor)
 
     def _begin(self, tensor: torch.Tensor) -> Work:
         if self._journal is not None:
@@ -138,11 +141,12 @@ class Carrier:
         work, self._work = self._work, None
         if work is None:
             return False
-        self._finish(work)
-        if self._whole is None or not _asks_for_all(self._head):
-            return False
-        self.num_whole += 1
-        self._finish(self._begin(self._whole))
+        with outside_modes():
+            self._finish(work)
+            if self._whole is None or not _asks_for_all(self._head):
+                return False
+            self.num_whole += 1
+            self._finish(self._begin(self._whole))
         return True
 
     def _finish(self, work: Work) -> None:
