@@ -29,6 +29,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     strategy: str | Strategy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
+    optional: bool = False,
 ) -> _M:
     """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
 
@@ -69,6 +70,11 @@ def fully_shard(
         offload_policy: where shards, gradients and optimizer state live: ``CPUOffloadPolicy()`` (or
             ``torch.distributed.fsdp``'s) for host memory, in which the optimizer steps on the CPU; ``None`` for the
             device of the mesh. See docs/offload.md.
+        optional: each rank may run the module or skip it, at every forward as it comes, any number of times (a vision
+            tower where only some ranks have images, experts that get no token, layer drop); so may groups inside it. It
+            may run only inside the forward of the nearest group around it that is not optional. A rank that skips it
+            counts as zeros in the average; gradients are ``None`` where no rank had one. Costs small exchanges between
+            the ranks in the forwards and backwards of the whole model. See docs/optional.md.
 
     Returns:
         ``module``.
@@ -104,7 +110,7 @@ def fully_shard(
         )
     offload = as_offload_policy(offload_policy, "fully_shard(offload_policy=...)")
     ignored = check_ignored(ignored_params, "fully_shard")
-    mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity, offload)
+    mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity, offload, is_optional=optional)
     if strategy is None:
         parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
         options = replace(options, reshard_after_forward=parts)

@@ -11,6 +11,7 @@ from .broken import noticing_loss as noticing_loss
 from .control_exchange import Carrier as Carrier
 from .control_exchange import ControlExchange as ControlExchange
 from .control_exchange import control_group as control_group
+from .control_exchange import exchanges_stop as exchanges_stop
 from .journal import Journal as Journal
 from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal

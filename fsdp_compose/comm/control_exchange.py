@@ -137,6 +137,11 @@ class Carrier:
 _carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakKeyDictionary()
 
 
+def exchanges_stop() -> bool:
+    """Whether the environment says that only the first backwards exchange."""
+    return os.environ.get(EXCHANGE_ENV) == "first"
+
+
 class ControlExchange:
     """The exchanges of one root. ``carrier`` is ``None`` where there is no other rank; ``may_stop``: the environment
     may say that only the first backwards exchange; ``end_of``: a backward or a forward, for messages."""
@@ -160,7 +165,7 @@ class ControlExchange:
         self.steps_agree = True
         self._num_backwards = 0
         self._end_of = end_of
-        self._stops = may_stop and os.environ.get(EXCHANGE_ENV) == "first"
+        self._stops = may_stop and exchanges_stop()
         self._learned = bytearray(num_params)
 
     @property

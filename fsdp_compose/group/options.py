@@ -33,6 +33,7 @@ class GroupOptions:
         keeps_unsharded: whether forwards without grad mode leave the group gathered (``keep_unsharded``).
         keeps_storage: whether unsharded parameters keep their memory while they are sharded.
         is_held: gathered until ``reshard()`` (``unshard(until_reshard=True)``).
+        is_optional: each rank may run the group or skip it.
         reduction: how gradients are reduced.
         forward_prefetch, backward_prefetch: the modules whose groups are gathered ahead; ``None``: the one that came
             next in the last iteration.
@@ -50,6 +51,7 @@ class GroupOptions:
     keeps_unsharded: bool = False
     keeps_storage: bool = False
     is_held: bool = False
+    is_optional: bool = False
     reduction: ReductionOptions = AVERAGE
     forward_prefetch: Modules | None = None
     backward_prefetch: Modules | None = None
@@ -97,6 +99,7 @@ class GroupOptions:
             "sum reduction": self.reduction.forces_sum,
             "offload_policy": self.offload and ("shards and gradients" if self.offload.parameters else "gradients"),
             "post-reduction hook": self.reduction.hook is not None,
+            **({"optional": True} if self.is_optional else {}),
         }
 
 

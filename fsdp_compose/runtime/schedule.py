@@ -37,10 +37,22 @@ def prefetch_backward(root: Root, state: _FSDPState, record: ForwardRecord, posi
             unshard_again(root, previous)
 
 
+def before_in_backward(root: Root, state: _FSDPState, record: ForwardRecord, position: int) -> list[_FSDPState]:
+    """The groups that ``prefetch_backward`` would gather."""
+    if state.options.backward_prefetch is not None:
+        return _groups_of(root, state.options.backward_prefetch)
+    previous = root.states[record.hooked[position - 1]]() if position and record.states is root.states else None
+    return [] if previous is None else [previous]
+
+
 def _prefetch(root: Root, modules: Modules, start: Callable[[Root, _FSDPState], None]) -> None:
-    """Start the all-gathers of the groups that the user wants to be gathered ahead; of this root's alone."""
-    for ref in modules:
-        module = ref()
-        other = None if module is None else get_state(module)
-        if other is not None and other.root is root:
-            start(root, other)
+    """Start the all-gathers of the groups that the user wants to be gathered ahead."""
+    for other in _groups_of(root, modules):
+        start(root, other)
+
+
+def _groups_of(root: Root, modules: Modules) -> list[_FSDPState]:
+    """Those of this root that were made of the modules; but for those that ranks may skip."""
+    states = [get_state(module) for ref in modules if (module := ref()) is not None]
+    skipped = () if root.rounds is None else root.rounds.hosts
+    return [item for item in states if item is not None and item.root is root and item.place.index not in skipped]
