@@ -322,7 +322,8 @@ def _gather_demanded(root: Root, rounds: Rounds, states: Sequence[_FSDPState], w
 def _reduce_owed(root: Root, rounds: Rounds, states: Sequence[_FSDPState], is_end: bool) -> None:
     for state in reversed(states):
         index = state.place.index
-        if rounds.owed[index] and (is_end or not rounds.pending[index]):
+        is_wanted = rounds.pending[index] or rounds.demanded[index]
+        if rounds.owed[index] and (is_end or not is_wanted):
             rounds.owes.discard(index)
             rounds.keep(index)
             reduce(root, state)
