@@ -312,15 +312,14 @@ class Summing(VisionLanguage):
     """All ranks add something up in the middle of forward, and gather a group ahead."""
 
     optional = ("tower", "projection")
-    serves, ahead = True, ""
+    ahead = ""
 
     def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         h = self.embed(x)
         if plan[0]:
             h = h + self.projection(self.tower(x.sin()))
-        if self.serves:
-            serve_optional(self)
         if get_state(self) is not None:
+            serve_optional(self)
             dist.all_reduce(torch.ones(1))
         if self.ahead and get_state(self) is not None:
             unshard(self.get_submodule(self.ahead))

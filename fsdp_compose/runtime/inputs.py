@@ -61,7 +61,9 @@ def prepare_inputs(
             use.watch_container(value)
         return map_tensors(lambda tensor: prepare(tensor, may_alias=False), value)
 
-    return visit(args), {key: visit(value) for key, value in kwargs.items()}
+    result = visit(args), {key: visit(value) for key, value in kwargs.items()}
+    del visit  # it refers to itself: inputs would live until the garbage collector comes
+    return result
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

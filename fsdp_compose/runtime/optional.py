@@ -227,7 +227,7 @@ def tell_of_failure(root: Root) -> None:
     if rounds is None or rounds.has_failed or not rounds.is_on:
         return
     rounds.fail()
-    nothing = bytes(len(rounds.demanded))
+    nothing = [False] * len(rounds.demanded)
     rounds.make(None, False, (nothing, nothing, nothing), root.mesh.peers.rank() + 1)
 
 
