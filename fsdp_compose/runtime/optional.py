@@ -312,6 +312,7 @@ def _gather_demanded(root: Root, rounds: Rounds, states: Sequence[_FSDPState], w
             if handle.unsharded.is_allocated:
                 root.communicator.wait(handle)
                 root.communicator.refresh(handle)  # mostly with the same elements again
+                root.communicator.wait(handle)  # this rank may be computing with it
             else:
                 is_new = True
                 root.communicator.unshard(handle)
