@@ -96,7 +96,7 @@ def run(program: int) -> None:
             if is_quiet:  # all ranks do the same
                 seeds = [seeds[0]] * size
 
-            def loss_of(net: nn.Module, of: int, seeds: list[list[int]] = seeds) -> torch.Tensor:
+            def loss_of(net: nn.Module, of: int, step: int = step, seeds: list[list[int]] = seeds) -> torch.Tensor:
                 return torch.stack([net(batch(step, of), seed).square().mean() for seed in seeds[of]]).sum()
 
             with nullcontext() if is_synced or i + 1 == num_backwards else no_sync(model):

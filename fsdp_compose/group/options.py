@@ -18,12 +18,27 @@ Modules = tuple["weakref.ref[nn.Module]", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupOptions:
-    """The options of one group.
+class OptionsForGood:
+    """Those that the call of ``fully_shard`` decides for as long as the group lives.
 
     Attributes:
         mp_policy, granularity, offload: see ``fully_shard``.
         bucket_bytes: of a replicated group, see ``replicate``; ``None``: it is sharded.
+        is_optional: each rank may run the group or skip it.
+    """
+
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    granularity: Granularity | None = None
+    offload: CPUOffloadPolicy | None = None
+    bucket_bytes: int | None = None
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions(OptionsForGood):
+    """The options of one group.
+
+    Attributes:
         reshard_after_forward: see ``fully_shard``; ``None``: the groups that are no root. A number: parts stay, each of
             which is this fraction.
         reshard_after_backward: see ``set_reshard_after_backward``. A number: parts stay until a step.
@@ -33,17 +48,12 @@ class GroupOptions:
         keeps_unsharded: whether forwards without grad mode leave the group gathered (``keep_unsharded``).
         keeps_storage: whether unsharded parameters keep their memory while they are sharded.
         is_held: gathered until ``reshard()`` (``unshard(until_reshard=True)``).
-        is_optional: each rank may run the group or skip it.
         reduction: how gradients are reduced.
         forward_prefetch, backward_prefetch: the modules whose groups are gathered ahead; ``None``: the one that came
             next in the last iteration.
     """
 
-    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    granularity: Granularity | None = None
-    offload: CPUOffloadPolicy | None = None
     reshard_after_forward: bool | int | None = None
-    bucket_bytes: int | None = None
     reshard_after_backward: bool | int = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
@@ -51,7 +61,6 @@ class GroupOptions:
     keeps_unsharded: bool = False
     keeps_storage: bool = False
     is_held: bool = False
-    is_optional: bool = False
     reduction: ReductionOptions = AVERAGE
     forward_prefetch: Modules | None = None
     backward_prefetch: Modules | None = None

@@ -1,4 +1,4 @@
-"""Which groups of a root ranks may skip, and inside which: found at its first forward; where that cannot work, refused."""
+"""Which groups of a root ranks may skip, and inside which: found at its first forward, or refused there."""
 
 from __future__ import annotations
 

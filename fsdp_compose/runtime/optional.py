@@ -29,7 +29,6 @@ from ..group import (
     END_OF_BACKWARD,
     END_OF_FORWARD,
     SERVE,
-    ForwardRecord,
     HookedUse,
     Root,
     Rounds,
@@ -37,7 +36,6 @@ from ..group import (
     code_of_end,
 )
 from .exchange import raise_different_order
-from .schedule import before_in_backward, prefetch_forward
 from .steps import follow_requires_grad, hide_shown, reduce, reshard, unshard, unshard_for_use
 
 # ---- forward
@@ -74,7 +72,7 @@ def check_place(root: Root, rounds: Rounds, state: _FSDPState) -> None:
 
 
 def gather_for_forward(root: Root, rounds: Rounds, state: _FSDPState, use: HookedUse | None) -> None:
-    """Start the all-gathers of a group whose forward begins, and of the one that comes next."""
+    """Start the all-gathers of a group whose forward begins."""
     index = state.place.index
     if index in rounds.hosts:
         _note_live(root, rounds, use)
@@ -84,7 +82,6 @@ def gather_for_forward(root: Root, rounds: Rounds, state: _FSDPState, use: Hooke
         pass_point(root, rounds, state.code | ALL_GATHER)
     rounds.running.append(index)
     unshard_for_use(root, state)
-    prefetch_forward(root, state)
 
 
 def gather_for_recomputation(root: Root, rounds: Rounds, state: _FSDPState, use: HookedUse | None) -> None:
@@ -127,11 +124,13 @@ def begin_backward(root: Root, rounds: Rounds) -> None:
     rounds.begin_backward(rounds.is_live)
 
 
-def gather_for_backward(root: Root, rounds: Rounds, state: _FSDPState, record: ForwardRecord, position: int) -> None:
-    """Start the all-gathers of a group whose backward begins, and of the one whose forward ended before."""
-    rounds.reach(record.number)
-    ahead = [] if state.place.index in rounds.hosts else before_in_backward(root, state, record, position)
-    demand(root, rounds, state, ahead)
+def gather_for_backward(
+    root: Root, rounds: Rounds, state: _FSDPState, number: int, before: Sequence[_FSDPState]
+) -> None:
+    """Start the all-gathers of a group whose backward has come, to the forward of this number, and of those whose
+    forwards ended ``before``."""
+    rounds.reach(number)
+    demand(root, rounds, state, () if state.place.index in rounds.hosts else before)
 
 
 def refuse_unannounced(rounds: Rounds, state: _FSDPState) -> None:

@@ -26,7 +26,7 @@ from ..group import Backward, ForwardRecord, HookedUse, _FSDPState, begins_backw
 from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
 from .optional import gather_for_backward, owe, refuse_unannounced
 from .outputs import hook_outputs
-from .schedule import prefetch_backward
+from .schedule import before_in_backward, prefetch_backward
 from .steps import reduce, reshard, reshard_until_backward, unshard_again, wait_for_unshard
 from .unseen_writes import writes_to_unsharded
 
@@ -186,7 +186,8 @@ class DefaultUse:
             state.swap.show_unsharded()
         rounds = root.rounds
         if rounds is not None and rounds.is_on:
-            gather_for_backward(root, rounds, state, self._record, self._position)
+            before = before_in_backward(root, state, self._record, self._position)
+            gather_for_backward(root, rounds, state, self._record.number, before)
         else:
             if rounds is not None:
                 refuse_unannounced(rounds, state)

@@ -38,9 +38,10 @@ class DefaultMode:
                     follow_toggles(root, state)
             if rounds is None:
                 unshard_for_use(root, state)
-                prefetch_forward(root, state)
             else:
                 gather_for_forward(root, rounds, state, use)
+            if rounds is None or state.place.index not in rounds.hosts:
+                prefetch_forward(root, state)
             if len(state.modules) > 1 and not state.progress.pending_modules:
                 state.progress.pending_modules.update([id(ref()) for ref in state.modules])
         elif rounds is not None and rounds.is_on:
