@@ -45,7 +45,7 @@ def walk(layers: nn.ModuleList, x: torch.Tensor, rng: random.Random) -> torch.Te
         for item in [*picked, *([] if layer.is_optional else [layer])]:
             # What is not optional gets a number that does not depend on this rank.
             seed = rng.randint(0, 1 << 30)
-            y = x if rng.random() < 0.8 or not item.is_optional else x.detach()
+            y = x if rng.random() < 0.8 or not item.is_optional or item.checkpoints else x.detach()
             if item.checkpoints is None:
                 y = item(y, seed)
             else:

@@ -42,16 +42,14 @@ from .steps import follow_requires_grad, hide_shown, reduce, reshard, unshard, u
 
 
 def begin_forward(root: Root, rounds: Rounds) -> None:
-    """An outermost forward begins: nothing of optional groups has stayed, since that would be on some ranks only."""
+    """An outermost forward begins: nothing that was gathered before stays, since that may be on some ranks only."""
     for state in root.live_states():
-        if state.place.index not in rounds.hosts:
-            continue
         for handle in state._handles:
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
                 handle.unsharded.keep_allocated(False)
                 root.communicator.reshard(handle)
                 handle.unsharded.keep_allocated(state.past.is_unhooked)
-        if any([handle.was_toggled() for handle in state._handles]):
+        if state.place.index in rounds.hosts and any([handle.was_toggled() for handle in state._handles]):
             follow_requires_grad(root, state)  # by all ranks, not by those alone that run it
 
 
