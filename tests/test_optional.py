@@ -504,7 +504,7 @@ def test_where_no_rank_runs_them_rounds_are_few_without_the_garbage_collector():
         gc.enable()
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, fresh=True)
 def test_models_without_optional_groups_make_no_rounds():
     model = made(VisionLanguage)
     model.optional = ()
