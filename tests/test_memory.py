@@ -565,3 +565,29 @@ def test_control_group_goes_when_another_is_made(how, is_flat, tmp_path):
     use_a_process_group(tmp_path / "second", "train", is_flat)
     gc.collect()
     assert_gone({"control group": references["control group"]})
+
+
+@pytest.mark.parametrize("inputs", ["a tensor", "a tuple", "a keyword", "a dict"])
+@distributed(world_size=2)
+def test_inputs_go_with_their_last_reference_without_the_garbage_collector(inputs):
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> torch.Tensor:
+            x = x["x"] if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x
+            return self.linear(x).detach()
+
+    model = fully_shard(Takes(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    gc.disable()
+    try:
+        for _ in range(3):
+            x = torch.ones(2, 4)
+            seen = weakref.ref(x)
+            given = {"a tuple": (x, 1), "a dict": {"x": x}}.get(inputs, x)
+            model(x=given) if inputs == "a keyword" else model(given)
+            del x, given
+            assert seen() is None
+    finally:
+        gc.enable()

@@ -48,20 +48,22 @@ def prepare_inputs(
             known = prepared[id(tensor)] = (tensor, result)  # holds the tensor, so that the id stays its own
         return known[1]
 
-    def visit(value: Any) -> Any:
-        if isinstance(value, _Tensor):
-            return prepare(value, may_alias=True)
-        if type(value) is tuple:
-            return tuple([visit(item) for item in value])
-        if isinstance(value, ATOMS):
-            return value
-        # A container that the caller and forward may share: a tensor that forward puts in there escapes by it, and a
-        # copy would hide what forward writes. So it is replaced only if a cast needs it.
-        if use is not None and isinstance(value, (list, dict)):
-            use.watch_container(value)
-        return map_tensors(lambda tensor: prepare(tensor, may_alias=False), value)
+    return _visit(args, use, prepare), {key: _visit(value, use, prepare) for key, value in kwargs.items()}
 
-    return visit(args), {key: visit(value) for key, value in kwargs.items()}
+
+def _visit(value: Any, use: InputWatcher | None, prepare: Callable[[torch.Tensor, bool], torch.Tensor]) -> Any:
+    """No closure that refers to itself: inputs would live until the garbage collector comes."""
+    if isinstance(value, _Tensor):
+        return prepare(value, True)
+    if type(value) is tuple:
+        return tuple([_visit(item, use, prepare) for item in value])
+    if isinstance(value, ATOMS):
+        return value
+    # A container that the caller and forward may share: a tensor that forward puts in there escapes by it, and a
+    # copy would hide what forward writes. So it is replaced only if a cast needs it.
+    if use is not None and isinstance(value, (list, dict)):
+        use.watch_container(value)
+    return map_tensors(lambda tensor: prepare(tensor, False), value)
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
