@@ -12,7 +12,7 @@ import functools
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -48,6 +48,7 @@ from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass
 
@@ -56,6 +57,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 __all__ = [
     "ComposableState",
     "DTensorSpec",
+    "DispatchMode",
     "IncompatibleKeys",
     "PlainAttributes",
     "StorageInfo",
@@ -97,6 +99,7 @@ __all__ = [
     "in_transform",
     "intercept_backward_inputs",
     "is_checkpoint_recomputing",
+    "is_composite",
     "is_destroyed",
     "is_gloo_connection_closed",
     "is_in_functional_call",
@@ -121,6 +124,8 @@ __all__ = [
     "set_group_timeout",
     "set_leaf_hooks",
     "share_versions",
+    "storage_id",
+    "simplified",
     "skip_frame",
     "skip_top_frame",
     "storage_use_count",
@@ -132,6 +137,7 @@ __all__ = [
     "was_written_in_graph",
     "with_versions",
     "without_modes",
+    "watched_storages",
     "wrapped_child",
 ]
 
@@ -469,6 +475,52 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractCo
 def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
     """Whether both are the same storage; unlike their addresses this can be asked of one that refuses access."""
     return a._cdata == b._cdata
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number of a storage, of which there is no second one while it lives."""
+    return storage._cdata
+
+
+@contextlib.contextmanager
+def watched_storages(
+    resized: Callable[[torch.UntypedStorage], None],
+    exchanged: Callable[[torch.UntypedStorage, torch.UntypedStorage], None],
+) -> Iterator[None]:
+    """Within, hear of each storage that Python has resized, and of each two that have exchanged their memory: no
+    dispatch mode does. Of bound methods that are kept, those are heard that were bound within."""
+    cls: Any = torch.UntypedStorage
+    resize, exchange = cls.resize_, getattr(cls, "_swap_data_ptr_", None)
+
+    def resize_(self: torch.UntypedStorage, size: int) -> None:
+        resize(self, size)
+        resized(self)
+
+    def exchange_(self: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        assert exchange is not None
+        exchange(self, other)
+        exchanged(self, other)
+
+    cls.resize_ = resize_
+    if exchange is not None:
+        cls._swap_data_ptr_ = exchange_
+    try:
+        yield
+    finally:
+        del cls.resize_
+        if exchange is not None:
+            del cls._swap_data_ptr_
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others, which are what dispatch modes see, but where autograd is off altogether
+    (inference mode)."""
+    return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def simplified(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What such an operator returns, made of the others; or ``NotImplemented``."""
+    return func.decompose(*args, **kwargs)
 
 
 def memory_exchange(a: torch.UntypedStorage, b: torch.UntypedStorage) -> Callable[[], Any]:

@@ -15,7 +15,9 @@ from .journal import Journal as Journal
 from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal
 from .label import ALL_GATHER as ALL_GATHER
+from .label import ALL_REDUCE as ALL_REDUCE
 from .label import GATHER as GATHER
+from .label import REDUCE_SCATTER as REDUCE_SCATTER
 from .label import Label as Label
 from .label import Work as Work
 from .messages import Messages as Messages
