@@ -88,7 +88,7 @@ class Ledger:
 
     def exchanged(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         """Two storages have exchanged their memory: those of unsharded parameters do."""
-        for storage in (a, b):
+        for storage in sorted((a, b), key=torch.UntypedStorage.nbytes):  # there is no moment with twice the memory
             item = self._item(storage)
             item.kind = GATHERED
             self._change(item, storage.nbytes() - item.nbytes)
