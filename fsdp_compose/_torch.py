@@ -513,9 +513,11 @@ def watched_storages(
 
 
 def is_composite(func: Any) -> bool:
-    """Whether an operator is made of others, which are what dispatch modes see, but where autograd is off altogether
-    (inference mode)."""
-    return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    """Whether an operator is made of others on the CPU: they are what dispatch modes see, but where autograd is off
+    altogether (inference mode)."""
+    keys = torch._C.DispatchKey
+    has_own = func.has_kernel_for_dispatch_key(keys.CPU)
+    return not has_own and func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
 
 
 def simplified(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
