@@ -58,9 +58,7 @@ def llama(
     return _language_model(LlamaForCausalLM(config), batch, seq, checkpoint_activations)
 
 
-def gpt2(
-    dim: int = 256, layers: int = 4, batch: int = 4, seq: int = 128, checkpoint_activations: bool = False
-) -> Made:
+def gpt2(dim: int = 256, layers: int = 4, batch: int = 4, seq: int = 128, checkpoint_activations: bool = False) -> Made:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_embd=dim, n_layer=layers, n_head=dim // 64, n_positions=seq, vocab_size=4096, use_cache=False)

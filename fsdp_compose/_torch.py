@@ -124,10 +124,10 @@ __all__ = [
     "set_group_timeout",
     "set_leaf_hooks",
     "share_versions",
-    "storage_id",
     "simplified",
     "skip_frame",
     "skip_top_frame",
+    "storage_id",
     "storage_use_count",
     "temporarily_clear_interpreter_stack",
     "tracing_attempt",
@@ -135,9 +135,9 @@ __all__ = [
     "versions_of",
     "waited",
     "was_written_in_graph",
+    "watched_storages",
     "with_versions",
     "without_modes",
-    "watched_storages",
     "wrapped_child",
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from .flat import MixedPrecisionPolicy
 from .fully_shard import fully_shard
@@ -20,6 +20,8 @@ from .inspect import Plan, advise, mesh_shape_of, simulate
 
 LossOf = Callable[[nn.Module], torch.Tensor]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+ADAMW: MakeOptimizer = partial(torch.optim.AdamW, foreach=True)
 
 
 def plan(
@@ -33,7 +35,7 @@ def plan(
     strategy: str | None = None,
     batch: int | None = None,
     seq: int | None = None,
-    optimizer: MakeOptimizer | None = partial(torch.optim.AdamW, foreach=True),
+    optimizer: MakeOptimizer | None = ADAMW,
     note: Callable[[str], None] | None = None,
 ) -> Plan:
     """Find out what a training step takes on one rank of many: memory by kind, collectives, padding; with advice.
@@ -87,7 +89,9 @@ def plan(
         asked = _Asked(factory, shape if mesh is not None else None, wrap, given, (batch, seq), optimizer)
         facts = simulate(asked, size, note or _nothing)
         worlds.append(advise(facts))
-    return Plan(optimizer=_name_of(optimizer), batch="" if batch is None else f"{batch} x {seq} tokens", worlds=(*worlds,))
+    return Plan(
+        optimizer=_name_of(optimizer), batch="" if batch is None else f"{batch} x {seq} tokens", worlds=(*worlds,)
+    )
 
 
 def _nothing(_: str) -> None:
@@ -160,14 +164,20 @@ def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Mod
         ValueError: no module below ``model`` is of one of these classes.
     """
     if wrap is None:
-        return [child for parent in _outermost_lists(model) for child in parent if any(True for _ in child.parameters())]
+        return [
+            child for parent in _outermost_lists(model) for child in parent if any(True for _ in child.parameters())
+        ]
     classes = {type(module).__name__ for module in model.modules()}
     missing = [name for name in wrap if name not in classes]
     if missing:
         own = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.children())})
         raise ValueError(f"wrap: no module is a {missing[0]}; those with modules inside are {', '.join(own)}")
     found = [module for module in model.modules() if type(module).__name__ in wrap]
-    return [module for module in reversed(found) if any(True for _ in module.parameters())]
+    return [module for module in reversed(found) if _has_parameters(module)]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:

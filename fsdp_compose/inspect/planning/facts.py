@@ -75,7 +75,7 @@ class Advice:
 
     Attributes:
         about: a word for what it is about: ``small shards``, ``one large group``, ``tied``, ``replicate``, ``padding``,
-            ``activations``, ``unreduced`` or ``ran``.
+            ``activations``, ``unreduced`` or ``computed``.
         text: it, with the figures that it follows from.
     """
 
@@ -115,12 +115,12 @@ class WorldFacts:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What ``plan`` has found.
+class PlanFacts:
+    """A plan.
 
     Attributes:
         optimizer, batch: what was asked for, in words.
-        worlds: by the number of ranks, in the order in which they were asked for.
+        worlds: a step for each number of ranks, in the order in which they were asked for.
     """
 
     optimizer: str
