@@ -28,9 +28,10 @@ from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
 from .forward_methods import register_forward_method
 from .fully_shard import fully_shard
 from .group import STRATEGIES, Kept, Strategy
-from .inspect import Trace, TraceEvent, UnreducedParameter, check, describe, record_collectives, trace
+from .inspect import Plan, Trace, TraceEvent, UnreducedParameter, check, describe, record_collectives, trace
 from .offload import offload, onload
 from .optim import clip_grad_norm_, declare_elementwise, flat_parameters, offload_states
+from .plan import plan
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
 from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
 from .replicas import broadcast_replicas
@@ -47,6 +48,7 @@ __all__ = [
     "Kept",
     "MixedPrecisionPolicy",
     "ParameterSnapshot",
+    "Plan",
     "RaggedDTensor",
     "RaggedShard",
     "Strategy",
@@ -72,6 +74,7 @@ __all__ = [
     "offload",
     "offload_states",
     "onload",
+    "plan",
     "record_collectives",
     "reduce_gradients",
     "register_forward_method",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .inspect import explain_logs
+from .plan_command import add_plan_arguments, run_plan
 
 
 def _add_hang(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,7 @@ def _hang(args: argparse.Namespace) -> int:
 Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 COMMANDS: dict[str, Command] = {
     "hang": ("who waits for whom, from the logs of ranks that stand still", _add_hang, _hang),
+    "plan": ("what a training step takes on many ranks, found out without them", add_plan_arguments, run_plan),
 }
 
 

@@ -51,6 +51,7 @@ from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._foreach_utils import _foreach_supported_types as _types_of_clipping
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable_wrapper_subclass
 
@@ -59,6 +60,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 __all__ = [
     "ComposableState",
     "DTensorSpec",
+    "DispatchMode",
     "IncompatibleKeys",
     "PlainAttributes",
     "StorageInfo",
@@ -102,6 +104,7 @@ __all__ = [
     "in_transform",
     "intercept_backward_inputs",
     "is_checkpoint_recomputing",
+    "is_composite",
     "is_destroyed",
     "is_gloo_connection_closed",
     "is_in_functional_call",
@@ -129,8 +132,10 @@ __all__ = [
     "set_group_timeout",
     "set_leaf_hooks",
     "share_versions",
+    "simplified",
     "skip_frame",
     "skip_top_frame",
+    "storage_id",
     "storage_use_count",
     "temporarily_clear_interpreter_stack",
     "tracing_attempt",
@@ -138,6 +143,7 @@ __all__ = [
     "versions_of",
     "waited",
     "was_written_in_graph",
+    "watched_storages",
     "with_versions",
     "without_modes",
     "wrapped_child",
@@ -490,6 +496,54 @@ def preserved_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractCo
 def same_storage(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
     """Whether both are the same storage; unlike their addresses this can be asked of one that refuses access."""
     return a._cdata == b._cdata
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """A number of a storage, of which there is no second one while it lives."""
+    return storage._cdata
+
+
+@contextlib.contextmanager
+def watched_storages(
+    resized: Callable[[torch.UntypedStorage], None],
+    exchanged: Callable[[torch.UntypedStorage, torch.UntypedStorage], None],
+) -> Iterator[None]:
+    """Within, hear of each storage that Python has resized, and of each two that have exchanged their memory: no
+    dispatch mode does. Of bound methods that are kept, those are heard that were bound within."""
+    cls: Any = torch.UntypedStorage
+    resize, exchange = cls.resize_, getattr(cls, "_swap_data_ptr_", None)
+
+    def resize_(self: torch.UntypedStorage, size: int) -> None:
+        resize(self, size)
+        resized(self)
+
+    def exchange_(self: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        assert exchange is not None
+        exchange(self, other)
+        exchanged(self, other)
+
+    cls.resize_ = resize_
+    if exchange is not None:
+        cls._swap_data_ptr_ = exchange_
+    try:
+        yield
+    finally:
+        del cls.resize_
+        if exchange is not None:
+            del cls._swap_data_ptr_
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others on the CPU: they are what dispatch modes see, but where autograd is off
+    altogether (inference mode)."""
+    keys = torch._C.DispatchKey
+    has_own = func.has_kernel_for_dispatch_key(keys.CPU)
+    return not has_own and func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
+
+
+def simplified(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What such an operator returns, made of the others; or ``NotImplemented``."""
+    return func.decompose(*args, **kwargs)
 
 
 def memory_exchange(a: torch.UntypedStorage, b: torch.UntypedStorage) -> Callable[[], Any]:

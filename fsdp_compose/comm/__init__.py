@@ -15,8 +15,10 @@ from .journal import Journal as Journal
 from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal
 from .label import ALL_GATHER as ALL_GATHER
+from .label import ALL_REDUCE as ALL_REDUCE
 from .label import GATHER as GATHER
 from .label import IN_GROUP as IN_GROUP
+from .label import REDUCE_SCATTER as REDUCE_SCATTER
 from .label import Label as Label
 from .label import Names as Names
 from .label import Work as Work
