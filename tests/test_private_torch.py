@@ -148,6 +148,7 @@ def test_every_name_in_the_private_file_has_a_test():
         "annotations",
         "OrderedDict",
         "Callable",
+        "Iterator",
         "Sequence",
         "FrameType",
         "timedelta",
@@ -578,6 +579,52 @@ def test_preserved_versions():
     saved.backward()  # no error: for autograd there was no edit
     weight.add_(1)
     assert weight._version == 1
+
+
+def test_storage_id():
+    tensor, other = torch.ones(2), torch.ones(2)
+    number = _torch.storage_id(tensor.untyped_storage())
+    assert number == _torch.storage_id(tensor[1:].untyped_storage()) != _torch.storage_id(other.untyped_storage())
+
+
+def test_watched_storages():
+    first, second = torch.ones(4).untyped_storage(), torch.empty(0).untyped_storage()
+    resized, exchanged = [], []
+    with _torch.watched_storages(
+        lambda item: resized.append(item.nbytes()), lambda a, b: exchanged.append((a.nbytes(), b.nbytes()))
+    ):
+        first.resize_(32)
+        bound = first.resize_
+        _torch.memory_exchange(first, second)()
+    bound(0)  # what was bound within still tells
+    second.resize_(0)
+    assert resized == [32, 0] and exchanged == [(0, 32)]
+    assert not {"resize_", "_swap_data_ptr_"} & vars(torch.UntypedStorage).keys(), "torch's own again"
+
+
+def test_DispatchMode():
+    class Heard(_torch.DispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Heard() as heard:
+        torch.ones(2).add_(1)
+    assert heard.names == ["aten::ones", "aten::add_"]
+
+
+def test_is_composite():
+    aten = torch.ops.aten
+    assert _torch.is_composite(aten.linear.default) and not _torch.is_composite(aten.addmm.default)
+    assert not _torch.is_composite(aten.silu_backward.default), "it has both, and the CPU uses its own"
+
+
+def test_simplified():
+    aten, x = torch.ops.aten, torch.ones(2, 2)
+    assert torch.equal(_torch.simplified(aten.linear.default, (x, x), {}), x @ x)
+    assert _torch.simplified(aten.addmm.default, (x, x, x), {}) is NotImplemented
 
 
 def test_memory_exchange():

@@ -10,7 +10,7 @@ Where operations cannot know their result without the elements (``item()``, ``no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ..._torch import DispatchMode, is_composite, simplified
 from .ledger import Ledger
 
-_MOST_BYTES = 1 << 24  # of operands and results that are computed
+_MOST_BYTES, _MOST_FLOAT_BYTES = 1 << 24, 1 << 20  # of operands, or results, that are computed: indices; numbers
 _NOTE_EVERY = 500  # operations
 
 # Views by what they do, which their schemas do not say; and what changes a tensor's shape in place.
@@ -120,7 +120,7 @@ class DryRun(DispatchMode):
                 return result
         if operation.is_view or func.namespace == "c10d":
             return self._done(func, args, kwargs)
-        can_compute = all(map(self._ledger.has_values, tensors)) and _nbytes(tensors) <= _MOST_BYTES
+        can_compute = all(map(self._ledger.has_values, tensors)) and _are_small(tensors)
         if operation.is_in_place:
             return self._done(func, args, kwargs) if can_compute else self._written(operation, args, kwargs, [])
         if operation.needs_elements and _is_decided_by_elements(func, args):
@@ -147,7 +147,7 @@ class DryRun(DispatchMode):
                 for item in _tensors(result):
                     self._ledger.lose_values(item)
             return result
-        if can_compute and _nbytes(_tensors(shapes)) <= _MOST_BYTES:
+        if can_compute and _are_small(_tensors(shapes)):
             return self._done(func, args, kwargs)
         return self._written(operation, args, kwargs, shapes)
 
@@ -210,8 +210,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [item for item in tree_flatten(tree)[0] if isinstance(item, torch.Tensor)]
 
 
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(item.numel() * item.element_size() for item in tensors)
+def _are_small(tensors: Sequence[torch.Tensor]) -> bool:
+    most = _MOST_FLOAT_BYTES if any(item.is_floating_point() for item in tensors) else _MOST_BYTES
+    return sum(item.numel() * item.element_size() for item in tensors) <= most
 
 
 def _without_elements(item: Any) -> Any:

@@ -88,10 +88,12 @@ class Ledger:
 
     def exchanged(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
         """Two storages have exchanged their memory: those of unsharded parameters do."""
-        for storage in sorted((a, b), key=torch.UntypedStorage.nbytes):  # there is no moment with twice the memory
-            item = self._item(storage)
-            item.kind = GATHERED
-            self._change(item, storage.nbytes() - item.nbytes)
+        items = first, second = self._item(a), self._item(b)
+        first.has_values, second.has_values = second.has_values, first.has_values
+        first.kind = second.kind = GATHERED
+        now = zip(items, (a.nbytes(), b.nbytes()), strict=True)
+        for item, nbytes in sorted(now, key=lambda pair: pair[1]):  # there is no moment with twice the memory
+            self._change(item, nbytes - item.nbytes)
 
     def _item(self, storage: torch.UntypedStorage) -> _Item:
         key = storage_id(storage)

@@ -46,6 +46,7 @@ def save_picture(plan: PlanFacts, path: Path) -> None:
     for place, height in zip(places, below, strict=True):
         axes.text(place, height, f"{height:,.1f}", ha="center", va="bottom", fontsize="small")
     axes.set_xticks(places, [f"{world.world_size:,}" for world in plan.worlds])
+    axes.set_ylim(0, 1.08 * max(below))  # room for the sums
     axes.set_xlabel("ranks")
     axes.set_ylabel(f"{name} of one rank at the peak")
     axes.set_title(f"{plan.worlds[0].layout.name}, {plan.optimizer}", loc="left", fontsize="medium")
