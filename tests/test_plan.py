@@ -103,7 +103,7 @@ def test_activations_are_those_that_backward_needs():
     forward = world.moments[0]
     # What the linear layer returns, which is there until the sigmoid has been computed, and what that returns.
     assert forward.bytes_by_kind["activations"] == 2 * 1024 * WIDTH * 4
-    assert forward.bytes_by_kind["other"] == 1024 * WIDTH * 4
+    assert 0 <= forward.bytes_by_kind["other"] - 1024 * WIDTH * 4 < 64, "x, and a few numbers"
 
 
 def test_checkpointing_is_noticed_and_takes_less():
@@ -286,6 +286,18 @@ def test_nothing_is_left_behind_by_an_error():
     assert not dist.is_initialized() and sys.excepthook is hook
     assert not {"resize_", "_swap_data_ptr_"} & vars(torch.UntypedStorage).keys()
     assert (torch.ones(2) + 1).tolist() == [2, 2], "operations are done again"
+
+
+# ---- the documentation
+
+
+def test_the_example_in_the_documentation_prints_what_is_below_it():
+    page = (ROOT / "docs" / "planning.md").read_text()
+    ((code, text),) = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```\n", page, re.MULTILINE | re.DOTALL)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(code, "planning.md", "exec"), {"__name__": "__main__"})
+    assert output.getvalue() == text
 
 
 # ---- the command

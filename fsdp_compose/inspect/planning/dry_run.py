@@ -123,11 +123,21 @@ class DryRun(DispatchMode):
         can_compute = all(map(self._ledger.has_values, tensors)) and _are_small(tensors)
         if operation.is_in_place:
             return self._done(func, args, kwargs) if can_compute else self._written(operation, args, kwargs, [])
-        if operation.needs_elements and _is_decided_by_elements(func, args):
+        if func._schema.name in _INDEXING:
+            args = (args[0], [part for item in args[1] for part in self._without_mask(func, item)], *args[2:])
+        elif operation.needs_elements:
             if not can_compute:
                 raise Undecided(_error_of(func))
             return self._done(func, args, kwargs)
         return self._made(func, operation, args, kwargs, can_compute)
+
+    def _without_mask(self, func: Any, index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        """An index; in the place of a mask the numbers of its elements that are true, by dimension."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        if not self._ledger.has_values(index):
+            raise Undecided(_error_of(func))
+        return index.nonzero().unbind(1)
 
     def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
         """It is done."""
@@ -221,11 +231,7 @@ def _without_elements(item: Any) -> Any:
     return item
 
 
-def _is_decided_by_elements(func: Any, args: Any) -> bool:
-    """Whether the elements decide what the result is: of indexing, if an index is a mask."""
-    if func._schema.name not in ("aten::index", "aten::_unsafe_index"):
-        return True
-    return any(isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8) for item in args[1])
+_INDEXING = {"aten::index", "aten::_unsafe_index"}
 
 
 def _error_of(func: Any) -> str:
