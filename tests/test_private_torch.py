@@ -149,7 +149,6 @@ def test_every_name_in_the_private_file_has_a_test():
         "annotations",
         "OrderedDict",
         "Callable",
-        "Iterator",
         "Sequence",
         "FrameType",
         "timedelta",
