@@ -2,8 +2,8 @@
 
 Measured is the memory that the CPU allocator has handed out and not taken back, as torch's profiler sees each piece of
 it (``[memory]`` events: storages that are resized and what operators need inside are in it), from before the model is
-built, at its highest in the third training step. On gloo ``FSDP_COMPOSE_TRANSPORT`` is as users have it: buffers of
-sums are in the measured figure, and not in the predicted one.
+built, at its highest in the third training step. So what gloo's sums need, workspaces of kernels, and tensors in
+reference cycles that the garbage collector has not come to are in the measured figures, and not in the predicted ones.
 """
 
 from __future__ import annotations
