@@ -475,4 +475,4 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(file: Path, mon
     )
     status, out, err = command("--model", f"{file}:net", "--plot", "plan.png", "--quiet")
     assert (status, out) == (2, "")
-    assert "--plot needs matplotlib, which is not installed: pip install 'fsdp-compose[plot]'" in err
+    assert "--plot needs matplotlib, which is not installed: pip install 'fsdp-compose[see]'" in err

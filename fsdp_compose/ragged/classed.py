@@ -80,18 +80,27 @@ class _Shown:
         return self._instance
 
 
+def _shown_local(tensor: torch.Tensor) -> Any:
+    """What others find as its local tensor. (``module.to()`` exchanges attributes by name, after the class.)"""
+    local = local_tensor(tensor)
+    return local if is_swapping_tensors() else shown_by(tensor).instance(local)
+
+
+def shown_by(tensor: torch.Tensor) -> _Shown:
+    """How a tensor shows its local tensor."""
+    shown: _Shown = tensor.__dict__[SHOWN_ATTRIBUTE]
+    return shown
+
+
+_LOCAL_TENSOR = property(_shown_local, set_local_tensor)  # in the place of the attribute of a DTensor
+
+
 class ClassedDTensor(RaggedDTensor):
     """A sharded tensor whose ``_local_tensor`` is an instance of a class; made by ``show_as``."""
 
     __module__ = "fsdp_compose"
 
-    @property
-    def _local_tensor(self) -> Any:
-        return _shown_local(self)
-
-    @_local_tensor.setter
-    def _local_tensor(self, local: torch.Tensor) -> None:
-        set_local_tensor(self, local)
+    _local_tensor = _LOCAL_TENSOR
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -124,18 +133,6 @@ def show_as(tensor: torch.Tensor, local_class: LocalClass) -> None:
         tensor.__class__ = ClassedDTensor
 
 
-def _shown_local(tensor: torch.Tensor) -> Any:
-    """What others find as its local tensor. (``module.to()`` exchanges attributes by name, after the class.)"""
-    local = local_tensor(tensor)
-    return local if is_swapping_tensors() else shown_by(tensor).instance(local)
-
-
-def shown_by(tensor: torch.Tensor) -> _Shown:
-    """How a tensor shows its local tensor."""
-    shown: _Shown = tensor.__dict__[SHOWN_ATTRIBUTE]
-    return shown
-
-
 class CompositeDTensor(RaggedDTensor):
     """A sharded tensor of a class that keeps several tensors; each rank has equally many rows. Its parts can be copied,
     moved to checkpoints and gathered; it cannot train, nor be computed with."""
@@ -152,13 +149,7 @@ class CompositeDTensor(RaggedDTensor):
         tensor.__dict__[SHOWN_ATTRIBUTE] = _Shown(composite)
         return tensor
 
-    @property
-    def _local_tensor(self) -> Any:
-        return _shown_local(self)
-
-    @_local_tensor.setter
-    def _local_tensor(self, local: torch.Tensor) -> None:
-        set_local_tensor(self, local)
+    _local_tensor = _LOCAL_TENSOR
 
     @property
     def composite(self) -> CompositeClass:

@@ -59,17 +59,14 @@ def tree_has_changed() -> None:
     tree.generation += 1
 
 
-def _names_of_modules(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    return {module: name for root in reversed([*roots]) for name, module in root.named_modules()}
-
-
-def _names_in(state: _FSDPState, name: str, called: dict[nn.Module, str]) -> Names:
-    """How parameters of a group are called whose module has this name; of several modules one may be outside the
-    root."""
-    modules = state.live_modules()
-    if len(modules) == 1:
-        return Names((name,))
-    return Names(tuple(called.get(module, type(module).__name__) for module in modules))
+def _call_parameters(found: Sequence[tuple[_FSDPState, str]], roots: Iterable[nn.Module]) -> None:
+    """Call the parameters of groups, of which the modules have these names, as in their root; of a group of several
+    modules one may be outside the roots."""
+    called = {module: name for root in reversed([*roots]) for name, module in root.named_modules()}
+    for state, name in found:
+        modules = state.live_modules()
+        several = [called.get(module, type(module).__name__) for module in modules]
+        state.call_parameters(Names((name,) if len(modules) == 1 else tuple(several)))
 
 
 def initialise(state: _FSDPState, module: nn.Module) -> Root:
@@ -106,17 +103,15 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         refuse_unwritten_buffers(modules_to_run(part.module))
         _refuse_shared_memory(part.module, part.groups)
     mesh = mesh_of_root(found)
-    called = _names_of_modules(part.module for part in roots)
     for index, (item, name) in enumerate(found):
         item.take_place(name, index, is_outermost=item in owners)
-        item.call_parameters(_names_in(item, name, called))
+    _call_parameters(found, (part.module for part in roots))
     order = CollectiveOrder.of(mesh.peers)
     model = ""
     if mesh.has_peers:
         model = _meet_first_forward(order, mesh, state, states, moves)
     apply_moves(moves)
-    for item, name in found:
-        item.call_parameters(_names_in(item, name, called))
+    _call_parameters(found, (part.module for part in roots))
     handles = [handle for item in states for handle in item._handles]
     num_params = sum(len(item.fqns) for item in handles)
     carrier = Carrier.of(mesh.peers) if mesh.has_peers else None

@@ -20,7 +20,7 @@ def check_picture(path: Path) -> None:
         ValueError: the name ends in something else; there is no such folder.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib, which is not installed: pip install 'fsdp-compose[plot]'")
+        raise ImportError("--plot needs matplotlib, which is not installed: pip install 'fsdp-compose[see]'")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--plot {path}: expected a name that ends in {', '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
