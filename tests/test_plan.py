@@ -447,7 +447,11 @@ def test_ctrl_c_leaves_nothing_behind(file: Path):
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     before = sorted(file.parent.iterdir())
-    process = subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit to ignore it
+    try:
+        process = subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     try:
         assert process.stdout is not None and process.stdout.readline() == "at it\n"
         time.sleep(0.5)
