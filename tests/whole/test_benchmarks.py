@@ -232,13 +232,16 @@ def test_control_exchange_happens_once_in_every_backward(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_the_curves_of_scale_do_not_rise_with_the_number_of_ranks(tmp_path):
+def test_one_rank_of_very_many_is_measured_and_its_messages_grow_with_the_logarithm(tmp_path):
+    """Times, and resident memory, of which a quick run takes less than the system counts, are the benchmark's affair;
+    that memory does not grow is tested by ``test_many_ranks``."""
     (report,) = run("scale.py", tmp_path).values()
     ours = sorted([row for row in report["rows"] if row["system"] == OURS], key=lambda row: row["num_ranks"])
     assert len(ours) > 1 and {row["system"] for row in report["rows"]} == {OURS, FSDP2}
-    least, most = ours[0], ours[-1]
-    assert most["param_bytes"] < 2 * least["param_bytes"], "memory for bookkeeping"
-    assert most["exchange_hops"] <= most["num_ranks"].bit_length() + 1
+    for row in ours:
+        assert row["exchange_hops"] <= row["num_ranks"].bit_length() + 1
+        assert row["connections"] <= row["num_ranks"].bit_length()
+    assert all(row["step_us"] > 0 and row["fully_shard_us"] > 0 for row in report["rows"])
 
 
 def test_collectives_of_messages_are_measured_next_to_gloos_own(tmp_path):
