@@ -97,6 +97,7 @@ __all__ = [
     "gradient_hooks",
     "group_name_of",
     "group_timeout",
+    "has_closed",
     "has_gloo_on_cpu",
     "hook_gradient",
     "in_compiled_autograd",
@@ -135,6 +136,7 @@ __all__ = [
     "simplified",
     "skip_frame",
     "skip_top_frame",
+    "stop_waiting_for",
     "storage_id",
     "storage_use_count",
     "temporarily_clear_interpreter_stack",
@@ -814,11 +816,53 @@ def is_gloo_connection_closed(group: dist.ProcessGroup, rank: int) -> bool:
         return False
     if group not in _connected and os.environ.get("TORCH_GLOO_LAZY_INIT"):  # there might be none yet
         return False
+    return has_closed(group, rank)
+
+
+def has_closed(group: dist.ProcessGroup, rank: int) -> bool:
+    """``is_gloo_connection_closed`` where there is, or was, a connection of gloo's to ``rank``."""
     try:
-        backend.recv([torch.empty(1)], rank, _UNUSED_TAG)
+        backend = _gloo_backend(group)
+        if backend is not None:
+            backend.recv([torch.empty(1)], rank, _UNUSED_TAG)
     except RuntimeError:
         return True
     return False
+
+
+def stop_waiting_for(message: Any) -> bool:
+    """Let the thread that waits for a message of gloo's go on: ``wait()`` returns ``False`` there. Whether that could
+    be done; it cannot for what is no such message.
+
+    When a connection closes, gloo tells those who wait for what was to come, but not who waits for the message whose
+    bytes it was just at (torch 2.13): a rank that dies with half of it sent lets the other wait for its whole timeout.
+    ``Work`` can be told, by a method that Python is not given.
+    """
+    if type(message) is not dist.Work:
+        return False
+    address = ctypes.c_void_p.from_address(id(message) + object.__basicsize__).value  # of the C++ object (pybind11)
+    if not address or address % ctypes.sizeof(ctypes.c_void_p):
+        return False
+    abort = _aborts_of_messages().get(ctypes.c_void_p.from_address(address).value or 0)  # by the class that it is of
+    if abort is None:
+        return False
+    abort(address)
+    return True
+
+
+@cache
+def _aborts_of_messages() -> dict[int, Callable[[int], None]]:
+    """By the address of its table of virtual methods, what ends the waiting for a kind of message."""
+    found: dict[int, Callable[[int], None]] = {}
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # another platform, or another build
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        for name in ("SendWork", "RecvWork"):
+            kind = f"N4c10d16ProcessGroupGloo8{name}"
+            table = ctypes.addressof(ctypes.c_char.in_dll(library, f"_ZTV{kind}E"))
+            abort = library[f"_Z{kind}5abortEv"]
+            abort.argtypes, abort.restype = [ctypes.c_void_p], None
+            found[table + 2 * ctypes.sizeof(ctypes.c_void_p)] = abort  # behind what the Itanium ABI puts first
+    return found
 
 
 def has_gloo_on_cpu(group: dist.ProcessGroup) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -16,8 +17,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_compose import fully_shard, set_functional_mode
+from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, save
 from fsdp_compose.comm import rendezvous
+from fsdp_compose.comm.broken import close_connections
+from fsdp_compose.comm.label import Label
+from fsdp_compose.comm.messages import transport_of
 from tests.harness import end, start_forked
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -144,3 +149,105 @@ def test_survivors_of_a_dead_rank_get_a_named_error_within_seconds_at_every_try(
             assert "rank" in text and text != "no error", line
             if i == 0 if place == "before a state dict" else i and place != "save":  # the others fail in a collective
                 assert f"rank(s) {victim}" in text, line
+
+
+# ---- in the middle of a message
+
+
+def join(rank, size, port):
+    rendezvous._BROKEN_TIMEOUT = rendezvous._GRACE = timedelta(seconds=1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+
+
+def print_error_of(program):
+    """How long after the first rank was lost, which it tells in the store, the program has ended, and how."""
+    try:
+        program()
+    except RuntimeError as error:
+        lost_at = float(default_store().get("lost at"))
+        print(f"{time.monotonic() - lost_at:.1f} {error}".replace("\n", " "))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def lose(how):
+    default_store().set("lost at", str(time.monotonic()))  # of the machine, the same for all of its processes
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    close_connections(dist.group.WORLD)  # as a rank does that gives up, and then is at something else
+    time.sleep(600)
+
+
+def gather_until_lost(rank, size, port, how, seconds):
+    join(rank, size, port)
+    transport = transport_of(dist.group.WORLD, torch.device("cpu"))
+    shard, whole, label = torch.ones(1 << 22), torch.empty(size << 22), Label(["weight"])
+    transport.all_gather(whole, shard, label).wait()
+    if rank == 1:
+        threading.Timer(seconds, lose, [how]).start()
+
+    def program():
+        while True:
+            transport.all_gather(whole, shard, label).wait()
+
+    print_error_of(program)
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1536, 1536) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def train_until_lost(rank, size, port, how, seconds):
+    join(rank, size, port)
+    model = Wide()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(1, 1536)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    if rank == 1:
+        threading.Timer(seconds, lose, [how]).start()
+
+    def program():
+        while True:
+            step()
+
+    print_error_of(program)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["killed", "gives up"])
+@pytest.mark.parametrize("size, program", [(2, gather_until_lost), (3, gather_until_lost), (2, train_until_lost)])
+def test_a_rank_lost_in_the_middle_of_a_long_message_lets_no_other_wait(tmp_path, size, program, how):
+    """gloo does not tell who waits for just that message: 6 of 8 survivors of kills at eight moments hung."""
+    for moment in range(4):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        outputs = [tmp_path / f"{moment}.{rank}" for rank in range(size)]
+        seconds = 0.05 + 0.023 * moment
+        processes = [start_forked(outputs[rank], program, rank, size, store.port, how, seconds) for rank in range(size)]
+        survivors = [rank for rank in range(size) if rank != 1]
+        try:
+            for rank in survivors:
+                processes[rank].join(60)
+        finally:
+            for process in processes:
+                end(process)
+        for rank in survivors:
+            text = outputs[rank].read_text()
+            lines = [line for line in text.splitlines() if line[:1].isdigit()]
+            assert len(lines) == 1 and float(lines[0].split(" ", 1)[0]) < SECONDS, text

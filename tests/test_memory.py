@@ -40,6 +40,7 @@ from fsdp_compose.checkpoint import (
 )
 from fsdp_compose.comm.control_exchange import _control_groups
 from fsdp_compose.flat.flat_param import FlatParamHandle
+from fsdp_compose.group import standstill
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
@@ -518,7 +519,19 @@ def look_inside(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     sum(param.full_tensor().sum() for param in model.parameters()).backward()
 
 
+def be_looked_at(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Return right after a look."""
+    train(model, optimizer)
+    watcher = standstill._watcher
+    assert watcher is not None
+    before, deadline = {*watcher._seen}, time.monotonic() + 20
+    while before == {*watcher._seen} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert before != {*watcher._seen}
+
+
 USES = {
+    "looked at": lambda folder, model, optimizer: be_looked_at(model, optimizer),
     "shard": lambda folder, model, optimizer: None,
     "train": lambda folder, model, optimizer: train(model, optimizer),
     "clip": lambda folder, model, optimizer: clip(model, optimizer),
@@ -554,6 +567,17 @@ def test_everything_goes_with_the_process_group(how, debug, tmp_path):
         references = use_a_process_group(tmp_path, how, is_flat=False)
     gc.collect()
     assert_gone(references)
+
+
+@distributed(world_size=2, fresh=True)
+def test_the_thread_that_looks_after_ranks_that_stand_still_keeps_no_process_group(tmp_path):
+    with environment(FSDP_COMPOSE_HANG_SECONDS="12"):  # a look every two seconds
+        references = use_a_process_group(tmp_path, "looked at", is_flat=False)
+    gc.collect()
+    deadline = time.monotonic() + 1
+    while alive(references) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert alive(references) == []
 
 
 @pytest.mark.parametrize("is_flat", [False, True], ids=["sharded parameters", "flat views"])

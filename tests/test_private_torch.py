@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -1384,6 +1385,45 @@ def test_is_gloo_connection_closed():
     while not _torch.is_gloo_connection_closed(group, 0) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert _torch.is_gloo_connection_closed(group, 0)
+
+
+@distributed(world_size=2, fresh=True)
+def test_has_closed():
+    """As ``is_gloo_connection_closed``, whoever has made the connections."""
+    group, other = dist.group.WORLD, 1 - dist.get_rank()
+    assert not _torch.has_closed(group, other)
+    dist.barrier()
+    if other == 1:
+        _torch.close_gloo_connections(group)
+        return
+    deadline = time.monotonic() + 20
+    while not _torch.has_closed(group, other) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _torch.has_closed(group, other)
+
+
+@distributed(world_size=2, fresh=True)
+def test_stop_waiting_for():
+    """A message is waited for no more, whether it was to be sent or received; others are."""
+    group, other = dist.group.WORLD, 1 - dist.get_rank()
+    for tag, begin in enumerate((group.recv, group.send)):
+        message, stopped = begin([torch.empty(1)], other, tag), []
+        timer = threading.Timer(0.1, lambda message=message, stopped=stopped: stopped.append(stop(message)))
+        timer.start()
+        assert message.wait(timedelta(seconds=20)) is False
+        timer.join()
+        assert stopped == [True]
+    value = torch.zeros(1)
+    works = [group.recv([value], other, 6), group.send([torch.ones(1)], other, 6)]
+    assert all(work.wait(timedelta(seconds=20)) for work in works) and value.item() == 1
+    work = dist.all_reduce(value, async_op=True)
+    assert not stop(work) and not stop(None) and not stop(value)
+    work.wait()
+    assert value.item() == 2
+
+
+def stop(message):
+    return _torch.stop_waiting_for(message)
 
 
 @distributed(world_size=2)

@@ -16,20 +16,16 @@ message to one rank and one from another wait for each other in a circle (gloo, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .._torch import gloo_messages, group_timeout, remember_connected
+from .pending import Pending, look_after_pending
 
 _TAG = 1  # each pair talks once in an exchange, and messages of a pair arrive in their order
-
-
-class _Message(Protocol):
-    def wait(self, timeout: timedelta) -> Any: ...
 
 
 class Round(NamedTuple):
@@ -62,7 +58,8 @@ class Doubling:
 
     def __init__(self, control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
         self.rounds = rounds_of(control.rank(), control.size())
-        self.messages = gloo_messages(control)
+        self.control, self.messages = control, gloo_messages(control)
+        look_after_pending()
         self._group = weakref.ref(group)
         self.begin(torch.zeros(1, dtype=torch.uint8)).wait()
         remember_connected(control, [item.partner for item in self.rounds])
@@ -89,12 +86,11 @@ class Flight:
     """One exchange under way. The messages of the first round are on their way; ``wait`` sees to the others. After an
     interruption (Ctrl-C) it goes on where it was."""
 
-    __slots__ = ("_doubling", "_failure", "_incoming", "_index", "_num_begun", "_rest", "_tensor")
+    __slots__ = ("_doubling", "_failure", "_incoming", "_index", "_num_begun", "_pending", "_tensor")
 
     def __init__(self, doubling: Doubling, tensor: torch.Tensor, incoming: torch.Tensor) -> None:
         self._doubling, self._tensor, self._incoming = doubling, tensor, incoming
         self._index = self._num_begun = 0
-        self._rest: Iterator[_Message] = iter(())
         self._failure: PartnerLost | None = None
         if doubling.rounds:
             try:
@@ -104,13 +100,13 @@ class Flight:
 
     def _begin_round(self) -> None:
         partner, sends, receives = self._doubling.rounds[self._index]
-        messages, works = self._doubling.messages, list[_Message]()
-        self._rest = iter(works)
+        messages, pending = self._doubling.messages, Pending(self._doubling.control)
+        self._pending = pending
         try:
             if receives:
-                works.append(messages.recv([self._incoming], partner, _TAG))
+                pending.add(messages.recv([self._incoming], partner, _TAG), partner)
             if sends:
-                works.append(messages.send([self._tensor], partner, _TAG))
+                pending.add(messages.send([self._tensor], partner, _TAG), partner)
         except RuntimeError as error:
             raise PartnerLost(partner, self._index, error) from None
         self._num_begun = self._index + 1
@@ -128,8 +124,7 @@ class Flight:
             if self._num_begun <= self._index:
                 self._begin_round()
             try:
-                for work in self._rest:
-                    work.wait(limit)
+                self._pending.wait(limit)
             except RuntimeError as error:
                 raise PartnerLost(rounds[self._index].partner, self._index, error) from None
             if rounds[self._index].receives:

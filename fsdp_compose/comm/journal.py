@@ -17,24 +17,24 @@ writes memory that was freed meanwhile. So the journal holds all messages until 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
 from .._torch import group_timeout
 from .broken import close_connections, give_up
-from .label import KINDS, Label, Work
+from .label import KINDS, Label
+from .lookout import PERIOD, look_regularly
 from .namespace import known_namespace
+from .pending import Pending
 
 STALL_SECONDS = 3.0  # of waiting, after which a rank tells what it waits for
-PERIOD = 0.5  # seconds between looks
 _NUM_KEPT = 64  # collectives that a rank can tell: more than are under way at a time
 _FIRST_TAG, _NUMBER_BITS, _WHAT_BITS = 1 << 30, 10, 20  # tags have 31 bits; those from the first on are ours
 _GRACE = 0.5  # seconds in which the others may tell what they wait for, once a collective has failed
@@ -63,7 +63,7 @@ class Journal:
         self.count = self.waits_for = 0
         self.patience = min(STALL_SECONDS, timeout / 2)
         self._entries: deque[tuple[int, str, str, int]] = deque(maxlen=_NUM_KEPT)
-        self.under_way: dict[int, Iterator[Work]] = {}
+        self.under_way: dict[int, Pending] = {}
         self.dropped: set[int] = set()
         self.difference = ""
 
@@ -93,8 +93,9 @@ class Journal:
     def finish(self, numbers: Iterable[int]) -> None:
         """Wait for the messages of some collectives, whose results are of no use."""
         for number in numbers:
-            for work in self.under_way.get(number, ()):
-                work.wait()
+            pending = self.under_way.get(number)
+            if pending is not None:
+                pending.wait()
             self.forget(number)
 
     def finish_all(self) -> None:
@@ -186,45 +187,31 @@ def first_difference_of(rank: int, ours: str, other: int, theirs: str) -> str:
 
 
 _Item = tuple["weakref.ref[dist.ProcessGroup]", Journal]
-_Since = dict[int, tuple[int, int]]  # by journal: what it waits for, and for how many looks
+_items: list[_Item] = []
+_lock = threading.Lock()  # of the list
+_since: dict[int, tuple[int, int]] = {}  # by journal: what it waits for, and for how many looks
 
 
-class _Lookout(threading.Thread):
-    """Looks after the ranks that wait: one thread for all process groups."""
+def _look_after(group: dist.ProcessGroup, journal: Journal) -> None:
+    with _lock:
+        _items[:] = [item for item in _items if item[0]() is not None]
+        _items.append((weakref.ref(group), journal))
+    look_regularly(_look)
 
-    def __init__(self) -> None:
-        super().__init__(name="fsdp_compose: ranks that wait", daemon=True)
-        self._items: list[_Item] = []
-        self._lock = threading.Lock()  # of the list
-        self._ends = threading.Event()
 
-    def add(self, group: dist.ProcessGroup, journal: Journal) -> None:
-        with self._lock:
-            self._items = [item for item in self._items if item[0]() is not None]
-            self._items.append((weakref.ref(group), journal))
-
-    def end(self) -> None:
-        self._ends.set()
-        self.join(2 * PERIOD)
-
-    def run(self) -> None:
-        since: _Since = {}
-        while not self._ends.wait(PERIOD):
-            since = self._look(since)
-
-    def _look(self, before: _Since) -> _Since:
-        with self._lock:
-            self._items = [item for item in self._items if item[0]() is not None]
-            waiting = [item for item in self._items if item[1].waits_for]
-        since: _Since = {}
-        for reference, journal in waiting:
-            number = journal.waits_for
-            previous, looks = before.get(id(journal), (0, 0))
-            since[id(journal)] = number, looks + 1 if previous == number else 0
-            group = reference()
-            if group is not None and not journal.difference and since[id(journal)][1] * PERIOD >= journal.patience:
-                _compare_while_waiting(group, journal)
-        return since
+def _look() -> None:
+    global _since
+    with _lock:
+        _items[:] = [item for item in _items if item[0]() is not None]
+        waiting = [item for item in _items if item[1].waits_for]
+    before, _since = _since, {}
+    for reference, journal in waiting:
+        number = journal.waits_for
+        previous, looks = before.get(id(journal), (0, 0))
+        _since[id(journal)] = number, looks + 1 if previous == number else 0
+        group = reference()
+        if group is not None and not journal.difference and _since[id(journal)][1] * PERIOD >= journal.patience:
+            _compare_while_waiting(group, journal)
 
 
 def _compare_while_waiting(group: dist.ProcessGroup, journal: Journal) -> None:
@@ -232,15 +219,3 @@ def _compare_while_waiting(group: dist.ProcessGroup, journal: Journal) -> None:
         _compare(group, journal)
     if journal.difference:
         give_up(group, journal.difference)  # which ends the waiting
-
-
-_lookout: _Lookout | None = None
-
-
-def _look_after(group: dist.ProcessGroup, journal: Journal) -> None:
-    global _lookout
-    if _lookout is None or not _lookout.is_alive():  # a fork has no threads
-        _lookout = _Lookout()
-        _lookout.start()
-        atexit.register(_lookout.end)
-    _lookout.add(group, journal)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from .broken import failure_of, give_up, gone
 from .journal import difference_of, journal_of
 from .label import ALL_GATHER, ALL_REDUCE, INTRODUCTION, MESSAGES, REDUCE_SCATTER, SECOND_HALF, Label, Work
 from .notes import Note
+from .pending import Pending, look_after_pending
 from .shared_memory import SharedMemory
 from .transport import Range, Transport
 
@@ -67,6 +67,7 @@ class Messages(Transport):
         self._rank = rank
         self._peers = [(rank + i) % size for i in range(1, size)]  # not all ranks send to one at a time
         self._journal = journal_of(self._owner)
+        look_after_pending()
         self._memory: list[torch.Tensor] = []  # of all-reduces, for what other ranks send
         self._shared: SharedMemory | None = None  # where all ranks are on one machine
         self._has_met = False
@@ -182,40 +183,36 @@ class _InFlight:
     """The messages of one collective. An exception of the user's (Ctrl-C) between two of them leaves the rest to be
     waited for; where no one does (an iteration was interrupted, and its model deleted), the journal will."""
 
-    __slots__ = ("_group", "_journal", "_messages", "_number", "_rest", "_tag")
+    __slots__ = ("_group", "_journal", "_number", "_pending", "_tag")
 
     def __init__(self, transport: Messages, tag: int) -> None:
         self._group, self._journal, self._tag = transport.group, transport._journal, tag
         self._number = self._journal.count
-        self._messages: list[_Message] = []
-        self._rest: Iterator[_Message] = iter(self._messages)
-        self._journal.under_way[self._number] = self._rest
+        self._pending = self._journal.under_way[self._number] = Pending(transport.group)
 
     def issue(self, received: Iterable[Message], sent: Iterable[Message]) -> None:
         """Begin to receive and to send, all but empty messages. What fails fails when it is waited for."""
-        group, tag, messages = self._group, self._tag, self._messages
+        group, tag, pending = self._group, self._tag, self._pending
         try:
             for rank, item in received:
                 if item.numel():
-                    messages.append(group.recv([item], rank, tag))
+                    pending.add(group.recv([item], rank, tag), rank)
             for rank, item in sent:
                 if item.numel():
-                    messages.append(group.send([item], rank, tag))
+                    pending.add(group.send([item], rank, tag), rank)
         except RuntimeError as error:  # the other rank has closed its connections
             self._fail(error)
 
     def _fail(self, error: RuntimeError) -> None:
         """Nothing will arrive any more."""
-        self._rest = iter([_Failed(error.with_traceback(None))])
+        self._pending.fail(error)
         self._journal.forget(self._number)
 
     def wait(self) -> None:
         journal = self._journal
         journal.wait(self._number)
         try:
-            limit = group_timeout(self._group)  # as it is now: gloo's messages know that of when the group was made
-            for message in self._rest:
-                message.wait(limit)
+            self._pending.wait()
         except RuntimeError as error:
             self._fail(error)
             raise
@@ -225,24 +222,6 @@ class _InFlight:
     def __del__(self) -> None:
         if self._number in self._journal.under_way:
             self._journal.dropped.add(self._number)
-
-
-class _Message(Protocol):
-    """One message in flight."""
-
-    def wait(self, timeout: timedelta = ...) -> Any: ...
-
-
-class _Failed:
-    """Messages that will not arrive."""
-
-    __slots__ = ("_error",)
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        raise self._error
 
 
 class _Note:
@@ -341,7 +320,8 @@ class _Sum(_InFlight):
         group, peers = self._group, [peer for peer, _ in sent]
         tag = self._number << _TAG_BITS | self._tag  # those of messages come again
         self._notes = [_Note(group, shared, tag, peer) for peer in peers]
-        self._messages += self._notes
+        for note in self._notes:
+            self._pending.add(note, note.rank)
         try:
             shared.put(self._number, tag, sent, group_timeout(group), partial(_failure_of, group, peers))
         except RuntimeError as error:

@@ -67,13 +67,16 @@ class _Watcher(threading.Thread):
 
     def run(self) -> None:
         while not self._ends.wait(self._seconds / _LOOKS):
-            known: list[tuple[dist.ProcessGroup, CollectiveOrder]] = []
-            with contextlib.suppress(RuntimeError):  # another thread adds one at this moment
-                known = CollectiveOrder.known()
-            for group, order in known:
-                if not is_destroyed(group):
-                    with contextlib.suppress(RuntimeError, ValueError):  # it changes, or is destroyed, at this moment
-                        self._look(group, order)
+            self._look_around()  # which holds no process group while this thread waits
+
+    def _look_around(self) -> None:
+        known: list[tuple[dist.ProcessGroup, CollectiveOrder]] = []
+        with contextlib.suppress(RuntimeError):  # another thread adds one at this moment
+            known = CollectiveOrder.known()
+        for group, order in known:
+            if not is_destroyed(group):
+                with contextlib.suppress(RuntimeError, ValueError):  # it changes, or is destroyed, at this moment
+                    self._look(group, order)
 
     def _look(self, group: dist.ProcessGroup, order: CollectiveOrder) -> None:
         now, issued = time.monotonic(), (order.num_collectives, len(order.trace))

@@ -1,0 +1,104 @@
+"""Messages of gloo's that a rank waits for, no longer than they can still come.
+
+gloo (torch 2.13) tells those who wait when a connection closes, but for one: who waits for the message whose bytes were
+just passing is not told, and waits for the timeout of the process group. So a rank that is killed while it sends, or
+is sent, something long would stop all others for half an hour. A thread (``lookout``) looks after all who wait, and
+lets them go where a connection is closed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from .._torch import group_timeout, has_closed, stop_waiting_for
+from .lookout import look_regularly
+
+_PATIENCE = 2  # looks, before which gloo may tell
+
+
+class Message(Protocol):
+    """One message in flight."""
+
+    def wait(self, timeout: timedelta = ...) -> Any: ...
+
+
+class Pending:
+    """The messages of one collective that are still to be waited for, and the ranks they come from and go to."""
+
+    __slots__ = ("_group", "_loss", "_messages", "_num_looks", "_ranks", "_rest")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # those that no one waits for may be kept for longer
+        self._messages: list[Message] = []
+        self._ranks: list[int] = []
+        self._rest: Iterator[Message] = iter(self._messages)
+        self._num_looks, self._loss = 0, ""
+
+    def add(self, message: Message, rank: int) -> None:
+        self._messages.append(message)
+        self._ranks.append(rank)
+
+    def fail(self, error: RuntimeError) -> None:
+        """None of them will arrive; who waits is told why."""
+        self._rest = iter([_Failed(error.with_traceback(None))])
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """For all of them, each for up to ``limit``, which is by default that of the process group. After an
+        interruption (Ctrl-C), for the rest.
+
+        Raises:
+            RuntimeError: one did not arrive.
+        """
+        group = self._group()
+        if limit is None and group is not None:
+            limit = group_timeout(group)  # as it is now: gloo's messages know that of when the group was made
+        self._num_looks = 0
+        _waited_for.add(self)
+        try:
+            for message in self._rest:
+                if (message.wait() if limit is None else message.wait(limit)) is False:
+                    raise RuntimeError(self._loss)
+        finally:
+            _waited_for.discard(self)
+
+    def look(self) -> None:
+        """Let a thread that waits go, if it would wait in vain. In another thread."""
+        self._num_looks += 1
+        group = self._group()
+        if group is None or self._num_looks < _PATIENCE:
+            return
+        lost = [rank for rank in dict.fromkeys(self._ranks) if has_closed(group, rank)]
+        if lost:
+            self._loss = f"rank {lost[0]} has closed its connections"
+            for message in [*self._messages]:
+                stop_waiting_for(message)
+
+
+class _Failed:
+    """Messages that will not arrive."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise self._error
+
+
+_waited_for: set[Pending] = set()
+
+
+def look_after_pending() -> None:
+    """From now on those who wait are looked after. Called where messages will be sent."""
+    look_regularly(_look)
+
+
+def _look() -> None:
+    for pending in [*_waited_for]:  # at once: other threads come and go
+        pending.look()
