@@ -105,10 +105,11 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat views"])
-@pytest.mark.parametrize("options", OPTIONS)
+# Every two of options, a kind of parameters (flat views or not) and a world size meet.
+@pytest.mark.parametrize(("options", "flat_among"), [(name, (2, 4)[i % 2]) for i, name in enumerate(OPTIONS)])
 @distributed(world_size=(2, 4))
-def test_training_equals_training_on_the_device_bit_for_bit(options, flat):
+def test_training_equals_training_on_the_device_bit_for_bit(options, flat_among, world_size):
+    flat = world_size == flat_among
     with two_memories() as memories:
         model, twin = pair(**OPTIONS[options]())
         params = flat_parameters(model) if flat else [*model.parameters()]

@@ -134,11 +134,19 @@ def gathered(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
     if not tensors:
         return {}
     group = next(iter(tensors.values())).device_mesh.get_group(-1)
-    parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, [tensor.to_local().flatten() for tensor in tensors.values()], group=group)
+    local = [tensor.to_local().flatten() for tensor in tensors.values()]
+    counts, room = [part.numel() for part in local], sum(tensor.numel() for tensor in tensors.values())
+    mine = torch.zeros(len(counts) + room, dtype=torch.float64)  # in which numbers and elements are exact
+    mine[: len(counts) + sum(counts)] = torch.cat([torch.tensor(counts), *local])
+    everyones = torch.empty(group.size() * len(mine), dtype=torch.float64)
+    dist.all_gather_into_tensor(everyones, mine, group=group)
+    parts = []
+    for row in everyones.view(group.size(), -1):
+        theirs = row[: len(counts)].long().tolist()
+        parts.append(row[len(counts) : len(counts) + sum(theirs)].split(theirs))
     return {
-        name: torch.cat(locals_of_one).view(tensor.shape)
-        for (name, tensor), locals_of_one in zip(tensors.items(), zip(*parts, strict=True), strict=True)
+        name: torch.cat(parts_of_one).view(tensor.shape).to(tensor.dtype)
+        for (name, tensor), parts_of_one in zip(tensors.items(), zip(*parts, strict=True), strict=True)
     }
 
 
