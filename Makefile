@@ -30,7 +30,7 @@ demo: .venv/installed-examples
 		--nproc_per_node $(PROCESSES) --max-restarts $(RESTARTS) examples/train_gpt.py $(DEMO_ARGS)
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal \
 		--ignore tests/whole --ignore tests/compiled $(PYTEST_ARGS)
 
 test-compiled: .venv/installed-test
