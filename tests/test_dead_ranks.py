@@ -251,3 +251,31 @@ def test_a_rank_lost_in_the_middle_of_a_long_message_lets_no_other_wait(tmp_path
             text = outputs[rank].read_text()
             lines = [line for line in text.splitlines() if line[:1].isdigit()]
             assert len(lines) == 1 and float(lines[0].split(" ", 1)[0]) < SECONDS, text
+
+
+def gather_on_the_first(rank, size, port):
+    join(rank, size, port)
+    transport = transport_of(dist.group.WORLD, torch.device("cpu"))
+    if rank == 2:
+        time.sleep(3)
+    whole = torch.zeros(size) if rank == 0 else None
+    ranges = [(i, i + 1) for i in range(size)]
+    transport.gather(whole, torch.ones(1) + rank, ranges, is_everywhere=False, label=Label(["weight"]))
+    print(whole)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_has_sent_all_it_had_to_and_is_gone_fails_no_one(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = [tmp_path / str(rank) for rank in range(3)]
+    processes = [start_forked(outputs[rank], gather_on_the_first, rank, 3, store.port) for rank in range(3)]
+    try:
+        for process in processes:
+            process.join(60)
+    finally:
+        for process in processes:
+            end(process)
+    assert [process.exitcode for process in processes] == [0, 0, 0], outputs[0].read_text()
+    assert "tensor([1., 2., 3.])" in outputs[0].read_text()

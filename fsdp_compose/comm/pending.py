@@ -9,7 +9,6 @@ lets them go where a connection is closed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from .._torch import group_timeout, has_closed, stop_waiting_for
 from .lookout import look_regularly
 
 _PATIENCE = 2  # looks, before which gloo may tell
+_NO_RANK = -1
 
 
 class Message(Protocol):
@@ -30,22 +30,21 @@ class Message(Protocol):
 class Pending:
     """The messages of one collective that are still to be waited for, and the ranks they come from and go to."""
 
-    __slots__ = ("_group", "_loss", "_messages", "_num_looks", "_ranks", "_rest")
+    __slots__ = ("_current", "_group", "_loss", "_messages", "_num_looks", "_rest")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # those that no one waits for may be kept for longer
-        self._messages: list[Message] = []
-        self._ranks: list[int] = []
-        self._rest: Iterator[Message] = iter(self._messages)
+        self._messages: list[tuple[Message, int]] = []
+        self._rest = iter(self._messages)
+        self._current: tuple[Message, int] | None = None  # the one that is waited for
         self._num_looks, self._loss = 0, ""
 
     def add(self, message: Message, rank: int) -> None:
-        self._messages.append(message)
-        self._ranks.append(rank)
+        self._messages.append((message, rank))
 
     def fail(self, error: RuntimeError) -> None:
         """None of them will arrive; who waits is told why."""
-        self._rest = iter([_Failed(error.with_traceback(None))])
+        self._rest = iter([(_Failed(error.with_traceback(None)), _NO_RANK)])
 
     def wait(self, limit: timedelta | None = None) -> None:
         """For all of them, each for up to ``limit``, which is by default that of the process group. After an
@@ -60,23 +59,25 @@ class Pending:
         self._num_looks = 0
         _waited_for.add(self)
         try:
-            for message in self._rest:
+            for current in self._rest:
+                self._current, message = current, current[0]
                 if (message.wait() if limit is None else message.wait(limit)) is False:
                     raise RuntimeError(self._loss)
         finally:
             _waited_for.discard(self)
+            self._current = None
 
     def look(self) -> None:
-        """Let a thread that waits go, if it would wait in vain. In another thread."""
+        """Let a thread that waits go, if it would wait in vain. In another thread. (That others have closed their
+        connections says nothing: they may have sent all they had to, and be done.)"""
         self._num_looks += 1
-        group = self._group()
-        if group is None or self._num_looks < _PATIENCE:
+        group, current = self._group(), self._current
+        if group is None or current is None or self._num_looks < _PATIENCE:
             return
-        lost = [rank for rank in dict.fromkeys(self._ranks) if has_closed(group, rank)]
-        if lost:
-            self._loss = f"rank {lost[0]} has closed its connections"
-            for message in [*self._messages]:
-                stop_waiting_for(message)
+        message, rank = current
+        if has_closed(group, rank):
+            self._loss = f"rank {rank} has closed its connections"
+            stop_waiting_for(message)
 
 
 class _Failed:
