@@ -148,10 +148,9 @@ def build(
 
 def nest(model: nn.Module, is_call: bool) -> None:
     """Make a nested region of the forward of every block, or of its call, with the hooks in it."""
-    for module in model.modules():
-        if isinstance(module, Block) and not is_call:
-            module.forward = torch.compiler.nested_compile_region(module.forward)
-    if is_call:
+    if not is_call:  # of the class: each system has a process of its own
+        Block.forward = torch.compiler.nested_compile_region(Block.forward)  # type: ignore[method-assign]
+    else:
         region = torch.compiler.nested_compile_region(lambda block, x: block(x))
 
         def forward(tokens: torch.Tensor) -> torch.Tensor:
