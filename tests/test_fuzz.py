@@ -280,6 +280,14 @@ _FROZEN_BEFORE_BACKWARD = Program(
     actions=(Action("train", toggles=True, at=1), Action("train"), Action("step", how="keep", at=1)),
 )
 
+# A graph writes to a 0-dim parameter, of which one rank has nothing.
+_NUMBER_EDITED = Program(
+    root=Part(
+        "chain", children=(Part("linear"), Part("edits", children=(Part("linear"), Part("scalar", group=Group()))))
+    ),
+    actions=(Action("train"), Action("step", how="optimizer")),
+)
+
 _generation = itertools.count()
 _present = [next(_generation)]
 
@@ -314,6 +322,7 @@ def check_random_programs(world_size: int, num_programs: int, report: Path, comp
     @example(_LAGS)
     @example(_TERM_BEFORE_A_MOVE)
     @example(_FROZEN_BEFORE_BACKWARD)
+    @example(_NUMBER_EDITED)
     @given(_programs)
     def random_programs(program: Program) -> None:
         if compiled and any(part.kind == "freezes" for part in parts_of(program.root)):

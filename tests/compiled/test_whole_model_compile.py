@@ -790,18 +790,34 @@ class Writer(Block):
         return super().forward(x)
 
 
+class Scaled(Block):
+    """With parameters of which one rank has all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.factor = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale * self.factor
+
+
 class ParentWriter(Stack):
     write = staticmethod(write_in_place)
 
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.blocks[1], self.written = Scaled(), written
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](self.embed(x))
-        self.write(self.blocks[1].up.weight)
+        self.write(self.blocks[1].get_parameter(self.written))
         return self.head(self.blocks[1](x))
 
 
+@pytest.mark.parametrize("written", ["up.weight", "scale", "factor"])
 @pytest.mark.parametrize("write", [write_in_place, write_to_data])
 @distributed(world_size=2)
-def test_writes_to_parameters_inside_a_compiled_forward_are_refused(write):
+def test_writes_to_parameters_inside_a_compiled_forward_are_refused(write, written):
     """To gathered ones, by their module: they would be lost. To sharded ones, by the parent: the graph may have read
     them before; also in evaluation."""
     own = stack()
@@ -810,7 +826,7 @@ def test_writes_to_parameters_inside_a_compiled_forward_are_refused(write):
     with compiled(own), pytest.raises(RuntimeError, match=IN_PLACE if write is write_in_place else IN_DATA):
         loss_of(own, batches(1)[0])
     torch.manual_seed(0)
-    parent = ParentWriter()
+    parent = ParentWriter(written)
     parent.write = write
     shard(parent)
     with compiled(parent):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..edits import note_write_of_all_ranks
 from ..tensor import RaggedDTensor, shard_whole
 from .gathering import gather_all, write_elsewhere
-from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, wrap_local_shard
+from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, touch, wrap_local_shard
 from .schema import Args, Kwargs, written
 
 
@@ -72,6 +72,12 @@ def copy_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
             )
         local = shard_whole(source.expand(target.shape), target._spec)
         args = (target, wrap_local_shard(local, target._spec), *args[2:])
+    if isinstance(target, RaggedDTensor) and target._spec.is_scalar and type(source) is RaggedDTensor:
+        if source._spec.is_sharded_like(target._spec):
+            # Not through 0-dim views: torch.compile admits no write to a view at the end of its graphs (torch 2.13).
+            func(target._local_tensor, source._local_tensor, *args[2:], **kwargs)
+            note_write_of_all_ranks(target._local_tensor)
+            return target
     return pointwise(func, args, kwargs)
 
 
@@ -114,6 +120,7 @@ def _pointwise_scalar(func: Any, args: Args, kwargs: Kwargs, model: RaggedDTenso
             raise RuntimeError(f"{func}: the result is not 0-dim, as the sharded tensor it is written to is") from None
         return gather_all(func, args, kwargs)
     if is_written:
+        touch(model._local_tensor)
         note_write_of_all_ranks(model._local_tensor)
         return model
     if isinstance(result, torch.Tensor):

@@ -15,7 +15,7 @@ from ..edits import note_write_of_all_ranks
 from ..spec import RaggedSpec
 from ..tensor import RaggedDTensor
 from .gathering import gathered_with_warning
-from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, wrap_local_shard
+from .operands import Larger, as_scalar, from_scalar, operand, scalar_operand, touch, wrap_local_shard
 from .schema import FUSED_OPTIMIZERS, Args, Kwargs, is_tensors, written_positions
 
 
@@ -110,6 +110,9 @@ def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDT
     }
     result = func(*local_args, **local_kwargs)
     if written_locals:
+        if specs[0].is_scalar:
+            for local in written_locals:
+                touch(local)
         note_write_of_all_ranks(written_locals)
         increment_version(leaders)  # autograd looks at these; and the state of an optimizer is not saved for backward
     if result is None or func._schema.name.endswith("_"):

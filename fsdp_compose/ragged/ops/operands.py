@@ -54,6 +54,13 @@ def as_scalar(local: torch.Tensor) -> torch.Tensor:
     return local.view(()) if local.numel() else local.new_ones(())
 
 
+def touch(local: torch.Tensor) -> None:
+    """All ranks have written to a 0-dim tensor, of which this one may have nothing: then what is traced must see that
+    it is written to by something that does nothing, as other ranks' graphs see it."""
+    if not local.numel():
+        local.zero_()
+
+
 def wrap_local_shard(local: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:
     return RaggedDTensor(local, spec if local.dtype is spec.dtype else spec.with_dtype(local.dtype))
 
