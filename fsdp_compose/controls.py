@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from .group import Root, _FSDPState, get_state, states_to_run
-from .runtime import enter_alone, reduce_accumulated, wait_for_unshard
+from .runtime import enter_alone, reduce_accumulated, serve, unshard_in_rounds, wait_for_unshard
 from .runtime import reshard as _reshard
 from .runtime import unshard as _unshard
 
@@ -59,8 +59,16 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
         ValueError: ``fully_shard`` was not called on ``module``.
     """
     state = _own_state(module, "unshard")
+    if until_reshard and state.options.is_optional:
+        raise ValueError(
+            f"unshard(until_reshard=True): the fully_shard group {state.name} is optional, so that it is gathered on "
+            "some ranks only, and only within one forward"
+        )
     root = enter_alone(state, module)
-    _unshard(root, state)
+    if root.rounds is None:
+        _unshard(root, state)
+    else:
+        unshard_in_rounds(root, state)
     if until_reshard:
         state.set_options(is_held=True)
     if state.options.follows_writes():
@@ -71,6 +79,31 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
         return handle
     handle.wait()
     return None
+
+
+def serve_optional(module: nn.Module) -> None:
+    """Take part in gathering optional groups (``fully_shard(optional=True)``) that other ranks run, until all ranks are
+    here: call it before a collective of your own inside forward, in which this rank would wait for one that still
+    waits for it::
+
+        features = self.vision(images) if images is not None else None   # on some ranks
+        serve_optional(self)                                             # on all
+        dist.all_reduce(count)
+
+    Does nothing where there are no optional groups.
+
+    Ranks: all ranks of the mesh, in the same order among the groups that are not optional.
+
+    Args:
+        module: any module given to ``fully_shard``, of a model whose forward is running.
+
+    Raises:
+        ValueError: ``fully_shard`` was not called on ``module``.
+        RuntimeError: the ranks are at different points; another one has raised, or did not come.
+    """
+    root = _own_state(module, "serve_optional").root
+    if root is not None and (root.forward.depth or root.backward is not None):
+        serve(root)
 
 
 def reshard(module: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import replace
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch.nn as nn
@@ -30,6 +31,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     strategy: str | Strategy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
+    optional: bool = False,
 ) -> _M:
     """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
 
@@ -70,6 +72,11 @@ def fully_shard(
         offload_policy: where shards, gradients and optimizer state live: ``CPUOffloadPolicy()`` (or
             ``torch.distributed.fsdp``'s) for host memory, in which the optimizer steps on the CPU; ``None`` for the
             device of the mesh. See docs/offload.md.
+        optional: each rank may run the module or skip it, at every forward as it comes, any number of times (a vision
+            tower where only some ranks have images, experts that get no token, layer drop); so may groups inside it. It
+            may run only inside the forward of the nearest group around it that is not optional. A rank that skips it
+            counts as zeros in the average; gradients are ``None`` where no rank had one. Costs small exchanges between
+            the ranks in the forwards and backwards of the whole model. See docs/optional.md.
 
     Returns:
         ``module``.
@@ -91,7 +98,7 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
     """
     arguments = _checked(
-        module, mesh, reshard_after_forward, granularity, mp_policy, ignored_params, strategy, offload_policy
+        module, mesh, reshard_after_forward, granularity, mp_policy, ignored_params, strategy, offload_policy, optional
     )
     make_group(*arguments)
     drive(arguments[0])
@@ -113,6 +120,7 @@ def _checked(
     ignored_params: Iterable[nn.Parameter] | None,
     strategy: str | Strategy | None,
     offload_policy: CPUOffloadPolicy | None,
+    optional: bool | None,
 ) -> tuple[list[nn.Module], DeviceMesh, GroupOptions, set[nn.Parameter]]:
     """The arguments of ``fully_shard``, as ``make_group`` takes them."""
     modules = check_modules(module, "fully_shard")
@@ -128,9 +136,11 @@ def _checked(
         raise TypeError(
             f"fully_shard(granularity={granularity!r}): expected a function from (FQN, parameter) to a granule"
         )
+    if not isinstance(optional, (bool, NoneType)):
+        raise TypeError(f"fully_shard(optional={optional!r}): expected True or False")
     offload = as_offload_policy(offload_policy, "fully_shard(offload_policy=...)")
     ignored = check_ignored(ignored_params, "fully_shard")
-    mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity, offload)
+    mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity, offload, is_optional=bool(optional))
     if strategy is None:
         parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
         options = replace(options, reshard_after_forward=parts)

@@ -3,7 +3,7 @@
 A maximum over all ranks of a few bytes, the same number for every model and of any size, by messages between partners
 (``doubling``) or through memory that the ranks share::
 
-    | hash of the order | its complement | hash of used | its complement | steps | complement | late | padding |
+    | hash of the order | its complement | hash of used | its complement | steps | complement | late | round | padding |
 
 Of a hash and its complement the greatest of all ranks add up to all ones only if all ranks have the same. Equal hashes
 of the order mean that every rank issued the same collectives in the same order: collectives of equal size pair silently
@@ -14,6 +14,9 @@ gradients after they had been reduced.
 ``used``, one byte for each parameter, is how ranks agree which parameters have a gradient (``None`` is the same
 everywhere). Mostly they all have the same; only where the hashes differ, or a group is late, all ranks exchange the
 bytes themselves, at once. All know of it, and whether it was needed they know alike.
+
+``round`` is 1 in what ranks tell each other elsewhere (``group.rounds``), so that it is not taken for the end of a
+backward: there are marks behind the head then, and all exchanges of the process group are as long.
 """
 
 from __future__ import annotations
@@ -32,14 +35,15 @@ from .._torch import is_destroyed, make_gloo_group, outside_modes
 from .broken import carries, close_connections, give_up
 from .doubling import Doubling, PartnerLost
 from .journal import Journal, difference_of, known_journal
-from .label import BACKWARD, FORWARD, Work
+from .label import BACKWARD, FORWARD, ROUND, Work
 from .messages import begin_maximum
 from .namespace import known_namespace, wait_for
 from .rendezvous import own_store
 
-_HEAD = struct.Struct("<QQQQBBB5x")
+_HEAD = struct.Struct("<QQQQBBBB4x")
 _ALL_ONES = (1 << 64) - 1
 _PER_BYTE = 0x9E3779B97F4A7C15  # spreads the number of bytes over the hash
+_KINDS = {"backward": BACKWARD, "forward": FORWARD, ROUND: ROUND}  # by what an exchange is at the end of
 _GRACE = timedelta(seconds=2)  # in which partners tell whom they have waited for, once an exchange has failed
 
 
@@ -108,11 +112,30 @@ class Carrier:
             carrier = _carriers[group] = Carrier(group)
         return carrier
 
+    def make_room(self, num_marks: int) -> None:
+        """Rounds of as many marks will come: all ranks call this between the same two exchanges."""
+        missing = _HEAD.size + num_marks - len(self._head)
+        if missing > 0:
+            self.abandon()
+            self._head = self._head + bytes(missing)  # not in place: a tensor lies over it
+            with outside_modes():
+                self._head_tensor = torch.frombuffer(self._head, dtype=torch.uint8)
+
+    def make_round(self, digest: int | None, marks: memoryview) -> bool:
+        """Replace ``marks`` by the greatest of all ranks; whether those that give a digest give the same, and none is
+        at an exchange instead."""
+        known = (0, 0) if digest is None else (digest & _ALL_ONES, _ALL_ONES - (digest & _ALL_ONES))
+        self.send(_HEAD.pack(*known, 0, 0, 0, 0, 0, 1) + marks, b"", ROUND)
+        self.abandon()
+        marks[:] = self._head[_HEAD.size : _HEAD.size + len(marks)]
+        order, complement, used, *_ = _HEAD.unpack_from(self._head)
+        return used == 0 and order + complement in (0, _ALL_ONES)
+
     def send(self, head: bytes, whole: bytes | bytearray, end_of: str) -> None:
         """Begin an exchange. ``whole``: what all bytes are exchanged of, if ``head`` turns out to differ."""
         self.abandon()
         self._end_of = end_of
-        self._head[:] = head
+        self._head[:] = head.ljust(len(self._head), b"\0")
         self._bytes = bytearray(whole)
         self.num_exchanges += 1
         with outside_modes():
@@ -121,7 +144,7 @@ class Carrier:
 
     def _begin(self, tensor: torch.Tensor) -> Work:
         if self._journal is not None:
-            tag = self._journal.enter(FORWARD if self._end_of == "forward" else BACKWARD, None, tensor.numel())
+            tag = self._journal.enter(_KINDS[self._end_of], None, tensor.numel())
             group = self._group()
             work = None if group is None else begin_maximum(group, self._journal.count, tag, tensor)
             if work is not None:
@@ -157,9 +180,12 @@ class Carrier:
             work.wait()
         except RuntimeError as error:
             group = self._group()
-            failure = f"the control exchange at the end of {self._end_of} failed: " + (
+            what, died = f"control exchange at the end of {self._end_of}", f"did not run this {self._end_of}"
+            if self._end_of == ROUND:
+                what, died = ROUND, "did not come to it"
+            failure = f"the {what} failed: " + (
                 ("" if group is None else difference_of(group))
-                or f"another rank died, or did not run this {self._end_of}{self._absent(error)}. {error}"
+                or f"another rank died, or {died}{self._absent(error)}. {error}"
             )
             give_up(self._control, failure)
             raise RuntimeError(failure) from error
@@ -218,7 +244,7 @@ class ControlExchange:
         used = int.from_bytes(hashlib.blake2b(self.used, digest_size=8).digest(), "little")
         step, complement = (0, 0) if steps is None else (steps, 255 - steps)
         is_late = any(self.late)
-        head = _HEAD.pack(order, _ALL_ONES - order, used, _ALL_ONES - used, step, complement, is_late)
+        head = _HEAD.pack(order, _ALL_ONES - order, used, _ALL_ONES - used, step, complement, is_late, 0)
         self._carrier.send(head, self._buffer, self._end_of)
 
     def wait(self) -> bool:
@@ -233,9 +259,9 @@ class ControlExchange:
         """
         if self._carrier is None:
             return True
-        order, complement, _, _, step, other, _ = _HEAD.unpack(self._carrier.receive(self._view))
+        order, complement, _, _, step, other, _, is_round = _HEAD.unpack_from(self._carrier.receive(self._view))
         self.steps_agree = step + other <= 255
-        is_same: bool = order + complement == _ALL_ONES
+        is_same: bool = order + complement == _ALL_ONES and not is_round
         return is_same
 
     def abandon(self) -> None:
@@ -246,6 +272,6 @@ class ControlExchange:
 
 def _asks_for_all(head: bytearray) -> bool:
     """Whether the greatest bytes of all ranks say that all bytes must be exchanged, which are equally many."""
-    order, complement, used, other, _, _, is_late = _HEAD.unpack(head)
-    is_same_order: bool = order + complement == _ALL_ONES
+    order, complement, used, other, _, _, is_late, is_round = _HEAD.unpack_from(head)
+    is_same_order: bool = order + complement == _ALL_ONES and not is_round
     return is_same_order and (bool(is_late) or used + other != _ALL_ONES)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION = KINDS = (
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION, ROUND = KINDS = (
     "all-gather",
     "reduce-scatter",
     "all-reduce",
@@ -15,6 +15,7 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD
     "exchange at the end of backward",
     "exchange at the end of forward",
     "introduction before the first long sum",
+    "round about optional groups",
 )
 GATHER = "gather"  # of unequal parts, or to one rank: by several of these, or by calls of torch.distributed
 

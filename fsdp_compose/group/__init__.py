@@ -41,11 +41,14 @@ from .options import BUCKET_BYTES as BUCKET_BYTES
 from .options import GroupOptions as GroupOptions
 from .options import Modules as Modules
 from .order import ALL_GATHER as ALL_GATHER
+from .order import BEGIN_OF_BACKWARD as BEGIN_OF_BACKWARD
 from .order import END_OF_BACKWARD as END_OF_BACKWARD
 from .order import END_OF_FORWARD as END_OF_FORWARD
 from .order import REDUCE_SCATTER as REDUCE_SCATTER
 from .order import SCATTER_ALONE as SCATTER_ALONE
+from .order import SERVE as SERVE
 from .order import CollectiveOrder as CollectiveOrder
+from .order import code_of_end as code_of_end
 from .order import code_of_flags as code_of_flags
 from .order import first_difference_of_traces as first_difference_of_traces
 from .order import judge_places as judge_places
@@ -63,6 +66,9 @@ from .registry import states_to_run as states_to_run
 from .replaced import stand_in as stand_in
 from .roots import contexts_of as contexts_of
 from .roots import roots_together as roots_together
+from .rounds import SEVERAL_FAILED as SEVERAL_FAILED
+from .rounds import Marks as Marks
+from .rounds import Rounds as Rounds
 from .standstill import HANG_SECONDS_ENV as HANG_SECONDS_ENV
 from .standstill import POSITION_MARK as POSITION_MARK
 from .standstill import look_after_standstill as look_after_standstill

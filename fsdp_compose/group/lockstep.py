@@ -139,7 +139,7 @@ def _describe(handle: FlatParamHandle, what: str) -> str:
     root, phase = None if state is None else state.root, "outside forward"
     if root is not None and root.backward is not None:
         phase = "backward"
-    elif root is not None and root.forward.depth:
+    elif root is not None and (root.forward.depth or root.rounds is not None):  # a rank at its end serves others
         phase = "forward"
     names, name = handle.names, "?" if state is None else state.name
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""

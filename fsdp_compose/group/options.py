@@ -18,12 +18,27 @@ Modules = tuple["weakref.ref[nn.Module]", ...]
 
 
 @dataclass(frozen=True, slots=True)
-class GroupOptions:
-    """The options of one group.
+class OptionsForGood:
+    """Those that the call of ``fully_shard`` decides for as long as the group lives.
 
     Attributes:
         mp_policy, granularity, offload: see ``fully_shard``.
         bucket_bytes: of a replicated group, see ``replicate``; ``None``: it is sharded.
+        is_optional: each rank may run the group or skip it.
+    """
+
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    granularity: Granularity | None = None
+    offload: CPUOffloadPolicy | None = None
+    bucket_bytes: int | None = None
+    is_optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions(OptionsForGood):
+    """The options of one group.
+
+    Attributes:
         reshard_after_forward: see ``fully_shard``; ``None``: the groups that are no root. A number: parts stay, each of
             which is this fraction.
         reshard_after_backward: see ``set_reshard_after_backward``. A number: parts stay until a step.
@@ -38,11 +53,7 @@ class GroupOptions:
             next in the last iteration.
     """
 
-    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    granularity: Granularity | None = None
-    offload: CPUOffloadPolicy | None = None
     reshard_after_forward: bool | int | None = None
-    bucket_bytes: int | None = None
     reshard_after_backward: bool | int = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
@@ -97,6 +108,7 @@ class GroupOptions:
             "sum reduction": self.reduction.forces_sum,
             "offload_policy": self.offload and ("shards and gradients" if self.offload.parameters else "gradients"),
             "post-reduction hook": self.reduction.hook is not None,
+            **({"optional": True} if self.is_optional else {}),
         }
 
 

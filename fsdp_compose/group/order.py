@@ -23,7 +23,14 @@ ALL_GATHER, REDUCE_SCATTER, SCATTER_ALONE = 0, 1, 2  # the last bits of what the
 KIND_BITS = 2
 END_OF_BACKWARD = -1  # no collective, but what an exchange may be for
 END_OF_FORWARD = 1 << 62  # likewise, of a forward that has looked for unseen writes
-ENDS = {END_OF_BACKWARD: "the end of backward", END_OF_FORWARD: "the end of forward"}
+BEGIN_OF_BACKWARD, SERVE = END_OF_FORWARD + 1, END_OF_FORWARD + 2  # points of roots with optional groups
+_END_OF_GROUP = 1 << 61  # from here to END_OF_FORWARD: the end of a forward of a group
+ENDS = {
+    END_OF_BACKWARD: "the end of backward",
+    END_OF_FORWARD: "the end of forward",
+    BEGIN_OF_BACKWARD: "the begin of backward",
+    SERVE: "serve_optional()",
+}
 _MAX_GROUPS = 1 << 24  # a code below END_OF_BACKWARD: a hash of the flags of requires_grad, and which group has them
 _FOLDED = 1 << 63  # a code from here on: a hash of many
 _KINDS = ("all-gather", "reduce-scatter", "reduce-scatter without all-reduce")
@@ -171,6 +178,10 @@ class CollectiveOrder:
         last = self.trace[-1:]
         return self._as_text(last[0]).replace("\t", " of ") if last else ""
 
+    def name_of(self, code: int) -> str:
+        """What a code stands for, as text."""
+        return ENDS[code] if code in ENDS else self._as_text(code).partition("\t")[0]
+
     def roots(self) -> list[OrderedRoot]:
         """Those that have run, and live."""
         return [*{id(root): root for state in [*self._states.values()] if (root := state.root) is not None}.values()]
@@ -178,12 +189,16 @@ class CollectiveOrder:
     def _as_text(self, code: int) -> str:
         if code >= _FOLDED:
             return "the last of many collectives that are no longer remembered"
+        is_end = code >= _END_OF_GROUP
+        code -= is_end * _END_OF_GROUP
         flags, number = divmod(-2 - code, _MAX_GROUPS) if code < END_OF_BACKWARD else (0, code >> KIND_BITS)
         state = self._states.get(number)
         root = None if state is None else state.root
         name = "a group that is gone\t" if state is None or root is None else f"{state.name}\t{root.label}"
         if code < END_OF_BACKWARD:
             return f"no collective but a change of requires_grad (to {flags:x}) in {name}"
+        if is_end:
+            return f"the end of the forward of {name}"
         kind = code & 3
         if kind == REDUCE_SCATTER and state is not None and any([item.mesh.has_whole for item in state._handles]):
             return f"the all-reduce of {name}"
@@ -194,6 +209,11 @@ def code_of_flags(code: int, text: str) -> int:
     """The code of a change of ``requires_grad`` in the group of ``code``: ``text`` says in what, and to what."""
     digest = hashlib.sha256(text.encode()).digest()
     return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - (code >> KIND_BITS)
+
+
+def code_of_end(code: int) -> int:
+    """The code of the end of a forward of the group of ``code``."""
+    return _END_OF_GROUP + code
 
 
 def first_difference_of_traces(ours: str, theirs: str) -> tuple[int, str, str] | None:

@@ -26,6 +26,7 @@ from .iteration import Backward, Forward, ForwardRecord
 from .options import GroupOptions
 from .order import CollectiveOrder
 from .progress import NOWHERE, GroupBackward, GroupHistory, Place, Progress
+from .rounds import Rounds
 from .swap import ParameterSwap
 
 _shard_version = attrgetter("shard._version")
@@ -344,11 +345,12 @@ class Root:
         backward: the one that is running, if one is.
         failed_backward: one that ended in an exception, until what it left has been thrown away.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
+        rounds: where ranks agree on groups that they may skip; ``None`` if there are no such groups.
     """
 
     __slots__ = (
-        "__weakref__", "backward", "communicator", "exchange", "failed_backward", "forward", "forward_exchange",
-        "generation", "num_forwards", "number", "order", "parts", "recomputed", "records", "states", "used_starts",
+        "__weakref__", "_exchanges", "backward", "communicator", "failed_backward", "forward", "generation",
+        "num_forwards", "number", "order", "parts", "recomputed", "records", "rounds", "states", "used_starts",
     )  # fmt: skip
 
     def __init__(
@@ -361,12 +363,13 @@ class Root:
         order: CollectiveOrder,
         number: int,
         num_forwards: int,
+        rounds: Rounds | None = None,
     ) -> None:
         states = dict.fromkeys(state for part in parts for state in part)
         self.states = [weakref.ref(state) for state in states]
         self.parts = [[weakref.ref(state) for state in part] for part in parts]
         self.communicator = communicator
-        self.exchange, self.forward_exchange = exchange, forward_exchange
+        self._exchanges, self.rounds = (exchange, forward_exchange), rounds
         self.used_starts: weakref.WeakKeyDictionary[FlatParamHandle, int] = weakref.WeakKeyDictionary()
         self.generation = generation
         self.order = order
@@ -379,13 +382,25 @@ class Root:
         self.forward = Forward(nothing, nothing)
         self.recomputed: list[_FSDPState] = []
 
+    @property
+    def exchange(self) -> ControlExchange:
+        return self._exchanges[0]
+
+    @property
+    def forward_exchange(self) -> ControlExchange:
+        return self._exchanges[1]
+
     def reset(self) -> None:
         """Forget the iteration that was going on."""
+        if self.rounds is not None:
+            self.rounds.reset()
         self.forward = Forward(ForwardRecord(self.num_forwards, self.states), self.forward.previous)
         self.reset_backward()
 
     def reset_backward(self) -> None:
         """Forget the backward that was going on."""
+        if self.rounds is not None:
+            self.rounds.reset_backward()
         self.backward = self.failed_backward = None
         self.recomputed = []
 
@@ -411,6 +426,8 @@ class Root:
         assert self.backward is not None
         backward, self.backward = self.backward, None
         self.recomputed.clear()
+        if self.rounds is not None:
+            self.rounds.rest()
         return backward
 
     def fail_backward(self, backward: Backward) -> None:

@@ -7,6 +7,8 @@ from .forward import enter_alone as enter_alone
 from .hooks import drive as drive
 from .hooks import post_forward as post_forward
 from .hooks import pre_forward as pre_forward
+from .optional import serve as serve
+from .optional import unshard_in_rounds as unshard_in_rounds
 from .region import region as region
 from .steps import reshard as reshard
 from .steps import unshard as unshard

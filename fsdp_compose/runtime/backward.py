@@ -22,6 +22,9 @@ from ..group import (
     never_traced,
 )
 from .exchange import begin_exchange, end_exchange
+from .optional import begin_backward as begin_rounds
+from .optional import end_backward as end_rounds
+from .optional import owe, tell_of_failure
 from .recovery import recover_backward
 from .steps import follow_toggles_before_backward, hide_shown, reduce, stays_unsharded
 
@@ -46,6 +49,8 @@ def begin_backward(root: Root) -> Backward:
     for state in root.live_states():
         if state.past.is_unhooked or not state.place.reshards_after_forward:
             _show_throughout(backward, state)
+    if root.rounds is not None:
+        begin_rounds(root, root.rounds)
     return backward
 
 
@@ -135,13 +140,14 @@ def _give_up_backward(root: Root, backward: Backward) -> None:
     backward.shown.clear()
     for state in root.live_states():
         state.swap.restore(len(state.progress.entries))
+    tell_of_failure(root)
 
 
 @never_traced
 def finish_backward(root: Root, is_inside: bool = False) -> None:
     """Reduce what has not been reduced, agree with the other ranks, and only then show the gradients. ``is_inside``:
     the backward has run inside a forward of the root, though that may have just ended."""
-    states, backward = root.live_states(), root.backward
+    states, backward, rounds = root.live_states(), root.backward, root.rounds
     assert backward is not None
     # ... or inside a recomputation.
     is_inside = is_inside or root.forward.depth > 0 or any([state.progress.entries for state in states])
@@ -162,7 +168,12 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
                 # Of a forward that has not ended they are not known yet.
                 if not is_inside or _has_run_in_forward(root, state):
                     state.check_versions(past.unhooked_versions)
-            reduce(root, state)
+            if rounds is not None and rounds.is_on:
+                owe(root, rounds, state)
+            else:
+                reduce(root, state)
+    if rounds is not None:
+        end_rounds(root, rounds)
     hide_shown(root)
     _bring_captured(root, states)
     _exchange(root, states)

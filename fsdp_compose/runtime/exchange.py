@@ -29,14 +29,14 @@ def end_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
         root.order.close()  # as on the other ranks
         raise
     if not is_same:
-        _raise_different_order(root, code)
+        raise_different_order(root, code)
     if not exchange.steps_agree:
         raise_different_steps(root)
     root.order.close()
     steps_were_compared(root)
 
 
-def _raise_different_order(root: Root, code: int) -> None:
+def raise_different_order(root: Root, code: int) -> None:
     """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it.
 
     Args:

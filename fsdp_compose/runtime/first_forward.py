@@ -40,6 +40,7 @@ from ..group import (
 from .advice import advise
 from .buckets import watch_buckets
 from .data_ranks import mesh_of_root
+from .finding_hosts import check_optional, rounds_of
 from .recovery import recover
 from .replicas import broadcast_first_replica, compare_replicas
 from .user_changes import take_over
@@ -86,6 +87,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
             names.setdefault(item, name)
     found, states, owners = list(names.items()), list(names), [part.state for part in roots]
     refuse_asleep(states)
+    check_optional(owners, states)
     earlier = contexts_of(states)
     for context in earlier:
         _make_joinable(context, module)
@@ -117,6 +119,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
     exchange = ControlExchange(num_params, len(states), carrier)
     forward_exchange = ControlExchange(num_params, len(states), carrier, end_of="forward")
+    rounds = rounds_of(states, carrier)
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
     for handle, start in starts.items():
         handle.contributions.write_used_to(exchange.used[start : start + len(handle.fqns)])
@@ -127,7 +130,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     advise(mesh, states)
     parts = [part.states for part in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)
-    root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards)
+    root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards, rounds)
     root.used_starts.update(starts)
     if mesh.has_peers:
         count_steps(root)

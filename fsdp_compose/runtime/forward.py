@@ -15,6 +15,7 @@ from .backward import publish_from_inside
 from .captures import VersionsBefore
 from .first_forward import initialise, is_running, tree
 from .given import own_values
+from .optional import begin_forward as begin_optional
 from .recovery import recover, recover_backward
 from .steps import follow_toggles_of_forward
 from .user_changes import take_over, watch_again
@@ -78,6 +79,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
     """Free gradients that were dropped, gather again what stayed unsharded, and start a new record."""
     captured: list[_FSDPState] = []
     watch = root.watch
+    if root.rounds is not None:
+        begin_optional(root, root.rounds)
     may_release = watch is not None and not watch.has_grads()  # one look for all
     for state in root.live_states():
         for handle in state._handles:

@@ -24,6 +24,7 @@ from ..group import ALL_GATHER, Root, _FSDPState, state_of
 from ..ragged import RaggedDTensor, gather_local_shards, gather_parameter, scatter_average
 from .backward import begin_backward
 from .differentiable_gather import Gather, refuse_accumulated
+from .optional import pass_point_before_gather
 
 
 def _place_of(sharded: torch.Tensor) -> tuple[FlatParamHandle, int, _FSDPState, Root] | None:
@@ -43,6 +44,8 @@ def _gather(sharded: RaggedDTensor) -> torch.Tensor | None:
     if place is None:
         return None
     handle, index, state, root = place
+    if root.rounds is not None:
+        pass_point_before_gather(root, state)
     root.order.trace.append(state.code | ALL_GATHER)
     root.communicator.announce(handle, "all-gather of a parameter")
     whole: torch.Tensor

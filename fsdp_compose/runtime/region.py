@@ -23,6 +23,11 @@ def region(modules: Sequence[nn.Module]) -> Iterator[None]:
     try:
         for module in modules:
             root = enter(state_of_hooked(module), module)
+            if root.rounds is not None:
+                raise NotImplementedError(
+                    "a compiled region with a fully_shard'ed model that has optional groups: a graph cannot tell which "
+                    "of them a rank will run. Compile modules inside the groups, or shard without optional=True"
+                )
             root.forward.begin_region()
             root.forward.enter(None)
             entered.append(root)

@@ -24,8 +24,9 @@ from .._torch import hook_gradient
 from ..flat import FlatParamHandle
 from ..group import Backward, ForwardRecord, HookedUse, _FSDPState, begins_backward, ends_backward, never_traced
 from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
+from .optional import gather_for_backward, owe, refuse_unannounced
 from .outputs import hook_outputs
-from .schedule import prefetch_backward
+from .schedule import before_in_backward, prefetch_backward
 from .steps import reduce, reshard, reshard_until_backward, unshard_again, wait_for_unshard
 from .unseen_writes import writes_to_unsharded
 
@@ -37,6 +38,7 @@ class DefaultUse:
     """One forward of one group under grad mode, as backward sees it."""
 
     __slots__ = (
+        "__weakref__",
         "_backward",
         "_has_ended",
         "_is_outstanding",
@@ -105,7 +107,8 @@ class DefaultUse:
             return True
         hooked, progress = self._record.hooked, state.progress
         self._position = len(hooked)
-        hooked.append(state.place.index)
+        if root is None or root.rounds is None or state.place.index not in root.rounds.hosts:
+            hooked.append(state.place.index)
         progress.outstanding.append(self._record.number)
         self._is_outstanding = True
         return True
@@ -181,8 +184,15 @@ class DefaultUse:
                 state.refuse_unseen_backward()
         if progress.reach(self._record.number):
             state.swap.show_unsharded()
-        unshard_again(root, state)
-        prefetch_backward(root, state, self._record, self._position)
+        rounds = root.rounds
+        if rounds is not None and rounds.is_on:
+            before = before_in_backward(root, state, self._record, self._position)
+            gather_for_backward(root, rounds, state, self._record.number, before)
+        else:
+            if rounds is not None:
+                refuse_unannounced(rounds, state)
+            unshard_again(root, state)
+            prefetch_backward(root, state, self._record, self._position)
         wait_for_unshard(root, state)
 
     def reach(self, grad: torch.Tensor) -> None:
@@ -216,4 +226,7 @@ class DefaultUse:
                 if not state.options.keeps_after_backward():
                     (reshard_until_backward if state.place.keeps_parts else reshard)(root, state)
                 return
-        reduce(root, state)
+        if root.rounds is not None and root.rounds.is_on:
+            owe(root, root.rounds, state)
+        else:
+            reduce(root, state)

@@ -1,0 +1,358 @@
+"""Groups that each rank may run or skip (``fully_shard(optional=True)``): how all ranks gather and reduce them.
+
+A *point* is a place that every rank passes, in the same order: where a group that is not optional begins its forward
+inside another one, the end of the forward of a *host* (the nearest group around an optional one that is not optional
+itself) and of the outermost one, the begin and the end of a backward. A *round* is one small maximum over the ranks
+(``group.rounds``). A rank that needs an optional group *demands* it in a round; a rank at a point makes rounds until
+one in which no rank demands anything. In every round all ranks gather whatever any of them demands, in the order of
+their indexes, and free at their next round what they did not need themselves.
+
+So no rank waits for another one for ever: it blocks in a round, or in a collective that all ranks issue after the same
+round; whoever is not in a round computes, and comes to its next demand or to its next point, which is a round. It makes
+finitely many demands before a point, so the round without a demand comes, and nobody passes the point before.
+
+In a backward every gather is a demand, of other groups too: where only some ranks come to a vision tower, only these
+may have to go back through frozen layers, or learn from an input's gradient that a group is done. So reductions are
+agreed on as well: a group is reduced, by all ranks, after a round in which some rank *owes* it (its backward has come)
+and none has it *pending* (it is to come); at the end, whatever is owed. Backwards in which no rank can come to an
+optional group (the round at their begin tells) make no further rounds and run as those of any other root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..flat import is_stale
+from ..group import (
+    ALL_GATHER,
+    BEGIN_OF_BACKWARD,
+    END_OF_BACKWARD,
+    END_OF_FORWARD,
+    SERVE,
+    SEVERAL_FAILED,
+    HookedUse,
+    Marks,
+    Root,
+    Rounds,
+    _FSDPState,
+    code_of_end,
+)
+from .exchange import raise_different_order
+from .steps import follow_requires_grad, hide_shown, reduce, reshard, unshard, unshard_for_use
+
+# ---- forward
+
+
+def begin_forward(root: Root, rounds: Rounds) -> None:
+    """An outermost forward begins: nothing that was gathered before stays, since that may be on some ranks only."""
+    for state in root.live_states():
+        for handle in state._handles:
+            if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
+                handle.unsharded.keep_allocated(False)
+                root.communicator.reshard(handle)
+                handle.unsharded.keep_allocated(state.past.is_unhooked)
+        if state.place.index in rounds.hosts and any([handle.was_toggled() for handle in state._handles]):
+            follow_requires_grad(root, state)  # by all ranks, not by those alone that run it
+
+
+def check_place(root: Root, rounds: Rounds, state: _FSDPState) -> None:
+    """Raise if an optional group begins a forward where the other ranks may not be ready to gather it."""
+    host = rounds.hosts.get(state.place.index)
+    if host is None or (rounds.running and rounds.running[-1] == host):
+        return
+    states = root.states
+    expected = states[host]()
+    found = states[rounds.running[-1]]() if rounds.running else None
+    where = "outside of any forward" if found is None else f"inside the forward of {found.name}"
+    raise RuntimeError(
+        f"the optional fully_shard group {state.name} runs {where} on rank {root.mesh.peers.rank()}; expected: inside "
+        f"the forward of {'?' if expected is None else expected.name}, which is the nearest group around it that is "
+        "not optional, and in no other group. Call it from there, or make the groups between optional too"
+    )
+
+
+def gather_for_forward(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequence[_FSDPState]) -> None:
+    """Start the all-gathers of a group that is not optional and whose forward begins, and of those that come next.
+
+    Some ranks may have them already, where a forward has left what cannot be hooked, or was repeated: so at this point
+    they tell each other, and all gather what is missing anywhere."""
+    if rounds.running:
+        pass_point(root, rounds, state.code | ALL_GATHER, [state, *ahead])
+    rounds.running.append(state.place.index)
+    unshard_for_use(root, state)
+    for following in ahead:
+        unshard(root, following)
+
+
+def gather_optional(root: Root, rounds: Rounds, state: _FSDPState, use: HookedUse | None) -> None:
+    """Start the all-gathers of an optional group whose forward begins."""
+    _note_live(root, rounds, use)
+    demand(root, rounds, state)
+
+
+def gather_for_recomputation(root: Root, rounds: Rounds, state: _FSDPState, use: HookedUse | None) -> None:
+    """Likewise, for a forward that activation checkpointing runs again, where rounds are made."""
+    if state.place.index in rounds.hosts:
+        _note_live(root, rounds, use)
+    demand(root, rounds, state)
+
+
+def _note_live(root: Root, rounds: Rounds, use: HookedUse | None) -> None:
+    """A backward may come to an optional group as long as the graph of this forward of it lives, or of the one around
+    it, which may run it again."""
+    for item in (use, root.forward.innermost if use is None else use.outer):
+        if item is not None:
+            rounds.live.add(item)
+
+
+def leave_forward(rounds: Rounds, state: _FSDPState) -> None:
+    """A forward of a group has ended, however it has."""
+    if rounds.running and rounds.running[-1] == state.place.index:
+        rounds.running.pop()
+
+
+def end_group(root: Root, rounds: Rounds, state: _FSDPState) -> None:
+    """A forward of a group has ended without an error: where others may demand what it has around it, this is a point.
+    Raises as ``pass_point``."""
+    if root.forward.depth == 0:
+        pass_point(root, rounds, END_OF_FORWARD)
+    elif state.place.index in rounds.hosts.values():
+        pass_point(root, rounds, code_of_end(state.code))
+
+
+# ---- backward
+
+
+def begin_backward(root: Root, rounds: Rounds) -> None:
+    """A backward begins: learn whether some rank may come to an optional group in it."""
+    rounds.begin_backward(True)
+    pass_point(root, rounds, BEGIN_OF_BACKWARD)
+    rounds.begin_backward(rounds.is_live)
+
+
+def gather_for_backward(
+    root: Root, rounds: Rounds, state: _FSDPState, number: int, before: Sequence[_FSDPState]
+) -> None:
+    """Start the all-gathers of a group whose backward has come, to the forward of this number, and of those whose
+    forwards ended ``before``."""
+    rounds.reach(number)
+    demand(root, rounds, state, () if state.place.index in rounds.hosts else before)
+
+
+def refuse_unannounced(rounds: Rounds, state: _FSDPState) -> None:
+    """Raise if a backward in which no rank expected an optional group has come to one."""
+    if state.place.index in rounds.hosts:
+        raise RuntimeError(
+            f"a backward came to the optional fully_shard group {state.name}, and no rank had a graph with an optional "
+            "group when it began: a forward inside a backward may not run one, unless that backward, or activation "
+            "checkpointing, repeats a forward that has run it"
+        )
+
+
+def owe(root: Root, rounds: Rounds, state: _FSDPState) -> None:
+    """The backward of a group is done on this rank: it is reduced when it is on all."""
+    backward = root.backward
+    assert backward is not None
+    if state.swap in backward.shown:
+        hide_shown(root, state.swap)
+    if not state.place.stays_after_backward:
+        reshard(root, state)
+    rounds.owes.add(state.place.index)
+
+
+def end_backward(root: Root, rounds: Rounds) -> None:
+    """The end of a backward: serve other ranks until all are here, and reduce whatever is owed."""
+    if rounds.is_on:
+        pass_point(root, rounds, END_OF_BACKWARD)
+        _drop_served(root, rounds)
+
+
+# ---- rounds
+
+
+def serve(root: Root) -> None:
+    """See ``controls.serve_optional``."""
+    if root.rounds is not None:
+        pass_point(root, root.rounds, SERVE)
+
+
+def unshard_in_rounds(root: Root, state: _FSDPState) -> None:
+    """Start the all-gathers of a group that the user wants now: of an optional one a demand, of another one a point.
+
+    Raises:
+        RuntimeError: an optional one, and no forward is running; or as ``pass_point``.
+    """
+    rounds = root.rounds
+    assert rounds is not None
+    if state.place.index in rounds.hosts:
+        if not root.forward.depth and root.backward is None:
+            raise RuntimeError(
+                f"unshard(): the optional fully_shard group {state.name} can be gathered ahead only inside the forward "
+                "of the model, where ranks that skip it take part"
+            )
+        if not rounds.is_on:
+            refuse_unannounced(rounds, state)
+        check_place(root, rounds, state)
+        demand(root, rounds, state)
+    elif root.backward is not None and rounds.is_on:
+        demand(root, rounds, state)
+    else:
+        if root.forward.depth or root.backward is not None:
+            pass_point(root, rounds, state.code | ALL_GATHER, [state])
+        unshard(root, state)
+
+
+def pass_point_before_gather(root: Root, state: _FSDPState) -> None:
+    """All ranks are about to gather something of a group that is not the business of its hooks."""
+    rounds = root.rounds
+    if rounds is not None and (root.forward.depth or root.backward is not None):
+        pass_point(root, rounds, state.code | ALL_GATHER)
+
+
+def pass_point(root: Root, rounds: Rounds, code: int, needed: Sequence[_FSDPState] = ()) -> None:
+    """Serve the other ranks until all are at this point, which ``code`` names; then gather what all need now.
+
+    Raises:
+        RuntimeError: on every rank, they are at different points, or one has failed; or a rank did not come.
+    """
+    if rounds.is_on:
+        while _make_round(root, rounds, code, needed=needed):
+            pass
+
+
+def demand(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequence[_FSDPState] = ()) -> None:
+    """Start the all-gathers of a group, on all ranks, unless this one has it; and of those that will be needed next.
+    Raises as ``pass_point``."""
+    rounds.keep(state.place.index)
+    wanted = [item for item in (state, *ahead) if _is_missing(item)]
+    if wanted:
+        _make_round(root, rounds, None, wanted=wanted)
+
+
+def tell_of_failure(root: Root) -> None:
+    """This rank has failed, and would no longer come to rounds in which others wait for it: let them know, once."""
+    rounds = root.rounds
+    if rounds is None or rounds.has_failed or not rounds.is_on:
+        return
+    rounds.fail()
+    nothing = [False] * len(root.states)
+    rounds.make(None, False, Marks(nothing, nothing, nothing, nothing), root.mesh.peers.rank())
+
+
+def _is_missing(state: _FSDPState) -> bool:
+    return any([not item.unsharded.is_allocated or is_stale(item) for item in state._handles])
+
+
+def _make_round(
+    root: Root,
+    rounds: Rounds,
+    code: int | None,
+    *,
+    wanted: Sequence[_FSDPState] = (),
+    needed: Sequence[_FSDPState] = (),
+) -> bool:
+    """Make one round, gather and reduce what it says; whether it demanded anything. ``wanted``: what this rank demands;
+    ``needed``: what all will need when all are at this point."""
+    if rounds.has_failed:
+        raise RuntimeError("an earlier round about optional fully_shard groups has failed: the iteration is over")
+    _drop_served(root, rounds)
+    states = root.live_states()
+    marks = Marks(
+        [state in wanted for state in states],
+        [state in needed and _is_missing(state) for state in states],
+        [_is_pending(rounds, state) for state in states],
+        [state.place.index in rounds.owes for state in states],
+    )
+    # (What a forward that cannot be hooked has left unsharded, and reduced at the end, may be so on this rank only.)
+    is_live = bool(rounds.live) or any([state.past.has_unsynced or state.past.is_unhooked for state in states])
+    digest = None if code is None else root.order.hash(root, code)
+    try:
+        is_same = rounds.make(digest, is_live, marks)
+    except RuntimeError as error:
+        rounds.fail()
+        root.forward.fail()
+        what = f"demands {wanted[0].name}" if wanted else f"waits at {root.order.name_of(code or 0)}"
+        raise RuntimeError(
+            f"rank {root.mesh.peers.rank()} {what}, and another rank did not come to its next point: it died, made "
+            "another number of forwards or backwards, or waits for this rank in a collective that is not "
+            f"fully_shard's. Call serve_optional(model), on all ranks, before such a collective. {error}"
+        ) from error
+    failed = rounds.failed
+    if failed is not None:
+        _raise_failed(root, rounds, failed)
+    is_last = not any(rounds.marks.demanded)
+    if not is_same and (is_last or code is None):
+        rounds.fail()
+        root.forward.fail()
+        raise_different_order(root, wanted[0].code | ALL_GATHER if code is None else code)
+    if is_last:
+        _gather(root, rounds, states, rounds.marks.missing, states)
+    else:
+        _gather(root, rounds, states, rounds.marks.demanded, wanted)
+    if root.backward is not None and rounds.is_on:
+        _reduce_owed(root, rounds, states, is_end=is_last and code == END_OF_BACKWARD)
+    return not is_last
+
+
+def _raise_failed(root: Root, rounds: Rounds, rank: int) -> None:
+    rounds.fail()
+    root.forward.fail()
+    which = "some ranks" if rank == SEVERAL_FAILED else f"rank {rank}"
+    raise RuntimeError(
+        f"{which} raised an exception in this iteration, which ends it on all ranks (see the error there). The next "
+        "forward goes on from here, if all ranks run it"
+    )
+
+
+def _is_pending(rounds: Rounds, state: _FSDPState) -> bool:
+    """Whether the backward of a group is under way on this rank, or to come in the backward that is running."""
+    progress, backward = state.progress, state.backward
+    return bool(
+        backward.active_uses
+        or backward.is_iterated
+        or progress.entries
+        or any([number <= rounds.last_number for number in progress.outstanding])
+    )
+
+
+def _drop_served(root: Root, rounds: Rounds) -> None:
+    for index in rounds.served:
+        state = root.states[index]()
+        if state is not None and not state.backward.active_uses:
+            reshard(root, state)
+    rounds.served.clear()
+
+
+def _gather(
+    root: Root, rounds: Rounds, states: Sequence[_FSDPState], marks: Sequence[int], kept: Sequence[_FSDPState]
+) -> None:
+    """Start the all-gathers of the groups that are marked. What this rank does not need itself (all but what is
+    ``kept``) is freed before the next one is gathered, so that it holds one such group at a time."""
+    for state in states:
+        if not marks[state.place.index]:
+            continue
+        is_new = False
+        _drop_served(root, rounds)
+        for handle in state._handles:
+            if handle.unsharded.never_freed:
+                continue
+            root.order.trace.append(state.code | ALL_GATHER)
+            if handle.unsharded.is_allocated:
+                root.communicator.wait(handle)
+                root.communicator.refresh(handle)  # mostly with the same elements again
+                root.communicator.wait(handle)  # this rank may be computing with it
+            else:
+                is_new = True
+                root.communicator.unshard(handle)
+        if is_new and state not in kept:
+            rounds.served.append(state.place.index)
+
+
+def _reduce_owed(root: Root, rounds: Rounds, states: Sequence[_FSDPState], is_end: bool) -> None:
+    for state in reversed(states):
+        index = state.place.index
+        is_wanted = rounds.marks.pending[index] or rounds.marks.demanded[index]
+        if rounds.marks.owed[index] and (is_end or not is_wanted):
+            rounds.owes.discard(index)
+            rounds.keep(index)
+            reduce(root, state)

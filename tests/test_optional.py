@@ -1,0 +1,518 @@
+"""Groups that each rank may run or skip: training equals unsharded training on the mean of the ranks' losses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import (
+    CPUOffloadPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    functional_mode,
+    no_sync,
+    replicate,
+    serve_optional,
+    summon_full_params,
+    unshard,
+)
+from fsdp_compose.comm import control_exchange
+from fsdp_compose.group import get_state
+from tests.harness import distributed
+
+DIM = 6
+Plan = tuple[bool | int, ...]
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class VisionLanguage(nn.Module):
+    """Text, and on some ranks images, which a tower and a projection bring into it. A plan: (whether there is one,)."""
+
+    optional = ("tower", "projection")
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
+        self.tower, self.projection = nn.Sequential(Mlp(), Mlp()), nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Mlp() for _ in range(2))
+        self.use_reentrant = use_reentrant
+
+    def call(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if self.use_reentrant is None:
+            return module(x)
+        return checkpoint(module, x, use_reentrant=self.use_reentrant)
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        h = self.embed(x)
+        if plan[0]:
+            h = h + self.projection(self.call(self.tower, x.sin()))
+        for block in self.blocks:
+            h = self.call(block, h)
+        return self.head(h)
+
+
+class LayerDrop(nn.Module):
+    """A plan: of each layer, how often it runs."""
+
+    optional = ("layers.0", "layers.1", "layers.2")
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.embed, self.last = Mlp(), nn.Linear(DIM, 1)
+        self.layers = nn.ModuleList(Mlp() for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        h = self.embed(x)
+        for layer, times in zip(self.layers, plan, strict=True):
+            for _ in range(times):
+                if self.use_reentrant is None:
+                    h = layer(h)
+                else:
+                    h = checkpoint(layer, h, use_reentrant=self.use_reentrant)
+        return self.last(h)
+
+
+class Experts(LayerDrop):
+    """Experts beside each other, in a group around them that is optional too; in the order of the plan."""
+
+    optional = ("layers.0", "layers.1", "layers.2")
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        h = self.embed(x)
+        return self.last(h + sum([self.layers[i](h) * (i + 1) for i in plan], torch.zeros_like(h)))
+
+
+class EarlyExit(LayerDrop):
+    """A plan: (after how many layers to leave,); the model returns what the last one has returned, as it is."""
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers[: plan[0]]:
+            h = layer(h)
+        return h
+
+
+PLANS: dict[type[nn.Module], list[tuple[Plan, Plan, Plan]]] = {
+    VisionLanguage: [
+        ((1,), (0,), (0,)),
+        ((0,), (0,), (0,)),
+        ((0,), (1,), (1,)),
+        ((1,), (1,), (1,)),
+        ((0,), (0,), (1,)),
+    ],
+    LayerDrop: [
+        ((1, 0, 2), (0, 1, 1), (0, 0, 0)),
+        ((0, 0, 1), (0, 0, 2), (0, 0, 1)),
+        ((3, 1, 0), (0, 0, 0), (1, 1, 1)),
+    ],
+    Experts: [((2, 0), (1,), ()), ((0, 1, 2), (2, 1, 0), (1, 1)), ((), (), ()), ((1, 0), (0, 1), (0,))],
+    EarlyExit: [((3,), (1,), (0,)), ((0,), (0,), (0,)), ((1,), (2,), (3,)), ((2,), (2,), (2,))],
+}
+
+
+def made(kind: type[nn.Module], **kwargs) -> nn.Module:
+    torch.manual_seed(0)
+    return kind(**kwargs).double()
+
+
+def shard(model: nn.Module, inner: bool = True, **kwargs) -> nn.Module:
+    for name, module in reversed([*model.named_modules()][1:]):
+        if inner and isinstance(module, Mlp) and name not in model.optional:
+            fully_shard(module, **kwargs)
+        elif name in model.optional:
+            fully_shard(module, optional=True, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(3, DIM, dtype=torch.float64, generator=generator)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return model(x, plan).square().mean()
+
+
+def mean_loss(reference: nn.Module, step: int, plans: Sequence[Plan]) -> torch.Tensor:
+    size = dist.get_world_size()
+    return torch.stack([loss_of(reference, batch(step, r), plans[r]) for r in range(size)]).mean()
+
+
+def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), f"{name}: {ours.grad}, expected {theirs.grad}"
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def assert_equal_parameters(model: nn.Module, reference: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach(), rtol=1e-9, atol=1e-11, msg=name)
+
+
+def train_both(model: nn.Module, reference: nn.Module, plans: Sequence[Sequence[Plan]], rounds: int = 2) -> None:
+    rank = dist.get_rank()
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, reference)]
+    for step, at_step in enumerate([*plans] * rounds):
+        loss_of(model, batch(step, rank), at_step[rank]).backward()
+        mean_loss(reference, step, at_step).backward()
+        assert_equal_gradients(model, reference)
+        norms = [clip_grad_norm_(net.parameters(), 0.5) for net in (model, reference)]
+        torch.testing.assert_close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert torch.isfinite(model(batch(step, rank), at_step[rank - 1])).all()
+    assert_equal_parameters(model, reference)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("kind", [*PLANS])
+@distributed(world_size=(2, 3))
+def test_training_equals_unsharded_training(kind, reshard):
+    model = shard(made(kind), reshard_after_forward=reshard)
+    train_both(model, made(kind), PLANS[kind])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", [VisionLanguage, LayerDrop])
+@distributed(world_size=(2, 3))
+def test_with_activation_checkpointing(kind, use_reentrant):
+    model = shard(made(kind, use_reentrant=use_reentrant), inner=not use_reentrant)
+    train_both(model, made(kind, use_reentrant=use_reentrant), PLANS[kind])
+
+
+# ---- several forwards and backwards
+
+
+def steps_of(kind: type[nn.Module]) -> Iterator[tuple[int, Sequence[Plan]]]:
+    yield from enumerate(PLANS[kind])
+
+
+@pytest.mark.parametrize("kind", [VisionLanguage, LayerDrop])
+@distributed(world_size=2)
+def test_accumulation_without_sync(kind):
+    """Also where no rank runs a group in the backward that reduces."""
+    rank, model, reference = dist.get_rank(), shard(made(kind)), made(kind)
+    for first in range(len(PLANS[kind])):
+        for i in range(3):
+            plans = PLANS[kind][(first + i) % len(PLANS[kind])]
+            with no_sync(model) if i < 2 else nullcontext():
+                loss_of(model, batch(i, rank), plans[rank]).backward()
+            mean_loss(reference, i, plans).backward()
+        assert_equal_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@distributed(world_size=2)
+def test_accumulation_with_sync():
+    rank, model, reference = dist.get_rank(), shard(made(LayerDrop)), made(LayerDrop)
+    for step, plans in steps_of(LayerDrop):
+        loss_of(model, batch(step, rank), plans[rank]).backward()
+        mean_loss(reference, step, plans).backward()
+        assert_equal_gradients(model, reference)
+
+
+@pytest.mark.parametrize("kind", [VisionLanguage, LayerDrop, Experts])
+@distributed(world_size=2)
+def test_two_backwards_through_a_graph(kind):
+    rank, model, reference = dist.get_rank(), shard(made(kind)), made(kind)
+    for step, plans in steps_of(kind):
+        ours, theirs = loss_of(model, batch(step, rank), plans[rank]), mean_loss(reference, step, plans)
+        for retain in (True, False):
+            ours.backward(retain_graph=retain)
+            theirs.backward(retain_graph=retain)
+        assert_equal_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+@pytest.mark.parametrize("kind", [VisionLanguage, LayerDrop, Experts])
+@distributed(world_size=2)
+def test_two_forwards(kind, is_together):
+    """And one backward of both, or one of each, the first one first."""
+    rank, model, reference = dist.get_rank(), shard(made(kind)), made(kind)
+    for step, plans in steps_of(kind):
+        others = PLANS[kind][step - 1]
+        ours = [loss_of(model, batch(step + i, rank), item[rank]) for i, item in enumerate((plans, others))]
+        theirs = [mean_loss(reference, step + i, item) for i, item in enumerate((plans, others))]
+        for losses in (ours, theirs):
+            for loss in [losses[0] + losses[1]] if is_together else losses:
+                loss.backward()
+        assert_equal_gradients(model, reference)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("frozen", [("tower",), ("embed", "blocks.0"), ("embed", "blocks", "projection"), ("embed",)])
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world_size=2)
+def test_frozen_parts(frozen, reshard):
+    """Also where only images bring what requires grad to frozen or trainable layers."""
+    model, reference = made(VisionLanguage), made(VisionLanguage)
+    for net in (model, reference):
+        for name in frozen:
+            net.get_submodule(name).requires_grad_(False)
+    train_both(shard(model, reshard_after_forward=reshard), reference, PLANS[VisionLanguage])
+
+
+@distributed(world_size=2)
+def test_freezing_between_iterations():
+    model, reference = shard(made(LayerDrop)), made(LayerDrop)
+    for flag in (False, True):
+        for net in (model, reference):
+            net.layers[2].requires_grad_(flag)
+        train_both(model, reference, PLANS[LayerDrop], rounds=1)
+
+
+@distributed(world_size=4)
+def test_hybrid_sharding():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    plans = [(*at, at[0]) for at in PLANS[LayerDrop]]
+    train_both(shard(made(LayerDrop), mesh=mesh), made(LayerDrop), plans)
+
+
+@distributed(world_size=2)
+def test_whole_parameters_and_checkpoints_between_iterations():
+    model, reference = shard(made(LayerDrop)), made(LayerDrop)
+    train_both(model, reference, PLANS[LayerDrop], rounds=1)
+    with summon_full_params(model):
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-9, atol=1e-11)
+    copied = shard(made(LayerDrop))
+    copied.load_state_dict(copy.deepcopy(model.state_dict()))
+    train_both(copied, reference, PLANS[LayerDrop], rounds=0)
+
+
+# ---- inside forward
+
+
+class Summing(VisionLanguage):
+    """All ranks add something up in the middle of forward, and gather a group ahead."""
+
+    optional = ("tower", "projection")
+    ahead = ""
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        h = self.embed(x)
+        if plan[0]:
+            h = h + self.projection(self.tower(x.sin()))
+        if get_state(self) is not None:
+            serve_optional(self)
+            dist.all_reduce(torch.ones(1))
+        if self.ahead and get_state(self) is not None:
+            unshard(self.get_submodule(self.ahead))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("ahead", ["", "blocks.1"])
+@distributed(world_size=2)
+def test_collectives_of_the_users_own_inside_forward(ahead):
+    model = shard(made(Summing))
+    model.ahead = ahead
+    train_both(model, made(Summing), PLANS[VisionLanguage])
+
+
+class Ahead(VisionLanguage):
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        if plan[0] and get_state(self) is not None:
+            unshard(self.tower)
+        return super().forward(x, plan)
+
+
+@distributed(world_size=2)
+def test_an_optional_group_gathered_ahead():
+    train_both(shard(made(Ahead)), made(Ahead), PLANS[VisionLanguage])
+
+
+# ---- errors
+
+
+class Wrong(VisionLanguage):
+    """Runs the tower inside a block, or a block on some ranks only."""
+
+    inside = ""
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        h = self.embed(x)
+        if self.inside == "block":
+            self.blocks[0].register_forward_pre_hook(lambda _module, args: (self.tower(args[0]),))
+        if self.inside == "skip" and dist.get_rank() == 1:
+            h = self.blocks[0](h)
+        return self.head(self.blocks[1](self.blocks[0](h)))
+
+
+@distributed(world_size=2)
+def test_an_optional_group_inside_another_group_is_refused():
+    model = shard(made(Wrong))
+    model.inside = "block"
+    with pytest.raises(RuntimeError, match=r"optional fully_shard group tower runs inside the forward of blocks\.0"):
+        loss_of(model, batch(0, 0), (1,))
+
+
+@distributed(world_size=2)
+def test_a_group_that_is_not_optional_and_runs_on_one_rank_is_named_on_all():
+    model = shard(made(Wrong))
+    model.inside = "skip"
+    with pytest.raises(RuntimeError, match=r"different collectives.*blocks\.[01]"):
+        loss_of(model, batch(0, 0), (0,))
+
+
+@distributed(world_size=2)
+def test_a_root_cannot_be_optional():
+    model = fully_shard(made(LayerDrop), optional=True)
+    with pytest.raises(ValueError, match="LayerDrop is optional, and its forward is the outermost one"):
+        model(batch(0, 0), (1, 1, 1))
+
+
+@distributed(world_size=2)
+def test_functional_mode_is_refused():
+    model = shard(made(LayerDrop))
+    with functional_mode(model), pytest.raises(NotImplementedError, match="functional mode.*optional groups"):
+        model(batch(0, 0), (1, 1, 1))
+    train_both(model, made(LayerDrop), PLANS[LayerDrop], rounds=1)
+
+
+@distributed(world_size=4)
+def test_parts_are_refused():
+    with pytest.raises(NotImplementedError, match="keeps parts"):
+        shard(made(LayerDrop), reshard_after_forward=2)(batch(0, 0), (1, 1, 1))
+
+
+@distributed(world_size=2)
+def test_offload_is_refused():
+    with pytest.raises(NotImplementedError, match="offloaded"):
+        shard(made(LayerDrop), offload_policy=CPUOffloadPolicy())(batch(0, 0), (1, 1, 1))
+
+
+@distributed(world_size=2)
+def test_replicated_groups_beside_optional_ones_are_refused():
+    model = made(LayerDrop)
+    fully_shard(model.layers[0], optional=True)
+    replicate(model)
+    with pytest.raises((NotImplementedError, ValueError), match="replicate"):
+        model(batch(0, 0), (1, 1, 1))
+
+
+@distributed(world_size=2)
+def test_keeping_an_optional_group_gathered_is_refused():
+    model = shard(made(LayerDrop))
+    with pytest.raises(ValueError, match="is optional"):
+        unshard(model.layers[0], until_reshard=True)
+    model(batch(0, 0), (1, 1, 1))
+    with pytest.raises(RuntimeError, match="only inside the forward"):
+        unshard(model.layers[0])
+
+
+# ---- failures
+
+
+class Failing(LayerDrop):
+    fails, where = False, "forward"
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        h = self.embed(x)
+        if self.fails and self.where == "backward":
+            h.register_hook(_fail)
+        for layer, times in zip(self.layers, plan, strict=True):
+            for _ in range(times):
+                h = layer(h)
+            if self.fails and self.where == "forward":
+                raise ArithmeticError("on one rank")
+        return self.last(h)
+
+
+def _fail(_grad: torch.Tensor) -> None:
+    raise ArithmeticError("on one rank")
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@distributed(world_size=2)
+def test_training_goes_on_after_one_rank_has_raised(where):
+    model, rank = shard(made(Failing)), dist.get_rank()
+    reference = made(Failing)
+    train_both(model, reference, PLANS[LayerDrop], rounds=1)
+    model.fails, model.where = rank == 0, where
+    expected = ArithmeticError if rank == 0 else RuntimeError
+    with pytest.raises(expected, match="on one rank" if rank == 0 else "rank 0 raised an exception"):
+        loss_of(model, batch(0, rank), PLANS[LayerDrop][0][rank]).backward()
+    model.fails = False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*thrown away.*")
+        model.zero_grad()
+        train_both(model, reference, [], rounds=1)
+        loss_of(model, batch(0, rank), PLANS[LayerDrop][0][rank]).backward()
+    mean_loss(reference, 0, PLANS[LayerDrop][0]).backward()
+    assert_equal_gradients(model, reference)
+
+
+# ---- costs
+
+
+def rounds_in(model: nn.Module, call: Callable[[], object]) -> int:
+    root = get_state(model).root
+    before = root.rounds.count
+    call()
+    return root.rounds.count - before
+
+
+@distributed(world_size=2)
+def test_where_no_rank_runs_them_rounds_are_few_without_the_garbage_collector():
+    rank, model = dist.get_rank(), shard(made(VisionLanguage))
+    for _ in range(2):
+        loss_of(model, batch(0, rank), (1,)).backward()
+    gc.collect()
+    gc.disable()
+    try:
+        loss_of(model, batch(0, rank), (1,)).backward()
+        # A point at each of the two blocks, at the end of forward, and at the begin of backward.
+        for _ in range(2):
+            assert rounds_in(model, lambda: loss_of(model, batch(0, rank), (0,)).backward()) == 4
+        assert rounds_in(model, lambda: loss_of(model, batch(0, rank), (rank,)).backward()) > 6
+    finally:
+        gc.enable()
+
+
+@distributed(world_size=2, fresh=True)
+def test_models_without_optional_groups_make_no_rounds():
+    model = made(VisionLanguage)
+    model.optional = ()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model(batch(0, 0), (1,))
+    root = get_state(model).root
+    assert root.rounds is None
+    assert len(root.exchange._carrier._head) == control_exchange._HEAD.size  # nothing is padded for rounds
+
+
+@distributed(world_size=2)
+def test_a_rank_that_skips_a_group_frees_it_again():
+    rank, model = dist.get_rank(), shard(made(LayerDrop))
+    for step, plans in steps_of(LayerDrop):
+        loss_of(model, batch(step, rank), plans[rank]).backward()
+        assert not any(h.unsharded.is_allocated for item in model.layers for h in get_state(item)._handles)
