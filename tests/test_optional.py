@@ -23,12 +23,16 @@ from fsdp_compose import (
     no_sync,
     replicate,
     serve_optional,
+    set_modules_to_backward_prefetch,
+    set_modules_to_forward_prefetch,
     summon_full_params,
     unshard,
 )
 from fsdp_compose.comm import control_exchange
+from fsdp_compose.flat import listen, stop_listening
 from fsdp_compose.group import get_state
 from tests.harness import distributed
+from tests.test_invariants import environment
 
 DIM = 6
 Plan = tuple[bool | int, ...]
@@ -306,6 +310,67 @@ def test_whole_parameters_and_checkpoints_between_iterations():
     train_both(copied, reference, PLANS[LayerDrop], rounds=0)
 
 
+# ---- groups that are not optional, and stay gathered on one rank only
+
+
+class Box:
+    """In which no tensor is looked for."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Boxing(Mlp):
+    def forward(self, x: torch.Tensor, in_box: int) -> torch.Tensor | Box:
+        y = super().forward(x)
+        return Box(y) if in_box else y
+
+
+class Unhooked(VisionLanguage):
+    """Blocks, in an order, some of them several times; a block that returns a box stays gathered. A plan: (whether
+    there is an image, whether blocks return boxes)."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Boxing() for _ in range(3))
+        self.order = order
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        h = self.embed(x)
+        if plan[0]:
+            h = h + self.projection(self.tower(x.sin()))
+        for i in self.order:
+            y = self.blocks[i](h, plan[1] and i == 1)
+            h = y.tensor if isinstance(y, Box) else y
+        return self.head(h)
+
+
+# Once, twice in a row, and twice where the forward before it gathers it ahead.
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 1, 1, 2), (1, 0, 1, 2), (0, 1, 0, 1, 2, 1)], ids=str)
+@distributed(world_size=(2, 3))
+@pytest.mark.filterwarnings("ignore:forward of the fully_shard'ed Boxing")
+def test_a_group_that_stays_gathered_on_one_rank_only(order):
+    plans = [((1, 1), (0, 0), (0, 0)), ((0, 0), (0, 0), (0, 0)), ((0, 0), (0, 1), (1, 0)), ((0, 0), (0, 0), (0, 1))]
+    model, reference = made(Unhooked, order=order), made(Unhooked, order=order)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "forward of the fully_shard'ed Boxing")
+        train_both(shard(model), reference, plans)
+
+
+@pytest.mark.parametrize("hints", ["forward", "backward", "both"])
+@distributed(world_size=2)
+def test_groups_gathered_ahead_as_the_user_says(hints):
+    """Optional groups among them are left out."""
+    model = shard(made(VisionLanguage))
+    parts = [model.tower, model.blocks[0], model.blocks[1]]
+    if hints != "backward":
+        set_modules_to_forward_prefetch(model, parts)
+        set_modules_to_forward_prefetch(model.blocks[0], parts[1:])
+    if hints != "forward":
+        set_modules_to_backward_prefetch(model.blocks[1], parts)
+    train_both(model, made(VisionLanguage), PLANS[VisionLanguage])
+
+
 # ---- inside forward
 
 
@@ -347,6 +412,65 @@ class Ahead(VisionLanguage):
 @distributed(world_size=2)
 def test_an_optional_group_gathered_ahead():
     train_both(shard(made(Ahead)), made(Ahead), PLANS[VisionLanguage])
+
+
+# ---- other ways to shard
+
+
+class Tied(VisionLanguage):
+    """A weight of an optional group is one of the root's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection.weight = self.embed.weight
+
+
+@distributed(world_size=2)
+def test_a_parameter_tied_to_one_of_the_group_around():
+    train_both(shard(made(Tied)), made(Tied), PLANS[VisionLanguage])
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world_size=(2, 3))
+def test_parameters_tied_between_optional_groups(reshard):
+    """They belong to the group around both."""
+    model, reference = made(LayerDrop), made(LayerDrop)
+    for net in (model, reference):
+        net.layers[1].up.weight = net.layers[0].up.weight
+    train_both(shard(model, reshard_after_forward=reshard), reference, PLANS[LayerDrop])
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@distributed(world_size=(2, 3))
+def test_several_modules_in_one_optional_group(reshard):
+    """Of which each rank runs some."""
+    model = made(LayerDrop)
+    fully_shard([model.layers[0], model.layers[2]], optional=True, reshard_after_forward=reshard)
+    fully_shard(model.layers[1], reshard_after_forward=reshard)
+    fully_shard(model)
+    plans = [((1, 1, 0), (0, 1, 1), (0, 1, 0)), ((0, 2, 0), (0, 2, 0), (0, 2, 0)), ((2, 1, 1), (0, 1, 0), (1, 1, 0))]
+    train_both(model, made(LayerDrop), plans)
+
+
+@pytest.mark.parametrize("kind", [VisionLanguage, LayerDrop, Experts])
+@distributed(world_size=(2, 3))
+def test_in_debug_mode(kind):
+    """Where ranks meet before each collective; a rank at the end of its forward serves others."""
+    with environment(FSDP_COMPOSE_DEBUG="1"):
+        train_both(shard(made(kind)), made(kind), PLANS[kind], rounds=1)
+
+
+@distributed(world_size=2)
+def test_a_step_that_one_rank_skips_is_named_in_debug_mode():
+    rank = dist.get_rank()
+    with environment(FSDP_COMPOSE_DEBUG="1"):
+        model = shard(made(LayerDrop))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, batch(0, rank), PLANS[LayerDrop][0][rank]).backward()
+        if rank == 0:
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="optimizer step"):
+            loss_of(model, batch(0, rank), PLANS[LayerDrop][0][rank]).backward()
 
 
 # ---- errors
@@ -516,3 +640,44 @@ def test_a_rank_that_skips_a_group_frees_it_again():
     for step, plans in steps_of(LayerDrop):
         loss_of(model, batch(step, rank), plans[rank]).backward()
         assert not any(h.unsharded.is_allocated for item in model.layers for h in get_state(item)._handles)
+
+
+class MostBytes:
+    """Hears what groups do, and notes how much memory there was at most for gathering and reducing; or, of which
+    ``module``, for its groups."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.most = 0
+        self._model = model
+
+    def begin(self, *_: object) -> Callable[[], None]:
+        self._look()
+        return self._look
+
+    def _look(self) -> None:
+        root = get_state(self._model).root
+        handles = [handle for state in root.live_states() for handle in state._handles]
+        buffers = [buffer.storage.nbytes() for buffer in root.communicator._buffers.values()]
+        self.most = max(self.most, sum(buffers) + sum(handle.unsharded.memory.nbytes() for handle in handles))
+
+
+def most_bytes(model: nn.Module, step: int, plan: Plan) -> int:
+    listener = MostBytes(model)
+    listen(listener)
+    try:
+        loss_of(model, batch(step, dist.get_rank()), plan).backward()
+    finally:
+        stop_listening(listener)
+    return listener.most
+
+
+@distributed(world_size=3)
+def test_a_rank_that_skips_groups_holds_one_of_them_at_a_time():
+    """Beyond what it holds where no rank runs one: also where others demand several at once."""
+    rank, model = dist.get_rank(), shard(made(Experts))
+    none, different = ((), (), ()), ((), (0, 1, 2, 2), (2, 1, 0, 1))
+    largest = max(8 * sum(p.numel() for p in layer.parameters()) for layer in made(Experts).layers)
+    for step in range(3):
+        plain, most = (most_bytes(model, step, plans[rank]) for plans in (none, different))
+        if rank == 0:
+            assert plain < most <= plain + largest + 64, (plain, most, largest)  # and some padding
