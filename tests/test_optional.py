@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import re
+import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -31,7 +36,7 @@ from fsdp_compose import (
 from fsdp_compose.comm import control_exchange
 from fsdp_compose.flat import listen, stop_listening
 from fsdp_compose.group import get_state
-from tests.harness import distributed
+from tests.harness import distributed, end, start_forked
 from tests.test_invariants import environment
 
 DIM = 6
@@ -378,14 +383,15 @@ class Summing(VisionLanguage):
     """All ranks add something up in the middle of forward, and gather a group ahead."""
 
     optional = ("tower", "projection")
-    ahead = ""
+    ahead, serves = "", True
 
     def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         h = self.embed(x)
         if plan[0]:
             h = h + self.projection(self.tower(x.sin()))
         if get_state(self) is not None:
-            serve_optional(self)
+            if self.serves:
+                serve_optional(self)
             dist.all_reduce(torch.ones(1))
         if self.ahead and get_state(self) is not None:
             unshard(self.get_submodule(self.ahead))
@@ -556,42 +562,137 @@ def test_keeping_an_optional_group_gathered_is_refused():
 
 
 class Failing(LayerDrop):
-    fails, where = False, "forward"
+    """Raises where it is told to: ``fails`` tells in which rank and where, in forward or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = ""
+
+    def at(self, where: str, h: torch.Tensor) -> torch.Tensor:
+        if self.fails == where:
+            raise ArithmeticError("on one rank")
+        if self.fails == f"{where} in backward" and h.requires_grad:
+            h = h * 1
+            h.register_hook(_fail)
+        return h
 
     def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
-        h = self.embed(x)
-        if self.fails and self.where == "backward":
-            h.register_hook(_fail)
+        h = self.at("before the layers", self.embed(x))
         for layer, times in zip(self.layers, plan, strict=True):
             for _ in range(times):
-                h = layer(h)
-            if self.fails and self.where == "forward":
-                raise ArithmeticError("on one rank")
-        return self.last(h)
+                h = self.at("between the layers", layer(h))
+        return self.at("at the end", self.last(self.at("behind the layers", h)))
 
 
 def _fail(_grad: torch.Tensor) -> None:
     raise ArithmeticError("on one rank")
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@distributed(world_size=2)
-def test_training_goes_on_after_one_rank_has_raised(where):
+PLACES = ["before the layers", "between the layers", "behind the layers"]
+
+
+@pytest.mark.parametrize("place", [*PLACES, "at the end", *[f"{place} in backward" for place in PLACES]])
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=str)
+@distributed(world_size=(2, 3))
+def test_training_goes_on_after_ranks_have_raised(place, failing):
+    """All others raise one error that names them, wherever they are."""
     model, rank = shard(made(Failing)), dist.get_rank()
     reference = made(Failing)
     train_both(model, reference, PLANS[LayerDrop], rounds=1)
-    model.fails, model.where = rank == 0, where
-    expected = ArithmeticError if rank == 0 else RuntimeError
-    with pytest.raises(expected, match="on one rank" if rank == 0 else "rank 0 raised an exception"):
-        loss_of(model, batch(0, rank), PLANS[LayerDrop][0][rank]).backward()
-    model.fails = False
+    plans = [(1, 1, 2), (0, 1, 1), (0, 0, 0)]
+    model.fails = place if rank in failing else ""
+    raised = "rank 0|rank 1|some ranks" if len(failing) > 1 else f"rank {failing[0]}"
+    expected = (ArithmeticError, RuntimeError) if rank in failing else RuntimeError
+    with pytest.raises(expected, match=f"on one rank|({raised}) raised an exception"):
+        loss_of(model, batch(0, rank), plans[rank]).backward()
+    model.fails = ""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*thrown away.*")
         model.zero_grad()
-        train_both(model, reference, [], rounds=1)
-        loss_of(model, batch(0, rank), PLANS[LayerDrop][0][rank]).backward()
-    mean_loss(reference, 0, PLANS[LayerDrop][0]).backward()
+        loss_of(model, batch(0, rank), plans[rank]).backward()
+    mean_loss(reference, 0, plans).backward()
     assert_equal_gradients(model, reference)
+
+
+@pytest.mark.parametrize("demands", [True, False])
+@distributed(world_size=3, pg_timeout=5)
+def test_a_rank_that_runs_no_forward_is_named_in_bounded_time(demands):
+    model, rank = shard(made(LayerDrop)), dist.get_rank()
+    loss_of(model, batch(0, rank), (1, 0, 0)).backward()
+    if rank == 2:
+        time.sleep(12)
+        return
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="another rank did not come|rank 2|another rank died"):
+        loss_of(model, batch(1, rank), (1, 0, 0) if demands and rank == 0 else (0, 0, 0)).backward()
+    assert time.monotonic() - begin < 20
+
+
+@distributed(world_size=2, pg_timeout=5)
+def test_a_collective_of_the_users_own_without_serving_is_an_error_with_the_remedy():
+    model, rank = shard(made(Summing)), dist.get_rank()
+    model.serves = False
+    expected = r"rank 0 demands tower.*Call serve_optional\(model\)" if rank == 0 else "timed out|Timed out|closed"
+    with pytest.raises(RuntimeError, match=expected):
+        model(batch(0, rank), (1,) if rank == 0 else (0,))
+
+
+@distributed(world_size=3, fresh=True)
+def test_a_rank_that_makes_another_number_of_backwards_is_named_on_all():
+    """Here it raises before it comes to its backward, and goes on to the next forward."""
+    model, rank = shard(made(LayerDrop)), dist.get_rank()
+    loss = loss_of(model, batch(0, rank), (1, 0, 0))
+    with pytest.raises(
+        RuntimeError, match=r"the ranks run different programs: .* rank 1 .*the all-gather of last\.weight"
+    ):
+        if rank != 1:
+            loss.backward()
+        loss_of(model, batch(0, rank), (0, 1, 0))
+
+
+class Mortal(Failing):
+    """Where others raise, it dies."""
+
+    def at(self, where: str, h: torch.Tensor) -> torch.Tensor:
+        if self.fails == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return h
+
+
+def survive(rank: int, size: int, port: int, place: str, demands: bool) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+    model = shard(made(Mortal))
+    loss_of(model, batch(0, rank), (1, 1, 0) if rank else (0, 0, 0)).backward()
+    model.fails = place if rank == 1 else ""
+    begin = time.monotonic()
+    try:
+        loss_of(model, batch(1, rank), (1, 1, 1) if demands and rank == 0 else (int(rank == 1), 0, 0)).backward()
+    except RuntimeError as error:
+        print(f"{time.monotonic() - begin:.1f} {error}".replace("\n", " "), flush=True)
+    os._exit(0)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("demands", [True, False])
+@pytest.mark.parametrize("place", ["before the layers", "between the layers", "behind the layers"])
+def test_survivors_of_a_dead_rank_get_a_named_error_in_seconds(tmp_path, place, demands):
+    """Though the timeout of the process group is ten minutes."""
+    size, store = 3, dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outputs = [tmp_path / str(rank) for rank in range(size)]
+    processes = [start_forked(outputs[rank], survive, rank, size, store.port, place, demands) for rank in range(size)]
+    try:
+        for process in processes:
+            process.join(90)
+    finally:
+        for process in processes:
+            end(process)
+    assert processes[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        said = outputs[rank].read_text()
+        (line,) = [line for line in said.splitlines() if line[:1].isdigit()] or [said]
+        assert re.match(rf"\d+\.\d rank {rank}.*(another rank died|did not come|rank 1)", line), said
+        assert float(line.split()[0]) < 45
 
 
 # ---- costs

@@ -275,7 +275,7 @@ def _make_round(
         raise RuntimeError(
             f"rank {root.mesh.peers.rank()} {what}, and another rank did not come to its next point: it died, made "
             "another number of forwards or backwards, or waits for this rank in a collective that is not "
-            f"fully_shard's. Call serve_optional(model), on all ranks, before such a collective. {error}"
+            f"fully_shard's. Call serve_optional(model), on all ranks, before such a collective. In detail: {error}"
         ) from error
     failed = rounds.failed
     if failed is not None:
