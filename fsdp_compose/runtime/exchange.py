@@ -53,9 +53,9 @@ def raise_different_order(root: Root, code: int) -> None:
         return (
             f"the ranks issued different collectives in this iteration: collective {position} was {a} on "
             f"rank 0 and {b} on rank {rank}. No gradient was published. Ranks must run the same "
-            "fully_shard groups in the same order: shard modules that only some ranks use (experts, modalities) in "
-            "one group with their parent, or run all of them on every rank; run several models in the same order on "
-            f"every rank{lasts}"
+            "fully_shard groups in the same order: shard modules that only some ranks use (experts, modalities) with "
+            "fully_shard(optional=True), or in one group with their parent, or run all of them on every rank; run "
+            f"several models in the same order on every rank{lasts}"
         )
 
     details = "\n".join(lines)
