@@ -17,7 +17,7 @@ WINGS = (*TRAINING, "checkpoint", "sync", "inspect", "testing")  # then the file
 LAST_WING = "drop_in"  # which imports these too
 ON_TOP = ("plan", "plan_command", "__main__")  # as the last wing: made of what users call
 MOST_WING_FLOORS = 8
-MOST_FLOORS = 22  # of files, one concept each; the last wing, and what is on top, have three of their own
+MOST_FLOORS = 21  # of files, one concept each; the last wing, and what is on top, have three of their own
 
 File = tuple[str, ...]  # its path inside the package, without .py; of a wing's __init__, the wing
 

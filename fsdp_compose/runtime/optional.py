@@ -37,7 +37,7 @@ from ..group import (
     _FSDPState,
     code_of_end,
 )
-from .exchange import raise_different_order
+from .different_order import raise_different_order
 from .steps import follow_requires_grad, hide_shown, reduce, reshard, unshard, unshard_for_use
 
 # ---- forward
