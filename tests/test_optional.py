@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compose import (
     CPUOffloadPolicy,
     clip_grad_norm_,
+    flat_parameters,
     fully_shard,
     functional_mode,
     no_sync,
@@ -33,6 +34,7 @@ from fsdp_compose import (
     summon_full_params,
     unshard,
 )
+from fsdp_compose.checkpoint import get_state_dict, set_state_dict
 from fsdp_compose.comm import control_exchange
 from fsdp_compose.flat import listen, stop_listening
 from fsdp_compose.group import get_state
@@ -262,17 +264,25 @@ def test_two_backwards_through_a_graph(kind):
 @distributed(world_size=2)
 def test_two_forwards(kind, is_together):
     """And one backward of both, or one of each, the first one first."""
-    rank, model, reference = dist.get_rank(), shard(made(kind)), made(kind)
-    for step, plans in steps_of(kind):
-        others = PLANS[kind][step - 1]
+    train_in_two_forwards(shard(made(kind)), made(kind), PLANS[kind], is_together)
+
+
+def train_in_two_forwards(
+    model: nn.Module, reference: nn.Module, at_steps: Sequence[Sequence[Plan]], is_together: bool
+) -> None:
+    rank = dist.get_rank()
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, reference)]
+    for step, plans in enumerate(at_steps):
+        others = at_steps[step - 1]
         ours = [loss_of(model, batch(step + i, rank), item[rank]) for i, item in enumerate((plans, others))]
         theirs = [mean_loss(reference, step + i, item) for i, item in enumerate((plans, others))]
         for losses in (ours, theirs):
             for loss in [losses[0] + losses[1]] if is_together else losses:
                 loss.backward()
         assert_equal_gradients(model, reference)
-        model.zero_grad()
-        reference.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("frozen", [("tower",), ("embed", "blocks.0"), ("embed", "blocks", "projection"), ("embed",)])
@@ -315,51 +325,142 @@ def test_whole_parameters_and_checkpoints_between_iterations():
     train_both(copied, reference, PLANS[LayerDrop], rounds=0)
 
 
+@pytest.mark.parametrize("kind", [VisionLanguage, EarlyExit])
+@distributed(world_size=2)
+def test_gradients_and_parameters_are_the_same_to_the_bit(kind):
+    """Where unsharded training adds up the ranks' gradients in their order: halves are exact."""
+    rank, model, reference = dist.get_rank(), shard(made(kind)), made(kind)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, reference)]
+    for step, plans in enumerate([*PLANS[kind]] * 2):
+        loss_of(model, batch(step, rank), plans[rank]).backward()
+        for r in range(2):
+            (loss_of(reference, batch(step, r), plans[r]) / 2).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), name
+            assert ours.grad is None or ours.grad.full_tensor().equal(theirs.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert ours.detach().full_tensor().equal(theirs.detach()), name
+
+
+@distributed(world_size=2)
+def test_optimizers_of_flat_views_and_their_state_saved_and_loaded():
+    """Also of a group that no rank has run yet, which has no state."""
+    plans = [((1, 0, 0), (0, 1, 0), ()), ((0, 0, 0), (1, 0, 0), ())]
+    rank, reference = dist.get_rank(), made(LayerDrop)
+    model = shard(made(LayerDrop))
+    optimizer = torch.optim.AdamW(flat_parameters(model), lr=0.01)
+    other = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for step in range(6):
+        if step == 2:  # go on with copies
+            states = copy.deepcopy(get_state_dict(model, optimizer))
+            model = shard(made(LayerDrop))
+            optimizer = torch.optim.AdamW(flat_parameters(model), lr=0.01)
+            set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+        at = plans[step % 2] if step < 4 else ((0, 0, 1), (1, 0, 1), ())
+        loss_of(model, batch(step, rank), at[rank]).backward()
+        mean_loss(reference, step, at).backward()
+        assert_equal_gradients(model, reference)
+        for item in (optimizer, other):
+            item.step()
+            item.zero_grad()
+    assert_equal_parameters(model, reference)
+
+
+@distributed(world_size=2)
+def test_beside_another_model_on_the_same_process_group():
+    """Whose exchanges are as long as the rounds of the first one, from its first forward on."""
+    rank, plain, reference = dist.get_rank(), made(VisionLanguage), made(VisionLanguage)
+    for block in plain.blocks:
+        fully_shard(block)
+    fully_shard(plain)
+    everywhere = [((1,), (1,), (1,)), ((0,), (0,), (0,))]
+    train_both(plain, reference, everywhere, rounds=1)
+    model, other = shard(made(LayerDrop)), made(LayerDrop)
+    for step in range(3):
+        train_both(model, other, [PLANS[LayerDrop][step]], rounds=1)
+        loss = loss_of(plain, batch(step, rank), (1,))
+        train_both(model, other, [PLANS[LayerDrop][step - 1]], rounds=1)
+        loss.backward()
+        mean_loss(reference, step, everywhere[0]).backward()
+        assert_equal_gradients(plain, reference)
+
+
+@distributed(world_size=2, timeout=180)
+def test_a_compiled_model():
+    """Graphs break at its groups."""
+    model = shard(made(VisionLanguage))
+    compiled = torch.compile(model, backend="aot_eager")
+    reference = made(VisionLanguage)
+    rank = dist.get_rank()
+    for step, plans in steps_of(VisionLanguage):
+        loss_of(compiled, batch(step, rank), plans[rank]).backward()
+        mean_loss(reference, step, plans).backward()
+        assert_equal_gradients(model, reference)
+
+
 # ---- groups that are not optional, and stay gathered on one rank only
 
 
-class Box:
-    """In which no tensor is looked for."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
 class Boxing(Mlp):
-    def forward(self, x: torch.Tensor, in_box: int) -> torch.Tensor | Box:
+    """Returns a function if it is told to, in which no tensor is looked for."""
+
+    def forward(self, x: torch.Tensor, in_box: int) -> torch.Tensor | Callable[[], torch.Tensor]:
         y = super().forward(x)
-        return Box(y) if in_box else y
+        return (lambda: y) if in_box else y
+
+
+def unboxed(output: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output()
 
 
 class Unhooked(VisionLanguage):
-    """Blocks, in an order, some of them several times; a block that returns a box stays gathered. A plan: (whether
-    there is an image, whether blocks return boxes)."""
+    """Blocks, in an order, some of them several times; what returns a box stays gathered. A plan: (whether there is an
+    image, whether block 1 returns a box, whether the tower does)."""
 
     def __init__(self, order: Sequence[int]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Boxing() for _ in range(3))
+        self.blocks, self.tower = nn.ModuleList(Boxing() for _ in range(3)), Boxing()
         self.order = order
 
     def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
         h = self.embed(x)
         if plan[0]:
-            h = h + self.projection(self.tower(x.sin()))
+            h = h + self.projection(unboxed(self.tower(x.sin(), plan[2])))
         for i in self.order:
-            y = self.blocks[i](h, plan[1] and i == 1)
-            h = y.tensor if isinstance(y, Box) else y
+            h = unboxed(self.blocks[i](h, plan[1] and i == 1))
         return self.head(h)
+
+
+BOXES = [
+    ((1, 1, 0), (0, 0, 0), (0, 0, 0)),
+    ((0, 0, 0), (0, 0, 0), (0, 0, 0)),
+    ((0, 0, 0), (0, 1, 0), (1, 0, 0)),
+    ((1, 0, 1), (0, 0, 0), (1, 0, 0)),
+    ((0, 0, 0), (0, 0, 0), (0, 1, 0)),
+    ((1, 1, 1), (1, 1, 1), (0, 0, 0)),
+]
 
 
 # Once, twice in a row, and twice where the forward before it gathers it ahead.
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 1, 1, 2), (1, 0, 1, 2), (0, 1, 0, 1, 2, 1)], ids=str)
 @distributed(world_size=(2, 3))
-@pytest.mark.filterwarnings("ignore:forward of the fully_shard'ed Boxing")
 def test_a_group_that_stays_gathered_on_one_rank_only(order):
-    plans = [((1, 1), (0, 0), (0, 0)), ((0, 0), (0, 0), (0, 0)), ((0, 0), (0, 1), (1, 0)), ((0, 0), (0, 0), (0, 1))]
     model, reference = made(Unhooked, order=order), made(Unhooked, order=order)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "forward of the fully_shard'ed Boxing")
-        train_both(shard(model), reference, plans)
+        train_both(shard(model), reference, BOXES)
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+@distributed(world_size=(2, 3))
+def test_groups_that_stay_gathered_on_one_rank_only_in_two_forwards(is_together):
+    """Of which the second may skip what the first has left in a box."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "forward of the fully_shard'ed Boxing")
+        train_in_two_forwards(shard(made(Unhooked, order=(0, 1))), made(Unhooked, order=(0, 1)), BOXES, is_together)
 
 
 @pytest.mark.parametrize("hints", ["forward", "backward", "both"])

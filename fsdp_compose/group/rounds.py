@@ -48,6 +48,7 @@ class Rounds:
         hosts: by the index of each optional group, that of its host: the nearest group around it that is not optional.
         running: indexes of the groups that are not optional and whose forwards are running, the innermost one last.
         served: groups that were gathered on this rank only because another rank has demanded them.
+        old: groups that have stayed gathered since before this forward, to be gathered again before they are used.
         owes: groups whose gradients wait, on this rank, for their reduction.
         live: forwards of which a graph is alive in which this rank has run an optional group.
         is_on: rounds are made: always, but in a backward in which no rank can come to an optional group.
@@ -58,8 +59,8 @@ class Rounds:
     """
 
     __slots__ = (
-        "_carrier", "_view", "count", "has_failed", "hosts", "is_on", "last_number", "live", "marks", "owes", "running",
-        "served",
+        "_carrier", "_view", "count", "has_failed", "hosts", "is_on", "last_number", "live", "marks", "old", "owes",
+        "running", "served",
     )  # fmt: skip
 
     def __init__(self, hosts: dict[int, int], num_groups: int, carrier: Carrier) -> None:
@@ -72,6 +73,7 @@ class Rounds:
         self.count = 0
         self.live: weakref.WeakSet[HookedUse] = weakref.WeakSet()
         self.served: list[int] = []
+        self.old: set[int] = set()
         self.reset()
 
     def reset(self) -> None:

@@ -94,7 +94,7 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
             handle.gradient.release_if_dropped(may_release)
             if handle.contributions.accumulation is not None:
                 handle.contributions.accumulation.show()
-            if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
+            if handle.unsharded.is_allocated and not handle.unsharded.never_freed and root.rounds is None:
                 if state.options.follows_writes() and handle.unsharded.left_by_forward and not is_stale(handle):
                     continue
                 # Its shard may have been edited, in ways that leave no trace or on some ranks only.

@@ -44,13 +44,16 @@ from .steps import follow_requires_grad, hide_shown, reduce, reshard, unshard, u
 
 
 def begin_forward(root: Root, rounds: Rounds) -> None:
-    """An outermost forward begins: nothing that was gathered before stays, since that may be on some ranks only."""
+    """An outermost forward begins: nothing that was gathered before is used again, since that may be on some ranks
+    only. (What an earlier forward has left unhooked stays, for a backward that may come to it unnoticed.)"""
     for state in root.live_states():
         for handle in state._handles:
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
-                handle.unsharded.keep_allocated(False)
-                root.communicator.reshard(handle)
-                handle.unsharded.keep_allocated(state.past.is_unhooked)
+                if state.past.is_unhooked:
+                    rounds.old.add(state.place.index)
+                else:
+                    handle.unsharded.keep_allocated(False)
+                    root.communicator.reshard(handle)
         if state.place.index in rounds.hosts and any([handle.was_toggled() for handle in state._handles]):
             follow_requires_grad(root, state)  # by all ranks, not by those alone that run it
 
@@ -75,9 +78,12 @@ def gather_for_forward(root: Root, rounds: Rounds, state: _FSDPState, ahead: Seq
     """Start the all-gathers of a group that is not optional and whose forward begins, and of those that come next.
 
     Some ranks may have them already, where a forward has left what cannot be hooked, or was repeated: so at this point
-    they tell each other, and all gather what is missing anywhere."""
+    they tell each other, and all gather what is missing anywhere. Where an outermost forward begins no rank has any."""
+    needed = [state, *ahead]
     if rounds.running:
-        pass_point(root, rounds, state.code | ALL_GATHER, [state, *ahead])
+        pass_point(root, rounds, state.code | ALL_GATHER, needed)
+    else:
+        _gather(root, rounds, [item for item in root.live_states() if item in needed], needed)
     rounds.running.append(state.place.index)
     unshard_for_use(root, state)
     for following in ahead:
@@ -161,10 +167,10 @@ def owe(root: Root, rounds: Rounds, state: _FSDPState) -> None:
 
 
 def end_backward(root: Root, rounds: Rounds) -> None:
-    """The end of a backward: serve other ranks until all are here, and reduce whatever is owed."""
+    """The end of a backward: serve other ranks until all are here, and reduce whatever is owed. No rounds follow."""
     if rounds.is_on:
         pass_point(root, rounds, END_OF_BACKWARD)
-        _drop_served(root, rounds)
+        rounds.begin_backward(False)  # what raises from here on is told by the exchange, or is no affair of the others'
 
 
 # ---- rounds
@@ -224,7 +230,7 @@ def demand(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequence[_FSDPS
     """Start the all-gathers of a group, on all ranks, unless this one has it; and of those that will be needed next.
     Raises as ``pass_point``."""
     rounds.keep(state.place.index)
-    wanted = [item for item in (state, *ahead) if _is_missing(item)]
+    wanted = [item for item in (state, *ahead) if _is_missing(rounds, item)]
     if wanted:
         _make_round(root, rounds, None, wanted=wanted)
 
@@ -239,8 +245,9 @@ def tell_of_failure(root: Root) -> None:
     rounds.make(None, False, Marks(nothing, nothing, nothing, nothing), root.mesh.peers.rank())
 
 
-def _is_missing(state: _FSDPState) -> bool:
-    return any([not item.unsharded.is_allocated or is_stale(item) for item in state._handles])
+def _is_missing(rounds: Rounds, state: _FSDPState) -> bool:
+    is_old = state.place.index in rounds.old
+    return is_old or any([not item.unsharded.is_allocated or is_stale(item) for item in state._handles])
 
 
 def _make_round(
@@ -259,7 +266,7 @@ def _make_round(
     states = root.live_states()
     marks = Marks(
         [state in wanted for state in states],
-        [state in needed and _is_missing(state) for state in states],
+        [state in needed and _is_missing(rounds, state) for state in states],
         [_is_pending(rounds, state) for state in states],
         [state.place.index in rounds.owes for state in states],
     )
@@ -285,10 +292,9 @@ def _make_round(
         rounds.fail()
         root.forward.fail()
         raise_different_order(root, wanted[0].code | ALL_GATHER if code is None else code)
-    if is_last:
-        _gather(root, rounds, states, rounds.marks.missing, states)
-    else:
-        _gather(root, rounds, states, rounds.marks.demanded, wanted)
+    marks = rounds.marks
+    marked = marks.missing if is_last else marks.demanded
+    _gather(root, rounds, [item for item in states if marked[item.place.index]], states if is_last else wanted)
     if root.backward is not None and rounds.is_on:
         _reduce_owed(root, rounds, states, is_end=is_last and code == END_OF_BACKWARD)
     return not is_last
@@ -323,16 +329,13 @@ def _drop_served(root: Root, rounds: Rounds) -> None:
     rounds.served.clear()
 
 
-def _gather(
-    root: Root, rounds: Rounds, states: Sequence[_FSDPState], marks: Sequence[int], kept: Sequence[_FSDPState]
-) -> None:
-    """Start the all-gathers of the groups that are marked. What this rank does not need itself (all but what is
-    ``kept``) is freed before the next one is gathered, so that it holds one such group at a time."""
+def _gather(root: Root, rounds: Rounds, states: Sequence[_FSDPState], kept: Sequence[_FSDPState]) -> None:
+    """Start the all-gathers of groups, on all ranks, in the order of their indexes. What this rank does not need itself
+    (all but what is ``kept``) is freed before the next one is gathered, so that it holds one such group at a time."""
     for state in states:
-        if not marks[state.place.index]:
-            continue
         is_new = False
         _drop_served(root, rounds)
+        rounds.old.discard(state.place.index)
         for handle in state._handles:
             if handle.unsharded.never_freed:
                 continue
