@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -16,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import clip_grad_norm_, fully_shard, no_sync
 from tests.harness import distributed
-from tests.test_optional import DIM, Mlp, assert_equal_gradients, assert_equal_parameters, batch
+from tests.test_optional import DIM, Mlp, assert_equal_gradients, assert_equal_parameters, batch, unboxed
 
 NUM_PROGRAMS = 4
 STEPS = 4
+BOXES = 0.1  # how often a layer returns what cannot be hooked: it stays gathered on that rank
 
 
 class Layer(nn.Module):
@@ -33,8 +36,9 @@ class Layer(nn.Module):
         self.checkpoints = rng.choice([None, None, False, *([True] if reentrant else [])])
         self.inner = nn.ModuleList(Layer(rng, depth - 1, reentrant) for _ in range(rng.randint(0, 2) if depth else 0))
 
-    def forward(self, x: torch.Tensor, seed: int) -> torch.Tensor:
-        return walk(self.inner, self.own(x), random.Random(seed))
+    def forward(self, x: torch.Tensor, seed: int, in_box: bool = False) -> torch.Tensor | Callable[[], torch.Tensor]:
+        y = walk(self.inner, self.own(x), random.Random(seed))
+        return (lambda: y) if in_box else y
 
 
 def walk(layers: nn.ModuleList, x: torch.Tensor, rng: random.Random) -> torch.Tensor:
@@ -47,7 +51,7 @@ def walk(layers: nn.ModuleList, x: torch.Tensor, rng: random.Random) -> torch.Te
             seed = rng.randint(0, 1 << 30)
             y = x if rng.random() < 0.8 or not item.is_optional or item.checkpoints else x.detach()
             if item.checkpoints is None:
-                y = item(y, seed)
+                y = unboxed(item(y, seed, rng.random() < BOXES))
             else:
                 y = checkpoint(item, y, seed, use_reentrant=item.checkpoints)
             x = x + y if item.is_optional and rng.random() < 0.5 else y
@@ -100,7 +104,11 @@ def run(program: int) -> None:
                 return torch.stack([net(batch(step, of), seed).square().mean() for seed in seeds[of]]).sum()
 
             with nullcontext() if is_synced or i + 1 == num_backwards else no_sync(model):
-                loss_of(model, rank).backward()
+                loss = loss_of(model, rank)
+                if rng.random() < 0.3:  # a forward without a backward in between
+                    with torch.no_grad():
+                        model(batch(step, rank), seeds[rank - 1][0])
+                loss.backward()
             torch.stack([loss_of(reference, of) for of in range(size)]).mean().backward()
         assert_equal_gradients(model, reference)
         torch.testing.assert_close(*[clip_grad_norm_(net.parameters(), 0.5) for net in nets])
@@ -115,7 +123,9 @@ def test_random_programs():
     num_programs = NUM_PROGRAMS + int(os.environ.get("FSDP_COMPOSE_FUZZ", "0"))
     for program in range(num_programs):
         try:
-            run(1000 * dist.get_world_size() + program)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "forward of the fully_shard'ed Layer")
+                run(1000 * dist.get_world_size() + program)
         except BaseException as error:
             error.add_note(f"in program {1000 * dist.get_world_size() + program}")
             raise
