@@ -26,11 +26,14 @@ from fsdp_compose import (
     flat_parameters,
     fully_shard,
     functional_mode,
+    keep_unsharded,
     no_sync,
     replicate,
+    reshard,
     serve_optional,
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
+    set_reshard_after_backward,
     summon_full_params,
     unshard,
 )
@@ -578,6 +581,21 @@ def test_a_step_that_one_rank_skips_is_named_in_debug_mode():
             optimizer.step()
         with pytest.raises(RuntimeError, match="optimizer step"):
             loss_of(model, batch(0, rank), PLANS[LayerDrop][0][rank]).backward()
+
+
+@distributed(world_size=(2, 3))
+def test_what_is_held_gathered_between_forwards():
+    """It is gathered again all the same, on all ranks."""
+    rank, model, reference = dist.get_rank(), shard(made(VisionLanguage)), made(VisionLanguage)
+    set_reshard_after_backward(model, False)
+    unshard(model.blocks[0], until_reshard=True)
+    train_both(model, reference, PLANS[VisionLanguage], rounds=1)
+    with keep_unsharded(model), torch.no_grad():
+        for step, plans in steps_of(VisionLanguage):
+            x = batch(step, rank)
+            torch.testing.assert_close(model(x, plans[rank]), reference(x, plans[rank]), rtol=1e-9, atol=1e-11)
+    reshard(model.blocks[0])
+    train_both(model, reference, PLANS[VisionLanguage], rounds=1)
 
 
 # ---- errors
