@@ -75,20 +75,10 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         root = _find_root(state, module, is_recomputed)
         if root.num_forwards == 1 and not is_recomputed:
             warn_of_different_inputs(root, args, kwargs)
-    if root.rounds is not None and mode is not DEFAULT:
-        _refuse_functional(state)
     use, watcher = mode.enter(root, state, is_recomputed)
     state.progress.entries.append((_exception_in_hand(), use, is_recomputed))
     policy = options.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, watcher)
-
-
-def _refuse_functional(state: _FSDPState) -> None:
-    raise NotImplementedError(
-        f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with the values "
-        "of functional_call()) in a model with optional groups, which only the default mode can gather on ranks that "
-        "skip them: leave functional mode, or shard the model without optional=True"
-    )
 
 
 @never_traced
@@ -110,7 +100,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     entered_with, use, is_recomputed = progress.entries.pop()
     root = state.root
     assert root is not None
-    error = _exception_in_hand()
+    rounds, error = root.rounds, _exception_in_hand()
     has_failed = error is not None and error is not entered_with
     state.swap.show_sharded_after_forward()
     if is_recomputed:
@@ -118,16 +108,15 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
             root.forward.begin_use(use.outer)
     else:
         root.forward.leave(use)
-        is_optional = root.rounds is not None and state.place.index in root.rounds.hosts
-        if root.rounds is not None:
-            leave_forward(root.rounds, state)
-        progress.uses_left[use is None] -= not is_optional  # ranks look for unseen writes together
+        progress.uses_left[use is None] -= 1
+        if rounds is not None:
+            leave_forward(rounds, state, use)
         if not progress.uses_left[use is None]:
             look_for_writes(root, state, module, use)
     if not has_failed:
         try:
-            if root.rounds is not None and not is_recomputed:
-                end_group(root, root.rounds, state)
+            if rounds is not None and not is_recomputed:
+                end_group(root, rounds, state)
             if use is not None and use.has_check:
                 use.check()
             if root.forward.depth == 0 and not is_recomputed:
@@ -139,7 +128,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
             raise
     if has_failed:
         _abandon(root, state, use, is_recomputed)
-        if root.rounds is not None and root.forward.depth == 0 and not is_recomputed and isinstance(error, Exception):
+        if rounds is not None and root.forward.depth == 0 and not is_recomputed and isinstance(error, Exception):
             tell_of_failure(root)
         return None
     is_hooked = False

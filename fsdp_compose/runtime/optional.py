@@ -30,6 +30,7 @@ from ..group import (
     END_OF_FORWARD,
     SERVE,
     SEVERAL_FAILED,
+    GroupUse,
     HookedUse,
     Marks,
     Root,
@@ -38,7 +39,7 @@ from ..group import (
     code_of_end,
 )
 from .different_order import raise_different_order
-from .steps import follow_requires_grad, hide_shown, reduce, reshard, unshard, unshard_for_use
+from .steps import follow_requires_grad, hide_shown, reduce, reshard, unshard, unshard_again, unshard_for_use
 
 # ---- forward
 
@@ -111,8 +112,10 @@ def _note_live(root: Root, rounds: Rounds, use: HookedUse | None) -> None:
             rounds.live.add(item)
 
 
-def leave_forward(rounds: Rounds, state: _FSDPState) -> None:
+def leave_forward(rounds: Rounds, state: _FSDPState, use: GroupUse | None) -> None:
     """A forward of a group has ended, however it has."""
+    if state.place.index in rounds.hosts:
+        state.progress.uses_left[use is None] += 1  # it does not count: ranks look for unseen writes together
     if rounds.running and rounds.running[-1] == state.place.index:
         rounds.running.pop()
 
@@ -137,12 +140,17 @@ def begin_backward(root: Root, rounds: Rounds) -> None:
 
 
 def gather_for_backward(
-    root: Root, rounds: Rounds, state: _FSDPState, number: int, before: Sequence[_FSDPState]
+    root: Root, rounds: Rounds, state: _FSDPState, number: int, ahead: Sequence[_FSDPState]
 ) -> None:
-    """Start the all-gathers of a group whose backward has come, to the forward of this number, and of those whose
-    forwards ended ``before``."""
-    rounds.reach(number)
-    demand(root, rounds, state, () if state.place.index in rounds.hosts else before)
+    """Start the all-gathers of a group whose backward has come, to the forward of this number, and of those that come
+    next."""
+    if rounds.is_on:
+        rounds.reach(number)
+        demand(root, rounds, state, () if state.place.index in rounds.hosts else ahead)
+        return
+    refuse_unannounced(rounds, state)
+    for item in (state, *ahead):
+        unshard_again(root, item)
 
 
 def refuse_unannounced(rounds: Rounds, state: _FSDPState) -> None:

@@ -24,9 +24,9 @@ from .._torch import hook_gradient
 from ..flat import FlatParamHandle
 from ..group import Backward, ForwardRecord, HookedUse, _FSDPState, begins_backward, ends_backward, never_traced
 from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
-from .optional import gather_for_backward, owe, refuse_unannounced
+from .optional import gather_for_backward, owe
 from .outputs import hook_outputs
-from .schedule import before_in_backward, prefetch_backward
+from .schedule import following_in_backward, prefetch_backward
 from .steps import reduce, reshard, reshard_until_backward, unshard_again, wait_for_unshard
 from .unseen_writes import writes_to_unsharded
 
@@ -185,14 +185,12 @@ class DefaultUse:
         if progress.reach(self._record.number):
             state.swap.show_unsharded()
         rounds = root.rounds
-        if rounds is not None and rounds.is_on:
-            before = before_in_backward(root, state, self._record, self._position)
-            gather_for_backward(root, rounds, state, self._record.number, before)
-        else:
-            if rounds is not None:
-                refuse_unannounced(rounds, state)
+        if rounds is None:
             unshard_again(root, state)
             prefetch_backward(root, state, self._record, self._position)
+        else:
+            ahead = following_in_backward(root, state, self._record, self._position)
+            gather_for_backward(root, rounds, state, self._record.number, ahead)
         wait_for_unshard(root, state)
 
     def reach(self, grad: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from ..._torch import is_checkpoint_recomputing
 from ...group import Root, _FSDPState, begins_forward
 from ...ragged import toggles
 from ..optional import check_place, gather_for_forward, gather_for_recomputation, gather_optional, refuse_unannounced
-from ..schedule import begin_in_order, prefetch_forward
+from ..schedule import following_in_forward, prefetch_forward
 from ..steps import follow_toggles, unshard_again, unshard_for_use, wait_for_unshard
 from ..use import DefaultUse
 
@@ -42,7 +42,7 @@ class DefaultMode:
             elif state.place.index in rounds.hosts:
                 gather_optional(root, rounds, state, use)
             else:
-                gather_for_forward(root, rounds, state, begin_in_order(root, state))
+                gather_for_forward(root, rounds, state, following_in_forward(root, state))
             if len(state.modules) > 1 and not state.progress.pending_modules:
                 state.progress.pending_modules.update([id(ref()) for ref in state.modules])
         elif rounds is not None and rounds.is_on:

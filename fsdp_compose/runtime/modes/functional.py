@@ -33,6 +33,7 @@ class FunctionalMode:
         with temporarily_clear_interpreter_stack():  # whatever torch.func makes of the forward, this is none of it
             refuse_accumulated(state)
             _refuse_extensions(state)
+            _refuse_optional(root, state)
             if not is_recomputed:
                 root.forward.enter(None)
                 if not state.progress.entries:
@@ -50,6 +51,15 @@ def _refuse_extensions(state: _FSDPState) -> None:
                 f"{handle.kind.extension.cls.__name__}, gathered by its class (fsdp_pre_all_gather), which functional "
                 "mode, torch.func and functional_call() cannot differentiate: use the default mode"
             )
+
+
+def _refuse_optional(root: Root, state: _FSDPState) -> None:
+    if root.rounds is not None:
+        raise NotImplementedError(
+            f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with the "
+            "values of functional_call()) in a model with optional groups, which only the default mode can gather on "
+            "ranks that skip them: leave functional mode, or shard the model without optional=True"
+        )
 
 
 class FunctionalUse:
