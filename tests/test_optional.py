@@ -602,7 +602,7 @@ def test_what_is_held_gathered_between_forwards():
 
 
 class Wrong(VisionLanguage):
-    """Runs the tower inside a block, or a block on some ranks only."""
+    """Runs the tower inside a block, or a block on some ranks only, or blocks in another order on one of them."""
 
     inside = ""
 
@@ -612,6 +612,10 @@ class Wrong(VisionLanguage):
             self.blocks[0].register_forward_pre_hook(lambda _module, args: (self.tower(args[0]),))
         if self.inside == "skip" and dist.get_rank() == 1:
             h = self.blocks[0](h)
+        if self.inside == "order" and dist.get_rank() == 0:
+            h = h + self.projection(self.tower(h))
+        if self.inside == "order" and dist.get_rank() == 2:
+            return self.head(self.blocks[0](self.blocks[1](h)))
         return self.head(self.blocks[1](self.blocks[0](h)))
 
 
@@ -629,6 +633,19 @@ def test_a_group_that_is_not_optional_and_runs_on_one_rank_is_named_on_all():
     model.inside = "skip"
     with pytest.raises(RuntimeError, match=r"different collectives.*blocks\.[01]"):
         loss_of(model, batch(0, 0), (0,))
+
+
+@distributed(world_size=3)
+def test_another_order_on_one_rank_is_named_on_all_while_a_third_demands():
+    model = shard(made(Wrong))
+    loss_of(model, batch(0, 0), (0,)).backward()
+    model.inside = "order"
+    with pytest.raises(RuntimeError, match=r"different collectives.*blocks\.[01]"):
+        loss_of(model, batch(0, 0), (0,))
+    model.inside = ""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*thrown away.*")
+        loss_of(model, batch(0, 0), (0,)).backward()
 
 
 @distributed(world_size=2)

@@ -295,12 +295,12 @@ def _make_round(
     failed = rounds.failed
     if failed is not None:
         _raise_failed(root, rounds, failed)
-    is_last = not any(rounds.marks.demanded)
-    if not is_same and (is_last or code is None):
+    if not is_same:  # nothing that was demanded is gathered: no rank can tell which others would
         rounds.fail()
         root.forward.fail()
         raise_different_order(root, wanted[0].code | ALL_GATHER if code is None else code)
     marks = rounds.marks
+    is_last = not any(marks.demanded)
     marked = marks.missing if is_last else marks.demanded
     _gather(root, rounds, [item for item in states if marked[item.place.index]], states if is_last else wanted)
     if root.backward is not None and rounds.is_on:
