@@ -118,6 +118,34 @@ def test_one_rank_with_another_order_or_other_steps_is_known_on_all(world_size):
         assert not exchanged(longer)
 
 
+@distributed(world_size=(2, 3, 5))
+def test_rounds_beside_exchanges(world_size):
+    """Marks of all ranks together, and whether all are at one point; a round is not taken for an exchange."""
+    rank, carrier = dist.get_rank(), Carrier.of(dist.group.WORLD)
+    exchange = ControlExchange(5, 2, carrier)
+    assert exchanged(exchange)
+    carrier.make_room(world_size)
+    exchange.used[:], exchange.late[:] = bytes(5), bytes(2)
+
+    def made(digest: int | None) -> bool:
+        marks = memoryview(bytearray(rank == other for other in range(world_size)))
+        is_same = carrier.make_round(digest, marks)
+        assert [*marks] == [1] * world_size
+        return is_same
+
+    for _ in range(2):
+        num_whole = carrier.num_whole
+        assert made(-5) and made(None) and made(7 if rank else None)
+        assert not made(7 + (rank == 1))
+        assert exchanged(exchange), "as long as the rounds"
+        exchange.used[0] = rank > 0  # so that those in an exchange would exchange all bytes
+        met = not exchanged(exchange) if rank else not carrier.make_round(None, memoryview(bytearray(world_size)))
+        assert met and carrier.num_whole == num_whole
+        met = not exchanged(exchange) if rank else not carrier.make_round(3, memoryview(bytearray(world_size)))
+        assert met and carrier.num_whole == num_whole
+        exchange.used[0] = 0
+
+
 @distributed(world_size=(3, 4))
 def test_an_exchange_that_an_exception_left_does_not_disturb_the_next(world_size):
     rank = dist.get_rank()

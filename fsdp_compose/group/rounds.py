@@ -21,6 +21,7 @@ from ..comm import Carrier
 from .progress import HookedUse
 
 _HEAD = struct.Struct("<IIB3x")
+_NUM_MARKS = 4  # of each group
 _MOST = (1 << 32) - 1
 SEVERAL_FAILED = -1  # in the place of the number of a rank
 
@@ -66,7 +67,7 @@ class Rounds:
     def __init__(self, hosts: dict[int, int], num_groups: int, carrier: Carrier) -> None:
         self.hosts = hosts
         self._carrier = carrier
-        self._view = memoryview(bytearray(_HEAD.size + len(Marks._fields) * num_groups))
+        self._view = memoryview(bytearray(_HEAD.size + _NUM_MARKS * num_groups))
         carrier.make_room(len(self._view))
         starts = range(_HEAD.size, len(self._view), num_groups)
         self.marks = Marks(*(self._view[start : start + num_groups] for start in starts))
