@@ -5,11 +5,12 @@ inside another one, the end of the forward of a *host* (the nearest group around
 itself) and of the outermost one, the begin and the end of a backward. A *round* is one small maximum over the ranks
 (``group.rounds``). A rank that needs an optional group *demands* it in a round; a rank at a point makes rounds until
 one in which no rank demands anything. In every round all ranks gather whatever any of them demands, in the order of
-their indexes, and free at their next round what they did not need themselves.
+their indexes, and free at their next round what they did not need themselves. Where all ranks begin a group that is not
+optional they also say, in the last round of that point, what they *miss*: a rank alone may have kept it.
 
 So no rank waits for another one for ever: it blocks in a round, or in a collective that all ranks issue after the same
-round; whoever is not in a round computes, and comes to its next demand or to its next point, which is a round. It makes
-finitely many demands before a point, so the round without a demand comes, and nobody passes the point before.
+round; a rank that is not in a round computes, and comes to its next demand or to its next point, which is a round. It
+makes finitely many demands before a point, so the round without a demand comes, and no rank passes the point before.
 
 In a backward every gather is a demand, of other groups too: where only some ranks come to a vision tower, only these
 may have to go back through frozen layers, or learn from an input's gradient that a group is done. So reductions are
