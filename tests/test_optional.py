@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -682,6 +683,27 @@ def test_replicated_groups_beside_optional_ones_are_refused():
     replicate(model)
     with pytest.raises((NotImplementedError, ValueError), match="replicate"):
         model(batch(0, 0), (1, 1, 1))
+
+
+@distributed(world_size=2)
+def test_models_that_share_groups_are_refused():
+    shared = fully_shard(Mlp().double())
+    models = [nn.Sequential(shared, Mlp()).double() for _ in range(2)]
+    fully_shard(models[0][1], optional=True)
+    for model in models:
+        fully_shard(model)
+    with pytest.raises(NotImplementedError, match="several models share groups"):
+        for model in models:
+            model(batch(0, 0))
+
+
+@distributed(world_size=4)
+def test_parameters_that_are_dtensors_are_refused():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = made(LayerDrop)
+    parallelize_module(model.layers[1], mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with pytest.raises(NotImplementedError, match=r"layers\.1 has parameters that are DTensors"):
+        shard(model, mesh=mesh["data"])(batch(0, 0), (1, 1, 1))
 
 
 @distributed(world_size=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.nn as nn
 
@@ -10,9 +10,10 @@ from ..comm import Carrier
 from ..group import Rounds, _FSDPState
 
 
-def check_optional(owners: Sequence[_FSDPState], states: Sequence[_FSDPState]) -> None:
-    """Raise, before anything is set up, if some groups are optional where they cannot be. Nothing is communicated."""
-    if not any(state.options.is_optional for state in states):
+def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]) -> None:
+    """Raise, before anything is set up, if some groups are optional where they cannot be. Nothing is communicated.
+    ``names``: those of all groups of the root, which do not know them yet."""
+    if not any(state.options.is_optional for state in names):
         return
     for state in owners:
         if state.options.is_optional:
@@ -23,20 +24,21 @@ def check_optional(owners: Sequence[_FSDPState], states: Sequence[_FSDPState]) -
     problem = ""
     if len(owners) > 1:
         problem = "several models share groups, and some of these are optional"
-    for state in states:
+    for state, name in names.items():
+        name = name or "the root"
         if state.options.bucket_bytes is not None:
-            problem = f"{state.name} is made by replicate(), whose buckets are reduced in the order of one rank"
+            problem = f"{name} is made by replicate(), whose buckets are reduced in the order of one rank"
         elif state.options.keeps_parts():
             problem = (
-                f"{state.name} keeps parts of its parameters (a number as reshard_after_forward), which ranks that "
+                f"{name} keeps parts of its parameters (a number as reshard_after_forward), which ranks that "
                 "skip a group do not have: give True or False"
             )
         elif state.options.offload is not None:
-            problem = f"{state.name} is offloaded (offload_policy)"
+            problem = f"{name} is offloaded (offload_policy)"
         elif any(handle.tensor_parallel is not None for handle in state._handles):
-            problem = f"{state.name} has parameters that are DTensors, whose gradients are summed over their own ranks"
+            problem = f"{name} has parameters that are DTensors, whose gradients are summed over their own ranks"
         elif any(handle.kind.extension is not None for handle in state._handles):
-            problem = f"{state.name} has parameters that their class gathers (fsdp_pre_all_gather)"
+            problem = f"{name} has parameters that their class gathers (fsdp_pre_all_gather)"
     if problem:
         raise NotImplementedError(f"fully_shard(optional=True) in a model of which this holds: {problem}")
 

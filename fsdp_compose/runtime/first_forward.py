@@ -87,7 +87,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
             names.setdefault(item, name)
     found, states, owners = list(names.items()), list(names), [part.state for part in roots]
     refuse_asleep(states)
-    check_optional(owners, states)
+    check_optional(owners, names)
     earlier = contexts_of(states)
     for context in earlier:
         _make_joinable(context, module)
