@@ -32,9 +32,11 @@ from fsdp_compose import (
     replicate,
     reshard,
     serve_optional,
+    set_keep_unsharded_storage,
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
     set_reshard_after_backward,
+    set_reshard_after_forward,
     summon_full_params,
     unshard,
 )
@@ -584,11 +586,13 @@ def test_a_step_that_one_rank_skips_is_named_in_debug_mode():
             loss_of(model, batch(0, rank), PLANS[LayerDrop][0][rank]).backward()
 
 
+@pytest.mark.parametrize("keeps_storage", [False, True])
 @distributed(world_size=(2, 3))
-def test_what_is_held_gathered_between_forwards():
+def test_what_is_held_gathered_between_forwards(keeps_storage):
     """It is gathered again all the same, on all ranks."""
     rank, model, reference = dist.get_rank(), shard(made(VisionLanguage)), made(VisionLanguage)
     set_reshard_after_backward(model, False)
+    set_keep_unsharded_storage(model, keeps_storage)
     unshard(model.blocks[0], until_reshard=True)
     train_both(model, reference, PLANS[VisionLanguage], rounds=1)
     with keep_unsharded(model), torch.no_grad():
@@ -666,8 +670,11 @@ def test_functional_mode_is_refused():
 
 @distributed(world_size=4)
 def test_parts_are_refused():
-    with pytest.raises(NotImplementedError, match="keeps parts"):
-        shard(made(LayerDrop), reshard_after_forward=2)(batch(0, 0), (1, 1, 1))
+    for option in (2, True):
+        model = shard(made(LayerDrop), reshard_after_forward=2)
+        set_reshard_after_forward(model, option)
+        with pytest.raises(NotImplementedError, match="keeps parts"):
+            model(batch(0, 0), (1, 1, 1))
 
 
 @distributed(world_size=2)

@@ -28,10 +28,10 @@ def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]
         name = name or "the root"
         if state.options.bucket_bytes is not None:
             problem = f"{name} is made by replicate(), whose buckets are reduced in the order of one rank"
-        elif state.options.keeps_parts():
+        elif state.options.keeps_parts() or state.mesh.part_transport is not None:  # it may be set to keep them
             problem = (
-                f"{name} keeps parts of its parameters (a number as reshard_after_forward), which ranks that "
-                "skip a group do not have: give True or False"
+                f"{name} keeps parts of its parameters (it was made with a number as reshard_after_forward), which "
+                "ranks that skip a group do not have: give True or False"
             )
         elif state.options.offload is not None:
             problem = f"{name} is offloaded (offload_policy)"
