@@ -835,6 +835,30 @@ def test_writes_to_parameters_inside_a_compiled_forward_are_refused(write, writt
                 loss_of(parent, batches(1)[0])
 
 
+@torch.compiler.nested_compile_region
+def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(x)
+
+
+class Nested(Stack):
+    """Equal blocks are compiled once: each is called in a nested region, with its hooks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = call(block, x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("backend", "tolerance"), [("aot_eager", 0.0), ("inductor", 1e-6)])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@distributed(world_size=2)
+def test_blocks_in_nested_regions_train_as_eager_ones(backend, tolerance, reshard_after_forward):
+    torch.manual_seed(0)
+    shard_it = functools.partial(shard, reshard_after_forward=reshard_after_forward)
+    check_twin(Nested(blocks=3), shard_it, tolerance=tolerance, backend=backend)
+
+
 @distributed(world_size=2)
 def test_ranks_whose_graphs_differ_raise_alike():
     """... before they run; and where the graphs are the same again, training goes on."""
