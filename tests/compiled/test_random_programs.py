@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_fuzz import NUM_PROGRAMS, check_random_programs
+from tests.whole.test_fuzz import NUM_PROGRAMS, check_random_programs
 
 
 @pytest.mark.timeout(max(300, NUM_PROGRAMS * 20))

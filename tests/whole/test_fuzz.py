@@ -1,7 +1,7 @@
 """Random models, sharded in random ways, in random training loops, with the unsharded model: see ``programs``.
 
-``FSDP_COMPOSE_FUZZ=5000 pytest tests/test_fuzz.py`` runs so many programs at each world size, other ones each time. A
-program that fails is printed as it is written in Python, so that it can become an ``@example`` below.
+``FSDP_COMPOSE_FUZZ=5000 pytest tests/whole/test_fuzz.py`` runs so many programs at each world size, other ones each
+time. A program that fails is printed as it is written in Python, so that it can become an ``@example`` below.
 """
 
 from __future__ import annotations

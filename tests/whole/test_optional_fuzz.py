@@ -1,6 +1,6 @@
 """Random models and programs with groups that ranks may skip train as the same ones unsharded, in double precision.
 
-By hand: ``python -m pytest tests/test_optional_fuzz.py`` with ``FSDP_COMPOSE_FUZZ=200`` for as many programs more.
+By hand: ``FSDP_COMPOSE_FUZZ=200 python -m pytest tests/whole/test_optional_fuzz.py`` for as many programs more.
 """
 
 from __future__ import annotations
