@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import fsdp_compose
 from fsdp_compose import (
     CPUOffloadPolicy,
     clip_grad_norm_,
@@ -45,6 +46,7 @@ from fsdp_compose.comm import control_exchange
 from fsdp_compose.flat import listen, stop_listening
 from fsdp_compose.group import get_state
 from tests.harness import distributed, end, start_forked
+from tests.test_all_gather_extensions import EightBit
 from tests.test_invariants import environment
 
 DIM = 6
@@ -711,6 +713,22 @@ def test_parameters_that_are_dtensors_are_refused():
     parallelize_module(model.layers[1], mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     with pytest.raises(NotImplementedError, match=r"layers\.1 has parameters that are DTensors"):
         shard(model, mesh=mesh["data"])(batch(0, 0), (1, 1, 1))
+
+
+@distributed(world_size=2)
+def test_parameters_that_their_class_gathers_are_refused():
+    model = made(LayerDrop)
+    layer = model.layers[1].up
+    layer.weight = nn.Parameter(EightBit(layer.weight.detach().float()))
+    with pytest.raises(NotImplementedError, match="has parameters that their class gathers"):
+        shard(model)(batch(0, 0), (1, 1, 1))
+
+
+@distributed(world_size=2)
+def test_compiled_regions_are_refused():
+    run = fsdp_compose.compile(shard(made(LayerDrop)), backend="eager")
+    with pytest.raises(NotImplementedError, match="a compiled region .* that has optional groups"):
+        run(batch(0, 0), (1, 1, 1))
 
 
 @distributed(world_size=2)
