@@ -17,7 +17,6 @@ import torch.distributed as dist
 from .._torch import group_timeout, has_closed, stop_waiting_for
 from .lookout import look_regularly
 
-_PATIENCE = 2  # looks, before which gloo may tell
 _NO_RANK = -1
 
 
@@ -30,14 +29,15 @@ class Message(Protocol):
 class Pending:
     """The messages of one collective that are still to be waited for, and the ranks they come from and go to."""
 
-    __slots__ = ("_current", "_group", "_loss", "_messages", "_num_looks", "_rest")
+    __slots__ = ("_current", "_group", "_loss", "_messages", "_rest", "_suspect")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # those that no one waits for may be kept for longer
         self._messages: list[tuple[Message, int]] = []
         self._rest = iter(self._messages)
         self._current: tuple[Message, int] | None = None  # the one that is waited for
-        self._num_looks, self._loss = 0, ""
+        self._suspect: tuple[Message, int] | None = None  # the one that was, when the connection was closed already
+        self._loss = ""
 
     def add(self, message: Message, rank: int) -> None:
         self._messages.append((message, rank))
@@ -56,7 +56,6 @@ class Pending:
         group = self._group()
         if limit is None and group is not None:
             limit = group_timeout(group)  # as it is now: gloo's messages know that of when the group was made
-        self._num_looks = 0
         _waited_for.add(self)
         try:
             for current in self._rest:
@@ -70,14 +69,15 @@ class Pending:
     def look(self) -> None:
         """Let a thread that waits go, if it would wait in vain. In another thread. (That others have closed their
         connections says nothing: they may have sent all they had to, and be done.)"""
-        self._num_looks += 1
-        group, current = self._group(), self._current
-        if group is None or current is None or self._num_looks < _PATIENCE:
+        group, current, suspect = self._group(), self._current, self._suspect
+        self._suspect = None
+        if group is None or current is None or not has_closed(group, current[1]):
             return
-        message, rank = current
-        if has_closed(group, rank):
-            self._loss = f"rank {rank} has closed its connections"
-            stop_waiting_for(message)
+        if current is not suspect:  # gloo may tell, or it has just arrived, and who waits is about to go on
+            self._suspect = current
+            return
+        self._loss = f"rank {current[1]} has closed its connections"
+        stop_waiting_for(current[0])
 
 
 class _Failed:
