@@ -1,16 +1,34 @@
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
 
 from tests import harness
 
+# No name is asked of a server: a store asks for that of each client, which is on this machine, and where an answer is
+# lost every rank waits five seconds for it.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
 # A deadline per example measures the machine, not the code; CI must not fail on a new example.
 settings.register_profile("dev", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+# What imports and collection make lives as long as this process: no garbage is looked for meanwhile, nor in it later.
+gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

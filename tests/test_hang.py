@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compose import fully_shard
+from fsdp_compose.__main__ import main
 from fsdp_compose._torch import fake_store
 from fsdp_compose.group import HANG_SECONDS_ENV, POSITION_MARK
 from fsdp_compose.inspect import explain_hang, positions_in
@@ -151,20 +151,17 @@ def test_who_waits_for_whom() -> None:
     assert groups.count("process group of ranks") == 2
 
 
-def test_command_puts_logs_together(tmp_path: Path) -> None:
-    import json
-
+def test_command_puts_logs_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1, 3):
         folder = tmp_path / "logs" / str(rank)
         folder.mkdir(parents=True)
         line = f"[rank{rank}]: {POSITION_MARK}{json.dumps(_position(rank))}"
         (folder / "stderr.log").write_text(f"something\n{line}\nsomething {POSITION_MARK}{{broken\n")
-    command = [sys.executable, "-m", "fsdp_compose", "hang"]
-    found = subprocess.run([*command, str(tmp_path / "logs")], capture_output=True, text=True, timeout=60)
-    assert found.returncode == 0, found.stderr
-    assert "rank 2: said nothing" in found.stdout and "ranks 0, 1, 3:" in found.stdout
-    missing = subprocess.run([*command, str(tmp_path / "nothing")], capture_output=True, text=True, timeout=60)
-    assert missing.returncode == 2 and "there is no" in missing.stderr
+    assert main(["hang", str(tmp_path / "logs")]) == 0
+    found = capsys.readouterr().out
+    assert "rank 2: said nothing" in found and "ranks 0, 1, 3:" in found
+    assert main(["hang", str(tmp_path / "nothing")]) == 2
+    assert "there is no" in capsys.readouterr().err
 
 
 def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
-import subprocess
-import sys
+import signal
+import tempfile
 import threading
 import time
 import weakref
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests import harness
-from tests.harness import distributed, fake_process_group, run_distributed
+from tests.harness import distributed, fake_process_group, processes, run_distributed, start_forked
 
 
 def _pids(world_size: int) -> list[int]:
@@ -237,36 +239,37 @@ def test_fake_process_group():
     assert not dist.is_initialized()
 
 
-PARENT = """
-import os, sys
-from tests import harness, test_harness
-harness.processes.preload_nothing()  # there is one worker, which imports what it needs
-harness.run_distributed(test_harness._sums_ranks, 1)
-print(*test_harness._pids(1), flush=True)
-if sys.argv[1] == "killed":
-    os.kill(os.getpid(), 9)
-elif sys.argv[1] == "interrupted":
-    raise KeyboardInterrupt
-"""
+def _parent(folder: str, end: str) -> None:
+    """A pytest process that ends in some way while its pool is idle."""
+    tempfile.tempdir = folder  # a killed parent leaves its files behind
+    processes.preload_nothing()  # there is one worker, which imports what it needs
+    with contextlib.suppress(KeyboardInterrupt):
+        try:
+            run_distributed(_sums_ranks, 1)
+            print(*_pids(1), flush=True)
+            if end == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif end == "interrupted":
+                raise KeyboardInterrupt
+        finally:
+            atexit._run_exitfuncs()  # which forked processes leave out
 
 
 def test_no_worker_outlives_its_parent(tmp_path):
-    parents = {
-        end: subprocess.Popen(
-            [sys.executable, "-c", PARENT, end],
-            cwd=harness.ROOT,
-            env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed parent leaves its files behind
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        for end in ("normal", "interrupted", "killed")
-    }
-    for end, parent in parents.items():
-        pid = int(parent.communicate(timeout=100)[0])
-        deadline = time.monotonic() + 5
-        while _is_running(pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not _is_running(pid), end
+    ends = "normal", "interrupted", "killed"
+    parents = [start_forked(tmp_path / end, _parent, str(tmp_path), end) for end in ends]
+    try:
+        for end, parent in zip(ends, parents, strict=True):
+            parent.join(100)
+            assert parent.exitcode == (-signal.SIGKILL if end == "killed" else 0), (tmp_path / end).read_text()
+            pid = int((tmp_path / end).read_text().split()[-1])
+            deadline = time.monotonic() + 5
+            while _is_running(pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not _is_running(pid), end
+    finally:
+        for parent in parents:
+            processes.end(parent)
 
 
 def _is_running(pid: int) -> bool:

@@ -48,7 +48,7 @@ from tests.models import (
     shard_gpt,
     train,
 )
-from tests.test_invariants import same_on_every_rank
+from tests.test_invariants import impatient, same_on_every_rank
 from tests.test_one_rank_differs import DIFFERENT, Loop, build
 
 SHAPES = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1), (1, 4)]}
@@ -434,10 +434,11 @@ def test_full_state_dicts_and_from_the_first_rank(shape):
 @pytest.mark.parametrize("change", ["no backward", "two backwards", "a forward for the log", "no step", "two steps"])
 @distributed(world_size=4, fresh=True)
 def test_one_rank_that_differs_gives_one_error_on_every_rank(change):
-    model, _ = build(mesh_of(2, 2))
-    loop = Loop(model, change=change if dist.get_rank() == 3 else "", place=1)
-    with pytest.raises(RuntimeError, match=f"{DIFFERENT}|have died, or have given up"):
-        loop.run()
+    with impatient():
+        model, _ = build(mesh_of(2, 2))
+        loop = Loop(model, change=change if dist.get_rank() == 3 else "", place=1)
+        with pytest.raises(RuntimeError, match=f"{DIFFERENT}|have died, or have given up"):
+            loop.run()
 
 
 @distributed(world_size=4, fresh=True)

@@ -32,7 +32,7 @@ from fsdp_compose import (
     set_functional_mode,
     unshard,
 )
-from fsdp_compose.comm import rendezvous
+from fsdp_compose.comm import journal, lookout, rendezvous
 from fsdp_compose.comm.control_exchange import Carrier
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
 from fsdp_compose.flat.accumulation import UnreducedGradient
@@ -174,6 +174,16 @@ def breakable_mesh() -> DeviceMesh:
     """All ranks, through a process group of the test's own, whose collectives give up after 2 seconds: what breaks it
     does no harm to other tests."""
     return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """Ranks that wait for each other tell so after 0.2 seconds, not after three: those of groups made inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "STALL_SECONDS", 0.2)
+        for module in (journal, lookout):
+            patch.setattr(module, "PERIOD", 0.1)
+        yield
 
 
 def same_on_every_rank(text: str) -> str:

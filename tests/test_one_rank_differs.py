@@ -22,7 +22,7 @@ from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed
 from tests.models import local_part
-from tests.test_invariants import breakable_mesh, environment, same_on_every_rank
+from tests.test_invariants import breakable_mesh, environment, impatient, same_on_every_rank
 
 NUM_STEPS = 3
 DIFFERENT = "run different programs|issued different collectives|different numbers of optimizer steps"
@@ -203,13 +203,15 @@ def test_with_debugging_an_exception_on_one_rank_does_not_let_the_others_wait():
 @pytest.mark.parametrize("change", COLLECTIVES)
 @distributed(world_size=2)
 def test_every_rank_raises_in_bounded_time_and_one_that_waits_names_the_difference(change, place, is_functional):
-    check_that_ranks_notice(change, place, is_functional)
+    with impatient():
+        check_that_ranks_notice(change, place, is_functional)
 
 
 @pytest.mark.parametrize("change", COLLECTIVES)
 @distributed(world_size=3)
 def test_every_one_of_three_ranks_raises(change):
-    check_that_ranks_notice(change, 1, is_functional=False)
+    with impatient():
+        check_that_ranks_notice(change, 1, is_functional=False)
 
 
 def check_that_ranks_notice(change, place, is_functional):

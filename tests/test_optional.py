@@ -47,7 +47,7 @@ from fsdp_compose.flat import listen, stop_listening
 from fsdp_compose.group import get_state
 from tests.harness import distributed, end, start_forked
 from tests.test_all_gather_extensions import EightBit
-from tests.test_invariants import environment
+from tests.test_invariants import environment, impatient
 
 DIM = 6
 Plan = tuple[bool | int, ...]
@@ -776,9 +776,20 @@ PLACES = ["before the layers", "between the layers", "behind the layers"]
 
 @pytest.mark.parametrize("place", [*PLACES, "at the end", *[f"{place} in backward" for place in PLACES]])
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=str)
-@distributed(world_size=(2, 3))
+@distributed(world_size=3)
 def test_training_goes_on_after_ranks_have_raised(place, failing):
     """All others raise one error that names them, wherever they are."""
+    check_raising(place, failing)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@distributed(world_size=2)
+def test_training_goes_on_after_one_of_two_ranks_has_raised(place):
+    check_raising(place, (1,))
+    check_raising(f"{place} in backward", (0,))
+
+
+def check_raising(place: str, failing: tuple[int, ...]) -> None:
     model, rank = shard(made(Failing)), dist.get_rank()
     reference = made(Failing)
     train_both(model, reference, PLANS[LayerDrop], rounds=1)
@@ -798,20 +809,22 @@ def test_training_goes_on_after_ranks_have_raised(place, failing):
 
 
 @pytest.mark.parametrize("demands", [True, False])
-@distributed(world_size=3, pg_timeout=5)
+@distributed(world_size=3, pg_timeout=2)
 def test_a_rank_that_runs_no_forward_is_named_in_bounded_time(demands):
     model, rank = shard(made(LayerDrop)), dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
     loss_of(model, batch(0, rank), (1, 0, 0)).backward()
     if rank == 2:
-        time.sleep(12)
+        store.wait(["raised 0", "raised 1"], timedelta(seconds=40))
         return
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="another rank did not come|rank 2|another rank died"):
         loss_of(model, batch(1, rank), (1, 0, 0) if demands and rank == 0 else (0, 0, 0)).backward()
     assert time.monotonic() - begin < 20
+    store.set(f"raised {rank}", b"")
 
 
-@distributed(world_size=2, pg_timeout=5)
+@distributed(world_size=2, pg_timeout=2)
 def test_a_collective_of_the_users_own_without_serving_is_an_error_with_the_remedy():
     model, rank = shard(made(Summing)), dist.get_rank()
     model.serves = False
@@ -823,14 +836,15 @@ def test_a_collective_of_the_users_own_without_serving_is_an_error_with_the_reme
 @distributed(world_size=3, fresh=True)
 def test_a_rank_that_makes_another_number_of_backwards_is_named_on_all():
     """Here it raises before it comes to its backward, and goes on to the next forward."""
-    model, rank = shard(made(LayerDrop)), dist.get_rank()
-    loss = loss_of(model, batch(0, rank), (1, 0, 0))
-    with pytest.raises(
-        RuntimeError, match=r"the ranks run different programs: .* rank 1 .*the all-gather of last\.weight"
-    ):
-        if rank != 1:
-            loss.backward()
-        loss_of(model, batch(0, rank), (0, 1, 0))
+    with impatient():
+        model, rank = shard(made(LayerDrop)), dist.get_rank()
+        loss = loss_of(model, batch(0, rank), (1, 0, 0))
+        with pytest.raises(
+            RuntimeError, match=r"the ranks run different programs: .* rank 1 .*the all-gather of last\.weight"
+        ):
+            if rank != 1:
+                loss.backward()
+            loss_of(model, batch(0, rank), (0, 1, 0))
 
 
 class Mortal(Failing):
@@ -857,22 +871,26 @@ def survive(rank: int, size: int, port: int, place: str, demands: bool) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("demands", [True, False])
 @pytest.mark.parametrize("place", ["before the layers", "between the layers", "behind the layers"])
-def test_survivors_of_a_dead_rank_get_a_named_error_in_seconds(tmp_path, place, demands):
-    """Though the timeout of the process group is ten minutes."""
-    size, store = 3, dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    outputs = [tmp_path / str(rank) for rank in range(size)]
-    processes = [start_forked(outputs[rank], survive, rank, size, store.port, place, demands) for rank in range(size)]
+def test_survivors_of_a_dead_rank_get_a_named_error_in_seconds(tmp_path, place):
+    """Though the timeout of the process group is ten minutes. Where another rank demands and where not, at once."""
+    size, stores, outputs, processes = 3, [], [], []
     try:
+        for demands in (True, False):
+            stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+            for rank in range(size):
+                outputs.append(tmp_path / f"{demands} {rank}")
+                processes.append(start_forked(outputs[-1], survive, rank, size, stores[-1].port, place, demands))
         for process in processes:
             process.join(90)
     finally:
         for process in processes:
             end(process)
-    assert processes[1].exitcode == -signal.SIGKILL
-    for rank in (0, 2):
-        said = outputs[rank].read_text()
+    for i, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        rank, said = i % size, output.read_text()
+        if rank == 1:
+            assert process.exitcode == -signal.SIGKILL, said
+            continue
         (line,) = [line for line in said.splitlines() if line[:1].isdigit()] or [said]
         assert re.match(rf"\d+\.\d rank {rank}.*(another rank died|did not come|rank 1)", line), said
         assert float(line.split()[0]) < 45

@@ -57,6 +57,46 @@ def train(folder: Path, by_dimension: bool) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "sums": sums, "version": verl.fsdp_version(model)}
 
 
+def keep_and_restore(folder: Path) -> dict[str, Any]:
+    """As verl's workers of separated rollouts do: what a rank holds is kept, training goes on, and it comes back."""
+    on_cpu()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    model = llama.model()
+    verl.apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True}, OmegaConf.create({}))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    kept, spec = verl.fsdp2_sharded_save_to_cpu(model)
+    kept = {name: (part.clone(), of) for name, (part, of) in kept.items()}  # on a CPU it is the memory itself
+    for _ in range(2):
+        for ids in llama.batches(2):
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            losses.append(llama.mean(loss))
+            optimizer.step()
+            optimizer.zero_grad()
+        verl.fsdp2_sharded_load_from_cpu(model, kept, spec)
+    assert losses[:2] == losses[2:]
+    return {"losses": losses}
+
+
+def restore_another(folder: Path) -> dict[str, Any]:
+    """What was kept of a model that was sharded otherwise."""
+    on_cpu()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    models = [llama.model() for _ in range(2)]
+    for model, options in zip(models, ({}, {"shard_placement_fn": verl.get_shard_placement_fn(2)}), strict=True):
+        verl.apply_fsdp2(model, {"mesh": mesh, "reshard_after_forward": True, **options}, OmegaConf.create({}))
+    kept = verl.fsdp2_sharded_save_to_cpu(models[1])
+    before = [param.to_local().clone() for param in models[0].parameters()]
+    try:
+        verl.fsdp2_sharded_load_from_cpu(models[0], *kept)
+        error = ""
+    except (RuntimeError, AssertionError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    is_unchanged = all(map(torch.equal, before, (param.to_local() for param in models[0].parameters())))
+    return {"error": error, "is_unchanged": is_unchanged}
+
+
 def plain(folder: Path) -> dict[str, Any]:
     return train(folder, by_dimension=False)
 
@@ -70,3 +110,12 @@ def test_training(program, tmp_path):
     results = results_of(program, tmp_path)
     assert results["drop_in"]["version"] == 2
     assert_same(results)
+
+
+def test_what_ranks_have_kept_comes_back(tmp_path):
+    assert_same(results_of(keep_and_restore, tmp_path))
+
+
+def test_what_was_kept_of_other_shards_is_refused_before_anything_is_written(tmp_path):
+    found = results_of(restore_another, tmp_path)["drop_in"]
+    assert "what was kept has" in found["error"] and found["is_unchanged"], found

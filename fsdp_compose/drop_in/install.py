@@ -104,7 +104,15 @@ def _of_others() -> dict[int, Any]:
         from . import transformers_loading as of_loading
 
         ours[id(of_loading.Original)] = of_loading.DtensorShardOperation
+    if "verl" in sys.modules and _has("verl.utils.fsdp_utils", "fsdp2_sharded_load_from_cpu"):
+        from . import verl_restoring
+
+        ours[id(verl_restoring.original)] = verl_restoring.fsdp2_sharded_load_from_cpu
     return ours
+
+
+def _has(module: str, name: str) -> bool:
+    return find_spec(module) is not None and hasattr(importlib.import_module(module), name)
 
 
 def _is_left_alone(name: str) -> bool:
