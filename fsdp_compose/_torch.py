@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import operator
 import os
 import sys
 import weakref
@@ -898,9 +899,8 @@ def make_dtensor(cls: Any, local: torch.Tensor, spec: DTensorSpec, requires_grad
     return torch.Tensor._dtensor__new__(cls, local, spec, requires_grad=requires_grad)
 
 
-def dtensor_spec(tensor: DTensor) -> DTensorSpec:
-    return tensor._spec
-
+dtensor_spec: Callable[[DTensor], DTensorSpec] = operator.attrgetter("_spec")
+"""How a DTensor is placed."""
 
 # By the slot: the name is another thing on our classes that show their local tensor as one of the user's class.
 _local_tensor_slot: Any = DTensor.__dict__["_local_tensor"]

@@ -199,16 +199,20 @@ class TensorParallel:
 
         Ranks: all of the parameters' own meshes, which have gradients of the same parameters.
         """
-        result = [*grads]
+        result, has_terms = [*grads], False
         for i, spec in self._dtensors:
             grad = grads[i]
             if not isinstance(grad, DTensor):
                 continue
-            if dtensor_spec(grad).placements != spec.placements and not _summed_dims(grad, spec):
-                grad = grad.redistribute(placements=spec.placements)
+            placements = dtensor_spec(grad).placements
+            if placements is not spec.placements and placements != spec.placements:
+                if _summed_dims(grad, spec):
+                    has_terms = True
+                else:
+                    grad = grad.redistribute(placements=spec.placements)
             local = local_tensor(grad)
             result[i] = local if type(local) is torch.Tensor else waited(local)
-        for transport, indices in self.terms(grads):
+        for transport, indices in self.terms(grads) if has_terms else ():
             if indices:
                 parts = [part for i in indices if (part := result[i]) is not None]
                 flat = torch.cat([part.reshape(-1).to(dtype) for part in parts])
