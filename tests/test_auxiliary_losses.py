@@ -425,9 +425,14 @@ class Outer(nn.Module):
         return self.last(self.keeper(self.layer(x).tanh()).detach())
 
 
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("groups", ["all", "outer and keeper", "before and keeper", "keeper"])
-@pytest.mark.parametrize("frozen", ["none", "layer", "all"])
+FROZEN, GROUPS = ("none", "layer", "all"), ("all", "outer and keeper", "before and keeper", "keeper")
+
+
+# Both ways to need no gradient, with every two of what is frozen, the groups, and whether they are resharded.
+@pytest.mark.parametrize(
+    ("frozen", "groups", "reshard_after_forward"),
+    [(f, g, (None, True, False)[(i + j) % 3]) for i, f in enumerate(FROZEN) for j, g in enumerate(GROUPS)],
+)
 @distributed(world_size=2)
 def test_loss_kept_inside_groups_whose_outputs_need_no_gradient(frozen, groups, reshard_after_forward):
     for is_detached in (False, True):

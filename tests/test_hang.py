@@ -22,7 +22,7 @@ from fsdp_compose.inspect import explain_hang, positions_in
 from tests.harness import distributed
 
 
-class _Lines(logging.Handler):
+class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -31,7 +31,7 @@ class _Lines(logging.Handler):
         self.lines += record.getMessage().splitlines()
 
 
-def _model() -> nn.Module:
+def blocks_of_three() -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
     for block in model:
@@ -39,7 +39,7 @@ def _model() -> nn.Module:
     return fully_shard(model)
 
 
-def _wait_for_line(lines: _Lines, seconds: float = 20) -> None:
+def _wait_for_line(lines: Lines, seconds: float = 20) -> None:
     end = time.monotonic() + seconds
     while not any(POSITION_MARK in line for line in lines.lines) and time.monotonic() < end:
         time.sleep(0.05)
@@ -52,7 +52,7 @@ def be_late(*_: Any) -> None:
     time.sleep(0.5)  # the others are waiting for as long already, or began to a little later
 
 
-_late: _Lines | None = None
+_late: Lines | None = None
 
 
 @distributed(3, fresh=True)
@@ -62,9 +62,9 @@ def test_ranks_that_wait_say_for_whom(monkeypatch_env: None = None) -> None:
     global _late
     os.environ[HANG_SECONDS_ENV] = "0.6"
     rank = dist.get_rank()
-    shown = _Lines()
+    shown = Lines()
     logging.getLogger("fsdp_compose").addHandler(shown)
-    model = _model()
+    model = blocks_of_three()
     for _ in range(2):
         model(torch.ones(2, 8)).sum().backward()
     assert not shown.lines, shown.lines
@@ -97,14 +97,14 @@ def test_a_destroyed_process_group_stops_no_other_from_being_looked_after() -> N
 
     global _late
     os.environ[HANG_SECONDS_ENV] = "0.6"
-    _late = shown = _Lines()
+    _late = shown = Lines()
     logging.getLogger("fsdp_compose").addHandler(shown)
     fake_store()  # registers the backend, whose groups have no timeout of their own to tell
     destroyed = dist.new_group([0, 1], backend="fake")
     first = fully_shard(nn.Linear(8, 8), mesh=DeviceMesh.from_group(destroyed, "cpu"))
     first(torch.ones(2, 8)).sum().backward()
     dist.destroy_process_group(destroyed)
-    model = _model()
+    model = blocks_of_three()
     with _interrupted(model[1], "forward", dist.get_rank() == 1):
         model(torch.ones(2, 8)).sum().backward()
     assert positions_in(shown.lines), shown.lines
@@ -170,23 +170,3 @@ def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HANG_SECONDS_ENV, "soon")
     with pytest.raises(ValueError, match="takes seconds"):
         patience()
-
-
-@distributed(2, fresh=True)
-def test_compilation_is_no_standing_still():
-    import os
-
-    os.environ[HANG_SECONDS_ENV] = "0.5"
-    shown = _Lines()
-    logging.getLogger("fsdp_compose").addHandler(shown)
-    model = _model()
-
-    def slow(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        time.sleep(1.5)
-        return graph
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend=slow)
-    for _ in range(2):
-        compiled(torch.ones(2, 8))
-    assert not shown.lines, shown.lines

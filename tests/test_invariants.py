@@ -1038,8 +1038,21 @@ def interrupt(model: Stack, where: str, place: int, error: BaseException, step: 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-@distributed(world_size=(2, 3))
-def test_training_goes_on_after_an_interruption(world_size, kind, where, place, reshard_after_forward):
+@distributed(world_size=2)
+def test_training_goes_on_after_an_interruption(kind, where, place, reshard_after_forward):
+    check_interruption(kind, where, place, reshard_after_forward)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@distributed(world_size=3)
+def test_training_goes_on_after_an_interruption_of_three_ranks(place, reshard_after_forward):
+    is_error = (place + (reshard_after_forward is None)) % 2 == 0
+    check_interruption(ValueError if is_error else KeyboardInterrupt, "forward", place, reshard_after_forward)
+    check_interruption(KeyboardInterrupt if is_error else ValueError, "backward", place, reshard_after_forward)
+
+
+def check_interruption(kind: type[BaseException], where: str, place: int, reshard_after_forward: bool | None) -> None:
     model, reference = stacks(reshard_after_forward=reshard_after_forward)
     optimizers = sgd(model), sgd(reference)
     params = list(model.parameters())

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import re
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +42,7 @@ from fsdp_compose.checkpoint import get_state_dict, set_state_dict
 from fsdp_compose.comm import control_exchange
 from fsdp_compose.flat import listen, stop_listening
 from fsdp_compose.group import get_state
-from tests.harness import distributed, end, start_forked
+from tests.harness import distributed
 from tests.test_all_gather_extensions import EightBit
 from tests.test_invariants import environment, impatient
 
@@ -394,19 +391,6 @@ def test_beside_another_model_on_the_same_process_group():
         loss.backward()
         mean_loss(reference, step, everywhere[0]).backward()
         assert_equal_gradients(plain, reference)
-
-
-@distributed(world_size=2, timeout=180)
-def test_a_compiled_model():
-    """Graphs break at its groups."""
-    model = shard(made(VisionLanguage))
-    compiled = torch.compile(model, backend="aot_eager")
-    reference = made(VisionLanguage)
-    rank = dist.get_rank()
-    for step, plans in steps_of(VisionLanguage):
-        loss_of(compiled, batch(step, rank), plans[rank]).backward()
-        mean_loss(reference, step, plans).backward()
-        assert_equal_gradients(model, reference)
 
 
 # ---- groups that are not optional, and stay gathered on one rank only
@@ -845,55 +829,6 @@ def test_a_rank_that_makes_another_number_of_backwards_is_named_on_all():
             if rank != 1:
                 loss.backward()
             loss_of(model, batch(0, rank), (0, 1, 0))
-
-
-class Mortal(Failing):
-    """Where others raise, it dies."""
-
-    def at(self, where: str, h: torch.Tensor) -> torch.Tensor:
-        if self.fails == where:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return h
-
-
-def survive(rank: int, size: int, port: int, place: str, demands: bool) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
-    model = shard(made(Mortal))
-    loss_of(model, batch(0, rank), (1, 1, 0) if rank else (0, 0, 0)).backward()
-    model.fails = place if rank == 1 else ""
-    begin = time.monotonic()
-    try:
-        loss_of(model, batch(1, rank), (1, 1, 1) if demands and rank == 0 else (int(rank == 1), 0, 0)).backward()
-    except RuntimeError as error:
-        print(f"{time.monotonic() - begin:.1f} {error}".replace("\n", " "), flush=True)
-    os._exit(0)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("place", ["before the layers", "between the layers", "behind the layers"])
-def test_survivors_of_a_dead_rank_get_a_named_error_in_seconds(tmp_path, place):
-    """Though the timeout of the process group is ten minutes. Where another rank demands and where not, at once."""
-    size, stores, outputs, processes = 3, [], [], []
-    try:
-        for demands in (True, False):
-            stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-            for rank in range(size):
-                outputs.append(tmp_path / f"{demands} {rank}")
-                processes.append(start_forked(outputs[-1], survive, rank, size, stores[-1].port, place, demands))
-        for process in processes:
-            process.join(90)
-    finally:
-        for process in processes:
-            end(process)
-    for i, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        rank, said = i % size, output.read_text()
-        if rank == 1:
-            assert process.exitcode == -signal.SIGKILL, said
-            continue
-        (line,) = [line for line in said.splitlines() if line[:1].isdigit()] or [said]
-        assert re.match(rf"\d+\.\d rank {rank}.*(another rank died|did not come|rank 1)", line), said
-        assert float(line.split()[0]) < 45
 
 
 # ---- costs
