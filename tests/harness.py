@@ -32,6 +32,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.run
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
@@ -46,7 +47,7 @@ from fsdp_compose.testing.ranks import GROUP_TIMEOUT, START_TIMEOUT
 from fsdp_compose.testing.simulated import simulated_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_THREADS_LEFT = 12  # by tests, in one rank: of four process groups
+MOST_THREADS_LEFT = 24  # by tests, in one rank: of eight process groups
 
 Body = Callable[..., None]
 _rank: int | None = None  # set in a worker, None in the pytest process
@@ -190,6 +191,15 @@ def _call(file: str, module: str, qualname: str, arguments: dict[str, Any]) -> N
 
 
 lasting_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # that bodies share with those of later tests
+
+
+@functools.cache
+def lasting_mesh(names: tuple[str, str]) -> DeviceMesh:
+    """A mesh of 2 x 2 ranks that later tests have too: making its process groups, and DTensor's first look at a mesh,
+    take longer than many tests."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    lasting_groups.update(mesh.get_all_groups())
+    return mesh
 
 
 def _end_groups() -> None:

@@ -35,7 +35,7 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_state_dict,
 )
-from tests.harness import distributed
+from tests.harness import distributed, lasting_groups, lasting_mesh
 from tests.models import (
     GPT,
     adamw,
@@ -57,7 +57,9 @@ NAMES = ("replicate", "shard")
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+    return (
+        lasting_mesh(NAMES) if shape == (2, 2) else init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+    )
 
 
 def over(*shapes: tuple[int, ...]):
@@ -360,7 +362,8 @@ def test_a_model_on_a_part_of_the_ranks():
     """Two models, each on a mesh (2, 1) of its own two ranks; twice, of which the first process groups are gone."""
     train_on_a_part_of_the_ranks()
     dist.barrier()
-    for group in [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+    lasting = {dist.group.WORLD, *lasting_groups}
+    for group in [group for group in distributed_c10d._world.pg_map if group not in lasting]:
         dist.destroy_process_group(group)
     train_on_a_part_of_the_ranks()
 

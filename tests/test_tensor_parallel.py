@@ -37,7 +37,7 @@ from fsdp_compose.checkpoint import (
 )
 from fsdp_compose.comm.records import DEBUG_ENV, last_of_every_rank
 from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
 from tests.models import GPT, batches
 from tests.test_checkpoint import assert_equal, whole
 from tests.test_checkpoint_storage import shared_folder
@@ -47,7 +47,7 @@ TORCHS = torch.nn.utils.clip_grad_norm_
 
 
 def mesh_of(*sizes: int, names: tuple[str, ...] = ("dp", "tp")) -> DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return lasting_mesh(names) if sizes == (2, 2) else init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def tensor_plan() -> dict[str, Any]:
