@@ -47,7 +47,7 @@ from fsdp_compose.testing.ranks import GROUP_TIMEOUT, START_TIMEOUT
 from fsdp_compose.testing.simulated import simulated_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_THREADS_LEFT = 24  # by tests, in one rank: of eight process groups
+MOST_THREADS_LEFT = 24  # by tests, in one rank: of eight process groups, of which four last (lasting_mesh)
 
 Body = Callable[..., None]
 _rank: int | None = None  # set in a worker, None in the pytest process

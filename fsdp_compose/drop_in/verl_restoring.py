@@ -32,7 +32,8 @@ def fsdp2_sharded_load_from_cpu(model: nn.Module, cpu_sharded_state: dict[str, K
         for name, param in model.named_parameters()
         if (kept := cpu_sharded_state.get(name)) is not None and _in_words(param) != _in_words(*kept)
     ]
-    agree(group_of(ModelNames(model)), "fsdp2_sharded_load_from_cpu()", [], "; ".join(problems[:5]))
+    remedy = "; restore it into a model that is sharded as the one it was kept of" if problems else ""
+    agree(group_of(ModelNames(model)), "fsdp2_sharded_load_from_cpu()", [], "; ".join(problems[:5]) + remedy)
     alike = {name: (part, spec and target_spec) for name, (part, spec) in cpu_sharded_state.items()}
     original(model, alike, target_spec)
 
