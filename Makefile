@@ -2,6 +2,7 @@
 # make test-compiled   run the tests of torch.compile
 # make test-programs   run whole programs: the examples, the benchmarks (their quick forms), a few faults
 # make test-integrations   run programs of other packages, in .venv-integrations, with FSDP2 and with fsdp_compose
+# make test-torch VERSION=2.15.0   run tests with another torch, in .venv-torch-VERSION
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
 # make docs    the documentation as a site, in site/: its blocks of code run first, and no link may be broken
 # make wheel   build the wheel, and try it in clean environments, plain and with each extra
@@ -21,7 +22,7 @@ FAULTS_ARGS ?=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test test-compiled test-programs test-integrations docs wheel faults lint format clean
+.PHONY: demo test test-compiled test-programs test-integrations test-torch docs wheel faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -41,6 +42,24 @@ test-programs: .venv/installed-test
 
 test-integrations: .venv-integrations/installed
 	.venv-integrations/bin/python -m pytest --numprocesses $(TEST_PROCESSES) $(PYTEST_ARGS) tests_integration
+
+# With another torch: `make test`'s tests, or those that TEST_ARGS names. A configuration of pip that caps torch is set aside for
+# this environment alone. Its packages are the pinned ones where this torch allows it: older ones want an older setuptools.
+TORCH_ENV = .venv-torch-$(VERSION)
+
+test-torch: $(TORCH_ENV)/installed
+	$(TORCH_ENV)/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal \
+		$(or $(TEST_ARGS),--ignore tests/whole --ignore tests/compiled) $(PYTEST_ARGS)
+
+$(TORCH_ENV)/installed: pyproject.toml constraints.txt
+	@test -n '$(VERSION)' || { echo 'say which: make test-torch VERSION=2.15.0'; exit 1; }
+	@test -n '$(PYTHON)' || { echo 'no Python >= 3.10 with venv found: install one, or say PYTHON=/path/to/python'; exit 1; }
+	test -x $(TORCH_ENV)/bin/python || $(PYTHON) -m venv $(TORCH_ENV)
+	grep -vE '^(torch|triton|cuda|nvidia|setuptools)[-=]' constraints.txt > $(TORCH_ENV)/constraints.txt
+	echo 'torch==$(VERSION)' >> $(TORCH_ENV)/constraints.txt
+	PIP_CONFIG_FILE=/dev/null $(TORCH_ENV)/bin/python -m pip install --disable-pip-version-check \
+		--constraint $(TORCH_ENV)/constraints.txt --editable '.[test]'
+	touch $@
 
 docs: .venv/installed-docs .venv/installed-test
 	$(BIN)/python -m pytest --quiet tests/whole/test_documentation.py
@@ -62,7 +81,7 @@ format: .venv/installed-lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-integrations site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-integrations .venv-torch-* site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra of pyproject.toml: installed again only when what is to be installed changes.

@@ -1,4 +1,4 @@
-"""Says which torch is needed, before anything is imported that an older one lacks.
+"""Checks the version of torch before anything is imported that another version may lack.
 
 On torch 2.11 operations do not reach a subclass of DTensor. ``FSDP_COMPOSE_ALLOW_TORCH_2_11=1`` lets the package be
 imported there all the same, to measure the runtime on a machine that carries it: sharded parameters are then plain
@@ -7,6 +7,7 @@ tensors, this rank's elements, and only ``flat.sharded_param`` knows the differe
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -14,6 +15,9 @@ import warnings
 import torch
 
 OLDEST_TORCH = (2, 12)
+TESTED_TORCH = ("2.12.0", "2.13.0", "2.14.1", "2.15.0")
+"""The releases that the tests are run with; ``tests/test_requirements.py`` compares docs, Makefile and CI with them."""
+
 ALLOW_2_11_ENV = "FSDP_COMPOSE_ALLOW_TORCH_2_11"
 
 
@@ -23,8 +27,7 @@ def check_torch(version: str) -> bool:
     Returns:
         Whether sharded parameters must be plain local tensors.
     """
-    found = re.match(r"(\d+)\.(\d+)", version)
-    numbers = tuple(map(int, found.groups())) if found is not None else (0, 0)
+    numbers = _numbers(version)
     if numbers >= OLDEST_TORCH:
         return False
     if numbers == (2, 11) and os.environ.get(ALLOW_2_11_ENV) == "1":
@@ -37,4 +40,36 @@ def check_torch(version: str) -> bool:
     raise ImportError(f"fsdp_compose needs torch {oldest} or newer; this is torch {version}: pip install -U torch")
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found is not None else (0, 0)
+
+
+def is_untested(version: str) -> bool:
+    """Whether ``version`` is newer than every torch that the tests are run with."""
+    return _numbers(version) > _numbers(TESTED_TORCH[-1])
+
+
+def note_untested(version: str) -> None:
+    """Log, on one rank, that ``version`` is newer than every tested one."""
+    if is_untested(version) and os.environ.get("RANK", "0") == "0":
+        logging.getLogger("fsdp_compose").warning(
+            "torch %s is newer than every version that fsdp_compose was tested with (up to %s); anything that does not "
+            "work with it raises an error",
+            version,
+            TESTED_TORCH[-1],
+        )
+
+
+def explain_missing(error: ImportError | AttributeError, version: str) -> Exception:
+    """What to raise where the import of a private name of torch has failed with ``error``."""
+    if not is_untested(version):
+        return error
+    return ImportError(
+        f"fsdp_compose does not work with torch {version}, which lacks something that it needs ({error}); it was "
+        f"tested with torch {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}: pip install 'torch<={TESTED_TORCH[-1]}'"
+    )
+
+
 PLAIN_SHARDED_PARAMS = check_torch(str(torch.__version__))
+note_untested(str(torch.__version__))

@@ -1,6 +1,6 @@
 """Every private torch API that the package uses, in one place.
 
-Each was checked on torch 2.12 and 2.13; ``tests/test_private_torch.py`` fails by name when one of them moves.
+Each was checked on torch 2.12 to 2.15; ``tests/test_private_torch.py`` fails by name when one of them moves.
 No other file of the package may import a name with a leading underscore from torch.
 """
 
@@ -121,6 +121,7 @@ __all__ = [
     "make_group_of",
     "mark_constant",
     "memory_exchange",
+    "mend_mesh",
     "non_persistent_buffers",
     "outside_modes",
     "plan_errors",
@@ -927,6 +928,21 @@ def concatenate_meshes(meshes: list[_DeviceMesh]) -> _DeviceMesh:
         raise RuntimeError("a mesh without names is no part of another one")
     joined: _DeviceMesh = _DeviceMesh._concatenate(meshes)
     return joined
+
+
+def mend_mesh(mesh: _DeviceMesh) -> None:
+    """Give a mesh that another version of torch has pickled what this version looks for in it: 2.13 changed how the
+    layout is kept, 2.15 added an attribute."""
+    layout = mesh._layout
+    if "axes" not in vars(layout) and "axes" in getattr(type(layout), "__annotations__", {}):  # before 2.13
+        sizes, strides = ((n,) if isinstance(n, int) else n for n in (vars(layout)["shape"], vars(layout)["stride"]))
+        mesh._layout = type(layout).from_sizes_strides(sizes, strides)
+    if (
+        "_preserve_rank_order" not in vars(mesh) and "_preserve_rank_order" in _DeviceMesh.__annotations__
+    ):  # before 2.15
+        setattr(mesh, "_preserve_rank_order", False)  # noqa: B010
+    if mesh._root_mesh is not None and mesh._root_mesh is not mesh:
+        mend_mesh(mesh._root_mesh)
 
 
 def flatten_mesh(mesh: _DeviceMesh) -> _DeviceMesh:

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._mesh_layout as _mesh_layout
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint.metadata import (
@@ -47,7 +48,7 @@ from tests.harness import ROOT, distributed, fake_process_group, run_forked
 PACKAGE = Path(fsdp_compose.__file__).parent
 
 # Underscore names of torch that files other than _torch.py use. Attributes that every tensor, module and process group
-# of torch 2.12 and 2.13 has, and that the hot path or a plain reading of the code wants by their own names.
+# of torch 2.12 to 2.15 has, and that the hot path or a plain reading of the code wants by their own names.
 ALLOWED = {
     "_MEM_FORMAT_ENCODING": "a class that pickles of torch's checkpoint metadata name; a format",
     "_allgather_base": "all-gather on the process group object, without the cost of torch.distributed's checks",
@@ -1329,6 +1330,19 @@ def test_make_group_of(world_size, is_like_another):
 
 
 @distributed(world_size=4)
+@distributed(world_size=2)
+def test_mend_mesh():
+    """Whole files of each version are loaded by tests/test_written_checkpoints.py."""
+    mesh = init_device_mesh("cpu", (2,))
+    pickled = pickle.loads(pickle.dumps(mesh))
+    vars(pickled).pop("_preserve_rank_order", None)
+    if hasattr(_mesh_layout, "_FlatLayout"):  # since 2.13; what 2.12 pickles
+        pickled._layout = object.__new__(_mesh_layout._MeshLayout)
+        vars(pickled._layout).update(shape=2, stride=1)
+    _torch.mend_mesh(pickled)
+    assert pickled == mesh and pickled.mesh.tolist() == [0, 1] and pickled.get_group().size() == 2
+
+
 def test_flatten_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     flattened = _torch.flatten_mesh(mesh)

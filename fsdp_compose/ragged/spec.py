@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from .._torch import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
+from .._torch import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset, mend_mesh
 from .placement import Box, RaggedShard, range_to_boxes
 
 Shape = tuple[int, ...]
@@ -149,3 +149,7 @@ class RaggedSpec(DTensorSpec):
     def __getstate__(self) -> dict[str, Any]:
         names = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order")
         return {**{name: self.__dict__[name] for name in names if name in self.__dict__}, "_hash": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        mend_mesh(self.mesh)

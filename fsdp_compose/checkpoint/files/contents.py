@@ -4,6 +4,10 @@ checkpoint, is not enough to run code here.
 ``.metadata`` is a pickle. It is read with classes of its own, which exist for that reading only, in the place of the
 few that ``torch.distributed.checkpoint`` needs; every other name in it is refused. What comes out is checked before it
 is used: files lie in the folder, also where links lead, and numbers make sense.
+
+Other versions of torch write the same classes with more fields (2.15: the strides of tensors). These are skipped:
+nothing that the pickle can make runs code, whatever its fields are. A class, dtype or layout that this torch does not
+have raises ``UnknownFormat``, which is not damage: another version wrote it.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -40,6 +46,7 @@ NUMBERS = "integer_keys"
 _CHECKSUM = "checksum"  # in the manifest: its own
 _MARK = "fsdp_compose-"  # begins the identity that a save of ours has in the metadata
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by torch's numbers for them
+_TORCHS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 
 
@@ -60,9 +67,24 @@ class Contents:
     is_verifiable: bool = True
 
 
+class WouldRunCode(ValueError):
+    """The list of files is whole, as far as that can be known, and is not taken: it would run code."""
+
+
+class UnknownFormat(ValueError):
+    """The list of files is whole, as far as that can be known, and holds what this version of torch does not have."""
+
+
 def mark(save_id: str | None) -> str:
-    """The identity of a save of ours, by which its checkpoint is known if its manifest is lost."""
-    return f"{_MARK}{save_id}"
+    """The identity of a save of ours, by which its checkpoint is known if its manifest is lost, and the torch that
+    wrote it."""
+    return f"{_MARK}{save_id}-torch-{torch.__version__}"
+
+
+def writer_of(metadata: bytes) -> str:
+    """The torch that wrote a checkpoint of ours, from its metadata as bytes; "" for others, and before 0.3.0."""
+    found = re.search(rb"fsdp_compose-[\w-]+-torch-([\w.+]+)", metadata)
+    return "" if found is None else found.group(1).decode()
 
 
 Lists = dict[str, bytes]
@@ -84,7 +106,9 @@ def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Conte
         allow_pickle: unpickle metadata of other classes too, which can run any code.
 
     Raises:
-        ValueError: they make no sense, lead out of the folder, or ask for more than a list of tensors needs.
+        WouldRunCode: they ask for more than a list of tensors needs.
+        UnknownFormat: they are in a format that this version of torch does not have.
+        ValueError: they make no sense, or lead out of the folder.
     """
     manifest = _read_manifest(lists.get(MANIFEST))
     metadata = _read_metadata(lists[METADATA], None if manifest is None else manifest.files.get(METADATA), allow_pickle)
@@ -189,9 +213,19 @@ class _Unpickler(pickle.Unpickler):
             return vars(torch)[name]
         if (module, name) in self._known:
             return self._known[module, name]
-        raise pickle.UnpicklingError(
+        if _may_be_newer(module, name):
+            raise UnknownFormat(f"it refers to {module}.{name}")
+        raise WouldRunCode(
             f"it refers to {module}.{name}, which a list of tensors does not need, and which could run any code"
         )
+
+
+def _may_be_newer(module: str, name: str) -> bool:
+    """Whether this may be a name of another version's lists of tensors: one that this torch does not have, neither
+    here nor anywhere, so that it cannot be an attack on this one."""
+    if module == "torch":  # dtypes, memory formats
+        return not hasattr(torch, name)
+    return module.startswith(_TORCHS) and not hasattr(sys.modules.get(module), name)
 
 
 def _stand_ins() -> dict[tuple[str, str], Callable[..., Any]]:
@@ -206,7 +240,7 @@ def _stand_ins() -> dict[tuple[str, str], Callable[..., Any]]:
         for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
             known[module, name] = lambda number: number
     known["torch", "Size"] = lambda sizes=(): torch.Size(sizes)
-    known["torch.serialization", "_get_layout"] = lambda name: _LAYOUTS[name]
+    known["torch.serialization", "_get_layout"] = _layout
     known["collections", "OrderedDict"] = lambda items=(): OrderedDict(items)
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"):
@@ -214,9 +248,20 @@ def _stand_ins() -> dict[tuple[str, str], Callable[..., Any]]:
     return known
 
 
+def _layout(name: Any) -> torch.layout:
+    if name not in _LAYOUTS:
+        raise UnknownFormat(f"it refers to the layout {name}")
+    return _LAYOUTS[name]
+
+
 def _set_properties(self: Any, state: Any) -> None:
-    self.dtype, self.layout, self.requires_grad, number, self.pin_memory = state
-    self.memory_format = _FORMATS[int(getattr(number, "value", number))]
+    """From five fields, and those that newer versions have behind them, which no loading needs."""
+    _require(isinstance(state, tuple) and len(state) >= 5, "a tensor has no properties")
+    self.dtype, self.layout, self.requires_grad, number, self.pin_memory = state[:5]
+    number = int(getattr(number, "value", number))
+    if number not in range(len(_FORMATS)):
+        raise UnknownFormat(f"it refers to the memory format number {number}")
+    self.memory_format = _FORMATS[number]
 
 
 def _checked(metadata: Any) -> Metadata:

@@ -28,8 +28,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..moving.agreement import problem_text
-from .contents import MANIFEST, METADATA, Contents, Lists, as_text, contents_of, lists_of
+from .contents import (
+    MANIFEST,
+    METADATA,
+    Contents,
+    Lists,
+    UnknownFormat,
+    WouldRunCode,
+    as_text,
+    contents_of,
+    lists_of,
+    writer_of,
+)
 
 _BLOCK = 16 * 2**20
 _UNFINISHED = ".unfinished"  # in the partial folders of earlier versions, which held the files themselves
@@ -203,9 +216,23 @@ def understood(folder: Path, lists: Lists, allow_pickle: bool) -> tuple[Contents
     """What the checkpoint in ``folder`` says that it holds; or why it does not."""
     try:
         contents = contents_of(folder, lists, allow_pickle)
+    except WouldRunCode as error:
+        return None, f"{folder} is not loaded: {error}. Load checkpoints of people you trust alone"
+    except UnknownFormat as error:
+        return None, _of_another_version(folder, lists, error)
     except Exception as error:  # whatever damaged JSON and pickles raise
         return None, _damaged(folder, error)
     return contents, ""
+
+
+def _of_another_version(folder: Path, lists: Lists, error: Exception) -> str:
+    written = writer_of(lists[METADATA])
+    by = f"torch {written} wrote it" if written else "another version of torch wrote it"
+    or_damage = "" if MANIFEST in lists else ", or it is damaged: it has no checksums"
+    return (
+        f"{folder} is in a format that torch {torch.__version__}, which runs here, does not have ({error}): {by}"
+        f"{or_damage}. Load it with {f'torch {written}' if written else 'the torch that saved it'}, or a newer one"
+    )
 
 
 def _damaged(folder: Path, error: Exception) -> str:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..._requirements import is_untested
 from ...comm import noticing_loss
 from ..moving.agreement import (
     agree,
@@ -29,7 +30,7 @@ from ..moving.agreement import (
 )
 from ..moving.gathering import empty_on
 from ..moving.layouts import Target
-from .contents import MANIFEST, METADATA, NUMBERS, Contents, Lists, mark
+from .contents import MANIFEST, METADATA, NUMBERS, Contents, Lists, as_text, mark
 from .folders import (
     abandon_folder,
     begin_folder,
@@ -155,8 +156,13 @@ def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[
                 f"{path} is not what its rank has written: all ranks must see the same file system, and no other job "
                 "may write there. The checkpoint was not completed"
             )
-    everything = dict(files) | entries([writer.folder / METADATA])
-    return finish_folder(folder, token, {"files": everything, NUMBERS: numbers})
+    manifest = {"files": dict(files) | entries([writer.folder / METADATA]), NUMBERS: numbers}
+    if is_untested(str(torch.__version__)):  # its metadata might be in a format that load() would refuse
+        written = {METADATA: (writer.folder / METADATA).read_bytes(), MANIFEST: as_text(manifest).encode()}
+        contents, problem = understood(writer.folder, written, allow_pickle=False)
+        if contents is None:
+            return f"load() could not read what torch {torch.__version__} has just written: {problem}"
+    return finish_folder(folder, token, manifest)
 
 
 def load(
