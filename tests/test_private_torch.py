@@ -1329,7 +1329,6 @@ def test_make_group_of(world_size, is_like_another):
     assert _torch.is_destroyed(made)
 
 
-@distributed(world_size=4)
 @distributed(world_size=2)
 def test_mend_mesh():
     """Whole files of each version are loaded by tests/test_written_checkpoints.py."""
@@ -1343,6 +1342,7 @@ def test_mend_mesh():
     assert pickled == mesh and pickled.mesh.tolist() == [0, 1] and pickled.get_group().size() == 2
 
 
+@distributed(world_size=4)
 def test_flatten_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     flattened = _torch.flatten_mesh(mesh)
