@@ -27,7 +27,7 @@ def texts_of_package() -> Iterator[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
             elif isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values)
 
 
 TEXTS = [*texts_of_package()]
@@ -50,7 +50,7 @@ def has_in_order(text: str, parts: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("message", quoted())
-def test_a_quoted_message_is_one_of_the_package(message: str):
+def test_a_quoted_message_is_one_of_the_package(message: str) -> None:
     constant = message.replace("...", "")
     assert len(constant) >= 20, f"{message!r} says too little to be searched for"
     called = re.sub(r"^\w+(?=\()", "", message)  # the name of the function is often filled in
@@ -60,6 +60,6 @@ def test_a_quoted_message_is_one_of_the_package(message: str):
     )
 
 
-def test_the_page_has_the_errors_that_users_meet_most():
+def test_the_page_has_the_errors_that_users_meet_most() -> None:
     assert len(quoted()) >= 40
     assert len({*quoted()}) == len(quoted())
