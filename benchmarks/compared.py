@@ -325,7 +325,7 @@ def replicas(system: System) -> None:
     expect_equal(model, reference)
 
 
-@case("replicas that begin with different values, on a mesh (2, 1)")
+@case("replicas that start from different values, on a (2, 1) mesh")
 def different_replicas(system: System) -> None:
     torch.manual_seed(dist.get_rank())
     model = Net()
@@ -340,7 +340,7 @@ def different_replicas(system: System) -> None:
     expect(torch.equal(*weights), "the replicas are different models")
 
 
-@case("a layer on a mesh (2, 1) in a model sharded over both ranks")
+@case("a layer on a (2, 1) mesh in a model sharded over both ranks")
 def two_meshes(system: System) -> None:
     model, reference = twins(Net())
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -350,7 +350,7 @@ def two_meshes(system: System) -> None:
     expect_equal(model, reference)
 
 
-@case("a layer sharded over one of two ranks, forgotten to be replicated over the other")
+@case("a layer is sharded over one of two ranks, and not replicated over the other")
 def part_of_the_ranks(system: System) -> None:
     model, reference = twins(Net())
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "shard"))
@@ -395,25 +395,25 @@ def train_whole_batches(model: nn.Module, reference: nn.Module, clip: Any = None
     expect_equal(model, reference)
 
 
-@case("tensor parallel: some layers of a group")
+@case("tensor parallelism cuts some layers of a group")
 def tensor_parallel_layers(system: System) -> None:
     model, reference = twins(MLP())
     train_whole_batches(tensor_parallel(system, model), reference)
 
 
-@case("tensor parallel: clipping over parameters that it has cut and others")
+@case("tensor parallelism: clipping over parameters that it cuts and others")
 def tensor_parallel_clipping(system: System) -> None:
     model, reference = twins(MLP())
     train_whole_batches(tensor_parallel(system, model), reference, system.clip)
 
 
-@case("tensor parallel: 7 columns on two ranks, and clipping")
+@case("tensor parallelism: 7 columns on two ranks, and clipping")
 def tensor_parallel_uneven(system: System) -> None:
     model, reference = twins(MLP(width=7))
     train_whole_batches(tensor_parallel(system, model), reference, system.clip)
 
 
-@case("tensor parallel: parameters that it leaves plain begin with different values on its ranks")
+@case("tensor parallelism: plain parameters start from different values on its ranks")
 def tensor_parallel_different(system: System) -> None:
     model = MLP()
     with torch.no_grad():
@@ -425,7 +425,7 @@ def tensor_parallel_different(system: System) -> None:
     expect(torch.equal(*weights), "plain parameters differ from rank to rank")
 
 
-@case("tensor parallel: its ranks get different batches")
+@case("tensor parallelism: its ranks get different batches")
 def tensor_parallel_batches(system: System) -> None:
     model = MLP()
     tensor_parallel(system, model)
@@ -438,7 +438,7 @@ def tensor_parallel_batches(system: System) -> None:
     raise RuntimeWarning(next(str(item.message) for item in caught if "batch" in str(item.message)))
 
 
-@case("tensor parallel: forward writes to a parameter that it has cut")
+@case("tensor parallelism: forward writes to a parameter that it cuts")
 def tensor_parallel_edit(system: System) -> None:
     model, reference = twins(MLP())
 
@@ -474,7 +474,7 @@ class Rotary(Net):
         return super().forward(x) * self.frequencies
 
 
-@case("a non-persistent buffer after meta, to_empty and loading")
+@case("a non-persistent buffer after the meta device, to_empty() and loading")
 def buffers(system: System) -> None:
     reference = Rotary()
     with torch.device("meta"):
@@ -513,7 +513,7 @@ def early_step(system: System) -> None:
     expect(False, "gradients of a mixture of parameters")
 
 
-@case("a gradient that is held while training goes on")
+@case("a gradient is held while training goes on")
 def held(system: System) -> None:
     model = shard_layers(system, Net())
     loss_of(model, mine(batch())).backward()
@@ -527,7 +527,7 @@ def held(system: System) -> None:
 # ---- modules and parameters
 
 
-@case("the class of a module")
+@case("the class of a module after sharding")
 def classes(system: System) -> None:
     model = shard_layers(system, Net())
     expect(type(model) is Net and type(model.head) is nn.Linear, "it is another class")
@@ -594,7 +594,7 @@ class Encodes(Net):
         return self.head(x)
 
 
-@case("a method other than forward, registered")
+@case("a registered method other than forward")
 def methods(system: System) -> None:
     model, reference = twins(Encodes())
     shard_layers(system, model)
@@ -619,7 +619,7 @@ def attention(system: System) -> None:
     expect(torch.allclose(model(batch()), reference(batch()), atol=1e-5), "another result")
 
 
-@case("the forward of a child before that of its root")
+@case("the forward of a child runs before that of its root")
 def child_first(system: System) -> None:
     model, reference = twins(Net())
     shard_layers(system, model)
@@ -642,7 +642,7 @@ def penalty(system: System) -> None:
     expect_equal(model, reference)
 
 
-@case("attributes and hooks of parameters")
+@case("attributes and hooks of parameters, after sharding")
 def attributes(system: System) -> None:
     model, fired = Net(), []
     model.head.weight.tag = "mine"
@@ -714,7 +714,7 @@ class Sometimes(nn.Module):
         return x if self.rank else self.sometimes(x)
 
 
-@case("a parameter that one rank only uses, and clipping")
+@case("only one rank uses a parameter, then clipping")
 def used_on_one_rank(system: System) -> None:
     model, reference = twins(Sometimes())
     system.shard(model)
@@ -746,7 +746,7 @@ class Momentum(nn.Module):
         return query * keys
 
 
-@case("forward moves the parameters of the group that comes next")
+@case("forward changes the parameters of the next group")
 def momentum(system: System) -> None:
     model, reference = twins(Momentum())
     for encoder in (model.query, model.key):
@@ -837,7 +837,7 @@ def cached_weights(system: System) -> None:
     expect_gradients_of_loss(model, reference)
 
 
-@case("a list of parameters taken before sharding is clipped")
+@case("clipping a list of parameters taken before sharding")
 def old_list(system: System) -> None:
     model, reference = twins(Net())
     old = [*model.parameters()]
@@ -895,7 +895,7 @@ def skipped_backward_debugged(system: System) -> None:
         del os.environ["FSDP_COMPOSE_DEBUG"]
 
 
-@case("one rank leaves out an optimizer step")
+@case("one rank skips an optimizer step")
 def skipped_step(system: System) -> None:
     model, _ = twins(Net())
     shard_layers(system, model)
@@ -942,7 +942,7 @@ class LocalLosses(Net):
         return self.head(x.detach())
 
 
-@case("backwards inside the root's forward: a loss for each layer")
+@case("backward inside the root's forward: a loss for each layer")
 def local_losses(system: System) -> None:
     model, reference = twins(LocalLosses())
     shard_layers(system, model)
@@ -1011,7 +1011,7 @@ def frozen_before_backward(system: System) -> None:
     expect_gradients(model, reference)
 
 
-@case("a weight that a hook keeps in forward is read later")
+@case("a hook keeps a weight in forward, and it is read later")
 def kept_weight(system: System) -> None:
     model = Net()
     kept: list[torch.Tensor] = []
@@ -1158,7 +1158,7 @@ def own_class(system: System) -> None:
     expect_equal(model, reference)
 
 
-@case("a part of a sharded model is called by itself, after a forward of the whole and a step")
+@case("part of a sharded model is called by itself, after a forward of the whole model and a step")
 def part_alone(system: System) -> None:
     model, reference = twins(nn.Sequential(Net()))
     for layer in model[0].layers:
