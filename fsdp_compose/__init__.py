@@ -1,11 +1,11 @@
 """fsdp_compose: fully sharded data parallel training on flat parameters, as functions on ordinary modules."""
 
-from . import _requirements as _requirements  # first: the others need that torch
+from ._requirements import explain_missing  # first: the others need that torch
 
 try:
     from . import _torch as _torch  # every private name of torch, before anything is done
 except (ImportError, AttributeError) as error:
-    raise _requirements.explain_missing(error, str(_requirements.torch.__version__)) from error
+    raise explain_missing(error) from error
 from . import _shared_store as _shared_store  # before torch's init_process_group() is called
 from .compiling import compile
 from .controls import (

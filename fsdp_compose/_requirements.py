@@ -61,7 +61,7 @@ def note_untested(version: str) -> None:
         )
 
 
-def explain_missing(error: ImportError | AttributeError, version: str) -> Exception:
+def explain_missing(error: ImportError | AttributeError, version: str = str(torch.__version__)) -> Exception:
     """What to raise where the import of a private name of torch has failed with ``error``."""
     if not is_untested(version):
         return error
