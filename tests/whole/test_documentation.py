@@ -29,6 +29,8 @@ PAGES = [read(path) for path in pages.all_pages()]
 BY_PAGE = {str(page.path.relative_to(ROOT)): page for page in PAGES if page.sections}
 TIMEOUT = 60  # seconds for the blocks of a section
 FRAGMENTS = {
+    ("README.md", "needs a GPU for each process"),
+    ("docs/gpus_and_nodes.md", "needs a GPU for each process"),
     ("docs/meshes.md", "torch's context_parallel needs the attention kernels of an accelerator"),
 }
 """Blocks that are not run, by page and reason."""
