@@ -712,7 +712,8 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 def set_group_timeout(timeout: timedelta) -> None:
     """From now on collectives of the default process group give up after ``timeout``."""
-    _distributed_c10d._set_pg_timeout(timeout)
+    set_timeout = getattr(dist, "set_timeout", None) or _distributed_c10d._set_pg_timeout  # public since torch 2.14
+    set_timeout(timeout)
 
 
 def fake_store() -> dist.Store:
