@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import pickle
 import re
 import subprocess
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1343,6 +1345,7 @@ def test_mend_mesh():
     assert pickled == mesh and pickled.mesh.tolist() == [0, 1] and pickled.get_group().size() == 2
 
 
+@distributed(world_size=4)
 def test_flatten_mesh():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     flattened = _torch.flatten_mesh(mesh)
@@ -1515,6 +1518,22 @@ def test_set_group_timeout():
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             dist.barrier()
         assert time.monotonic() - begin < 30
+
+
+def test_finalizes_gradients():
+    """Whole schedules: tests/test_pipeline.py."""
+
+    class Schedule(ScheduleGPipe):
+        def ask(self):
+            return _torch.finalizes_gradients()
+
+    schedule = object.__new__(Schedule)
+    assert _torch.finalizes_gradients() and schedule.ask()
+    for finalizes in (False, True):
+        schedule._finalize_gradients = finalizes
+        assert schedule.ask() is finalizes
+    has_it = "finalize_gradients" in inspect.signature(ScheduleGPipe.step).parameters
+    assert has_it == ("_finalize_gradients" in inspect.getsource(ScheduleGPipe))
 
 
 def test_fake_store():
