@@ -718,8 +718,8 @@ def set_group_timeout(timeout: timedelta) -> None:
 
 
 def finalizes_gradients() -> bool:
-    """Whether the step of a pipeline's schedule that is calling is to reduce gradients: ``finalize_gradients=`` of torch
-    2.15, which schedules act on for FSDP2's modules alone, and tell no stage."""
+    """Whether the pipeline schedule that is calling should reduce gradients in this step: ``finalize_gradients=`` of
+    torch 2.15, which schedules act on for FSDP2's modules alone, and tell no stage."""
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
     frame: FrameType | None = sys._getframe(1)

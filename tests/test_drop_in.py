@@ -430,7 +430,10 @@ def test_reset_iter_state_treats_gradients_as_the_installed_fsdp2_does(left):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*was interrupted")
             run(True)
-        has_none = not any(has_gradient) or left in ("accumulated", "interrupted")  # FSDP2 shows what is accumulated nowhere
+        has_none = not any(has_gradient) or left in (
+            "accumulated",
+            "interrupted",
+        )  # FSDP2 shows what is accumulated nowhere
         shown.append((has_none, [param.grad.full_tensor() for param in model.parameters()]))
     (theirs_none, theirs), (ours_none, ours) = shown
     assert theirs_none == ours_none

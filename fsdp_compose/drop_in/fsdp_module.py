@@ -20,7 +20,6 @@ from ..forward_methods import register_forward_method as register_forward_method
 from ..group import BoundToModule, get_state, states_to_run
 from .faces import StateFace
 
-
 _RESET_DROPS_GRADIENTS = hasattr(torch.distributed.fsdp, "GradientReductionHandle")  # torch >= 2.15
 
 
@@ -162,7 +161,9 @@ class FSDPModule(metaclass=_AsksRegistry):
         module = _module(self)
         state = _state(module)
         if state.root is not None and not state.is_root:
-            raise RuntimeError(f"reset_iter_state(): {state.name} is not the root module, whose forward is called first")
+            raise RuntimeError(
+                f"reset_iter_state(): {state.name} is not the root module, whose forward is called first"
+            )
         if _RESET_DROPS_GRADIENTS:
             for below, _ in states_to_run(module):
                 for handle in below._handles:

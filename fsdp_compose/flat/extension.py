@@ -164,7 +164,8 @@ def check_protocol(param: torch.Tensor, fqn: str) -> None:
         answer = getattr(param, RELEASES)()
         if not isinstance(answer, bool):
             raise ValueError(
-                f"fully_shard(): {cls}.{RELEASES}(), of the parameter {fqn}, returned {answer!r}, expected True or False"
+                f"fully_shard(): {cls}.{RELEASES}(), of the parameter {fqn}, returned {answer!r}, expected True or "
+                "False"
             )
     if methods and num_arguments(param) not in (1, 5):
         raise ValueError(
