@@ -85,6 +85,7 @@ __all__ = [
     "define_operations",
     "drop_composable_state",
     "fake_store",
+    "finalizes_gradients",
     "flatten_mesh",
     "foreach_add_",
     "foreach_copy_",
@@ -712,7 +713,22 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 def set_group_timeout(timeout: timedelta) -> None:
     """From now on collectives of the default process group give up after ``timeout``."""
-    _distributed_c10d._set_pg_timeout(timeout)
+    set_timeout = getattr(dist, "set_timeout", None) or _distributed_c10d._set_pg_timeout  # public since torch 2.14
+    set_timeout(timeout)
+
+
+def finalizes_gradients() -> bool:
+    """Whether the pipeline schedule that is calling should reduce gradients in this step: ``finalize_gradients=`` of
+    torch 2.15, which schedules act on for FSDP2's modules alone, and tell no stage."""
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        schedule = frame.f_locals.get("self")
+        if isinstance(schedule, _PipelineSchedule):
+            return bool(getattr(schedule, "_finalize_gradients", True))
+        frame = frame.f_back
+    return True
 
 
 def fake_store() -> dist.Store:

@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.stage import stage_backward
 
+from ._torch import finalizes_gradients
 from .controls import no_sync, reduce_gradients
 from .group import states_to_run
 
@@ -49,9 +50,12 @@ class PipelineStage(pipelining.PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce what the microbatches have accumulated, and divide it by ``grad_scale_factor``. Ranks: all that run
-        this stage."""
+        """Reduce what the microbatches have accumulated, and divide it by ``grad_scale_factor``; not in a step with
+        ``finalize_gradients=False`` (torch 2.15), whose gradients a later step reduces. Ranks: all that run this
+        stage."""
         if self._is_sharded:
+            if not finalizes_gradients():
+                return
             reduce_gradients(self.submod)
         super().perform_reduce_grad(grad_scale_factor)
 

@@ -28,6 +28,7 @@ from fsdp_compose import (
     no_sync,
     record_collectives,
     replicate,
+    reshard,
     set_functional_mode,
     set_reshard_after_backward,
     summon_full_params,
@@ -134,6 +135,13 @@ class RowScales(Wrapper):
         return rounded(weight, scale).to(weight.dtype) * scale.to(weight.dtype)
 
 
+class Released(RowScales):
+    """What was gathered is not needed once the result is made (torch 2.15)."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
 class PlainWithProtocol(torch.Tensor):
     """Plain data with a class on top; halves what travels."""
 
@@ -164,7 +172,12 @@ def make(cls: Any, data: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(cls(data))
 
 
-CLASSES: dict[str, Any] = {"EightBit": EightBit, "RowScales": RowScales, "PlainWithProtocol": PlainWithProtocol}
+CLASSES: dict[str, Any] = {
+    "EightBit": EightBit,
+    "RowScales": RowScales,
+    "Released": Released,
+    "PlainWithProtocol": PlainWithProtocol,
+}
 
 
 class Layer(nn.Module):
@@ -384,9 +397,19 @@ def test_nothing_of_what_was_gathered_outlives_its_use(name):
     for _ in range(2):
         loss_of(model, torch.randn(4, DIM)).backward()
         note()
-    one = {"EightBit": 2 * 64, "RowScales": 2 * (64 + 32 + 256), "PlainWithProtocol": 2 * (128 + 256)}[name]
+    one = {
+        "EightBit": 2 * 64,
+        "RowScales": 2 * (64 + 32 + 256),
+        "Released": 2 * 256,
+        "PlainWithProtocol": 2 * (128 + 256),
+    }[name]
     assert all(0 in pair or max(pair) <= one for pair in held) and held[-1] == [0, 0], held
     assert max(map(max, held)) <= one
+    for _ in range(2):
+        unshard(model.layers[0])
+        assert bytes_of(model.layers[0]) == one
+        reshard(model.layers[0])
+        assert bytes_of(model.layers[0]) == 0
 
 
 @distributed(world_size=2)
@@ -579,6 +602,21 @@ def test_replicated_parameters_are_not_gathered_and_it_is_said():
     assert all(param.grad is not None for param in model.parameters())
 
 
+class AliasReleased(EightBit):
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return True
+
+
+class Undecided(EightBit):
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return None
+
+
+class ReleasesAlone(Wrapper):
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return True
+
+
 class Half(Wrapper):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         raise AssertionError
@@ -597,6 +635,9 @@ class Odd(Half):
     [
         (Half, "class Half of the parameter up.weight has fsdp_pre_all_gather alone"),
         (Odd, r"Odd.fsdp_pre_all_gather\(\), of the parameter up.weight, takes 2 arguments, expected \(mesh\) or"),
+        (AliasReleased, "AliasReleased.* of the parameter up.weight.*views of what was gathered"),
+        (Undecided, r"Undecided.fsdp_should_release_\w+\(\), of the parameter up.weight, returned None"),
+        (ReleasesAlone, "class ReleasesAlone of the parameter up.weight has fsdp_should_release_"),
     ],
 )
 def test_an_incomplete_protocol_is_refused_by_name(cls, match):

@@ -119,6 +119,56 @@ def test_torchs_save_and_load_take_these_dicts(how):
 
 
 @distributed(world_size=2)
+def test_the_strides_in_the_metadata_are_those_of_whole_tensors():
+    """``TensorProperties.strides``, of torch 2.14 and later, as FSDP2 writes them."""
+    written = []
+    for system in (fully_shard, torch_fsdp.fully_shard):
+        folder = str(shared_folder() / "checkpoint")
+        model = system(nn.Linear(7, 5), mesh=init_device_mesh("cpu", (2,)))
+        dcp.save(model.state_dict(), checkpoint_id=folder)
+        dist.barrier()
+        entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        written.append({key: getattr(entry.properties, "strides", None) for key, entry in entries.items()})
+    assert written[0] == written[1]
+
+
+@pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="torch 2.14 has it")
+@pytest.mark.parametrize("load_with", ["load", "dcp.load"])
+@pytest.mark.parametrize("save_with", ["save", "dcp.save"])
+@pytest.mark.parametrize("on_meta", [False, True])
+@distributed(world_size=2)
+def test_plain_tensors_that_say_which_part_they_are(save_with, load_with, on_meta):
+    """``torch.distributed.checkpoint.CheckpointableTensor``: shards beside what every rank has whole."""
+    folder, rank = shared_folder() / "checkpoint", dist.get_rank()
+    values = torch.arange(40.0).view(10, 4)
+
+    def part(of, device="cpu"):
+        """Rows 0 to 3, or 3 to 10, of which the last four come first; a row in front belongs to nothing."""
+        starts = ((0,), (6, 3))[rank]
+        sizes = ((3,), (4, 3))[rank]
+        rows = [of[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        local = torch.cat([torch.full((1, 4), -1.0), *rows]).to(device)
+        local.global_shape = (10, 4)
+        local.global_offsets = tuple((start, 0) for start in starts)
+        local.local_offsets = ((1, 0), (5, 0))[: len(starts)]
+        local.local_sizes = tuple((size, 4) for size in sizes)
+        return local
+
+    state = {"model": {"part": part(values), "whole": values}, "step": 3}
+    save(state, folder) if save_with == "save" else dcp.save(state, checkpoint_id=str(folder))
+    dist.barrier()
+    device = "meta" if on_meta else "cpu"
+    empty = {"model": {"part": part(torch.zeros_like(values), device), "whole": torch.zeros_like(values)}, "step": 0}
+    load(empty, folder) if load_with == "load" else dcp.load(empty, checkpoint_id=str(folder))
+    assert torch.equal(empty["model"]["part"][1:], part(values)[1:]) and empty["step"] == 3
+    assert torch.equal(empty["model"]["whole"], values)
+    assert empty["model"]["part"].global_offsets == part(values).global_offsets
+    whole_again = {"model": {"part": torch.zeros_like(values)}}
+    load(whole_again, folder)
+    assert torch.equal(whole_again["model"]["part"], values)
+
+
+@distributed(world_size=2)
 def test_a_saved_fresh_optimizer_is_fresh_again():
     folder = str(shared_folder() / "checkpoint")
     model, other = shard(build(0)), shard(build(1))

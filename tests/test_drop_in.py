@@ -398,6 +398,48 @@ def test_what_is_not_there_says_so():
             drop_in.share_comm_ctx([nn.Linear(2, 2)])
 
 
+@pytest.mark.parametrize("left", ["reduced", "accumulated", "both", "interrupted"])
+@distributed(world_size=2)
+def test_reset_iter_state_treats_gradients_as_the_installed_fsdp2_does(left):
+    shown = []
+    for system in (fsdp, drop_in):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for layer in model:
+            system.fully_shard(layer)
+        system.fully_shard(model)
+        x = torch.ones(2, 4) * (1 + dist.get_rank())
+
+        def run(is_synced: bool, model: Any = model, x: torch.Tensor = x) -> None:
+            model.set_requires_gradient_sync(is_synced)
+            model(x).sum().backward()
+
+        if left in ("reduced", "both"):
+            run(True)
+        if left in ("accumulated", "both", "interrupted"):
+            run(False)
+        if left == "interrupted":
+            handle = model[2].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(x)
+            handle.remove()
+        model.reset_iter_state()
+        with pytest.raises(RuntimeError, match="root"):
+            model[0].reset_iter_state()
+        has_gradient = [param.grad is not None for param in model.parameters()]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*was interrupted")
+            run(True)
+        has_none = not any(has_gradient) or left in (
+            "accumulated",
+            "interrupted",
+        )  # FSDP2 shows what is accumulated nowhere
+        shown.append((has_none, [param.grad.full_tensor() for param in model.parameters()]))
+    (theirs_none, theirs), (ours_none, ours) = shown
+    assert theirs_none == ours_none
+    torch.testing.assert_close(ours, theirs)
+
+
 # ---- meshes
 
 

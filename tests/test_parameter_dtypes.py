@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -473,12 +474,47 @@ def test_grad_dtype_survives_conversions_copies_and_clipping():
             assert param.grad.dtype == torch.float64
 
 
+FOLLOWED = hasattr(torch.Tensor, "_has_grad_dtype_override")  # FSDP2 of torch >= 2.15 follows grad_dtype
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@pytest.mark.parametrize("param_dtype", [None, LOW])
 @has_grad_dtype
 @distributed(world_size=2)
-def test_grad_dtype_none_gives_gradients_of_the_original_dtype():
-    model = nn.Linear(DIM, DIM)
+def test_grad_dtype_none_keeps_the_dtype_that_gradients_are_reduced_in(param_dtype, reduce_dtype):
+    wanted = reduce_dtype or param_dtype or torch.float32
+    for system in (fully_shard, *([fsdp.fully_shard] if FOLLOWED else [])):
+        model = nn.Linear(DIM, DIM)
+        for param in model.parameters():
+            param.grad_dtype = None
+        policy = MixedPrecisionPolicy if system is fully_shard else fsdp.MixedPrecisionPolicy
+        system(model, mp_policy=policy(param_dtype, reduce_dtype))
+        for _ in range(2):
+            model(torch.randn(4, DIM)).float().sum().backward()
+        assert {param.grad.dtype for param in model.parameters()} == {wanted}, system
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@has_grad_dtype
+@distributed(world_size=2)
+def test_grad_dtype_that_is_set_after_sharding_is_refused_by_name(dtype):
+    model = nn.Sequential(nn.Linear(DIM, DIM))
+    fully_shard(model)
+    model[0].weight.grad_dtype = dtype
+    with pytest.raises(RuntimeError, match=r"grad_dtype of 0\.weight .* before fully_shard\(\)"):
+        model(torch.randn(4, DIM))
+    model[0].weight.grad_dtype = torch.float32
+    model(torch.randn(4, DIM)).sum().backward()
+
+
+@has_grad_dtype
+@distributed(world_size=2)
+def test_grad_dtype_survives_a_conversion_with_a_gradient():
+    model = with_grad_dtype(nn.Linear(DIM, DIM), torch.bfloat16, lambda param: True)
+    fully_shard(model)
+    model(torch.ones(4, DIM)).sum().backward()
+    model.to(torch.float64)
+    model(torch.ones(4, DIM, dtype=torch.float64)).sum().backward()
     for param in model.parameters():
-        param.grad_dtype = None
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(LOW))
-    model(torch.randn(4, DIM)).float().sum().backward()
-    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
+        assert (param.dtype, param.grad.dtype, param.grad_dtype) == (torch.float64, torch.bfloat16, torch.bfloat16)
+        torch.testing.assert_close(param.grad.full_tensor(), torch.full(param.shape, 8.0, dtype=torch.bfloat16))

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import pickle
 import re
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1507,12 +1510,30 @@ def test_group_timeout_of_a_group_that_has_none():
 
 @distributed(world_size=2, fresh=True)
 def test_set_group_timeout():
-    _torch.set_group_timeout(timedelta(seconds=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch 2.14 and later: the private name is deprecated
+        _torch.set_group_timeout(timedelta(seconds=1))
     begin = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             dist.barrier()
         assert time.monotonic() - begin < 30
+
+
+def test_finalizes_gradients():
+    """Whole schedules: tests/test_pipeline.py."""
+
+    class Schedule(ScheduleGPipe):
+        def ask(self):
+            return _torch.finalizes_gradients()
+
+    schedule = object.__new__(Schedule)
+    assert _torch.finalizes_gradients() and schedule.ask()
+    for finalizes in (False, True):
+        schedule._finalize_gradients = finalizes
+        assert schedule.ask() is finalizes
+    has_it = "finalize_gradients" in inspect.signature(ScheduleGPipe.step).parameters
+    assert has_it == ("_finalize_gradients" in inspect.getsource(ScheduleGPipe))
 
 
 def test_fake_store():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed.fsdp
 import torch.nn as nn
 
 from .. import controls
@@ -18,6 +19,8 @@ from ..controls import UnshardHandle
 from ..forward_methods import register_forward_method as register_forward_method
 from ..group import BoundToModule, get_state, states_to_run
 from .faces import StateFace
+
+_RESET_DROPS_GRADIENTS = hasattr(torch.distributed.fsdp, "GradientReductionHandle")  # torch >= 2.15
 
 
 class _Bound(BoundToModule):
@@ -153,7 +156,18 @@ class FSDPModule(metaclass=_AsksRegistry):
         return GradientReductionHandle() if async_op else None
 
     def reset_iter_state(self) -> None:
-        """Do nothing: an iteration that was interrupted is thrown away by the next forward, by all ranks together."""
+        """Drop all gradients below this root module, whether or not they have been reduced, if the installed torch does
+        (2.15 and later). An interrupted iteration is thrown away by the next forward, by all ranks together."""
+        module = _module(self)
+        state = _state(module)
+        if state.root is not None and not state.is_root:
+            raise RuntimeError(
+                f"reset_iter_state(): {state.name} is not the root module, whose forward is called first"
+            )
+        if _RESET_DROPS_GRADIENTS:
+            for below, _ in states_to_run(module):
+                for handle in below._handles:
+                    handle.drop_iteration(is_tainted=True)
 
     # ---- without a use here: they change nothing that is computed
 

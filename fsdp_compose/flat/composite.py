@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import is_wrapper
-from .extension import Extension, has_protocol, num_arguments
+from .extension import Extension, has_protocol, num_arguments, releases
 from .policy import MixedPrecisionPolicy
 
 PART_ALIGNMENT_BYTES = 16  # of each tensor in the bytes, and of the whole
@@ -242,7 +242,8 @@ def composite_extension_of(
     has = has_protocol(param)
     is_short = has and num_arguments(param) == 1
     reference = weakref.ref(module)
-    return CompositeExtension(type(param), None, None, param.shape, reference, policy, is_short, has)
+    frees = has and releases(param)
+    return CompositeExtension(type(param), None, None, param.shape, reference, policy, is_short, frees, has)
 
 
 def is_composite(param: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import preserved_versions, same_storage
 from ..comm import DataParallelMesh, Label, Work, mesh_of_this_rank
 from ..ragged import show_as, writes
-from .extension import Extension
+from .extension import RELEASES, Extension
 from .layout import FlatLayout
 from .sharded_param import copy_attributes
 from .tensor_parallel import TensorParallel
@@ -179,6 +179,11 @@ class _Form:
                 f"{tuple(result.shape)} for the parameter {self._label}, which has {tuple(self.extension.shape)}"
             )
         self._inner = [(item, item.untyped_storage().nbytes()) for item in inner if not self.memory.holds(item)]
+        if self.extension.releases and (len(self._inner) < len(inner) or not inner):
+            raise ValueError(
+                f"{self.extension.cls.__name__} has what it gathers of the parameter {self._label} freed early "
+                f"({RELEASES}), but fsdp_post_all_gather() returned views of what was gathered, or no inner tensors"
+            )
         if self._inner:
             self.memory.refuse_no_access()
         self.free()
@@ -195,7 +200,7 @@ class _Form:
     def gather(self, is_allocated: bool) -> Work | None:
         """Let the class make what is gathered, and issue the all-gathers of it; ``None``: they are complete."""
         self._prepare(self._shard_mesh)
-        if not is_allocated:
+        if not is_allocated or self.extension.releases:
             self.memory.restore()
         pairs = [(part.hidden, item.view(-1)) for part, item in zip(self.memory.parts, self._inputs, strict=True)]
         # As in ``sources``: on an accelerator the work of one rank still orders the copy before compute.
@@ -213,6 +218,8 @@ class _Form:
         with preserved_versions([self.param, *(tensor for tensor, _ in self._inner)]):
             self.extension.fill(self._instance, self._outputs(), self._metadata, self._dtype, self.param)
         self._inputs, self._metadata = [], None
+        if self.extension.releases:
+            self.memory.free()
 
     def free(self) -> None:
         self.memory.free()

@@ -8,7 +8,11 @@ returns is gathered, tensor by tensor, concatenated along dim 0, and the second 
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors); None if given ``out``
 
 Both may communicate on ``mesh``. ``out`` is what an earlier call returned, to be filled again. The inner tensors are
-the memory of the result: it is freed, and allocated again, with the gathered tensors.
+the memory of the result: it is freed, and allocated again, with the gathered tensors. A third method is optional::
+
+    fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool
+
+If it returns True, the gathered tensors are freed as soon as the second has made the result, which is no view of them.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from .._torch import is_wrapper
 from .policy import MixedPrecisionPolicy
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +47,7 @@ class Extension:
         module: the module in which it stands.
         policy: what the user has decided about dtypes.
         is_short: the first method takes the mesh alone.
+        releases: what was gathered is not needed once the result is made.
         is_composite: an instance is several tensors.
     """
 
@@ -52,6 +58,7 @@ class Extension:
     module: weakref.ref[nn.Module]
     policy: MixedPrecisionPolicy
     is_short: bool
+    releases: bool
 
     is_composite: ClassVar[bool] = False
 
@@ -127,12 +134,18 @@ def extension_of(param: nn.Parameter, module: nn.Module, policy: MixedPrecisionP
         (inner,), context = param.__tensor_flatten__()  # type: ignore[attr-defined]
     else:
         context = {key: value for key, value in param.__dict__.items() if key != "_is_param"}
-    return Extension(type(param), inner, context, param.shape, weakref.ref(module), policy, num_arguments(param) == 1)
+    is_short = num_arguments(param) == 1
+    return Extension(type(param), inner, context, param.shape, weakref.ref(module), policy, is_short, releases(param))
 
 
 def num_arguments(param: Any) -> int:
     """Of the first method."""
     return len(inspect.signature(param.fsdp_pre_all_gather).parameters)
+
+
+def releases(param: Any) -> bool:
+    """What the third method says, if there is one."""
+    return hasattr(param, RELEASES) and getattr(param, RELEASES)()
 
 
 def check_protocol(param: torch.Tensor, fqn: str) -> None:
@@ -143,6 +156,17 @@ def check_protocol(param: torch.Tensor, fqn: str) -> None:
             f"fully_shard(): the class {cls} of the parameter {fqn} has {methods[0]} alone: an all-gather of its own "
             f"is {PRE} and {POST}"
         )
+    if hasattr(param, RELEASES):
+        if not methods:
+            raise ValueError(
+                f"fully_shard(): the class {cls} of the parameter {fqn} has {RELEASES} without {PRE} and {POST}"
+            )
+        answer = getattr(param, RELEASES)()
+        if not isinstance(answer, bool):
+            raise ValueError(
+                f"fully_shard(): {cls}.{RELEASES}(), of the parameter {fqn}, returned {answer!r}, expected True or "
+                "False"
+            )
     if methods and num_arguments(param) not in (1, 5):
         raise ValueError(
             f"fully_shard(): {cls}.{PRE}(), of the parameter {fqn}, takes {num_arguments(param)} arguments, expected "

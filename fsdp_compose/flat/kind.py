@@ -29,7 +29,10 @@ def kind_of(
     if module is not None:
         make = composite_extension_of if is_composite(param) else extension_of
         extension = make(param, module, own)
-    return ParameterKind(compute, reduce, own_grad_dtype(param), extension)
+    gradient = own_grad_dtype(param)
+    if is_any_grad_dtype(param) and param.is_floating_point():
+        gradient = reduce or compute  # what arrives from the reduction
+    return ParameterKind(compute, reduce, gradient, extension)
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,19 @@ class ParameterKind:
 
 def own_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
     """The dtype that gradients of ``param`` were given, if it is another than its own."""
-    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)  # torch < 2.13 has none
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)  # subclasses may lack it
     return None if dtype == param.dtype else dtype
 
 
+def is_any_grad_dtype(param: torch.Tensor) -> bool:
+    """Whether gradients of ``param`` may be of any dtype: ``grad_dtype`` was set to ``None``; unset, it is a dtype."""
+    return getattr(param, "grad_dtype", param.dtype) is None
+
+
 def expect_gradient(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let ``param`` have gradients of ``dtype``."""
+    """Let ``param`` have gradients of ``dtype``, also the one that it has."""
     if dtype != getattr(param, "grad_dtype", dtype):
+        gradient, param.grad = param.grad, None
         param.grad_dtype = dtype
+        if gradient is not None:
+            param.grad = gradient.to(dtype)

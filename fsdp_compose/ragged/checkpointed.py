@@ -37,6 +37,8 @@ class CheckpointedDTensor(OwnedDTensor):
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(local_tensor(self))
+        if hasattr(properties, "strides"):  # torch 2.14: those of the whole tensor
+            properties.strides = self.stride()
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),

@@ -154,7 +154,7 @@ class RaggedShard(Shard):
         raise NotImplementedError(f"stock DTensor cannot redistribute {self!r}; use RaggedDTensor.redistribute()")
 
     _split_tensor = _select_split_tensor = _shard_tensor = _reduce_shard_tensor = _refuse
-    _to_replicate_tensor = _replicate_to_shard = _to_new_shard_dim = _refuse
+    _to_replicate_tensor = _replicate_to_shard = _to_new_shard_dim = _to_partial_tensor = _refuse
 
 
 torch.serialization.add_safe_globals([RaggedShard])

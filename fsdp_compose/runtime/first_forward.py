@@ -43,7 +43,7 @@ from .data_ranks import mesh_of_root
 from .finding_hosts import check_optional, rounds_of
 from .recovery import recover
 from .replicas import broadcast_first_replica, compare_replicas
-from .user_changes import take_over
+from .user_changes import refuse_late_grad_dtype, take_over
 
 
 class _Tree:
@@ -135,6 +135,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     if mesh.has_peers:
         count_steps(root)
     take_over(root, states)  # what was changed since fully_shard()
+    refuse_late_grad_dtype(states)
     broadcast_first_replica([item for item in states if item.root is None])
     if mesh.has_peers:
         compare_replicas(mesh, [item for item in states if item.root is None])

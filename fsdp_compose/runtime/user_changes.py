@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..flat import reflatten
 from ..group import Root, Watch, _FSDPState, take_assigned
 from .buckets import watch_buckets
@@ -40,6 +42,19 @@ def _refuse_meta(states: list[_FSDPState]) -> None:
                 f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
                 "model.to_empty(device=...) and initialise them before the first forward"
             )
+
+
+def refuse_late_grad_dtype(states: Sequence[_FSDPState]) -> None:
+    """Raise if ``grad_dtype`` of a parameter was set after its flat parameter was made, which it decides about."""
+    for state in states:
+        for handle in state._handles:
+            for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
+                wanted, expected = getattr(sharded, "grad_dtype", handle.gradient.dtype), handle.gradient.dtype
+                if sharded.requires_grad and wanted != expected:
+                    raise RuntimeError(
+                        f"grad_dtype of {fqn} was set to {wanted}, and its gradients are sharded in {expected}: set it "
+                        "before fully_shard()"
+                    )
 
 
 def _refuse_stray_gradients(state: _FSDPState) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from ..._torch import dedup_save_plans
+from ..moving.gathering import says_what_it_holds
 from ..state.flattened import GROUPS, PARAMS, STATE, is_flattened, longest_prefix
 from ..state.pending import pending_state
 from ..state.templates import StateKind
@@ -313,9 +314,9 @@ def keys_of(state_dict: dict[str, Any]) -> list[str]:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a rank that has this value has all of it: a plain tensor, or no tensor at all."""
+    """Whether a rank that has this value has all of it: a plain tensor that does not say otherwise, or no tensor."""
     if isinstance(value, torch.Tensor):
-        return type(value) in (torch.Tensor, torch.nn.Parameter)
+        return type(value) in (torch.Tensor, torch.nn.Parameter) and not says_what_it_holds(value)
     return not hasattr(value, "__create_write_items__")
 
 

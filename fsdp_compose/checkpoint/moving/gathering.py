@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from ..._torch import dtensor_spec, local_tensor, make_dtensor
@@ -253,4 +254,17 @@ def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.T
     if isinstance(tensor, DTensor):
         made: torch.Tensor = make_dtensor(DTensor, function(local_tensor(tensor).detach()), dtensor_spec(tensor))
         return made
-    return function(tensor.detach())
+    plain = function(tensor.detach())
+    if says_what_it_holds(tensor):
+        for name in _PART_FIELDS:
+            setattr(plain, name, getattr(tensor, name))
+    return plain
+
+
+_PART_FIELDS = [*getattr(getattr(dcp, "CheckpointableTensor", None), "__annotations__", ())]  # since torch 2.14
+
+
+def says_what_it_holds(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has the attributes by which ``torch.distributed.checkpoint`` takes it for a part of a
+    larger one."""
+    return bool(_PART_FIELDS) and all(hasattr(tensor, name) for name in _PART_FIELDS)
