@@ -5,25 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_compose.comm import control_exchange
-from fsdp_compose.flat import gradient_memory
-from fsdp_compose.group import kept_tensors, state, watch
+from fsdp_compose.flat import gradient
+from fsdp_compose.group import change_detection, kept_tensors, state
 from fsdp_compose.runtime import hooks
 
 # What is replaced, of a class or a module, and what it then answers.
 ABLATIONS: dict[str, list[tuple[Any, str, Any]]] = {
-    "what the user changed since (slots, memory, requires_grad)": [(watch.Watch, "is_quiet", True)],
-    "gradients that came late, or past the outputs": [(watch.Watch, "has_unsharded_grads", False)],
-    "gradients put on the sharded parameters meanwhile": [(watch.Watch, "has_grads", False)],
+    "what the user changed since (slots, memory, requires_grad)": [
+        (change_detection.ChangeDetector, "is_unchanged", True)
+    ],
+    "gradients that came late, or past the outputs": [(change_detection.ChangeDetector, "has_unsharded_grads", False)],
+    "gradients put on the sharded parameters meanwhile": [(change_detection.ChangeDetector, "has_grads", False)],
     "backward that entered past the outputs": [(state._FSDPState, "refuse_unseen_backward", None)],
     "step between forward and backward": [(state._FSDPState, "check_versions", None)],
-    "parameter edited or replaced inside forward": [(watch.Watch, "was_forward_quiet", True)],
+    "parameter edited or replaced inside forward": [(change_detection.ChangeDetector, "was_forward_unchanged", True)],
     "tensors that forward keeps on modules": [
         (kept_tensors.KeptTensors, "new_ones", []),
-        (watch.Watch, "newly_kept", []),
+        (change_detection.ChangeDetector, "newly_kept", []),
     ],
     "values that functional_call() puts in the place of parameters": [(hooks, "is_given", False)],
-    "requires_grad set between forward and backward": [(watch.Watch, "was_toggled", False)],
-    "gradient that the user holds": [(gradient_memory.GradientBuffer, "_is_held_elsewhere", False)],
+    "requires_grad set between forward and backward": [(change_detection.ChangeDetector, "was_toggled", False)],
+    "gradient that the user holds": [(gradient.GradientBuffer, "_is_held_elsewhere", False)],
     "control exchange (its bytes only: there are no ranks to talk to)": [
         (control_exchange.ControlExchange, "start", None),
         (control_exchange.ControlExchange, "wait", True),

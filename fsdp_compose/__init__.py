@@ -1,19 +1,26 @@
 """fsdp_compose: fully sharded data parallel training on flat parameters, as functions on ordinary modules."""
 
-from ._requirements import explain_missing  # first: the others need that torch
+from ._import_checks import explain_missing  # first: the others need that torch
 
 try:
     from . import _torch as _torch  # every private name of torch, before anything is done
 except (ImportError, AttributeError) as error:
     raise explain_missing(error) from error
-from . import _shared_store as _shared_store  # before torch's init_process_group() is called
-from .compiling import compile
-from .controls import (
+from . import _import_checks as _import_checks  # before torch's init_process_group() is called
+from .api import (
     UnshardHandle,
+    broadcast_replicas,
+    compile,
+    fully_shard,
     functional_mode,
     keep_unsharded,
     no_sync,
+    offload,
+    onload,
+    plan,
     reduce_gradients,
+    register_forward_method,
+    replicate,
     reshard,
     serve_optional,
     set_force_sum_reduction_for_comms,
@@ -28,21 +35,15 @@ from .controls import (
     set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
+    summon_full_params,
     unshard,
 )
 from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
-from .forward_methods import register_forward_method
-from .fully_shard import fully_shard
 from .group import STRATEGIES, Kept, Strategy
 from .inspect import Plan, Trace, TraceEvent, UnreducedParameter, check, describe, record_collectives, trace
-from .offload import offload, onload
 from .optim import clip_grad_norm_, declare_elementwise, flat_parameters, offload_states
-from .plan import plan
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
 from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
-from .replicas import broadcast_replicas
-from .replicate import replicate
-from .summon import summon_full_params
 from .sync import ChangedElements, ParameterSnapshot, apply_changes, changed_since, full_parameters, snapshot_parameters
 
 __version__ = "0.2.0"

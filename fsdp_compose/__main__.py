@@ -1,14 +1,175 @@
-"""``python -m fsdp_compose COMMAND``: what can be asked without a model in memory."""
+"""``python -m fsdp_compose COMMAND``: tools that need no running job."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, TextIO
 
-from .inspect import explain_logs
-from .plan_command import add_plan_arguments, run_plan
+import torch
+
+from .api import MakeOptimizer, plan
+from .flat import MixedPrecisionPolicy
+from .inspect import check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
+
+# ---- ``python -m fsdp_compose plan``: the arguments of ``plan()`` on a command line, its progress, and its errors.
+
+
+USAGE, FAILURE, INTERRUPTED = 2, 1, 130  # exit statuses
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="module:factory",
+        help="a function that returns the model, or (model, loss_of); also path/to/file.py:factory",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="name=value", help="an argument of the factory")
+    parser.add_argument("--world-size", default="8", metavar="8,64,1024", help="numbers of ranks (default: 8)")
+    parser.add_argument("--mesh", metavar="RxS", help="R replicas of S shards; one may be * for what is left: *x8")
+    parser.add_argument(
+        "--wrap", metavar="Class,...", help="classes that become groups (default: what is in ModuleLists)"
+    )
+    parser.add_argument("--strategy", help="what is kept of what, as for fully_shard")
+    parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=False")
+    parser.add_argument("--dtype", metavar="bf16", help="param_dtype: to compute and to gather in")
+    parser.add_argument("--reduce-dtype", metavar="fp32", help="to reduce gradients in")
+    parser.add_argument("--batch", type=int, help="sequences in a rank's batch, where the factory makes none")
+    parser.add_argument("--seq", type=int, help="tokens in each of them")
+    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim, or none (default: AdamW)")
+    parser.add_argument(
+        "--loop", action="store_true", help="the optimizer steps parameter by parameter, its default on the CPU"
+    )
+    parser.add_argument("--json", action="store_true", help="print all facts, for programs")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of the memory: .png, .svg, .pdf")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Print a plan. What is wrong with the arguments, and what the factory and the model raise, is said in a few lines
+    on stderr."""
+    progress = _Progress(sys.stderr, args.quiet)
+    try:
+        world_sizes, options = world_sizes_of(args.world_size), _options_of(args)
+        if args.plot is not None:
+            check_picture(args.plot)
+        progress.note(f"importing {args.model}")
+        factory = load_factory(args.model)
+    except (ValueError, ImportError) as error:
+        progress.clear()
+        print(_located(error), file=sys.stderr)
+        return USAGE
+    except Exception as error:
+        progress.clear()
+        print(f"--model {args.model}: {_located(error)}", file=sys.stderr)
+        return FAILURE
+    try:
+        found = plan(partial(factory, **_settings_of(args.set)), world_sizes, note=progress.note, **options)
+        if args.plot is not None:
+            found.save(args.plot)
+    except KeyboardInterrupt:
+        progress.clear()
+        print(f"interrupted ({progress.doing}): nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        progress.clear()
+        print(f"{progress.doing}: {_located(error)}", file=sys.stderr)
+        return FAILURE
+    progress.clear()
+    print(found.json() if args.json else found)
+    if args.plot is not None:
+        print(f"written: {args.plot}", file=sys.stderr)
+    return 0
+
+
+def _options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: an option is not what it should be.
+    """
+    compute, reduce = dtype_of(args.dtype, "--dtype"), dtype_of(args.reduce_dtype, "--reduce-dtype")
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    _settings_of(args.set)  # refused here, if at all
+    return {
+        "mesh": args.mesh,
+        "wrap": None if args.wrap is None else [name for name in args.wrap.split(",") if name],
+        "mp_policy": None if compute is reduce is None else policy,
+        "reshard_after_forward": False if args.keep_gathered else None,
+        "strategy": args.strategy,
+        "batch": args.batch,
+        "seq": args.seq,
+        "optimizer": _optimizer_of(args.optimizer, not args.loop),
+    }
+
+
+def _optimizer_of(name: str, foreach: bool) -> MakeOptimizer | None:
+    if name.lower() == "none":
+        return None
+    classes = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
+    found: Any = classes.get(name.lower())
+    if found is None or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
+        raise ValueError(f"--optimizer {name}: expected none, or a class of torch.optim: AdamW, SGD, Adafactor, ...")
+    has_foreach = "foreach" in inspect.signature(found).parameters
+    made: MakeOptimizer = partial(found, **{"foreach": foreach}) if has_foreach else found
+    return made
+
+
+def _settings_of(texts: list[str]) -> dict[str, Any]:
+    """``name=value`` as arguments; a value that is no literal of Python's is text."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (equals and name.isidentifier()):
+            raise ValueError(f"--set {text}: expected name=value, an argument of the factory")
+        try:
+            settings[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[name] = value
+    return settings
+
+
+def _located(error: BaseException) -> str:
+    """An error, with the user's line that it comes from: the innermost frame that is not torch's nor ours."""
+    message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*_OWN, "<")):
+            return f"{message}\n  at {frame.filename}, line {frame.lineno}, in {frame.name}"
+    return message
+
+
+class _Progress:
+    """One line that changes, in a terminal; else a line for each thing that is done.
+
+    Attributes:
+        doing: what was said last, without counts.
+    """
+
+    def __init__(self, file: TextIO, is_quiet: bool) -> None:
+        self._file, self._is_quiet, self._is_terminal = file, is_quiet, file.isatty()
+        self.doing = "beginning"
+
+    def note(self, line: str) -> None:
+        doing = line.partition(", ")[0].partition(" (")[0]
+        is_new, self.doing = doing != self.doing, doing
+        if self._is_quiet or not (is_new or self._is_terminal):
+            return
+        end = "\x1b[K\r" if self._is_terminal else "\n"
+        print(line if self._is_terminal else doing, end=end, file=self._file, flush=True)
+
+    def clear(self) -> None:
+        if self._is_terminal and not self._is_quiet:
+            print("\x1b[K", end="", file=self._file, flush=True)
+
+
+# ---- The commands
 
 
 def _add_hang(parser: argparse.ArgumentParser) -> None:

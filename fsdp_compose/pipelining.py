@@ -15,7 +15,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.stage import stage_backward
 
 from ._torch import finalizes_gradients
-from .controls import no_sync, reduce_gradients
+from .api import no_sync, reduce_gradients
 from .group import states_to_run
 
 

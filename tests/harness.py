@@ -40,11 +40,10 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from fsdp_compose.testing import Ranks, RanksFailed, preload
-from fsdp_compose.testing import processes as processes
-from fsdp_compose.testing.processes import end as end
-from fsdp_compose.testing.processes import start as start_forked
-from fsdp_compose.testing.ranks import GROUP_TIMEOUT, START_TIMEOUT
-from fsdp_compose.testing.simulated import simulated_ranks
+from fsdp_compose.testing import ranks as rank_processes  # noqa: F401
+from fsdp_compose.testing.ranks import GROUP_TIMEOUT, START_TIMEOUT, simulated_ranks
+from fsdp_compose.testing.ranks import end as end
+from fsdp_compose.testing.ranks import start as start_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_THREADS_LEFT = 24  # by tests, in one rank: of eight process groups, of which four last (lasting_mesh)

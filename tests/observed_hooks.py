@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from fsdp_compose import RaggedDTensor
 from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.flat.registry import handle_of
+from fsdp_compose.flat.flat_param import handle_of
 
 ON_GRADIENT, AFTER_ACCUMULATION = "on gradient", "after accumulation"
 
@@ -86,11 +86,13 @@ class ObservedHooks:
             assert place is not None
             state = place[0].owner()
             expected = index in with_terms
-            if reaches_groups and (state.past.was_functional or state.options.requires_gradient_sync):
+            if reaches_groups and (state.persistent.was_functional or state.options.requires_gradient_sync):
                 expected |= index in self._reached | self._unreduced
                 reduced.add(index)
             num_calls = self._num_calls.get(number, 0)
-            may_repeat = self._may_repeat and (state.past.was_functional or state.is_root or self._has_inner_roots)
+            may_repeat = self._may_repeat and (
+                state.persistent.was_functional or state.is_root or self._has_inner_roots
+            )
             may_be = num_calls > expected > 0 and may_repeat
             may_be |= index in self._unknown and index in reduced and num_calls == 1
             if num_calls != expected and not may_be:

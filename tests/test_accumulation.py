@@ -97,10 +97,10 @@ def test_dropped_gradients_without_sync_free_their_memory_at_the_next_forward():
     twins = Twins(Net(), make_optimizer=plain_sgd)
     (batch,) = inputs()
     backward_without_sync(twins, batch)
-    assert all(handle.contributions.accumulation is not None for handle in _get_fsdp_handles(twins.sharded))
+    assert all(handle.pending_gradients.accumulation is not None for handle in _get_fsdp_handles(twins.sharded))
     twins.sharded.zero_grad()
     twins.sharded(local_part(batch))
-    assert all(handle.contributions.accumulation is None for handle in _get_fsdp_handles(twins.sharded))
+    assert all(handle.pending_gradients.accumulation is None for handle in _get_fsdp_handles(twins.sharded))
 
 
 READS: dict[str, Callable[[nn.Parameter], object]] = {

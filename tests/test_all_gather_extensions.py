@@ -35,7 +35,7 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
-from fsdp_compose.flat import subclasses
+from fsdp_compose.flat import param_kind
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed, fake_process_group
 from tests.models import adamw, local_part, mean_over_ranks
@@ -574,7 +574,7 @@ def test_the_whole_weight_is_not_kept():
         linear.weight = nn.Parameter(cls(whole.clone()))
         inner = weakref.ref(linear.weight._inner)
         linear.weight.tag = "mine"
-        subclasses._warned.add(cls)
+        param_kind._warned.add(cls)
         fully_shard(linear)
         linear(torch.randn(2, DIM)).sum().backward()
         gc.collect()
@@ -594,7 +594,7 @@ def test_functional_mode_refuses_by_name():
 
 @distributed(world_size=2)
 def test_replicated_parameters_are_not_gathered_and_it_is_said():
-    subclasses._warned.clear()
+    param_kind._warned.clear()
     model, _ = nets(EightBit)
     with pytest.warns(UserWarning, match="up.weight is a EightBit, with nothing to gather"):
         replicate(model)

@@ -1,4 +1,5 @@
-"""The package is laid out as docs/design.md draws it: wings, of which each imports only those above it."""
+"""The package consists of wings. A wing imports only wings above it, each through its ``__init__``, and no file needs
+itself."""
 
 from __future__ import annotations
 
@@ -11,13 +12,10 @@ from pathlib import Path
 from tests.harness import ROOT
 
 PACKAGE = ROOT / "fsdp_compose"
-ABOVE_ALL = ("_torch", "_requirements", "_shared_store")  # files that any wing may import
+ABOVE_ALL = ("_torch", "_import_checks")  # files that any wing may import
 TRAINING = ("comm", "ragged", "flat", "group", "runtime", "optim")
-WINGS = (*TRAINING, "checkpoint", "sync", "inspect", "testing")  # then the files users call
-LAST_WING = "drop_in"  # which imports these too
-ON_TOP = ("plan", "plan_command", "__main__")  # as the last wing: made of what users call
-MOST_WING_FLOORS = 8
-MOST_FLOORS = 21  # of files, one concept each; the last wing, and what is on top, have three of their own
+WINGS = (*TRAINING, "checkpoint", "sync", "inspect", "testing", "api")
+LAST_WING = "drop_in"  # which also imports the files on top: ``pipelining``, ``__main__``
 
 File = tuple[str, ...]  # its path inside the package, without .py; of a wing's __init__, the wing
 
@@ -107,34 +105,28 @@ def origin(target: File, name: str) -> File:
     return (*target, name) if (*target, name) in files() else target
 
 
-def test_no_file_needs_itself_and_the_floors_are_few():
+def test_no_file_needs_itself():
     needs = {file: needs_of(file) for file in files() if not is_package(file)}
-    floors: dict[File, int] = {}
-    for file in TopologicalSorter(needs).static_order():  # raises CycleError, which names the files
-        floors[file] = 1 + max((floors.get(other, 0) for other in needs.get(file, ())), default=0)
-    floors = {file: floor - 3 * (file[:1] in {(LAST_WING,), *zip(ON_TOP)}) for file, floor in floors.items()}
-    assert max(floors.values()) <= MOST_FLOORS, sorted(floors.items(), key=lambda item: -item[1])[:5]
+    TopologicalSorter(needs).prepare()  # raises CycleError, which names the files
 
 
-def test_the_floors_of_wings_are_few():
+def test_no_wing_needs_itself():
     needs: dict[str, set[str]] = {}
     for file in files():
         if not is_package(file):
-            needs.setdefault(wing_of(file), set()).update(map(wing_of, needs_of(file)))
-    floors: dict[str, int] = {}
-    for wing in TopologicalSorter({wing: others - {wing} for wing, others in needs.items()}).static_order():
-        floors[wing] = 1 + max((floors[other] for other in needs[wing] - {wing}), default=0)
-    assert {*WINGS, LAST_WING} < floors.keys() and max(floors.values()) <= MOST_WING_FLOORS, floors
+            needs.setdefault(file[0], set()).update(other[0] for other in needs_of(file) if other)
+    assert {*WINGS, LAST_WING} < needs.keys()
+    TopologicalSorter({wing: others - {wing} for wing, others in needs.items()}).prepare()
 
 
-def wing_of(file: File) -> str:
-    """Its wing; of a file outside, what users call or what any may import."""
-    folder = file[0] if file else ""
-    return folder if folder in (*WINGS, LAST_WING) else "above all" if folder in ABOVE_ALL else "users call"
+def test_no_file_hides_behind_a_function_of_its_name():
+    """``fsdp_compose.fully_shard`` is the function, wherever one looks."""
+    names = {path.stem for path in PACKAGE.iterdir()}
+    assert not names & {name for name in offered(()) if not name.startswith("_")}
 
 
 def test_the_hooks_alone_know_modes():
-    modes = {file for file in files() if file[:2] == ("runtime", "modes")}
+    modes = {file for file in files() if file[:1] == ("runtime",) and file[-1].endswith("_mode")}
     wrong = [
         f"{'/'.join(file)}, line {line}: {'.'.join(target)}"
         for file in files()
@@ -144,65 +136,9 @@ def test_the_hooks_alone_know_modes():
     assert len(modes) > 2 and not wrong, "\n".join(wrong)
 
 
-# ---- classes
+# ---- annotations
 
-MOST_FIELDS, MOST_LINES = 15, 250
-NOT_FIELDS = {"grad", "data", "requires_grad", "state", "forward", "backward"}  # mostly of tensors, or of torch's
-OURS = {"root", "handle", "communicator", "swap", "watch", "exchange", "transport", "journal", "layout", "mesh"}
-
-
-def classes() -> Iterator[tuple[File, ast.ClassDef]]:
-    for file, tree in files().items():
-        yield from ((file, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-
-
-def fields_of(node: ast.ClassDef) -> set[str]:
-    """What instances hold: dataclass fields, and what methods assign to ``self``."""
-    is_dataclass = any("dataclass" in ast.unparse(item) for item in node.decorator_list)
-    found = {
-        item.target.id
-        for item in node.body
-        if is_dataclass and isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-    }
-    return found | {name for owner, name in assigned(node) if owner == "self"}
-
-
-def names_of(node: ast.ClassDef) -> set[str]:
-    """Its fields, and what its body declares."""
-    assigned_to = [target for item in node.body if isinstance(item, ast.Assign) for target in item.targets]
-    annotated = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
-    return fields_of(node) | {*map(ast.unparse, [*assigned_to, *annotated])}
-
-
-def assigned(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """The attributes that are assigned to, in ``node``: of what, and their names."""
-    for item in ast.walk(node):
-        if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store):
-            yield ast.unparse(item.value), item.attr
-
-
-def test_classes_are_small():
-    wrong = []
-    for file, node in classes():
-        num_fields, num_lines = len(fields_of(node)), (node.end_lineno or 0) - node.lineno + 1
-        if num_fields > MOST_FIELDS or num_lines > MOST_LINES:
-            wrong.append(f"{'/'.join(file)}: {node.name} has {num_fields} fields and {num_lines} lines")
-    assert not wrong, "\n".join(wrong)
-
-
-def test_a_field_is_assigned_in_the_file_of_its_class():
-    files_of: dict[str, set[File]] = {}
-    for file, node in classes():
-        for name in names_of(node) - NOT_FIELDS:
-            files_of.setdefault(name, set()).add(file)
-    wrong = [
-        f"{'/'.join(file)}: {owner}.{name}"
-        for file, tree in files().items()
-        if file != ("_torch",)  # which assigns to what is torch's
-        for owner, name in assigned(tree)
-        if owner not in ("self", "ctx") and name in files_of and file not in files_of[name]
-    ]
-    assert not wrong, "\n".join(wrong)
+OURS = {"root", "handle", "communicator", "swap", "detector", "exchange", "transport", "journal", "layout", "mesh"}
 
 
 def annotations(tree: ast.Module) -> Iterator[tuple[str, ast.expr, int]]:

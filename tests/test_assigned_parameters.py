@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose import drop_in
-from fsdp_compose.checkpoint.state.state_dict import get_model_state_dict
+from fsdp_compose.checkpoint.state_dict import get_model_state_dict
 from tests.harness import distributed
 from tests.models import GPT, batches, gpt_loss, local_part, shard_gpt
 from tests.test_features import whole

@@ -265,17 +265,17 @@ def test_quiet_groups_are_looked_at_together_until_one_keeps_something():
     kept = [get_state(keeper).swap.kept for keeper in keepers]
     for _ in range(5):
         model(torch.randn(3, 4)).sum().backward()
-    assert [item.is_quiet for item in kept] == [True, True, True]
-    assert not get_state(model).swap.kept.is_quiet
+    assert [item.is_unchanged for item in kept] == [True, True, True]
+    assert not get_state(model).swap.kept.is_unchanged
     keepers[1].how = "attribute"
     loss = model(torch.randn(3, 4)).sum()
     assert len(keepers[1].aux._backward_hooks) == 1
     (loss + keepers[1].aux).backward()
-    assert [item.is_quiet for item in kept] == [True, False, True]
+    assert [item.is_unchanged for item in kept] == [True, False, True]
     for _ in range(2):
         loss = model(torch.randn(3, 4)).sum()
         (loss + keepers[1].aux).backward()
-    assert [item.is_quiet for item in kept] == [True, False, True], "what keeps is looked at after each use"
+    assert [item.is_unchanged for item in kept] == [True, False, True], "what keeps is looked at after each use"
 
 
 class LearnsInside(nn.Module):

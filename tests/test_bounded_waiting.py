@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fsdp_compose import fully_shard
-from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.comm.store import TIMEOUT_ENV
 from tests.harness import run_forked
 from tests.test_invariants import Stack, inputs, loss_of
 

@@ -37,9 +37,9 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from fsdp_compose.checkpoint.state.pending import is_pending
+from fsdp_compose.checkpoint.optimizer_init import is_pending
 from fsdp_compose.comm import Transport
-from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.test_invariants import environment, same_on_every_rank

@@ -12,8 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from fsdp_compose import fully_shard
-from fsdp_compose.checkpoint import get_model_state_dict, load, load_hf, save, save_hf
-from fsdp_compose.checkpoint.files import folders, hf
+from fsdp_compose.checkpoint import folders, get_model_state_dict, hf, load, load_hf, save, save_hf
 from tests.harness import distributed
 from tests.test_checkpoint import adamw, assert_equal, build, shard, snapshot, train
 from tests.test_checkpoint_storage import set_state, shared_folder, state_of

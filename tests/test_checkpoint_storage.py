@@ -32,6 +32,7 @@ from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, flat_par
 from fsdp_compose.checkpoint import (
     LoadPlanner,
     StateDictOptions,
+    gathering,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -41,9 +42,8 @@ from fsdp_compose.checkpoint import (
     save_hf,
     set_state_dict,
 )
-from fsdp_compose.checkpoint.files.folders import damage
-from fsdp_compose.checkpoint.files.hf import plan_files
-from fsdp_compose.checkpoint.moving import gathering
+from fsdp_compose.checkpoint.folders import damage
+from fsdp_compose.checkpoint.hf import plan_files
 from fsdp_compose.comm import Transport
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import ROOT, distributed, run_distributed, run_forked

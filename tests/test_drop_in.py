@@ -192,10 +192,10 @@ def test_a_reduce_dtype_left_out_means_what_it_means_in_this_torch(policy):
         model = drop_in.fully_shard(nn.Linear(4, 4), mp_policy=policy(param_dtype=torch.bfloat16))
         (handle,) = get_state(model)._handles
         assert handle.unsharded.dtype is torch.bfloat16
-        assert handle.contributions.dtype is (torch.float32 if is_new else torch.bfloat16)
+        assert handle.pending_gradients.dtype is (torch.float32 if is_new else torch.bfloat16)
         ours = fsdp_compose.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model = drop_in.fully_shard(nn.Linear(4, 4), mp_policy=ours)
-        assert get_state(model)._handles[0].contributions.dtype is torch.float32
+        assert get_state(model)._handles[0].pending_gradients.dtype is torch.float32
 
 
 def test_a_policy_of_another_kind_is_refused():

@@ -43,7 +43,7 @@ def test_accumulated_gradients_that_a_failed_reduction_has_taken_are_lost_togeth
     with pytest.warns(UserWarning, match="all gradients are None"):
         model(third)
     assert all(param.grad is None for param in model.parameters())
-    assert all(handle.contributions.accumulation is None for handle in _get_fsdp_handles(model))
+    assert all(handle.pending_gradients.accumulation is None for handle in _get_fsdp_handles(model))
     for batch in inputs(2):
         twins.backward(mean_square, batch)
         twins.step()

@@ -35,7 +35,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.comm.journal import Journal
 from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.group.order import KIND_BITS
+from fsdp_compose.group.collective_order import KIND_BITS
 from fsdp_compose.group.registry import get_state, states_to_run
 from fsdp_compose.group.state import _FSDPState
 from tests.harness import distributed, fake_process_group
@@ -259,7 +259,7 @@ def test_one_group_of_frozen_and_trainable_parameters():
     net.embed.weight.requires_grad_(False)
     net.layers[1].linear.bias.requires_grad_(False)
     twins = Twins(net, fully_shard)
-    assert [handle.contributions.is_trainable for handle in get_state(twins.sharded)._handles] == [False, True]
+    assert [handle.pending_gradients.is_trainable for handle in get_state(twins.sharded)._handles] == [False, True]
     twins.train()
 
 
@@ -413,7 +413,7 @@ def test_frozen_group_in_the_middle_is_not_reduced_and_has_no_gradient_memory():
     (frozen,) = get_state(twins.sharded.layers[1])._handles
     assert collectives.count["reduce_scatter_base"] == 2 * 3, "root and two of the three layers, twice"
     assert frozen.gradient.buffer.flat is None
-    assert frozen.contributions.accumulation is None
+    assert frozen.pending_gradients.accumulation is None
     assert all(param.grad is None for param in twins.sharded.layers[1].parameters())
 
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests import harness
-from tests.harness import distributed, fake_process_group, processes, run_distributed, start_forked
+from tests.harness import distributed, fake_process_group, rank_processes, run_distributed, start_forked
 
 
 def _pids(world_size: int) -> list[int]:
@@ -242,7 +242,7 @@ def test_fake_process_group():
 def _parent(folder: str, end: str) -> None:
     """A pytest process that ends in some way while its pool is idle."""
     tempfile.tempdir = folder  # a killed parent leaves its files behind
-    processes.preload_nothing()  # there is one worker, which imports what it needs
+    rank_processes.preload_nothing()  # there is one worker, which imports what it needs
     with contextlib.suppress(KeyboardInterrupt):
         try:
             run_distributed(_sums_ranks, 1)
@@ -269,7 +269,7 @@ def test_no_worker_outlives_its_parent(tmp_path):
             assert not _is_running(pid), end
     finally:
         for parent in parents:
-            processes.end(parent)
+            rank_processes.end(parent)
 
 
 def _is_running(pid: int) -> bool:

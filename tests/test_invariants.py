@@ -32,9 +32,9 @@ from fsdp_compose import (
     set_functional_mode,
     unshard,
 )
-from fsdp_compose.comm import journal, lookout, rendezvous
+from fsdp_compose.comm import failure, journal, store
 from fsdp_compose.comm.control_exchange import Carrier
-from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.flat.accumulation import UnreducedGradient
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states
 from tests import harness
@@ -181,7 +181,7 @@ def impatient() -> Iterator[None]:
     """Ranks that wait for each other tell so after 0.2 seconds, not after three: those of groups made inside."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "STALL_SECONDS", 0.2)
-        for module in (journal, lookout):
+        for module in (journal, failure):
             patch.setattr(module, "PERIOD", 0.1)
         yield
 
@@ -1300,7 +1300,7 @@ def test_interruption_on_one_rank_names_the_absent_rank_in_time(where, recoverin
     model, _ = stacks(mesh=breakable_mesh())
     after_training(model)
     with environment(**{TIMEOUT_ENV: "1"}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_GRACE", timedelta(seconds=0.5))
+        patch.setattr(store, "_GRACE", timedelta(seconds=0.5))
         if dist.get_rank() == recovering:
             interrupt(model, where, 1, ValueError("by the user"))
             begin = time.monotonic()
@@ -1375,7 +1375,7 @@ def raise_by_the_user(*_: Any) -> None:
 def test_interruptions_far_apart_name_the_absent_rank_and_never_hang():
     model, _ = stacks(mesh=breakable_mesh())
     with environment(**{TIMEOUT_ENV: "1"}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_GRACE", timedelta(seconds=0.5))
+        patch.setattr(store, "_GRACE", timedelta(seconds=0.5))
         if dist.get_rank() == 0:
             interrupt(model, "forward", 0, ValueError("by the user"))
             with pytest.raises(RuntimeError, match=r"rank\(s\) 1 did not come"):

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.shapes import MODELS
 from fsdp_compose.flat import layout as layout_module
-from fsdp_compose.flat.granule import Granule
-from fsdp_compose.flat.layout import FlatLayout, LocalShard, ParamSpec, plan_layout
+from fsdp_compose.flat.layout import FlatLayout, Granule, LocalShard, ParamSpec, plan_layout
 
 settings.register_profile("layout", deadline=None, max_examples=300, derandomize="CI" in os.environ)
 properties = settings(settings.get_profile("layout"))

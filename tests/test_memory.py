@@ -40,7 +40,7 @@ from fsdp_compose.checkpoint import (
 )
 from fsdp_compose.comm.control_exchange import _control_groups
 from fsdp_compose.flat.flat_param import FlatParamHandle
-from fsdp_compose.group import standstill
+from fsdp_compose.group import debug as standstill
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
@@ -61,9 +61,9 @@ def gradient_bytes(model: nn.Module) -> int:
     """Bytes of sharded gradients, unsharded accumulated gradients and reduce buffers."""
     flats = [handle.gradient.buffer.flat for handle in handles_of(model)]
     flats += [
-        handle.contributions.accumulation.flat
+        handle.pending_gradients.accumulation.flat
         for handle in handles_of(model)
-        if handle.contributions.accumulation is not None
+        if handle.pending_gradients.accumulation is not None
     ]
     root = get_state(model).root
     buffers = root.communicator._buffers.values() if root is not None else ()

@@ -18,10 +18,9 @@ import torch.nn as nn
 from fsdp_compose import fully_shard, replicate
 from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.comm import Label, Messages
+from fsdp_compose.comm.gloo import _known_memory, _Sum
 from fsdp_compose.comm.journal import journal_of
-from fsdp_compose.comm.messages import _known_memory, _Sum
-from fsdp_compose.comm.notes import Channel
-from fsdp_compose.comm.shared_memory import SharedMemory
+from fsdp_compose.comm.shared_memory import Connection, SharedMemory
 from tests.harness import distributed, run_forked
 from tests.test_invariants import environment
 
@@ -286,7 +285,7 @@ def test_memory_goes_with_the_process_group(tmp_path):
 
 
 def test_notes_of_several_collectives_come_in_any_order():
-    ours, theirs = map(Channel, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    ours, theirs = map(Connection, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     for tag in (7, 5, 6):
         assert ours.try_to_send(tag, (tag, 0, 0))
     for tag in (6, 5, 7):

@@ -27,7 +27,7 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose._torch import without_modes
-from fsdp_compose.flat import host_copies, local_of
+from fsdp_compose.flat import local_of, shard_storage
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import ROOT, distributed, fake_process_group
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, sgd, shard_gpt
@@ -311,7 +311,7 @@ def _raise(*_: Any) -> None:
 def test_two_memories_see_what_devices_would_refuse():
     """The watch itself: a gradient left on the device, a copy too many, a collective on host memory."""
     with fake_process_group(world_size=2), two_memories() as memories:
-        param = nn.Parameter(host_copies.host_memory(4, torch.float32, False).zero_())
+        param = nn.Parameter(shard_storage.host_memory(4, torch.float32, False).zero_())
         left_behind = torch.ones(4)
         for mixes in (lambda: param + left_behind, lambda: torch._foreach_add_([left_behind], [param.detach()])):
             with pytest.raises(AssertionError, match="mixes host and device memory"):
@@ -337,7 +337,7 @@ def test_torchs_own_policies_are_taken():
         assert fully_shard.state(model).options.offload == CPUOffloadPolicy(pin_memory=False)
         nothing = fully_shard(nn.Linear(4, 4), offload_policy=torch.distributed.fsdp.OffloadPolicy())
         assert fully_shard.state(nothing).options.offload is None
-        assert not any(handle.home.is_host for handle in _get_fsdp_handles(nothing))
+        assert not any(handle.storage.is_host for handle in _get_fsdp_handles(nothing))
 
 
 @pytest.mark.parametrize("given", [True, "cpu", CPUOffloadPolicy])
@@ -363,13 +363,13 @@ def test_memory_for_compute_is_not_made_where_shards_live():
         if re.search(r"shard\.device(?!\.type)", line)
     ]
     assert {path for path, _ in found} == {
-        "checkpoint/state/trained.py",  # optimizer state, beside the shard
-        "flat/all_gathers.py",  # a copy on the device
-        "flat/extended.py",  # of parameters that are refused where shards live elsewhere
-        "flat/gradient_memory.py",  # the gradient, beside the shard
-        "flat/home.py",
-        "flat/offloaded.py",
+        "checkpoint/optimizer_state.py",  # optimizer state, beside the shard
+        "flat/collectives.py",  # a copy on the device
+        "flat/unsharded_extension.py",  # of parameters that are refused where shards live elsewhere
+        "flat/gradient.py",  # the gradient, beside the shard
+        "flat/shard_storage.py",
+        "flat/cpu_offload.py",
         "flat/unsharded.py",  # of shards on the device
-        "inspect/description/collecting.py",  # told
-        "summon.py",  # a gradient, beside the shard
+        "inspect/describe.py",  # told
+        "api/summon.py",  # a gradient, beside the shard
     }, found

@@ -16,9 +16,8 @@ import torch.nn as nn
 
 from fsdp_compose import flat_parameters, fully_shard, functional_mode
 from fsdp_compose._torch import close_gloo_connections
-from fsdp_compose.comm import rendezvous
-from fsdp_compose.comm.records import DEBUG_ENV
-from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.comm import store
+from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed
 from tests.models import local_part
@@ -97,7 +96,7 @@ def error_of(loop, match):
 @contextlib.contextmanager
 def debugging(seconds="0.5"):
     with environment(**{DEBUG_ENV: "1", TIMEOUT_ENV: seconds}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_GRACE", timedelta(seconds=0.2))
+        patch.setattr(store, "_GRACE", timedelta(seconds=0.2))
         yield
 
 

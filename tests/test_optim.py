@@ -30,7 +30,7 @@ from fsdp_compose import (
     no_sync,
 )
 from fsdp_compose.group.registry import _get_fsdp_handles
-from fsdp_compose.optim import clip
+from fsdp_compose.optim import clip_grad
 from tests.harness import distributed, fake_process_group
 
 STEPS = 3
@@ -742,8 +742,8 @@ def test_clipping_is_the_same_by_sharded_parameters_by_flat_views_and_unsharded(
 
 def test_clipping_scales_whole_flat_gradients(monkeypatch):
     scaled = []
-    original = clip.foreach_mul_
-    monkeypatch.setattr(clip, "foreach_mul_", lambda tensors, by: scaled.extend(tensors) or original(tensors, by))
+    original = clip_grad.foreach_mul_
+    monkeypatch.setattr(clip_grad, "foreach_mul_", lambda tensors, by: scaled.extend(tensors) or original(tensors, by))
     with fake_process_group(world_size=2):
         model = shard(build())
         backward(model, torch.ones(2, 6), with_aside=False)

@@ -850,7 +850,7 @@ def test_where_no_rank_runs_them_rounds_are_few_without_the_garbage_collector():
     gc.disable()
     try:
         loss_of(model, batch(0, rank), (1,)).backward()
-        # A point at each of the two blocks, at the end of forward, and at the begin of backward.
+        # A point at each of the two blocks, at the end of forward, and at the start of backward.
         for _ in range(2):
             assert rounds_in(model, lambda: loss_of(model, batch(0, rank), (0,)).backward()) == 4
         assert rounds_in(model, lambda: loss_of(model, batch(0, rank), (rank,)).backward()) > 6

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
-from fsdp_compose.flat import subclasses
+from fsdp_compose.flat import param_kind
 from fsdp_compose.group.registry import _get_fsdp_states
 from tests.harness import distributed, fake_process_group
 from tests.test_features import DIM, Net, Twins, plain_sgd, shard_layers
@@ -111,7 +111,7 @@ def with_weights(make: Any) -> Net:
 @pytest.mark.parametrize("is_functional", [False, True])
 @distributed(world_size=2)
 def test_a_wrapper_of_one_tensor_trains_as_that_tensor_and_is_named_once(is_functional):
-    subclasses._warned.clear()
+    param_kind._warned.clear()
     twins = Twins(with_weights(lambda data: data), shard_layers, plain_sgd)
     wrapped = with_weights(CastWhenUsed)
     with warnings.catch_warnings(record=True) as caught:

@@ -176,7 +176,7 @@ def test_no_memory_is_taken_and_nothing_is_computed():
 
 def test_other_steps_than_the_last_are_no_larger():
     """What a plan counts is how it goes on."""
-    from fsdp_compose.inspect.planning import step
+    from fsdp_compose.inspect import simulated_step as step
 
     found = []
     for num_steps in (2, 4):

@@ -1,4 +1,4 @@
-"""Every private torch API that the package uses still exists and behaves as ``fsdp_compose/_torch.py`` says, one named
+"""Every private torch API that the package uses still exists and behaves as ``_torch.py`` says, one named
 test for each; and no other file uses one, except for a short list."""
 
 from __future__ import annotations
@@ -1091,7 +1091,7 @@ def test_annotations_are_what_dynamo_reads():
     """Equal modules with both annotations share a graph whose parameters are inputs, read anew at each call."""
     from torch._dynamo.testing import CompileCounter
 
-    from fsdp_compose.group.dynamo import _annotate_modules_for_dynamo
+    from fsdp_compose.group.hook_decorators import _annotate_modules_for_dynamo
 
     torch._dynamo.reset()
     counter = CompileCounter()

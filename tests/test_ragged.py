@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_compose import RaggedDTensor, RaggedShard, distribute_ragged, fully_shard
-from fsdp_compose.ragged.ops.gathered_view import GatheredView
+from fsdp_compose.ragged.ops.operands import GatheredView
 from fsdp_compose.ragged.placement import range_to_boxes
 from tests.harness import distributed, fake_process_group
 

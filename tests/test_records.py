@@ -8,11 +8,10 @@ import pytest
 import torch.distributed as dist
 
 from fsdp_compose import fully_shard
-from fsdp_compose.comm import rendezvous
-from fsdp_compose.comm.records import DEBUG_ENV, last_of_every_rank
-from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
-from fsdp_compose.flat.communicator import Communicator
-from fsdp_compose.group.lockstep import LockstepCommunicator
+from fsdp_compose.comm import store
+from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
+from fsdp_compose.flat.collectives import Communicator
+from fsdp_compose.group.debug import LockstepCommunicator
 from tests.harness import distributed
 from tests.models import local_part
 from tests.test_invariants import (
@@ -44,7 +43,7 @@ def test_error_of_a_mismatch_names_the_collective_of_every_rank(world_size):
 def test_errors_of_an_interruption_on_one_rank_name_where_every_rank_was():
     """Rank 1 goes no further than the first block; rank 0 is told in the next, and does not come to the recovery."""
     with environment(**{DEBUG_ENV: "1", TIMEOUT_ENV: "1"}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_GRACE", timedelta(seconds=0.5))
+        patch.setattr(store, "_GRACE", timedelta(seconds=0.5))
         model, _ = stacks(mesh=breakable_mesh())
         if dist.get_rank() == 1:
             interrupt(model, "forward", 0, ValueError("by the user"))

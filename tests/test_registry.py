@@ -16,7 +16,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, unshard
-from fsdp_compose.group.dynamo import _annotate_modules_for_dynamo
+from fsdp_compose.group.hook_decorators import _annotate_modules_for_dynamo
 from fsdp_compose.group.registry import (
     _get_fsdp_handles,
     _get_fsdp_root_states,

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compose._requirements import ALLOW_2_11_ENV, TESTED_TORCH, check_torch, explain_missing, note_untested
-from fsdp_compose._shared_store import hint
+from fsdp_compose._import_checks import ALLOW_2_11_ENV, TESTED_TORCH, check_torch, explain_missing, hint, note_untested
 from tests.harness import ROOT, run_forked
 
 

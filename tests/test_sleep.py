@@ -73,7 +73,7 @@ def allocated(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         for tensor in tensors:
             if tensor is not None:
                 storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        reduction = handle.contributions.reduction
+        reduction = handle.pending_gradients.reduction
         if reduction is not None:
             storages[reduction.flat.untyped_storage()._cdata] = reduction.flat.untyped_storage()
     for tensor in model.buffers():

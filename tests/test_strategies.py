@@ -23,7 +23,7 @@ from fsdp_compose import (
     record_collectives,
 )
 from fsdp_compose.checkpoint import get_state_dict, set_state_dict
-from fsdp_compose.group.strategies import R, S
+from fsdp_compose.group.options import R, S
 from tests.harness import distributed
 from tests.models import GPT, adamw, batches, gpt_loss, local_part
 

@@ -23,7 +23,7 @@ from fsdp_compose import (
     set_functional_mode,
     summon_full_params,
 )
-from fsdp_compose.flat.host_copies import host_copies
+from fsdp_compose.flat.shard_storage import host_copies
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt

@@ -24,7 +24,7 @@ from fsdp_compose import (
     set_requires_gradient_sync,
     summon_full_params,
 )
-from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import assert_parameters_match, local_part, pair

@@ -379,4 +379,4 @@ def test_gradients_are_summed_in_reduce_dtype_from_what_autograd_made_of_them():
             wanted += rounded.bfloat16().float() / 2
     assert model.weight.grad.dtype == torch.float32
     torch.testing.assert_close(model.weight.grad.full_tensor(), wanted, rtol=1e-6, atol=0)
-    assert states_of(model)[0]._handles[0].contributions.dtype == torch.float32
+    assert states_of(model)[0]._handles[0].pending_gradients.dtype == torch.float32

@@ -119,7 +119,9 @@ def test_gradients_of_adapters_take_the_bytes_of_the_trainable_parameters_only(n
         twins.backward(mean_square, x)
         handles = _get_fsdp_handles(twins.sharded)
         gradients = [handle.gradient.buffer for handle in handles if handle.gradient.buffer.is_allocated]
-        padding = sum(handle.layout.flat_numel for handle in handles if handle.contributions.is_trainable) - trainable
+        padding = (
+            sum(handle.layout.flat_numel for handle in handles if handle.pending_gradients.is_trainable) - trainable
+        )
         assert sum(buffer.flat.numel() for buffer in gradients) * world_size == trainable + padding
         assert padding < 16 * len(handles) * world_size
         assert all(param.grad is None for param in twins.sharded.parameters() if not param.requires_grad)

@@ -35,8 +35,7 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fsdp_compose.comm.records import DEBUG_ENV, last_of_every_rank
-from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
 from tests.harness import distributed, lasting_mesh
 from tests.models import GPT, batches
 from tests.test_checkpoint import assert_equal, whole
@@ -174,7 +173,7 @@ def test_trains_and_clips_as_one_process(kind):
     torch.testing.assert_close(norms, train(expected, clip=TORCHS), rtol=1e-5, atol=1e-6)
     assert_same(model, expected)
     # What to_local() gives of an output is hooked: it is no view of a parameter.
-    assert not any(fully_shard.state(part).past.is_unhooked for part in (model, *model.blocks))
+    assert not any(fully_shard.state(part).persistent.is_unhooked for part in (model, *model.blocks))
 
 
 class Uneven(nn.Module):

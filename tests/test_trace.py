@@ -28,11 +28,11 @@ from fsdp_compose import (
     summon_full_params,
     trace,
 )
-from fsdp_compose.flat.all_gathers import AllGathers
-from fsdp_compose.flat.listening import _methods
+from fsdp_compose.flat.collectives import AllGathers
+from fsdp_compose.flat.events import _methods
+from fsdp_compose.group.parameter_swap import ParameterSwap
 from fsdp_compose.group.registry import _get_fsdp_handles
-from fsdp_compose.group.swap import ParameterSwap
-from fsdp_compose.inspect.timeline.events import lanes
+from fsdp_compose.inspect.trace_formats import lanes
 from tests.harness import distributed, fake_process_group
 from tests.models import local_part
 

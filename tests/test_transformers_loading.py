@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_compose import RaggedShard, distribute_ragged
-from fsdp_compose.drop_in.transformers_loading import DtensorShardOperation
+from fsdp_compose.drop_in.transformers_patch import DtensorShardOperation
 from tests.harness import distributed
 
 PLACEMENTS = {

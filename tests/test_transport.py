@@ -12,9 +12,9 @@ import torch.nn as nn
 from fsdp_compose import fully_shard
 from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.comm import Label, Messages, Names, Transport, transport_of
+from fsdp_compose.comm.gloo import _InFlight
 from fsdp_compose.comm.journal import Journal, first_difference_of, journal_of
-from fsdp_compose.comm.label import ALL_GATHER, REDUCE_SCATTER
-from fsdp_compose.comm.messages import _InFlight
+from fsdp_compose.comm.transport import ALL_GATHER, REDUCE_SCATTER
 from tests.harness import distributed
 
 LABEL = Label(["some.weight"])

@@ -29,11 +29,12 @@ from fsdp_compose import (
     summon_full_params,
 )
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, set_model_state_dict
-from fsdp_compose.comm import Label, Transport, rendezvous
-from fsdp_compose.comm.messages import TRANSPORT_ENV
-from fsdp_compose.comm.rendezvous import TIMEOUT_ENV
+from fsdp_compose.comm import Label, Transport
+from fsdp_compose.comm import store as rendezvous
+from fsdp_compose.comm.gloo import TRANSPORT_ENV
+from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
-from fsdp_compose.sync.sparse import Form, as_bits, changed_elements, gather_elements
+from fsdp_compose.sync.changes import Form, as_bits, changed_elements, gather_elements
 from tests.harness import ROOT, distributed
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt, train
 from tests.test_expert_parallel import mixture, spread

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 
 from fsdp_compose import RaggedDTensor, fully_shard
 from fsdp_compose.checkpoint import (
+    folders,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -30,7 +31,7 @@ from fsdp_compose.checkpoint import (
     save,
     set_state_dict,
 )
-from fsdp_compose.checkpoint.files import contents, folders
+from fsdp_compose.checkpoint import folders as contents
 from tests.harness import distributed
 from tests.test_checkpoint import FULL, assert_equal
 from tests.test_checkpoint_storage import shared_folder

@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compose._torch import is_wrapper
-from fsdp_compose.flat.gradient_view import local_of
+from fsdp_compose.flat.flat_views import local_of
 
 _MAKERS = [
-    sys.modules[f"fsdp_compose.{name}"] for name in ("flat.host_copies", "flat.home", "offload", "optim.streamed")
+    sys.modules[f"fsdp_compose.{name}"] for name in ("flat.shard_storage", "api.model_offload", "optim.state_offload")
 ]
 IN, OUT = "host to device", "device to host"
 _COPIES = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy"}

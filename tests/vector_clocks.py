@@ -38,8 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_compose._torch import is_wrapper
-from fsdp_compose.comm.label import Label, Work
-from fsdp_compose.comm.transport import Transport
+from fsdp_compose.comm.transport import Label, Transport, Work
 
 Clock = dict[int, int]
 

@@ -3,15 +3,14 @@
 The names, arguments and meaning of ``torch.distributed.checkpoint.state_dict``; see docs/checkpoints.md.
 """
 
-from .files.hf import load_hf, save_hf
-from .files.planner import LoadPlanner, SavePlanner
-from .files.storage import load, save
-from .moving.agreement import agree as agree
-from .moving.agreement import group_of as group_of
-from .moving.agreement import is_first as is_first
-from .moving.names import ModelNames as ModelNames
-from .state.options import StateDictOptions
-from .state.state_dict import (
+from .agreement import agree as agree
+from .agreement import group_of as group_of
+from .agreement import is_first as is_first
+from .fqns import ModelNames as ModelNames
+from .hf import load_hf, save_hf
+from .model_state import StateDictOptions
+from .planner import LoadPlanner, SavePlanner
+from .state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -21,6 +20,7 @@ from .state.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from .storage import load, save
 
 __all__ = [
     "LoadPlanner",

@@ -1,46 +1,47 @@
 """Process groups, and what goes between ranks; knows no parameter and no module.
 
-Each file is one way for ranks to meet: the process groups themselves (``ranks``), small exchanges, rendezvous through
-the key-value store, direct messages; and what is noted for errors.
+``mesh`` has the process groups, ``transport`` the collectives of flat tensors, ``gloo`` and ``shared_memory`` what
+replaces them there, ``control_exchange`` and ``store`` small exchanges and rendezvous, ``journal`` and ``failure`` what
+errors need to know.
 """
 
-from .broken import fail_together as fail_together
-from .broken import failure_of as failure_of
-from .broken import give_up as give_up
-from .broken import noticing_loss as noticing_loss
 from .control_exchange import Carrier as Carrier
 from .control_exchange import ControlExchange as ControlExchange
 from .control_exchange import maximum_of_all_ranks as maximum_of_all_ranks
+from .failure import fail_together as fail_together
+from .failure import failure_of as failure_of
+from .failure import give_up as give_up
+from .failure import noticing_loss as noticing_loss
+from .gloo import Messages as Messages
+from .gloo import transport_of as transport_of
 from .journal import Journal as Journal
 from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal
-from .label import ALL_GATHER as ALL_GATHER
-from .label import ALL_REDUCE as ALL_REDUCE
-from .label import GATHER as GATHER
-from .label import IN_GROUP as IN_GROUP
-from .label import REDUCE_SCATTER as REDUCE_SCATTER
-from .label import Label as Label
-from .label import Names as Names
-from .label import Work as Work
-from .messages import Messages as Messages
-from .messages import transport_of as transport_of
-from .ranks import DataParallelMesh as DataParallelMesh
-from .ranks import check_mesh as check_mesh
-from .ranks import data_parallel_mesh as data_parallel_mesh
-from .ranks import default_mesh as default_mesh
-from .ranks import device_of_mesh as device_of_mesh
-from .ranks import joined_mesh as joined_mesh
-from .ranks import mesh_of_this_rank as mesh_of_this_rank
-from .ranks import replicated_mesh as replicated_mesh
-from .recording import Collective as Collective
-from .recording import CollectiveNotes as CollectiveNotes
-from .recording import Recorder as Recorder
-from .records import is_on as is_on
-from .records import last_of_every_rank as last_of_every_rank
-from .records import note as note
-from .rendezvous import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT
-from .rendezvous import first_difference as first_difference
-from .rendezvous import meet as meet
-from .transferable import as_transferable as as_transferable
-from .transferable import device_for as device_for
+from .mesh import DataParallelMesh as DataParallelMesh
+from .mesh import check_mesh as check_mesh
+from .mesh import data_parallel_mesh as data_parallel_mesh
+from .mesh import default_mesh as default_mesh
+from .mesh import device_of_mesh as device_of_mesh
+from .mesh import joined_mesh as joined_mesh
+from .mesh import mesh_of_this_rank as mesh_of_this_rank
+from .mesh import replicated_mesh as replicated_mesh
+from .store import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT
+from .store import first_difference as first_difference
+from .store import is_on as is_on
+from .store import last_of_every_rank as last_of_every_rank
+from .store import meet as meet
+from .store import note as note
+from .transport import ALL_GATHER as ALL_GATHER
+from .transport import ALL_REDUCE as ALL_REDUCE
+from .transport import GATHER as GATHER
+from .transport import IN_GROUP as IN_GROUP
+from .transport import REDUCE_SCATTER as REDUCE_SCATTER
+from .transport import Collective as Collective
+from .transport import CollectiveNotes as CollectiveNotes
+from .transport import Label as Label
+from .transport import Names as Names
+from .transport import Recorder as Recorder
 from .transport import Transport as Transport
+from .transport import Work as Work
+from .transport import as_transferable as as_transferable
+from .transport import device_for as device_for

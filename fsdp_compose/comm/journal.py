@@ -1,6 +1,6 @@
 """What process groups have carried, in order, where ranks talk by messages; and ranks that wait for each other.
 
-A collective made of messages (``messages``) takes the next number of its journal, and so does a control exchange. The
+A collective made of messages (``gloo``) takes the next number of its journal, and so does a control exchange. The
 process groups of one mesh share a journal, that of all its ranks, for their training: these issue the same collectives
 in the same order, each in the process groups that it is in. Messages have tags, of the number, the kind and the size,
 so that none is taken for one of an earlier or a later collective. (Which parameters it is for the exchange at the end
@@ -28,11 +28,9 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from .._torch import group_timeout
-from .broken import close_connections, give_up
-from .label import KINDS, Label
-from .lookout import PERIOD, look_regularly
-from .namespace import known_namespace
-from .pending import Pending
+from .failure import PERIOD, Pending, close_connections, give_up, look_regularly
+from .store import known_namespace
+from .transport import KINDS, Label
 
 STALL_SECONDS = 3.0  # of waiting, after which a rank tells what it waits for
 _NUM_KEPT = 64  # collectives that a rank can tell: more than are under way at a time

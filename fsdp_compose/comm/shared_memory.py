@@ -1,7 +1,8 @@
-"""Memory that the ranks of one machine share, for sums: in the place of messages through gloo.
+"""Memory that the ranks of one machine share, for sums: it replaces messages through gloo.
 
-A rank copies what it sends into memory of its own that the others can map, and sends a note that says where it is
-(``notes``); they read it there. A message is copied into the kernel and out of it, piece by piece.
+``comm/gloo`` is the only caller. A rank copies what it sends into memory of its own that the others can map, and sends
+a descriptor that says where it is; they read it there. A message would be copied into the kernel and out of it, piece
+by piece.
 
 Note [When memory is free again]. Others may read what a rank has sent until each of them has ended that collective. So
 each rank shows a number in a page of its own, up to which it has ended all. What was used for a later one is not used
@@ -9,22 +10,160 @@ again yet; where no memory is free, there is more.
 
 The memory has no name in a file system (``memfd``), and goes with the last process that maps it, however that ends. The
 others get it with the first note that tells of it. Ranks that are not on one machine, or in containers with networks of
-their own, find out when they introduce themselves.
-"""
+their own, find out when they introduce themselves."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import secrets
+import select
+import socket
+import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 
-from .notes import Channel, Door, Failure, Note, come
+# ---- Short notes between two processes of one machine, by a local socket: in the place of messages through gloo.
+#
+# Each message of gloo's takes three on the way (both sides tell that they are ready), and while one thread writes, with
+# the lock of the connection, the thread that looks after connections spins. A note is one write and one read.
+#
+# A note may bring a file descriptor. The system keeps what was sent until it is read, also when the sender has ended.
+# Notes of several collectives may be under way, and are told apart by their tags.
+
+
+_FORMAT = struct.Struct("=4q")
+_PERIOD = 0.2  # seconds between looks at whether waiting is of any use
+
+Descriptor = tuple[int, int, int]
+Failure = Callable[[], str]
+"""Why nothing will come any more, as far as is known; empty if nothing is."""
+
+
+class Connection:
+    """The notes between this process and another one.
+
+    Attributes:
+        files: descriptors that notes have brought, by their first number.
+    """
+
+    __slots__ = ("_arrived", "_poll", "_socket", "files")
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket, self._poll = connected, select.poll()
+        connected.setblocking(False)
+        self._poll.register(connected, select.POLLIN)
+        self._arrived: dict[int, Descriptor] = {}  # by tag
+        self.files: dict[int, int] = {}
+
+    def try_to_send(self, tag: int, note: Descriptor, file: int = -1) -> bool:
+        """Whether there is room for it, and it is sent. ``file``: a descriptor, -1 for none.
+
+        Raises:
+            RuntimeError: the other process has ended.
+        """
+        try:
+            socket.send_fds(self._socket, [_FORMAT.pack(tag, *note)], [] if file < 0 else [file])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise RuntimeError(f"the process of the other rank has ended: {error}") from error
+        return True
+
+    def wait(self, tag: int, limit: timedelta, failure: Failure) -> Descriptor:
+        """The note of a tag, when it has arrived.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        deadline = time.monotonic() + limit.total_seconds()
+        while not (tag in self._arrived or (self.read() and tag in self._arrived)):
+            left = deadline - time.monotonic()
+            if not self._poll.poll(max(0, min(left, _PERIOD)) * 1e3):
+                if message := failure():
+                    raise RuntimeError(message)
+                if left <= 0:
+                    raise RuntimeError(f"the other rank did not come within {limit.total_seconds():g} s")
+        return self._arrived.pop(tag)
+
+    def read(self) -> bool:
+        """Take in the notes that have arrived; whether there were any.
+
+        Raises:
+            RuntimeError: there is none, and the other process has ended.
+        """
+        for count in range(1 << 30):
+            try:
+                data, files, _, _ = socket.recv_fds(self._socket, _FORMAT.size, 1)
+            except BlockingIOError:
+                return count > 0
+            except OSError as error:
+                raise RuntimeError(f"the process of the other rank has ended: {error}") from error
+            if not data:
+                if count:
+                    return True
+                raise RuntimeError("the process of the other rank has ended")
+            tag, *note = _FORMAT.unpack(data)
+            self._arrived[tag] = (note[0], note[1], note[2])
+            if files:
+                self.files[note[0]] = files[0]
+        raise AssertionError
+
+    def __del__(self) -> None:
+        for file in self.files.values():
+            os.close(file)
+        self._socket.close()
+
+
+class Listener:
+    """Where the others find this process, until all have come.
+
+    Attributes:
+        number: a part of its address, which no one can guess: so whoever has it is on this machine, and was told.
+    """
+
+    __slots__ = ("_listener", "number")
+
+    def __init__(self) -> None:
+        self.number = secrets.randbits(62)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(_address(self.number))
+        self._listener.listen(128)
+
+    def accept(self, limit: timedelta) -> tuple[int, Connection]:
+        """The next rank that has come, by ``connect``. Raises OSError."""
+        self._listener.settimeout(limit.total_seconds())
+        connected, _ = self._listener.accept()
+        connected.settimeout(limit.total_seconds())
+        return int.from_bytes(connected.recv(8), "little"), Connection(connected)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def connect(number: int, rank: int) -> Connection:
+    """Come, as a rank, to the door of a number. Raises OSError if it is not on this machine."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connected.connect(_address(number))
+        connected.send(rank.to_bytes(8, "little"))
+    except OSError:
+        connected.close()
+        raise
+    return Connection(connected)
+
+
+def _address(number: int) -> str:
+    return f"\0fsdp_compose-{number:x}"  # of the zero: without a name in a file system
+
+
+# ---- The memory
+
 
 _ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
@@ -81,8 +220,8 @@ class SharedMemory:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._others = rank, [other for other in range(size) if other != rank]
-        self._door: Door | None = Door()
-        self._channels: dict[int, Channel] = {}
+        self._door: Listener | None = Listener()
+        self._channels: dict[int, Connection] = {}
         self._page = _Mapped.new(_PAGE)  # up to which number all is ended
         self._own: dict[int, _Mapped] = {}
         self._pages: list[_Mapped] = []
@@ -106,12 +245,12 @@ class SharedMemory:
         assert self._door is not None
         return self._door.number
 
-    def come_to(self, introductions: Iterable[tuple[int, int]]) -> bool:
+    def connect_to(self, introductions: Iterable[tuple[int, int]]) -> bool:
         """Come to the ranks before this one that gave these numbers; whether all are on this machine."""
         with suppress(OSError):
             for rank, number in introductions:
                 if rank < self._rank:
-                    self._channels[rank] = come(number, self._rank)
+                    self._channels[rank] = connect(number, self._rank)
             return True
         return False
 
@@ -166,7 +305,7 @@ class SharedMemory:
                 self._send_later(rank, tag, note, memory.file, time.monotonic() + limit.total_seconds(), failure)
         memory.close()
 
-    def _send_later(self, rank: int, tag: int, note: Note, file: int, deadline: float, failure: Failure) -> None:
+    def _send_later(self, rank: int, tag: int, note: Descriptor, file: int, deadline: float, failure: Failure) -> None:
         """Wait for room, and take in meanwhile what the others send: they may wait for room too."""
         while not self._channels[rank].try_to_send(tag, note, file):
             for channel in self._channels.values():
@@ -177,11 +316,11 @@ class SharedMemory:
                 raise RuntimeError(f"rank {rank} takes in no notes")
             time.sleep(_ROOM_PERIOD)
 
-    def wait(self, tag: int, rank: int, limit: timedelta, failure: Failure) -> Note:
+    def wait(self, tag: int, rank: int, limit: timedelta, failure: Failure) -> Descriptor:
         """The note of a rank; see ``Channel.wait``."""
         return self._channels[rank].wait(tag, limit, failure)
 
-    def read(self, rank: int, note: Note, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, rank: int, note: Descriptor, dtype: torch.dtype) -> torch.Tensor:
         """What a rank has put where its note says: until this collective is ended."""
         serial, start, nbytes = note
         memory, files = self._theirs.get((rank, serial)), self._channels[rank].files

@@ -1,21 +1,133 @@
 """How flat tensors move between the ranks of a process group: each collective is spelled here, once.
 
-A transport belongs to one process group and serves the ``fully_shard`` groups on it; a group may be given another one
-(``FlatParamHandle.change_transports``). It only issues: the caller chooses the stream, waits, and tells what failed.
-"""
+A ``Transport`` belongs to one process group and serves the groups on it; ``FlatParamHandle.change_transports`` gives a
+group another one. A transport only issues: its caller chooses the stream, waits, and reports failures. This file also
+has the labels by which errors and schedules name a collective, the conversion of elements that a backend cannot
+carry, and a transport that records what goes through another one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
-from .label import Label, Work
-from .transferable import PLAIN, as_transferable
+from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, group_device_types
+
+# ---- What collectives are, and what they are for, as errors and schedules name them.
+
+
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION, ROUND = KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "second half of the all-reduce",
+    "exchange of tensors",
+    "exchange at the end of backward",
+    "exchange at the end of forward",
+    "introduction before the first long sum",
+    "round about optional groups",
+)
+GATHER = "gather"  # of unequal parts, or to one rank: by several of these, or by calls of torch.distributed
+
+
+class Work(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any:
+        """Let what follows, on the present stream, see the result. After an interruption it may be called again."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """How a group's parameters are called in the root. In the group, names begin with the number of the module, where
+    it has several.
+
+    Attributes:
+        modules: the names of the group's modules in the root.
+    """
+
+    modules: tuple[str, ...]
+
+    def __call__(self, fqn: str) -> str:
+        module = self.modules[0]
+        if len(self.modules) > 1:
+            number, _, fqn = fqn.partition(".")
+            module = self.modules[int(number)]
+        return f"{module}.{fqn}" if module else fqn
+
+    def __str__(self) -> str:
+        return ", ".join([name or "the root" for name in self.modules])
+
+
+IN_GROUP = Names(("",))  # before a root is known
+
+
+class Label:
+    """What collectives are for: some parameters.
+
+    Attributes:
+        names: how they are called.
+        text: the label in messages.
+    """
+
+    __slots__ = ("_fqns", "names", "text")
+
+    def __init__(self, fqns: Sequence[str], names: Names = IN_GROUP) -> None:
+        """``fqns``: the names in the group; at least one."""
+        self._fqns = fqns
+        self.rename(names)
+
+    def rename(self, names: Names) -> None:
+        more = f" and {len(self._fqns) - 1} more" if len(self._fqns) > 1 else ""
+        self.names, self.text = names, f"{names(self._fqns[0])}{more}"
+
+    def of(self, indices: Sequence[int]) -> Label:
+        """For some of them."""
+        return Label([self._fqns[i] for i in indices], self.names)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+# ---- How elements travel between ranks.
+
+
+# gloo does not know them.
+_AS_BYTES = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+# Every backend knows them.
+PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64})
+
+
+def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a dtype that every backend can gather, and reduce unless they are integers (complex numbers
+    travel as pairs)."""
+    if tensor.dtype.is_complex:
+        return torch.view_as_real(tensor).view(-1)
+    if tensor.dtype.itemsize == 1 or tensor.dtype in _AS_BYTES:
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a tensor on ``device`` must be for the collectives of ``group``: for host memory it may have no backend
+    (NCCL alone)."""
+    if device.type != "cpu":
+        return device
+    types = group_device_types(group)
+    if not types or "cpu" in types:
+        return device
+    device_type = min(types)
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+# ---- The transport
+
 
 _LONG_BYTES = 1 << 20  # of one rank's part: copies of all parts would take more than a broadcast for each
 
@@ -164,3 +276,124 @@ _AVERAGE = _reduce_scatter_options(dist.ReduceOp.AVG)
 _SUM = _reduce_scatter_options(dist.ReduceOp.SUM)
 _ALL_AVERAGE = _all_reduce_options(dist.ReduceOp.AVG)
 _ALL_SUM = _all_reduce_options(dist.ReduceOp.SUM)
+
+
+# ---- A transport that notes what goes through another one: what a schedule is, for debugging and for tests.
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """One collective.
+
+    Attributes:
+        kind: see ``Label``.
+        label: the parameters that it is for.
+        numel, dtype: of the whole tensor, which each rank has before or after it.
+        num_ranks: among how many ranks.
+        place: of a gather, the ranks that get the whole tensor, in words.
+    """
+
+    kind: str
+    label: str
+    numel: int
+    dtype: torch.dtype
+    num_ranks: int
+    place: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        if self.place:
+            return f"{self.kind} {self.label} on {self.place}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kind} {self.label} ({self.numel} x {dtype} among {self.num_ranks} ranks)"
+
+
+class CollectiveNotes(Protocol):
+    """Hears of each collective, in this order; of one that fails, not to the end."""
+
+    def issue(self, collective: Collective) -> None:
+        """It is about to be issued: what raises here leaves nothing under way."""
+
+    def under_way(self, collective: Collective, work: Work) -> None:
+        """It was issued, on the present stream."""
+
+    def wait(self, collective: Collective) -> None:
+        """Its result is about to be waited for, on the present stream."""
+
+    def done(self, collective: Collective) -> None:
+        """What follows sees the result."""
+
+
+class Recorder(Transport):
+    """Does all by ``inner``, and notes each collective when it is issued and when its result is waited for.
+
+    Args:
+        inner: a transport.
+        notes: hears of them.
+
+    Attributes:
+        inner: as given.
+    """
+
+    name = "recorder"
+
+    def __init__(self, inner: Transport, notes: CollectiveNotes) -> None:
+        super().__init__(inner.group)
+        self.inner, self._notes = inner, notes
+
+    @property
+    def unrecorded(self) -> Transport:
+        return self.inner.unrecorded
+
+    def among(self, peers: dist.ProcessGroup) -> Transport:
+        return Recorder(self.inner.among(peers), self._notes)
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
+        collective = self._issue(ALL_GATHER, label, whole)
+        return self._under_way(collective, self.inner.all_gather(whole, shard, label))
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
+        collective = self._issue(REDUCE_SCATTER, label, whole)
+        return self._under_way(collective, self.inner.reduce_scatter(shard, whole, is_average, label))
+
+    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
+        collective = self._issue(ALL_REDUCE, label, tensor)
+        return self._under_way(collective, self.inner.all_reduce(tensor, is_average, label))
+
+    def gather(
+        self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
+    ) -> None:
+        place, numel = "every rank" if is_everywhere else "the first rank", sum(stop - start for start, stop in ranges)
+        collective = Collective(GATHER, str(label), numel, part.dtype, self.group.size(), place)
+        self._notes.issue(collective)
+        self._notes.wait(collective)
+        self.inner.gather(whole, part, ranges, is_everywhere, label)
+        self._notes.done(collective)
+
+    def skip(self, nbytes: int, label: Label) -> None:
+        self.inner.skip(nbytes, label)
+
+    def _issue(self, kind: str, label: Label, whole: torch.Tensor) -> Collective:
+        collective = Collective(kind, str(label), whole.numel(), whole.dtype, self.group.size())
+        self._notes.issue(collective)
+        return collective
+
+    def _under_way(self, collective: Collective, work: Work) -> Work:
+        self._notes.under_way(collective, work)
+        return _Recorded(work, collective, self._notes)
+
+
+class _Recorded:
+    __slots__ = ("_collective", "_notes", "_work")
+
+    def __init__(self, work: Work, collective: Collective, notes: CollectiveNotes) -> None:
+        self._work, self._collective, self._notes = work, collective, notes
+
+    def wait(self) -> None:
+        self._notes.wait(self._collective)
+        self._work.wait()
+        self._notes.done(self._collective)

@@ -13,12 +13,11 @@ The wing imports what users call; nothing imports it.
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy
 
-from ..controls import UnshardHandle
-from .fsdp_module import FSDPModule, GradientReductionHandle, share_comm_ctx
-from .fsdp_module import register_forward_method as register_fsdp_forward_method
+from ..api import UnshardHandle
+from ..api import register_forward_method as register_fsdp_forward_method
 from .install import install, uninstall
-from .policy import MixedPrecisionPolicy
-from .sharding import fully_shard
+from .module import FSDPModule, GradientReductionHandle, share_comm_ctx
+from .sharding import MixedPrecisionPolicy, fully_shard
 
 __all__ = [
     "CPUOffloadPolicy",

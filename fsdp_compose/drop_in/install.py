@@ -17,9 +17,9 @@ from typing import Any
 import torch.nn as nn
 
 from .._torch import fsdp2
-from ..controls import UnshardHandle
+from ..api import UnshardHandle, register_forward_method
 from ..group import get_state
-from .fsdp_module import FSDPModule, GradientReductionHandle, register_forward_method, share_comm_ctx
+from .module import FSDPModule, GradientReductionHandle, share_comm_ctx
 from .sharding import fully_shard
 
 _OURS: dict[str, Any] = {  # by their names in FSDP2
@@ -94,18 +94,18 @@ def uninstall() -> list[str]:
 
 def _of_others() -> dict[int, Any]:
     """What becomes of functions and classes of others that know FSDP2's parameters by more than their names."""
-    from . import split_backward as of_pipelines  # late: pipelining takes its time to import
+    from . import pipelining_patch as of_pipelines  # late: pipelining takes its time to import
 
     ours: dict[int, Any] = {
         id(of_pipelines.of_inputs): of_pipelines.stage_backward_input,
         id(of_pipelines.of_weights): of_pipelines.stage_backward_weight,
     }
     if "transformers" in sys.modules and find_spec("transformers.distributed.sharding_utils") is not None:
-        from . import transformers_loading as of_loading
+        from . import transformers_patch as of_loading
 
         ours[id(of_loading.Original)] = of_loading.DtensorShardOperation
     if "verl" in sys.modules and _has("verl.utils.fsdp_utils", "fsdp2_sharded_load_from_cpu"):
-        from . import verl_restoring
+        from . import verl_patch as verl_restoring
 
         ours[id(verl_restoring.original)] = verl_restoring.fsdp2_sharded_load_from_cpu
     return ours

@@ -1,29 +1,69 @@
-"""``fully_shard()`` with FSDP2's keywords, in terms of ours."""
+"""``fully_shard()`` with FSDP2's keywords, and FSDP2's mixed-precision policy, expressed in this package's own terms.
+
+The policy means what it means in the torch that is installed. Everything ends in ``api.fully_shard``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._torch import concatenate_meshes, flatten_mesh, local_tensor
+from ..api import check_fully_shard, check_ignored, check_modules
+from ..api import fully_shard as _own
 from ..comm import default_mesh
-from ..flat import Granularity, Granule
-from ..fully_shard import check_fully_shard
-from ..fully_shard import fully_shard as _own
+from ..flat import Granularity, Granule, as_ours
+from ..flat import MixedPrecisionPolicy as _OwnPolicy
 from ..group import get_state
-from ..making import check_ignored, check_modules
 from ..ragged import RaggedDTensor
-from .faces import StateFace
-from .fsdp_module import bind_methods, refuse_clash
-from .policy import MixedPrecisionPolicy, own_policy
+from .module import StateFace, bind_methods, refuse_clash
+
+# ---- FSDP2's mixed-precision policy, in the words of the torch that is installed.
+
+
+_HAS_OVERRIDE = any(item.name == "param_dtype_override_fn" for item in fields(fsdp.MixedPrecisionPolicy))
+
+if TYPE_CHECKING or _HAS_OVERRIDE:  # torch >= 2.15
+    MixedPrecisionPolicy = fsdp.MixedPrecisionPolicy
+else:
+
+    @dataclass(frozen=True)
+    class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
+        """torch's policy, with what torch 2.15 added to it: ``param_dtype_override_fn``, from a parameter to the dtype
+        in which forward sees it, or ``None`` for ``param_dtype``."""
+
+        param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+
+
+def own_policy(given: object) -> _OwnPolicy:
+    """A policy of torch's, or ours, as ours.
+
+    Before torch 2.15 a ``reduce_dtype`` that is left out means ``param_dtype``, since then the dtype of the gradient;
+    ours means the latter on every torch. A policy of torch's keeps its meaning.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    policy = as_ours(_OwnPolicy, given, "fully_shard(mp_policy=...)")
+    if isinstance(given, _OwnPolicy) or _HAS_OVERRIDE or policy.reduce_dtype is not None:
+        return policy
+    return _OwnPolicy(
+        **{**{item.name: getattr(policy, item.name) for item in fields(policy)}, "reduce_dtype": policy.param_dtype}
+    )
+
+
+# ---- ``fully_shard()``
+
 
 _M = TypeVar("_M", nn.Module, list[nn.Module])
 

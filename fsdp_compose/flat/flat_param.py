@@ -10,10 +10,12 @@ view of them once, and knows nothing about modules, hooks or when things happen:
                                          unsharded parameters: leaf nn.Parameters, what ``forward`` computes with
 
 Note [Version counters]. The unsharded parameters have a version counter of their own, not that of what an all-gather
-writes to: so refilling the memory never looks to autograd like an edit of a saved tensor, and an edit that ``forward``
-makes on one of them is seen (``Unsharded.was_edited``). The sharded parameters share the version counter of
+writes to: so refilling the memory never looks to autograd like a write to a saved tensor, and a write that ``forward``
+makes on one of them is seen (``Unsharded.was_written``). The sharded parameters share the version counter of
 ``shard``: an optimizer step between forward and backward is seen as a change of ``shard._version``.
-"""
+
+This file also finds the flat parameter of a tensor, makes its flat views, and gathers the whole of one flat tensor
+into memory of its own."""
 
 from __future__ import annotations
 
@@ -28,23 +30,19 @@ import torch.nn as nn
 
 from .._torch import PlainAttributes
 from ..comm import DataParallelMesh, Label, Names, Transport
-from .contributions import Contributions
-from .extended import make_unsharded
+from ..ragged import OWNER_ATTRIBUTE, note_write_of_all_ranks
+from .accumulation import PendingGradients
+from .flat_views import FlatSegment, check_segments_agree
 from .gradient import ShardedGradient
-from .gradient_view import FlatSegment, check_segments_agree
-from .home import ON_DEVICE, Home
-from .hooks import GradientHooks
-from .kind import ParameterKind
-from .layout import FlatLayout
+from .gradient_hooks import GradientHooks
+from .layout import FlatLayout, full_views
+from .param_kind import ParameterKind
 from .reduction import ReduceBuffer, Reduction
-from .sharded_param import (
-    Snapshot,
-    local_elements,
-    rebind_sharded_param,
-)
+from .shard_storage import ON_DEVICE, ShardStorage
+from .sharded_param import Snapshot, local_elements, rebind_sharded_param
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
-from .views import full_views
+from .unsharded_extension import make_unsharded
 
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
@@ -76,7 +74,7 @@ class Owner(Protocol):
 
 
 class FlatParamHandle:
-    """The flat parameter over parameters of one kind (see ``partition``); made by ``building``.
+    """The flat parameter over parameters of one kind (see ``group/registry``); made by ``build``.
 
     Attributes:
         label: the parameters, as collectives and errors name them.
@@ -87,20 +85,34 @@ class FlatParamHandle:
         sharded_params: the sharded parameters, by parameter; permanently the same objects.
         shard: this rank's equal slice, of which they are views.
         unsharded: what ``forward`` computes with.
-        contributions: what backwards have brought to the next reduction.
+        pending_gradients: what backwards have brought to the next reduction.
         gradient: the flat gradient, where it goes.
-        home: where shard and gradient live.
+        storage: where shard and gradient live.
         segments: the flat views that ``flat_parameters()`` has made of the shard.
         owner: the group, once there is one.
         summoned: while full parameters stand in the place of the sharded parameters.
     """
 
     __slots__ = (
-        "__weakref__", "contributions", "gradient", "hooks", "kind", "label", "layout", "local_shards", "mesh",
-        "owner", "segments", "shard", "sharded_params", "snapshot", "summoned", "unsharded",
+        "__weakref__",
+        "gradient",
+        "hooks",
+        "kind",
+        "label",
+        "layout",
+        "local_shards",
+        "mesh",
+        "owner",
+        "pending_gradients",
+        "segments",
+        "shard",
+        "sharded_params",
+        "snapshot",
+        "summoned",
+        "unsharded",
     )  # fmt: skip
 
-    home: Home = ON_DEVICE
+    storage: ShardStorage = ON_DEVICE
 
     def __init__(
         self,
@@ -115,7 +127,7 @@ class FlatParamHandle:
         self.segments: list[FlatSegment] = []
         self.owner: weakref.ref[Owner] | None = None
         self.summoned: Summoned | None = None
-        self.contributions = Contributions(len(layout.params), torch.float32, tensor_parallel)
+        self.pending_gradients = PendingGradients(len(layout.params), torch.float32, tensor_parallel)
 
     # ---- building
 
@@ -135,14 +147,14 @@ class FlatParamHandle:
         twin.kind = self.kind.of_a_copy(memo)
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))
-        twin.adopt(twin.flatten())
+        twin.set_shard(twin.flatten())
         return twin
 
-    def adopt(self, shard: torch.Tensor) -> None:
+    def set_shard(self, shard: torch.Tensor) -> None:
         """Make ``shard``, of which the sharded parameters are views already, this handle's; build the other parts."""
         self.shard = shard
         self.unsharded, self.gradient = self._build(shard)
-        self.contributions.begin_again(self.kind.reduction_dtype(shard.dtype))
+        self.pending_gradients.restart(self.kind.reduction_dtype(shard.dtype))
         self.unsharded.take_attributes(self.sharded_params)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()
@@ -171,7 +183,7 @@ class FlatParamHandle:
         if mesh is not self.mesh:
             self.mesh = mesh
             self.unsharded.gather_on(mesh)
-            self.contributions.begin_again(self.contributions.dtype)  # of which the reductions know the mesh
+            self.pending_gradients.restart(self.pending_gradients.dtype)  # of which the reductions know the mesh
 
     def belong_to(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
@@ -183,7 +195,7 @@ class FlatParamHandle:
     @property
     def tensor_parallel(self) -> TensorParallel | None:
         """How the parameters lie on meshes of their own; ``None`` if none was a DTensor."""
-        return self.contributions.tensor_parallel
+        return self.pending_gradients.tensor_parallel
 
     @property
     def fqns(self) -> list[str]:
@@ -217,7 +229,7 @@ class FlatParamHandle:
         """A new shard with the sharded parameters' present elements, of which they are views from now on."""
         locals_ = [local_elements(sharded) for sharded in self.sharded_params]
         with torch.inference_mode(False), torch.no_grad():
-            shard = self.home.zeros(self.layout.shard_numel, locals_[0].dtype, locals_[0].device)
+            shard = self.storage.zeros(self.layout.shard_numel, locals_[0].dtype, locals_[0].device)
             for sharded, view, local in zip(self.sharded_params, self.views_of(shard), locals_, strict=True):
                 view.copy_(local)
                 rebind_sharded_param(sharded, view)
@@ -234,7 +246,7 @@ class FlatParamHandle:
         if flags != self.unsharded.flags:
             check_segments_agree(self.segments, flags, self.names)
             self.unsharded.set_flags(flags)
-        self.contributions.train(any(flags))
+        self.pending_gradients.train(any(flags))
 
     def follow_unsharded_requires_grad(self) -> None:
         """Give the sharded parameters the ``requires_grad`` that the unsharded parameters have got in forward."""
@@ -245,7 +257,7 @@ class FlatParamHandle:
                 sharded.requires_grad_(new)
         self.unsharded.note_flags(flags)
         # All ranks still reduce what they were about to.
-        self.contributions.train(self.contributions.is_trainable or any(flags))
+        self.pending_gradients.train(self.pending_gradients.is_trainable or any(flags))
 
     # ---- gradients
 
@@ -279,7 +291,7 @@ class FlatParamHandle:
     def prepare_reduction(self, buffer: ReduceBuffer) -> Reduction:
         """The reduction through a pooled buffer, from now on."""
         reduction = self.reduction_of(buffer.view(self.layout.flat_numel), buffer)
-        self.contributions.reduce_by(reduction)
+        self.pending_gradients.reduce_by(reduction)
         return reduction
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
@@ -288,10 +300,10 @@ class FlatParamHandle:
 
     def follow_user(self) -> None:
         """Make sharded parameters and flat views agree after what the user, or autograd, did to gradients of either."""
-        self.contributions.follow_zero_grad()
+        self.pending_gradients.follow_zero_grad()
         self.gradient.follow_user()
-        if self.contributions.accumulation is not None:
-            self.contributions.accumulation.show()
+        if self.pending_gradients.accumulation is not None:
+            self.pending_gradients.accumulation.show()
 
     def drop_iteration(self, is_tainted: bool) -> None:
         """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too."""
@@ -302,7 +314,7 @@ class FlatParamHandle:
             self.gradient.discard()
         else:
             self.gradient.forget_result()
-        self.contributions.drop(has_accumulated=is_tainted)
+        self.pending_gradients.drop(has_accumulated=is_tainted)
 
     # ---- facts
 
@@ -360,3 +372,131 @@ segment_owners: Owners = {}
 def register_segment(handle: FlatParamHandle, segment: FlatSegment) -> None:
     """Let a flat view be found by its id."""
     _register(handle, {id(segment.parameter): segment.sharded_params.start}, segment_owners)
+
+
+# ---- Which flat parameter a tensor belongs to, and what is remembered on the tensors themselves.
+
+
+def handle_of(param: torch.Tensor) -> tuple[FlatParamHandle, int] | None:
+    """The handle that holds a sharded parameter, and which of its parameters it is."""
+    return find(sharded_param_owners, param)
+
+
+def handle_of_segment(param: torch.Tensor) -> FlatParamHandle | None:
+    """The handle that a flat view belongs to."""
+    found = find(segment_owners, param)
+    return None if found is None else found[0]
+
+
+def find(owners: Owners, param: torch.Tensor) -> tuple[FlatParamHandle, int] | None:
+    owner = owners.get(id(param))
+    handle = owner[0]() if owner is not None else None
+    return None if owner is None or handle is None else (handle, owner[1])
+
+
+def note_write(sharded: nn.Parameter) -> None:
+    """Let a backward whose forward came before know that ``sharded`` has got other elements, in memory of their own."""
+    place = handle_of(sharded)
+    if place is not None:
+        note_write_of_all_ranks(place[0].shard)
+
+
+def mark_owner(parameter: nn.Parameter, group: str, fqn: str) -> None:
+    """Remember on ``parameter`` which fully_shard call owns it, to recognise it elsewhere in the model."""
+    setattr(parameter, OWNER_ATTRIBUTE, (group, fqn))
+
+
+def owner_of(parameter: nn.Parameter) -> tuple[str, str] | None:
+    return getattr(parameter, OWNER_ATTRIBUTE, None)
+
+
+# ---- The flat views of one flat parameter: made once, checked before they are used.
+
+
+def segment_over(handle: FlatParamHandle, sharded_params: range, is_local: bool) -> FlatSegment | None:
+    """The segment over exactly these sharded parameters, if there is one.
+
+    Raises:
+        ValueError: there is one that has some of them, or one of the other kind.
+    """
+    for segment in handle.segments:
+        shared = sorted({*segment.sharded_params} & {*sharded_params})
+        if shared and (segment.sharded_params != sharded_params or segment.is_local != is_local):
+            what = (
+                "with other neighbours"
+                if segment.sharded_params != sharded_params
+                else f"with local={segment.is_local}"
+            )
+            raise ValueError(
+                f"flat_parameters(): the parameter {handle.name_of(shared[0])} is already in a flat "
+                f"view that an earlier call has made, {what}. A parameter is in one flat view: let the selections "
+                "(where=...) of your parameter groups exclude each other, and repeat them unchanged"
+            )
+        if shared:
+            return segment
+    if is_local and handle.storage.has_host_gradients and not handle.storage.is_host:
+        raise ValueError(
+            f"flat_parameters(local=True): gradients of {handle.name_of(sharded_params[0])} are in host memory, and "
+            "the parameter is on the device (CPUOffloadPolicy(parameters=False)): torch lets no plain tensor have such "
+            "a gradient. Leave local out"
+        )
+    return None
+
+
+def add_segment(handle: FlatParamHandle, sharded_params: range, is_local: bool, among_cut: bool = False) -> FlatSegment:
+    """A new segment, over sharded parameters of which none is in another one, and which all are cut alike by tensor
+    parallelism unless ``is_local``; ``among_cut``: it has cut some of the model."""
+    own = None if is_local else handle.tensor_parallel
+    cut = () if own is None else own.sharded_dims(sharded_params[0])
+    segment = FlatSegment(handle.layout, handle.mesh, sharded_params, is_local, handle.shard, cut, among_cut)
+    handle.segments.append(segment)
+    handle.hooks.listen_to_all()
+    handle.gradient.attach(segment)
+    register_segment(handle, segment)
+    return segment
+
+
+def check_segments(handle: FlatParamHandle) -> None:
+    """Raise RuntimeError if a step of the flat views would be lost: the sharded parameters, or the flat views
+    themselves, were given other memory."""
+    if not handle.snapshot.has_locals():
+        raise RuntimeError(
+            f"the parameters of the fully_shard group with {handle.name_of(0)} were moved, converted or "
+            "assigned to since the last forward, and flat views follow at the next one: run a forward before the "
+            "optimizer's step"
+        )
+    if not all(segment.is_at(handle.shard, segment.parameter) for segment in handle.segments):
+        raise RuntimeError(
+            f".data of a flat view over {handle.name_of(0)} and its neighbours was assigned to, so "
+            "that it is no part of the model any more: copy_() into it instead"
+        )
+
+
+# ---- The whole of one flat tensor, in memory of its own.
+
+
+def wholes_of(handle: FlatParamHandle, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters that ``flat``, a whole flat parameter, has: views of it, unless their class makes more of it."""
+    views, extension = handle.full_views_of(flat), handle.kind.extension
+    return views if extension is None else [extension.whole_of(view) for view in views]
+
+
+def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
+    """The whole of a flat tensor sharded like the flat parameter of ``handle``, of which this rank has ``shard``;
+    ``None`` where it is not wanted. One collective; of replicas, the first alone gathers what one rank wants."""
+    mesh, numel, shard_bytes = handle.mesh, shard.numel(), shard.element_size()
+    if rank0_only and not mesh.is_first_replica:
+        if mesh.shard_world_size > 1 and numel:
+            mesh.transport.skip(handle.layout.flat_numel * shard_bytes, handle.label)
+        return None
+    with torch.no_grad():
+        shard = handle.storage.on_device(shard)
+        flat = None
+        if not rank0_only or mesh.shard_rank == 0:
+            flat = shard.new_empty(handle.layout.flat_numel)
+        if mesh.shard_world_size > 1 and numel:
+            ranges = [(rank * numel, rank * numel + numel) for rank in range(mesh.shard_world_size)]
+            mesh.transport.gather(flat, shard, ranges, not rank0_only, handle.label)
+        elif flat is not None:
+            flat.copy_(shard)
+        return flat.cpu() if flat is not None and to_cpu else flat

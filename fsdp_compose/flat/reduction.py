@@ -1,9 +1,8 @@
 """The reduction of one flat gradient: the memory it reads, the collective in flight, and where the result goes.
 
-Driven by ``communicator``. Note [Padding is zero]. Shards and flat gradients are padded with zeros. The reduce buffer
+``Communicator`` drives it. Note [Padding is zero]. Shards and flat gradients are padded with zeros. The reduce buffer
 is shared by flat parameters of different layouts, so a reduction that takes it over from another layout zeroes its own
-padding first.
-"""
+padding first."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ import torch
 
 from .._torch import foreach_copy_, foreach_zero_
 from ..comm import DataParallelMesh, Label, Work
-from .layout import FlatLayout
-from .views import full_views
+from .layout import FlatLayout, full_views
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -117,7 +115,7 @@ Destination = tuple["torch.Tensor | None", bool, "torch.Tensor | None"]
 _NOWHERE: Destination = (None, False, None)
 
 
-class Then(Enum):
+class Stage(Enum):
     """What comes after the first stage of a reduction."""
 
     FINISH = "the result goes to its target"
@@ -125,7 +123,7 @@ class Then(Enum):
     WAIT = "it waits for a later reduction, which averages over the replicas"
 
 
-FINISH, AVERAGE_REPLICAS, WAIT = Then.FINISH, Then.AVERAGE, Then.WAIT  # by themselves: on the hot path
+FINISH, AVERAGE_REPLICAS, WAIT = Stage.FINISH, Stage.AVERAGE, Stage.WAIT  # by themselves: on the hot path
 
 
 class Reduction:
@@ -172,22 +170,22 @@ class Reduction:
             self.gap_bounds = _same_bounds.setdefault((layout.flat_numel, bounds), (bounds,))
             self.gaps = [flat[start:stop] for start, stop in bounds]
             self._own_slice = flat[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
-        self._follow(AVERAGE)
+        self._apply_options(AVERAGE)
         self.goes_direct = flat.dtype == dtype and mesh.data_world_size > 1
         self._destination: Destination = _NOWHERE
         self.work: Work | None = None
         self.output: torch.Tensor | None = None
         self.then = WAIT
 
-    def _follow(self, options: ReductionOptions) -> None:
+    def _apply_options(self, options: ReductionOptions) -> None:
         self._options = options
         mesh, is_half = self._mesh, self.flat.dtype == torch.float16
         self._factors = options.factors(mesh.data_world_size, mesh.missing_factor, is_half)
 
-    def aim(self, options: ReductionOptions, destination: Destination) -> None:
+    def set_destination(self, options: ReductionOptions, destination: Destination) -> None:
         """Choose how to reduce, and where the result goes."""
         if options is not self._options:
-            self._follow(options)
+            self._apply_options(options)
         self._destination = destination
         target, is_added, _ = destination
         if target is None:
@@ -215,7 +213,7 @@ class Reduction:
         """The first stage is done; its result is of no use, or was taken."""
         self.work, self.output, self._destination = None, None, _NOWHERE
 
-    def leave(self) -> torch.Tensor:
+    def take_scattered(self) -> torch.Tensor:
         """The first stage is done, and the last for now: what this rank has of the sum over the shard group, and of
         earlier ones."""
         output, (_, _, earlier) = self.output, self._destination
@@ -230,7 +228,7 @@ class Reduction:
         (target, is_added, earlier), (_, is_average, after) = self._destination, self._factors
         assert target is not None
         # What came earlier is kept until all is done: another stream may read it.
-        result = ReplicaAverage(self.leave(), target, is_added, is_average, after, self._options.hook, earlier)
+        result = ReplicaAverage(self.take_scattered(), target, is_added, is_average, after, self._options.hook, earlier)
         result.issue(self._mesh, self._label)
         return result
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._requirements import PLAIN_SHARDED_PARAMS
+from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import DTensorSpec, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh
 from ..ragged import (
@@ -30,8 +30,8 @@ from ..ragged import (
     gather_local_shards,
     rebind,
 )
-from .kind import ParameterKind
 from .layout import FlatLayout
+from .param_kind import ParameterKind
 
 # Where a sharded parameter remembers which subclass of nn.Parameter the original was an instance of.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"

@@ -23,7 +23,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from .._requirements import PLAIN_SHARDED_PARAMS
+from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import (
     DTensorSpec,
     TensorMeta,
@@ -36,7 +36,7 @@ from .._torch import (
 )
 from ..comm import Transport, joined_mesh
 from ..ragged import RaggedDTensor
-from .composite import is_composite
+from .extensions import is_composite
 
 AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
 """Replaces a tensor by its sum over the ranks of a transport; of which parameters it has the gradients."""

@@ -1,6 +1,7 @@
 """The unsharded side of one flat parameter: its memory, its parameters, and the all-gather that fills it.
 
-Owned by its ``FlatParamHandle``; driven by ``communicator``. Two storages hold one piece of memory in turn::
+Owned by its ``FlatParamHandle``; ``Communicator`` decides when it is gathered. Two storages hold one piece of memory
+in turn::
 
                        allocate()        show()           free()
     memory is in   -         ->   hidden   ->     shown     ->     -
@@ -11,8 +12,7 @@ Owned by its ``FlatParamHandle``; driven by ``communicator``. Two storages hold 
 So the parameters have elements from the moment when their all-gather is complete until they are resharded, and at no
 other. At all others ``shown`` refuses access. A parameter that was kept somewhere and is read too late, and a backward
 that needs parameters which no hook has gathered, get a RuntimeError: freed memory would crash the process, and memory
-that an all-gather still fills would give wrong numbers. To show and to hide is to exchange two pointers.
-"""
+that an all-gather still fills would give wrong numbers. To show and to hide is to exchange two pointers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,115 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import memory_exchange, refuse_access, set_local_tensor
-from ..comm import DataParallelMesh, Label, Work
+from ..comm import DataParallelMesh, Label, Transport, Work
 from ..ragged import writes
-from .layout import FlatLayout
+from .layout import FlatLayout, full_views
 from .sharded_param import restore_attributes
-from .sources import KeptPart, ShardSource
 from .tensor_parallel import TensorParallel
-from .views import full_views
+
+# ---- What an all-gather reads: the shards of all ranks, or parts of what an earlier all-gather has brought.
+#
+# Parts (``reshard_after_forward=int``): between forward and backward a few neighbours in the shard group hold the
+# unsharded parameters together, each an equal part, in the compute dtype. Backward gathers among these few alone. The
+# idea is FSDP2's; that parts outlive the backward, until a step, is that of hybrid sharding with the optimizer's state
+# sharded over all ranks (HFSDP, Megatron-FSDP).
+
+
+class ShardSource:
+    """The shards of all ranks.
+
+    Args:
+        shard: this rank's.
+        flat: what the all-gather writes to, which may have no memory now.
+        mesh, label: whose.
+
+    Attributes:
+        gather: issues the all-gather, on the present stream; its work, or ``None``: it is complete.
+    """
+
+    __slots__ = ("_arguments", "_copy", "_is_local", "gather")
+
+    def __init__(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> None:
+        rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
+        # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
+        own_slice = flat[rank * numel : (rank + 1) * numel]
+        self._copy = self._copy_into(own_slice, shard, is_alone)
+        # On an accelerator the work of a collective of one rank still orders the copy before compute.
+        self._is_local = is_alone and flat.device.type == "cpu"
+        self._arguments = (flat, shard if self._copy is None else own_slice, label)
+        self.gather_by(mesh.transport)
+
+    def _copy_into(self, own_slice: torch.Tensor, shard: torch.Tensor, is_alone: bool) -> Callable[[], object] | None:
+        """Copies the shard to where the all-gather reads it; ``None``: it reads the shard itself."""
+        return partial(own_slice.copy_, shard) if own_slice.dtype != shard.dtype or is_alone else None
+
+    def gather_by(self, transport: Transport) -> None:
+        """Move shards so from now on."""
+        issue = _issue_nothing if self._is_local else transport.prepared_all_gather(*self._arguments)
+        # No bound method: nothing that holds a model's memory is in a cycle.
+        self.gather: Callable[[], Work | None] = issue if self._copy is None else partial(_in_turn, self._copy, issue)
+
+
+def _in_turn(copy: Callable[[], object], issue: Callable[[], Work | None]) -> Work | None:
+    copy()
+    return issue()
+
+
+def _issue_nothing() -> None:
+    """There is no other rank."""
+
+
+class PartialReshard:
+    """This rank's part of the unsharded flat parameter, which exists from ``keep`` to ``drop``.
+
+    Args:
+        flat: what all-gathers write to, which may have no memory now.
+        transport: of the ranks that share the parts.
+        label: the parameters.
+
+    Attributes:
+        is_kept: it exists.
+    """
+
+    __slots__ = ("_arguments", "_memory", "_nbytes", "_range", "_transport", "is_kept")
+
+    def __init__(self, flat: torch.Tensor, transport: Transport, label: Label) -> None:
+        rank, numel = transport.group.rank(), flat.numel() // transport.group.size()
+        self._range, self._transport = slice(rank * numel, rank * numel + numel), transport
+        self._memory = torch.empty(numel, dtype=flat.dtype, device=flat.device)
+        self._nbytes = self._memory.nbytes
+        self._arguments = (flat, self._memory, label)
+        self.is_kept = True
+        self.drop()
+
+    def gather_by(self, transport: Transport) -> None:
+        self._transport = transport
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are allocated."""
+        return self._nbytes if self.is_kept else 0
+
+    def keep(self, shown: torch.Tensor) -> None:
+        """Copy this rank's part of the unsharded flat parameter, which is complete."""
+        if not self.is_kept:
+            self._memory.untyped_storage().resize_(self._nbytes)
+            self.is_kept = True
+        self._memory.copy_(shown[self._range])
+
+    def gather(self) -> Work:
+        """Issue the all-gather of the parts, on the present stream."""
+        return self._transport.all_gather(*self._arguments)
+
+    def drop(self) -> None:
+        """Free it; nothing that reads it is in flight."""
+        if self.is_kept and self._memory.device.type != "meta":
+            self._memory.untyped_storage().resize_(0)
+        self.is_kept = False
+
+
+# ---- The memory and the parameters
+
 
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 _version_of = attrgetter("_version")
@@ -179,7 +281,7 @@ class Unsharded:
                 flat = torch.empty(layout.flat_numel, dtype=dtype, device=self._compute_device(shard, mesh))
             self._source = self._source_of(shard, flat, mesh, label)
             parts = None if self.never_freed else mesh.part_transport
-            self.part = None if parts is None else KeptPart(flat, parts, label)
+            self.part = None if parts is None else PartialReshard(flat, parts, label)
             may_free = not (self.never_freed or self.is_meta)
             self.memory = UnshardedMemory(flat, error_of_late_access(mesh.rank, label) if may_free else None)
             self.memory.show()
@@ -205,9 +307,9 @@ class Unsharded:
         return ShardSource(shard, flat, mesh, label)
 
     def _begin(self, params: list[nn.Parameter], dtensors: Sequence[nn.Parameter], is_allocated: bool) -> None:
-        """These are the parameters, of which ``dtensors`` count their own edits; nothing was gathered."""
+        """These are the parameters, of which ``dtensors`` count their own writes; nothing was gathered."""
         self.params, self.dtensors = params, dtensors
-        self.forgive_edit()
+        self.forgive_write()
         self.flags = [False] * len(params)
         self.gathered: Gathered = (0, 0, 0)
         self.work: Work | None = None
@@ -331,16 +433,16 @@ class Unsharded:
         """What the unsharded parameters are views of."""
         return self.memory.storage
 
-    def was_edited(self) -> bool:
-        """Whether an unsharded parameter was written to since it was gathered; such an edit would be lost. See Note
+    def was_written(self) -> bool:
+        """Whether an unsharded parameter was written to since it was gathered; such a write would be lost. See Note
         [Version counters]."""
         return self.versions() != self._unedited
 
-    def forgive_edit(self) -> None:
+    def forgive_write(self) -> None:
         self._unedited = self.versions()
 
     def versions(self) -> list[int]:
-        """Change with every edit. A DTensor counts its own: what it does to the view inside counts nowhere."""
+        """Change with every write. A DTensor counts its own: what it does to the view inside counts nowhere."""
         return [self.memory.shown._version, *map(_version_of, self.dtensors)]
 
     def has_grad(self) -> bool:

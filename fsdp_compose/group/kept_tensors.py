@@ -1,12 +1,11 @@
 """Tensors that require grad and that ``forward`` keeps on modules, as attributes or inside them: an auxiliary loss.
 
-Backward may enter a group through them, past the outputs. They are looked for in every forward under grad mode, by a
-pass over plain lists that compares identities, and searched for only where something has changed: after each use of a
-group; or, if its last uses have changed nothing, in one pass for all such groups before the outermost forward ends. (A
-backward inside that forward does not find what such a group has kept, and raises as below.) What is kept where
-this does not look (a global, a closure, deep inside an object) is not lost: a backward that then needs parameters which
-no hook has gathered raises, see ``flat.unsharded``.
-"""
+Backward may enter a group through them, past the outputs. The change detector looks for them in every forward under
+grad mode, by a pass over plain lists that compares identities. It searches only where something has changed: after each
+use of a group; or, if the group's last uses have changed nothing, in one pass for all such groups before the outermost
+forward ends. (A backward inside that forward does not find what such a group has kept, and raises as below.) What is
+kept where this does not look (a global, a closure, deep inside an object) is not lost: a backward that then needs
+parameters which no hook has gathered raises, see ``flat/unsharded``."""
 
 from __future__ import annotations
 
@@ -15,13 +14,44 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
 
 from .._torch import REGISTRY_KEY, STATE_KEY
-from .bound import BoundToModule
+
+# ---- Callables among a module's own attributes, in the place of methods of its class.
+
+
+_T = TypeVar("_T", bound="BoundToModule")
+
+
+class BoundToModule:
+    """Something that is called with one module. Refers to it weakly (a model is freed without the garbage collector),
+    and in a copy of the module to the copy. No look at a module's attributes for what ``forward`` has kept sees it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    @property
+    def __self__(self) -> nn.Module:
+        """The module, as of a method."""
+        module = self._module()
+        assert module is not None, "the module is gone"
+        return module
+
+    def for_copy(self: _T, module: nn.Module, memo: dict[int, Any]) -> _T:
+        """The same for ``module``, a copy."""
+        raise NotImplementedError
+
+    def __deepcopy__(self: _T, memo: dict[int, Any]) -> _T:
+        module = self.__self__
+        return self.for_copy(memo.get(id(module), module), memo)
+
+
+# ---- What forward keeps on modules
+
 
 Namespace = dict[str, Any]
 
@@ -46,12 +76,12 @@ class KeptTensors:
 
     Attributes:
         num_same: uses of the group, until now, that have changed nothing on its modules.
-        is_quiet: the group is not looked at after each of its uses, but by ``QuietGroups``.
+        is_unchanged: the group is not looked at after each of its uses, but by ``BatchedKeptTensors``.
     """
 
     __slots__ = (
         "_contents", "_empty", "_held", "_known", "_lengths", "_live", "_never_change", "_places", "_seen",
-        "_slots", "_weak", "is_quiet", "num_same",
+        "_slots", "_weak", "is_unchanged", "num_same",
     )  # fmt: skip
 
     def __init__(self, modules: Sequence[tuple[nn.Module, Iterable[str]]], held_weakly: Collection[nn.Module]) -> None:
@@ -68,14 +98,14 @@ class KeptTensors:
         self._known: list[Any] = []  # what contents and slots held
         self._lengths: list[int] = []  # of namespaces and live ones; as long as it is empty, nothing was prepared
 
-        self.num_same, self.is_quiet = 0, False
+        self.num_same, self.is_unchanged = 0, False
 
     def new_ones(self) -> list[torch.Tensor]:
         """Those that were not there at the last call."""
         namespaces = self.namespaces()
         if self._has_changed(namespaces):
             self._search(namespaces)
-            self.num_same, self.is_quiet = 0, False
+            self.num_same, self.is_unchanged = 0, False
         elif not self._places:
             self.num_same += 1
         if not self._places:
@@ -130,7 +160,7 @@ class KeptTensors:
         self._known = [*chain.from_iterable(self._contents), *known]
 
 
-class QuietGroups:
+class BatchedKeptTensors:
     """Those groups of a root on whose modules the last forwards have changed nothing. They are looked at together, at
     the end of the outermost forward: group by group the same costs ten times as much, most of it for caches that have
     forgotten the modules.
@@ -145,9 +175,9 @@ class QuietGroups:
 
     def _rebuild(self) -> None:
         for group in self._groups:
-            group.is_quiet = group.num_same >= _QUIET_AFTER
-        self._others = [group for group in self._groups if not group.is_quiet]
-        self._quiet = [group for group in self._groups if group.is_quiet]
+            group.is_unchanged = group.num_same >= _QUIET_AFTER
+        self._others = [group for group in self._groups if not group.is_unchanged]
+        self._quiet = [group for group in self._groups if group.is_unchanged]
         self._empty = [item for group in self._quiet for item in group._empty]
         self._slots: list[tuple[Namespace, itemgetter[Any]]] = []
         sized: list[Collection[Any]] = []

@@ -1,15 +1,23 @@
-"""Where states are registered, and how to find them in a module tree."""
+"""Where the states of groups are registered, and how to find them in a module tree.
+
+``_get_fsdp_states`` and its relatives are the traversal functions that torch's own FSDP has under these names. This
+file also decides which modules and parameters a new group manages, which of them share a flat parameter, and which
+roots share groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.nn as nn
 
 from .._torch import STATE_KEY, composable_registry, composable_states, contract, drop_composable_state
-from ..flat import FlatParamHandle
-from .state import _FSDPState
+from ..flat import SHARDED_PARAM_ATTRIBUTE, FlatParamHandle, ManagedParameter, handle_of, owner_of
+from .options import GroupOptions
+from .parameter_swap import ParameterSwap
+from .state import Root, _FSDPState, state_of
 
 
 def fully_shard(module: list[nn.Module], install: Callable[[_FSDPState], None]) -> Any:
@@ -113,3 +121,205 @@ def _walk(module: nn.Module, stop_at_incompatible: bool) -> Iterator[nn.Module]:
         seen.add(current)
         yield current
         stack.extend(reversed(list(current.children())))
+
+
+# ---- Roots that share groups: actor and critic around one encoder, two losses on one backbone.
+#
+# A program may have several roots: modules whose forwards begin iterations. Where their groups are disjoint, each root
+# has a ``Root`` of its own. Roots that share a group are one ``Root`` together: a use of the shared group in one root's
+# forward must know of its uses in the others', which one backward may reach too. This module finds out which modules
+# these are; ``runtime/lazy_init`` makes the context::
+#
+#     actor   (root)  .--> encoder --> layers[0], layers[1]        one context: actor, encoder, layers..., critic
+#     critic  (root)  '
+
+
+@dataclass(frozen=True)
+class RootModule:
+    """A module whose forward begins iterations, with all groups below it, its own first, and their names."""
+
+    module: nn.Module
+    groups: list[tuple[_FSDPState, str]]
+
+    @property
+    def state(self) -> _FSDPState:
+        return self.groups[0][0]
+
+    @property
+    def states(self) -> list[_FSDPState]:
+        return [state for state, _ in self.groups]
+
+
+def roots_together(module: nn.Module) -> list[RootModule]:
+    """The roots that share groups with ``module``, or with each other, in an order that is the same on all ranks;
+    ``module`` itself first, unless it is a part of another one."""
+    found = [RootModule(module, states_to_run(module))]
+    for root in found:  # grows
+        for context in contexts_of(root.states):
+            for part in context.parts:
+                owner = part[0]()
+                if owner is not None and all(owner is not other.state for other in found):
+                    found += [RootModule(item, states_to_run(item)) for item in owner.live_modules()[:1]]
+    outermost = [
+        root
+        for root in found
+        if not any(root.state is state for other in found if other is not root for state in other.states)
+    ]
+    return _connected(outermost, states_to_run(module)[0][0])
+
+
+def contexts_of(states: list[_FSDPState]) -> list[Root]:
+    """The contexts in which the groups have run so far."""
+    found: list[Root] = []
+    for state in states:
+        if state.root is not None and state.root not in found:
+            found.append(state.root)
+    return found
+
+
+def _connected(roots: list[RootModule], state: _FSDPState) -> list[RootModule]:
+    """Those that share groups with the roots of ``state``, directly or by way of others."""
+    reached = {state}
+    waiting, chosen = list(roots), set()
+    while True:
+        more = [root for root in waiting if not reached.isdisjoint(root.states)]
+        if not more:
+            return [root for root in roots if id(root) in chosen]
+        for root in more:
+            waiting.remove(root)
+            chosen.add(id(root))
+            reached.update(root.states)
+
+
+# ---- The modules and the parameters that a group manages: those below the modules given to one ``fully_shard`` call.
+
+
+def group_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """The modules of the group with their names, depth first: not below a nested group, nor below a module that an
+    incompatible API (torch's ``replicate``) manages."""
+    names: dict[nn.Module, str] = {}
+    roots = [("" if len(modules) == 1 else str(i), module) for i, module in enumerate(modules)]
+    stack = [*reversed(roots)]
+    while stack:
+        name, module = stack.pop()
+        is_root = module in modules
+        if module in names or (get_state(module) is not None and not is_root) or not is_compatible(module):
+            continue
+        names[module] = name
+        children = [(f"{name}.{child}" if name else child, item) for child, item in module.named_children()]
+        stack.extend(reversed(children))
+    return names
+
+
+def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], label: str) -> list[ManagedParameter]:
+    found: dict[nn.Parameter, ManagedParameter] = {}
+    for module, name in fqns.items():
+        for local_name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            fqn = f"{name}.{local_name}" if name else local_name
+            if SHARDED_PARAM_ATTRIBUTE in param.__dict__:
+                continue  # a tie: see ties_with_other_groups
+            owner = handle_of(param)
+            if owner is not None and _stands_below(module, owner[0]):
+                group, owner_fqn = owner_of(param) or ("?", "?")
+                raise ValueError(
+                    f"fully_shard(): the parameter {fqn} of this {label} is already in another group, as {owner_fqn} "
+                    f"of the sharded {group}. A parameter can be in one group: shard inner modules before outer ones"
+                )
+            if owner is not None:
+                continue
+            found.setdefault(param, ManagedParameter(fqn, param)).slots.append((module, local_name))
+    return list(found.values())
+
+
+def unsharded_tensors(
+    fqns: Mapping[nn.Module, str], managed: Collection[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers of some modules, and those of their parameters that are neither in ``managed`` nor sharded already."""
+    for module, prefix in fqns.items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            is_sharded = tensor is None or SHARDED_PARAM_ATTRIBUTE in tensor.__dict__ or handle_of(tensor) is not None
+            if tensor is not None and not is_sharded and tensor not in managed:
+                yield (f"{prefix}.{name}" if prefix else name), tensor
+
+
+def ties_with_other_groups(
+    fqns: dict[nn.Module, str], ignored: set[nn.Parameter]
+) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Slots of the modules in which a parameter stands that an earlier call has sharded elsewhere (tied weights), and
+    the sharded parameter that belongs there."""
+    return [
+        (module, name, param.__dict__[SHARDED_PARAM_ATTRIBUTE])
+        for module in fqns
+        for name, param in module._parameters.items()
+        if param is not None and param not in ignored and SHARDED_PARAM_ATTRIBUTE in param.__dict__
+    ]
+
+
+def _stands_below(module: nn.Module, handle: FlatParamHandle) -> bool:
+    """Whether the group of ``handle`` manages ``module`` itself."""
+    state = state_of(handle)
+    return state is not None and module in group_modules(state.live_modules())
+
+
+def prepare_swap(state: _FSDPState) -> None:
+    """Prepare a group to show its parameters, when its modules are complete: the copy of one, or one that has got other
+    parameters, wherever they stand below its modules."""
+    roots = state.live_modules()
+    fqns = group_modules(roots)
+    managed = {
+        id(sharded): ManagedParameter(fqn, sharded)
+        for handle in state._handles
+        for fqn, sharded in zip(handle.fqns, handle.sharded_params, strict=True)
+    }
+    for root in roots:
+        for prefix, module in root.named_modules():
+            names = [name for name, param in module._parameters.items() if id(param) in managed]
+            for name in names:
+                managed[id(module._parameters[name])].slots.append((module, name))
+            if names and module not in fqns:  # moved here from a nested group, whose modules may keep tensors (losses)
+                steps = prefix.split(".")
+                for i in range(len(steps) + 1):
+                    name = ".".join(steps[:i])
+                    fqns.setdefault(root.get_submodule(name), name)
+    state.set_swap(ParameterSwap(roots, [*managed.values()], state._handles, fqns))
+
+
+# ---- Which parameters of a group are in one flat parameter: those of one kind, and of a replicated group those of one
+# bucket.
+
+
+_FIRST_BUCKET_BYTES = 1 << 20  # small: its reduction begins early in backward, when there is nothing else to wait for
+
+
+def partition(managed: Sequence[ManagedParameter], options: GroupOptions) -> list[list[ManagedParameter]]:
+    """The parameters of each flat parameter, in the order in which their gradients are reduced."""
+    kinds = by_kind(managed)
+    if options.bucket_bytes is None:
+        return kinds
+    positions = {item.fqn: i for i, item in enumerate(managed)}
+    buckets = [bucket for kind in kinds for bucket in _buckets(kind, options.bucket_bytes)]
+    # Backward comes to the last parameters first: a bucket is complete when it has come to the bucket's first.
+    return sorted(buckets, key=lambda bucket: -positions[bucket[0].fqn])
+
+
+def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
+    """One part for each (dtype, requires_grad, what else was decided), in the order of their first parameters."""
+    kinds: dict[tuple[object, ...], list[ManagedParameter]] = {}
+    for item in managed:
+        kinds.setdefault((item.parameter.dtype, item.parameter.requires_grad, item.kind), []).append(item)
+    return list(kinds.values())
+
+
+def _buckets(kind: Sequence[ManagedParameter], bucket_bytes: int) -> list[list[ManagedParameter]]:
+    """Neighbours together, of about ``bucket_bytes``; the last ones first, of which the first bucket is small."""
+    buckets: list[list[ManagedParameter]] = []
+    room = 0
+    for item in reversed(kind):
+        if room <= 0:
+            buckets.append([])
+            room = bucket_bytes if len(buckets) > 1 else min(bucket_bytes, _FIRST_BUCKET_BYTES)
+        buckets[-1].insert(0, item)
+        room -= item.parameter.numel() * item.parameter.element_size()
+    return buckets

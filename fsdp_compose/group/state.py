@@ -22,12 +22,20 @@ import torch.nn as nn
 from .._torch import ComposableState
 from ..comm import ControlExchange, DataParallelMesh, Names
 from ..flat import Communicator, FlatParamHandle, Region, mark_owner, segment_owners
-from .iteration import Backward, Forward, ForwardRecord
+from .collective_order import CollectiveLog
+from .iteration import (
+    NOWHERE,
+    Backward,
+    BackwardState,
+    Forward,
+    ForwardRecord,
+    ForwardState,
+    PersistentState,
+    Rounds,
+    TreePosition,
+)
 from .options import GroupOptions
-from .order import CollectiveOrder
-from .progress import NOWHERE, GroupBackward, GroupHistory, Place, Progress
-from .rounds import Rounds
-from .swap import ParameterSwap
+from .parameter_swap import ParameterSwap
 
 _shard_version = attrgetter("shard._version")
 _serials = count()
@@ -45,16 +53,29 @@ class _FSDPState(ComposableState):
         swap: what the modules show.
         root: what the groups below one root share; ``None`` before the first forward.
         place: where the group stands below that root.
-        watch: of the whole root, on the root's own state.
+        detector: of the whole root, on the root's own state.
         code: what the order of collectives knows the group by: its number there, shifted by one; negative before.
         serial: grows from group to group in the order in which this process makes them; copies keep theirs.
         progress: of the iteration that is running; ``backward``: of the backward.
-        past: what earlier iterations have left to know.
+        persistent: what earlier iterations have left to know.
     """
 
     __slots__ = (
-        "_handles", "backward", "code", "fqn", "ignored", "mesh", "modules", "options", "past", "place", "progress",
-        "root", "serial", "swap", "watch",
+        "_handles",
+        "backward",
+        "code",
+        "detector",
+        "fqn",
+        "ignored",
+        "mesh",
+        "modules",
+        "options",
+        "persistent",
+        "place",
+        "progress",
+        "root",
+        "serial",
+        "swap",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -67,13 +88,13 @@ class _FSDPState(ComposableState):
         self.ignored: weakref.WeakSet[nn.Parameter] = weakref.WeakSet()
         self.root: Root | None = None
         self.place = NOWHERE
-        self.watch: ParameterWatch | None = None
+        self.detector: ParameterDetector | None = None
         self.code = -1
         self.serial = next(_serials)
-        self.past = GroupHistory()
+        self.persistent = PersistentState()
         self.reset()
 
-    def install(
+    def initialize(
         self,
         modules: Sequence[nn.Module],
         fqn: str,
@@ -87,24 +108,24 @@ class _FSDPState(ComposableState):
         self.modules = tuple(weakref.ref(module) for module in modules)
         self.fqn, self.mesh, self.options = fqn, mesh, options
         self.ignored = weakref.WeakSet(ignored)
-        self.past = GroupHistory(regions)
-        self.adopt(handles)
-        CollectiveOrder.of(mesh.peers).expect(self)
+        self.persistent = PersistentState(regions)
+        self.set_flat_params(handles)
+        CollectiveLog.of(mesh.peers).register_group(self)
 
-    def show_by(self, swap: ParameterSwap) -> None:
+    def set_swap(self, swap: ParameterSwap) -> None:
         """Let the modules show parameters by ``swap`` from now on."""
         self.swap = swap
 
     def set_options(self, **changes: Any) -> None:
         """Replace some of the options (see ``GroupOptions``)."""
         self.options = replace(self.options, **changes)
-        self.take_place(self.fqn, self.place.index, self.place.is_outermost)
-        self.lead()
+        self.set_position(self.fqn, self.place.index, self.place.is_outermost)
+        self.apply_options()
 
-    def lead(self) -> None:
+    def apply_options(self) -> None:
         """Let the flat parameters follow the options."""
         for handle in self._handles:
-            handle.contributions.follow(self.options.reduction)
+            handle.pending_gradients.apply_options(self.options.reduction)
             handle.unsharded.keep_storage(self.options.keeps_storage)
 
     def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> None:
@@ -113,33 +134,33 @@ class _FSDPState(ComposableState):
         for handle in self._handles:
             handle.run_on(handle.mesh.run_among(peers, missing_factor))
 
-    def take_place(self, fqn: str, index: int, is_outermost: bool) -> None:
+    def set_position(self, fqn: str, index: int, is_outermost: bool) -> None:
         """The group is ``fqn`` below a root now, and the one of this index there."""
         self.fqn, options = fqn, self.options
         reshards, stays = options.reshards(is_outermost), options.keeps_after_backward()
-        self.place = Place(index, is_outermost, reshards, options.keeps_parts(), stays)
+        self.place = TreePosition(index, is_outermost, reshards, options.reshards_partially(), stays)
 
     def take_number(self, code: int) -> None:
         """The order of collectives knows the group by ``code`` from now on."""
         self.code = code
 
-    def join(self, root: Root, keeps_outstanding: bool) -> None:
-        """Run under ``root`` from now on. ``keeps_outstanding``: backwards of earlier forwards are to come."""
+    def attach_root(self, root: Root, keeps_awaiting: bool) -> None:
+        """Run under ``root`` from now on. ``keeps_awaiting``: backwards of earlier forwards are to come."""
         self.root = root
-        self.reset(self.progress.outstanding if keeps_outstanding else ())
+        self.reset(self.progress.awaiting_backward if keeps_awaiting else ())
 
-    def follow(self, watch: ParameterWatch) -> None:
+    def set_detector(self, detector: ParameterDetector) -> None:
         """Have a new picture of what the user may change in the whole root."""
-        self.watch = watch
+        self.detector = detector
 
-    def reset(self, outstanding: Sequence[int] = ()) -> None:
+    def reset(self, awaiting_backward: Sequence[int] = ()) -> None:
         """Forget the iteration that was going on."""
-        self.progress = Progress(outstanding)
+        self.progress = ForwardState(awaiting_backward)
         self.reset_backward()
 
     def reset_backward(self) -> None:
         """Forget the backward that was going on."""
-        self.backward = GroupBackward()
+        self.backward = BackwardState()
 
     @property
     def is_complete(self) -> bool:
@@ -171,7 +192,7 @@ class _FSDPState(ComposableState):
 
     @property
     def is_trainable(self) -> bool:
-        return any(handle.contributions.is_trainable for handle in self._handles)
+        return any(handle.pending_gradients.is_trainable for handle in self._handles)
 
     @property
     def name(self) -> str:
@@ -198,7 +219,7 @@ class _FSDPState(ComposableState):
         """Raise if backward has entered the group before any of its hooks: it may have computed with memory that was
         freed, or that an all-gather was still filling. Where such memory refuses access, it has not: what it computed
         without the parameters (the gradient of a bias) is right."""
-        if self.past.is_unhooked or not self.place.reshards_after_forward:
+        if self.persistent.is_unhooked or not self.place.reshards_after_forward:
             return
         for handle in self._handles:
             if not (handle.unsharded.memory.is_guarded or handle.unsharded.never_freed) and handle.unsharded.has_grad():
@@ -221,8 +242,8 @@ class _FSDPState(ComposableState):
         be lost when the group is resharded."""
         self.swap.check_unsharded_slots()
         for handle in self._handles:
-            if handle.unsharded.was_edited():
-                handle.unsharded.forgive_edit()
+            if handle.unsharded.was_written():
+                handle.unsharded.forgive_write()
                 names = ", ".join(handle.names)
                 raise RuntimeError(
                     f"a parameter of the fully_shard group {self.name} was modified in place inside forward; the edit "
@@ -235,19 +256,19 @@ class _FSDPState(ComposableState):
         """The modules given to the call."""
         return [module for ref in self.modules if (module := ref()) is not None]
 
-    def adopt(self, handles: list[FlatParamHandle]) -> None:
+    def set_flat_params(self, handles: list[FlatParamHandle]) -> None:
         """Make ``handles`` the group's flat parameters."""
         self._handles = handles
         for handle in handles:
             handle.belong_to(self)
-        self.lead()
+        self.apply_options()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
         """The state of a copy of the group's modules, which are being copied: a group of its own, that has run nothing.
         ``swap`` is prepared when the copies are complete: at their first forward."""
         root = self.root
         is_in_backward = root is not None and (root.backward is not None or root.failed_backward is not None)
-        if self.progress.entries or self.backward.active_uses or is_in_backward:
+        if self.progress.running_forwards or self.backward.active_uses or is_in_backward:
             raise RuntimeError(
                 f"copy.deepcopy(): a forward or backward of the fully_shard group {self.name} is running (or was "
                 "interrupted): copy the model between iterations"
@@ -256,7 +277,7 @@ class _FSDPState(ComposableState):
         memo[id(self)] = twin
         twin.fqn, twin.mesh, twin.serial = self.fqn, self.mesh, self.serial
         twin.options = self.options.of_a_copy()
-        twin.adopt([copy.deepcopy(handle, memo) for handle in self._handles])
+        twin.set_flat_params([copy.deepcopy(handle, memo) for handle in self._handles])
         twin.ignored = weakref.WeakSet(copy.deepcopy(param, memo) for param in self.ignored)
         twin.modules = tuple(weakref.ref(copy.deepcopy(module, memo)) for module in self.live_modules())
         return twin
@@ -271,10 +292,10 @@ class _FSDPState(ComposableState):
         return f"_FSDPState({self.name}, {self._handles})"
 
 
-class ParameterWatch(Protocol):
-    """What the user may change between iterations, or inside forward; see ``watch``."""
+class ParameterDetector(Protocol):
+    """What the user may change between iterations, or inside forward; see ``change_detection``."""
 
-    def is_quiet(self) -> bool: ...
+    def is_unchanged(self) -> bool: ...
 
     def has_unsharded_grads(self) -> bool: ...
 
@@ -286,42 +307,42 @@ class ParameterWatch(Protocol):
 
     def newly_kept(self) -> list[tuple[_FSDPState, list[torch.Tensor]]]: ...
 
-    def was_forward_quiet(self) -> bool: ...
+    def was_forward_unchanged(self) -> bool: ...
 
     def follow_addresses(self) -> None: ...
 
 
-class _Watches:
+class _Detectors:
     """Those of several roots, as one."""
 
-    def __init__(self, watches: list[ParameterWatch]) -> None:
-        self._watches = watches
+    def __init__(self, detectors: list[ParameterDetector]) -> None:
+        self._detectors = detectors
 
-    def is_quiet(self) -> bool:
-        return all([watch.is_quiet() for watch in self._watches])
+    def is_unchanged(self) -> bool:
+        return all([detector.is_unchanged() for detector in self._detectors])
 
     def has_unsharded_grads(self) -> bool:
-        return any([watch.has_unsharded_grads() for watch in self._watches])
+        return any([detector.has_unsharded_grads() for detector in self._detectors])
 
     def backward_has_ended(self) -> None:
-        for watch in self._watches:
-            watch.backward_has_ended()
+        for detector in self._detectors:
+            detector.backward_has_ended()
 
     def was_toggled(self) -> bool:
-        return any([watch.was_toggled() for watch in self._watches])
+        return any([detector.was_toggled() for detector in self._detectors])
 
     def has_grads(self) -> bool:
-        return any([watch.has_grads() for watch in self._watches])
+        return any([detector.has_grads() for detector in self._detectors])
 
     def newly_kept(self) -> list[tuple[_FSDPState, list[torch.Tensor]]]:
-        return [item for watch in self._watches for item in watch.newly_kept()]
+        return [item for detector in self._detectors for item in detector.newly_kept()]
 
-    def was_forward_quiet(self) -> bool:
-        return all([watch.was_forward_quiet() for watch in self._watches])
+    def was_forward_unchanged(self) -> bool:
+        return all([detector.was_forward_unchanged() for detector in self._detectors])
 
     def follow_addresses(self) -> None:
-        for watch in self._watches:
-            watch.follow_addresses()
+        for detector in self._detectors:
+            detector.follow_addresses()
 
 
 class Root:
@@ -331,7 +352,7 @@ class Root:
 
     Attributes:
         states: every group of the root, by index; the root's own is first.
-        parts: the same, by root: several roots that share groups are one here (see ``roots``).
+        parts: the same, by root: several roots that share groups are one here (see ``registry``).
         communicator: streams and reduce buffers.
         exchange: the control exchange; ``used_starts``: where in its ``used`` the parameters of each handle begin.
         forward_exchange: the exchange at the end of forwards that have looked for unseen writes, of the size of the
@@ -360,7 +381,7 @@ class Root:
         exchange: ControlExchange,
         forward_exchange: ControlExchange,
         generation: int,
-        order: CollectiveOrder,
+        order: CollectiveLog,
         number: int,
         num_forwards: int,
         rounds: Rounds | None = None,
@@ -445,7 +466,7 @@ class Root:
 
     def has_backward_to_come(self) -> bool:
         """Whether a backward is running, or may come to a forward that has run."""
-        return self.backward is not None or any([state.progress.outstanding for state in self.live_states()])
+        return self.backward is not None or any([state.progress.awaiting_backward for state in self.live_states()])
 
     def phase(self) -> str:
         """What it is in, as text; empty between iterations."""
@@ -459,15 +480,15 @@ class Root:
         return any(item is not None and item.has_added for item in (self.backward, self.failed_backward))
 
     @property
-    def watch(self) -> ParameterWatch | None:
-        """A ``Watch`` over what the user may change between iterations; ``None`` when the root module is gone. The
-        root's own state keeps it: it refers to modules, which refer to their states, which refer to this root."""
+    def detector(self) -> ParameterDetector | None:
+        """A ``ChangeDetector`` over what the user may change between iterations; ``None`` when the root module is gone.
+        The root's own state keeps it: it refers to modules, which refer to their states, which refer to this root."""
         if len(self.parts) == 1:
             owner = self.states[0]()
-            return None if owner is None else owner.watch
+            return None if owner is None else owner.detector
         owners = [part[0]() for part in self.parts]
-        watches = [owner.watch for owner in owners if owner is not None and owner.watch is not None]
-        return _Watches(watches) if watches else None
+        detectors = [owner.detector for owner in owners if owner is not None and owner.detector is not None]
+        return _Detectors(detectors) if detectors else None
 
     @property
     def mesh(self) -> DataParallelMesh:

@@ -1,7 +1,7 @@
 """Flat views for optimizers, steps on state in host memory, and clipping of gradients."""
 
-from .clip import clip_grad_norm_ as clip_grad_norm_
-from .elementwise import declare_elementwise as declare_elementwise
-from .elementwise import elementwise_classes as elementwise_classes
+from .clip_grad import clip_grad_norm_ as clip_grad_norm_
+from .flat_parameters import declare_elementwise as declare_elementwise
+from .flat_parameters import elementwise_classes as elementwise_classes
 from .flat_parameters import flat_parameters as flat_parameters
-from .streamed import offload_states as offload_states
+from .state_offload import offload_states as offload_states

@@ -1,5 +1,8 @@
 """``RaggedShard``: a tensor sharded over one mesh dimension into contiguous, unequal, possibly empty parts.
 
+This file also has ``RunLengths``, how the counts of many ranks are kept, and ``RaggedSpec``, what follows from a
+placement for one rank. All of it is arithmetic on shapes: no tensor, no communication.
+
 A part is counted in rows (indices of dim 0) or in elements of the flattened tensor. Here a tensor of shape (5, 4) lies
 on 3 ranks, once by rows and once by elements::
 
@@ -10,19 +13,148 @@ Among very many ranks one writes, prints and stores runs of equal counts, as (co
 ``RaggedShard([(5, 1), (64, 1022), (0, 1)])``. Whatever their number, nothing here takes more time or memory.
 
 On a mesh of several dimensions a ``RaggedShard`` is always the innermost: it shards what is local after all other
-placements have been applied, wherever its mesh dimension stands.
-"""
+placements have been applied, wherever its mesh dimension stands."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, chain, repeat
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
-from torch.distributed.tensor.placement_types import Shard
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement, Shard
 
-from .run_lengths import RunLengths
+from .._torch import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset, mend_mesh
+
+# ---- ``RunLengths``: one count for each rank, kept as runs of equal ones.
+#
+# A flat parameter has equal shards, so of each parameter most ranks hold a whole shard or nothing. However many they
+# are, the counts of one parameter are at most five runs::
+#
+#     ranks      0    1    2    3    4    5    6
+#     counts     0    5   64   64   64    7    0          nothing, a head, whole shards, a tail, nothing
+#     pieces     (0, 1) (5, 1) (64, 3) (7, 1) (0, 1)      a count, and of how many ranks it is
+#
+# Neighbouring pieces differ and none is empty, so equal sequences have equal pieces: to compare and to hash placements
+# takes the pieces alone. Pure arithmetic.
+
+
+class RunLengths(Sequence[int]):
+    """The counts of all ranks, in their order; equal to a tuple or list of the same counts.
+
+    Args:
+        pieces: (count, number of ranks) pairs, in the order of ranks.
+
+    Attributes:
+        pieces: the same, as few as possible.
+        total: the sum of all counts.
+    """
+
+    __slots__ = ("_ends", "_sums", "pieces", "total")
+
+    def __init__(self, pieces: Iterable[tuple[int, int]]) -> None:
+        merged: list[tuple[int, int]] = []
+        for count, num_ranks in pieces:
+            if num_ranks and merged and merged[-1][0] == count:
+                merged[-1] = count, merged[-1][1] + num_ranks
+            elif num_ranks:
+                merged.append((count, num_ranks))
+        self.pieces = tuple(merged)
+        self._ends = tuple(accumulate(num_ranks for _, num_ranks in merged))
+        self._sums = tuple(accumulate((count * num_ranks for count, num_ranks in merged), initial=0))
+        self.total = self._sums[-1]
+
+    @classmethod
+    def of(cls, counts: Iterable[int]) -> RunLengths:
+        """Those of a sequence of counts."""
+        return counts if isinstance(counts, RunLengths) else cls((count, 1) for count in counts)
+
+    def start(self, rank: int) -> int:
+        """What the ranks before ``rank`` have together; of one past the last, the total."""
+        if rank >= len(self):
+            return self.total
+        piece = bisect_right(self._ends, rank)
+        first = self._ends[piece - 1] if piece else 0
+        return self._sums[piece] + (rank - first) * self.pieces[piece][0]
+
+    def times(self, factor: int) -> RunLengths:
+        return RunLengths([(count * factor, num_ranks) for count, num_ranks in self.pieces])
+
+    def divided_by(self, divisor: int) -> RunLengths:
+        """Rounded down."""
+        return RunLengths([(count // divisor, num_ranks) for count, num_ranks in self.pieces])
+
+    def within(self, start: int, stop: int) -> RunLengths:
+        """How many of the units ``start`` to ``stop`` of all that the ranks hold, one after the other, each has."""
+        return RunLengths(chain.from_iterable(map(_clipped, self.pieces, self._sums, repeat(start), repeat(stop))))
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where what each rank has starts and stops, of all that the ranks hold, one after the other."""
+        stops = [*accumulate(self)]
+        return [*zip([0, *stops[:-1]], stops, strict=True)]
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        rank = index + len(self) if index < 0 else index
+        if not 0 <= rank < len(self):
+            raise IndexError(f"rank {index} of {len(self)}")
+        return self.pieces[bisect_right(self._ends, rank)][0]
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(repeat(count, num_ranks) for count, num_ranks in self.pieces)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, RunLengths):
+            return self.pieces == other.pieces
+        return isinstance(other, (tuple, list)) and len(self) == len(other) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))  # that of the tuple, since it is equal to it; placements hash the pieces
+
+    def __reduce__(self) -> Any:
+        return RunLengths, (self.pieces,)
+
+    def __repr__(self) -> str:
+        return f"RunLengths({list(self.pieces)})"
+
+
+def _clipped(piece: tuple[int, int], first: int, start: int, stop: int) -> list[tuple[int, int]]:
+    """A piece whose first rank begins at ``first``, of which only ``start`` to ``stop`` counts."""
+    count, num_ranks = piece
+    last = first + count * num_ranks
+    if not count or stop <= start or last <= start or stop <= first:
+        return [(0, num_ranks)]
+    begin, end = max(start, first), min(stop, last)
+    head, tail = (begin - first) // count, (end - 1 - first) // count  # the ranks where it begins and ends
+    if head == tail:
+        held = [(end - begin, 1)]
+    else:
+        held = [
+            (first + (head + 1) * count - begin, 1),
+            (count, tail - head - 1),
+            (end - first - tail * count, 1),
+        ]
+    return [(0, head), *held, (0, num_ranks - tail - 1)]
+
+
+# ---- ``RaggedShard``
+
 
 _MOST_COUNTS_IN_WORDS = 16  # of more ranks, pieces are shorter
 
@@ -215,3 +347,145 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[B
     row = prod(shape[1:])
     inner = range_to_boxes(shape[1:], start - index * row, stop - index * row)
     return [Box((index, *box.offsets), (1, *box.sizes), index * row + box.start) for box in inner]
+
+
+# ---- ``RaggedSpec``: mesh, placements, shape and dtype of a ``RaggedDTensor``, and what follows from them for one
+# rank.
+#
+# Pure arithmetic, computed once and kept. Tensors that are sharded alike should share one, so that comparing is fast.
+
+
+Shape = tuple[int, ...]
+
+
+class RaggedSpec(DTensorSpec):
+    """Mesh, placements, shape and dtype of a ``RaggedDTensor``, and what follows from them for this rank."""
+
+    __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
+    __hash__ = DTensorSpec.__hash__
+
+    @staticmethod
+    def make(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> RaggedSpec:
+        """Raises ValueError unless exactly one placement is a ``RaggedShard``, and it covers the tensor."""
+        size = torch.Size(shape)
+        known = [item.with_shape(size) if isinstance(item, RaggedShard) else item for item in placements]
+        spec = RaggedSpec(mesh, tuple(known), TensorMeta(size, torch.empty(size, device="meta").stride(), dtype))
+        num_ragged = sum(isinstance(item, RaggedShard) for item in spec.placements)
+        if num_ragged != 1 or len(spec.placements) != mesh.ndim:
+            raise ValueError(
+                f"a RaggedDTensor on a mesh of {mesh.ndim} dimension(s) needs as many placements, of which one is a "
+                f"RaggedShard; got {list(spec.placements)}"
+            )
+        units, inner = spec.ragged.num_units(spec.inner_shape), tuple(spec.inner_shape)
+        if len(spec.ragged.counts) != mesh.size(spec.ragged_dim) or spec.ragged.num_placed != units:
+            raise ValueError(
+                f"{spec.ragged} does not shard a tensor of shape {inner}, which has {units} "
+                f"{'elements' if spec.ragged.flat else 'rows'}, over {mesh.size(spec.ragged_dim)} ranks"
+            )
+        return spec
+
+    def _verify_shard_order(self, shard_order: Any) -> None:
+        """Stock DTensor refuses a placement that is no even ``Shard``; this class exists to carry one."""
+
+    @cached_property
+    def ragged_dim(self) -> int:
+        """The mesh dimension that the ``RaggedShard`` is for."""
+        return next(i for i, item in enumerate(self.placements) if isinstance(item, RaggedShard))
+
+    @cached_property
+    def ragged(self) -> RaggedShard:
+        placement = self.placements[self.ragged_dim]
+        assert isinstance(placement, RaggedShard)
+        return placement
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank's place in the ragged mesh dimension."""
+        return self.mesh.get_local_rank(self.ragged_dim)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that hold the other local shards."""
+        return self.mesh.get_group(self.ragged_dim)
+
+    @cached_property
+    def gathered_placements(self) -> tuple[Placement, ...]:
+        """The placements after the local shards have been gathered."""
+        return tuple(Replicate() if isinstance(item, RaggedShard) else item for item in self.placements)
+
+    @cached_property
+    def _inner(self) -> tuple[Shape, Shape]:
+        sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.gathered_placements)
+        return tuple(sizes), tuple(offsets)
+
+    @property
+    def inner_shape(self) -> Shape:
+        """The shape of what the ``RaggedShard`` shards: what is local after all other placements."""
+        return self._inner[0]
+
+    @property
+    def inner_offsets(self) -> Shape:
+        """Where that lies in the whole tensor."""
+        return self._inner[1]
+
+    @cached_property
+    def is_only_ragged(self) -> bool:
+        """Whether no other placement shards the tensor: what the ``RaggedShard`` shards is the whole, on every rank."""
+        sizes = self.mesh.shape
+        return all(item.is_replicate() or size == 1 for item, size in zip(self.gathered_placements, sizes, strict=True))
+
+    @cached_property
+    def is_scalar(self) -> bool:
+        return not self.shape
+
+    @cached_property
+    def reduce_dims(self) -> tuple[int, ...]:
+        """The mesh dimensions whose ranks hold different elements."""
+        return tuple(i for i, item in enumerate(self.placements) if not item.is_replicate())
+
+    @cached_property
+    def local_shape(self) -> Shape:
+        return self.ragged.local_shape(self.inner_shape, self.rank)
+
+    @cached_property
+    def element_range(self) -> tuple[int, int]:
+        """Start and stop of this rank's local shard in the flattened inner tensor."""
+        return self.ragged.element_range(self.inner_shape, self.rank)
+
+    @cached_property
+    def _by_dtype(self) -> dict[torch.dtype, RaggedSpec]:
+        return {self.dtype: self}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        assert self.tensor_meta is not None
+        return self.tensor_meta.dtype
+
+    def with_dtype(self, dtype: torch.dtype) -> RaggedSpec:
+        spec = self._by_dtype.get(dtype)
+        if spec is None:
+            assert self.tensor_meta is not None
+            meta = TensorMeta(self.tensor_meta.shape, self.tensor_meta.stride, dtype)
+            spec = self._by_dtype[dtype] = RaggedSpec(self.mesh, self.placements, meta)
+            spec.__dict__["_by_dtype"] = self._by_dtype
+        return spec
+
+    def is_sharded_like(self, other: RaggedSpec) -> bool:
+        """Whether tensors of both have their elements at the same places."""
+        return self is other or (
+            self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh
+        )
+
+    def boxes(self) -> list[Box]:
+        """This rank's local shard as boxes of the inner tensor; an empty tensor is one empty box on the first rank."""
+        if prod(self.shape) == 0:
+            return [Box((0,) * len(self.shape), tuple(self.shape), 0)] if self.rank == 0 else []
+        return range_to_boxes(self.inner_shape, *self.element_range)
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order")
+        return {**{name: self.__dict__[name] for name in names if name in self.__dict__}, "_hash": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        mend_mesh(self.mesh)

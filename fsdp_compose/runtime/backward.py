@@ -1,32 +1,29 @@
-"""A backward of a root, from its first hook to the end, when the ranks have exchanged what they did and gradients are
-published.
-"""
+"""A backward of a root, from its first hook to its end: the ranks exchange what they did, and gradients are published.
+
+Autograd calls this through the hooks of a use. The buckets of a replicated group, averaged while backward goes on, are
+here too."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils.hooks import RemovableHandle
 
 from .._torch import in_compiled_autograd, queue_end_of_backward
-from ..flat import follow_profiler
-from ..group import (
-    END_OF_BACKWARD,
-    Backward,
-    Root,
-    _FSDPState,
-    ends_backwards,
-    never_traced,
-)
-from .exchange import begin_exchange, end_exchange
+from ..flat import LARGE_BYTES, FlatParamHandle, follow_profiler, place
+from ..group import END_OF_BACKWARD, Backward, Root, _FSDPState, ends_backwards, never_traced
+from .agreement import begin_exchange, end_exchange
+from .group_ops import follow_requires_grad_writes_before_backward, hide_shown, reduce, reduce_early, stays_unsharded
+from .optional import announce_failure, mark_ready_to_reduce
 from .optional import begin_backward as begin_rounds
 from .optional import end_backward as end_rounds
-from .optional import owe, tell_of_failure
 from .recovery import recover_backward
-from .steps import follow_toggles_before_backward, hide_shown, reduce, stays_unsharded
 
 
 def begin_backward(root: Root) -> Backward:
@@ -43,11 +40,11 @@ def begin_backward(root: Root) -> Backward:
     follow_profiler()
     backward = root.begin_backward()
     queue_end_of_backward(_EndOfBackward(root, backward))
-    watch = root.watch
-    if watch is None or watch.was_toggled():
-        follow_toggles_before_backward(root)
+    detector = root.detector
+    if detector is None or detector.was_toggled():
+        follow_requires_grad_writes_before_backward(root)
     for state in root.live_states():
-        if state.past.is_unhooked or not state.place.reshards_after_forward:
+        if state.persistent.is_unhooked or not state.place.reshards_after_forward:
             _show_throughout(backward, state)
     if root.rounds is not None:
         begin_rounds(root, root.rounds)
@@ -75,9 +72,9 @@ def refuse_double_backward() -> None:
 def _notice_backwards(state: _FSDPState) -> None:
     """From now on let hooks on the unsharded parameters of a group tell that a backward runs: one that passes none of
     the group's outputs, so that its end is reached all the same."""
-    if state.past.has_leaf_hooks:
+    if state.persistent.has_leaf_hooks:
         return
-    state.past.hook_leaves()
+    state.persistent.hook_leaves()
     reference = weakref.ref(state)
 
     @never_traced
@@ -95,9 +92,9 @@ def _notice_backwards(state: _FSDPState) -> None:
 def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
     """Backward can enter the group unnoticed: keep it unsharded, and let its parameters' own hooks make sure that the
     end of backward is reached."""
-    if state.past.is_unhooked or not state._handles:
+    if state.persistent.is_unhooked or not state._handles:
         return
-    state.past.stay_unsharded()
+    state.persistent.stay_unsharded()
     for handle in state._handles:
         handle.unsharded.keep_allocated(True)
     _notice_backwards(state)
@@ -139,8 +136,8 @@ def _give_up_backward(root: Root, backward: Backward) -> None:
     root.fail_backward(backward)
     backward.shown.clear()
     for state in root.live_states():
-        state.swap.restore(len(state.progress.entries))
-    tell_of_failure(root)
+        state.swap.restore(len(state.progress.running_forwards))
+    announce_failure(root)
 
 
 @never_traced
@@ -150,9 +147,9 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     states, backward, rounds = root.live_states(), root.backward, root.rounds
     assert backward is not None
     # ... or inside a recomputation.
-    is_inside = is_inside or root.forward.depth > 0 or any([state.progress.entries for state in states])
+    is_inside = is_inside or root.forward.depth > 0 or any([state.progress.running_forwards for state in states])
     for state in reversed(states):
-        progress, past = state.backward, state.past
+        progress, past = state.backward, state.persistent
         if progress.is_reduced and not progress.active_uses:
             continue
         if not progress.was_reached:
@@ -169,7 +166,7 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
                 if not is_inside or _has_run_in_forward(root, state):
                     state.check_versions(past.unhooked_versions)
             if rounds is not None and rounds.is_on:
-                owe(root, rounds, state)
+                mark_ready_to_reduce(root, rounds, state)
             else:
                 reduce(root, state)
     if rounds is not None:
@@ -178,8 +175,8 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     _bring_captured(root, states)
     _exchange(root, states)
     backward.add()  # a hook of the user's that raises leaves some gradients shown, on each rank others
-    watch = root.watch
-    has_others = watch is None or watch.has_grads()
+    detector = root.detector
+    has_others = detector is None or detector.has_grads()
     for state in states:
         for handle in state._handles:
             if handle.unsharded.is_allocated and not (is_inside and stays_unsharded(root, state)):
@@ -188,15 +185,15 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
                     handle.unsharded.be_left(not handle.unsharded.never_freed)
                 else:
                     root.communicator.reshard(handle)
-            if handle.contributions.awaits_publication:
+            if handle.pending_gradients.awaits_publication:
                 root.communicator.publish(handle, has_others)
-            elif handle.contributions.accumulation is not None:
-                handle.contributions.accumulation.show()
+            elif handle.pending_gradients.accumulation is not None:
+                handle.pending_gradients.accumulation.show()
         progress = state.backward
         if progress.was_reached:
             # A use that this backward passed by will not hold up a later reduction; but the backward of the forward
             # that is running is yet to come.
-            if state.progress.outstanding:
+            if state.progress.awaiting_backward:
                 state.progress.pass_by(
                     min(progress.last_use, root.num_forwards - 1) if is_inside else progress.last_use
                 )
@@ -214,7 +211,7 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
 
 def _bring_captured(root: Root, states: list[_FSDPState]) -> None:
     """Take the gradients that graphs of ``torch.compile`` have brought, behind those that eager hooks have reduced."""
-    captured = [(state, state.past.captured) for state in states if state.past.captured is not None]
+    captured = [(state, state.persistent.captured) for state in states if state.persistent.captured is not None]
     if captured and root.backward is not None:
         root.communicator.finish()
         if root.forward.record.captured is not None:
@@ -231,13 +228,15 @@ def _bring_captured(root: Root, states: list[_FSDPState]) -> None:
 def _has_run_in_forward(root: Root, state: _FSDPState) -> bool:
     """Whether the group's forward has ended, in a forward of the root that is running."""
     forward = root.forward
-    return bool(forward.depth and state.place.index in forward.record.begun and not state.progress.entries)
+    return bool(forward.depth and state.place.index in forward.record.begun and not state.progress.running_forwards)
 
 
 def refuse_unseen_backward(root: Root, state: _FSDPState) -> None:
     """As the state's own method, but a backward inside the root's forward may reach the parameters of a group while
     its forward is running."""
-    if not state.progress.entries and not (root.forward.depth and state.place.index in root.forward.record.begun):
+    if not state.progress.running_forwards and not (
+        root.forward.depth and state.place.index in root.forward.record.begun
+    ):
         state.refuse_unseen_backward()
 
 
@@ -275,10 +274,10 @@ def reduce_accumulated(root: Root) -> None:
 def _exchange(root: Root, states: list[_FSDPState]) -> None:
     """Agree with all ranks on the order of collectives and on which parameters have a gradient; reduce again what came
     late."""
-    exchange, backward, watch = root.exchange, root.backward, root.watch
+    exchange, backward, detector = root.exchange, root.backward, root.detector
     while True:
         may_be_late = (
-            (backward is not None and backward.has_outside_grads) or watch is None or watch.has_unsharded_grads()
+            (backward is not None and backward.has_outside_grads) or detector is None or detector.has_unsharded_grads()
         )
         exchange.late[:] = bytes(len(exchange.late))
         if may_be_late:
@@ -288,8 +287,8 @@ def _exchange(root: Root, states: list[_FSDPState]) -> None:
         root.communicator.finish()
         end_exchange(root, exchange, END_OF_BACKWARD)
         if not any(exchange.late):
-            if watch is not None and not may_be_late:
-                watch.backward_has_ended()
+            if detector is not None and not may_be_late:
+                detector.backward_has_ended()
             return
         for state in states:
             if exchange.late[state.place.index]:
@@ -304,6 +303,100 @@ def _lateness(state: _FSDPState) -> int:
     far as is known, because forward has just thawed a part of it."""
     late = 0
     for handle in state._handles:
-        if handle.unsharded.has_grad() or handle.contributions.outside:
-            late = max(late, _LATE if handle.contributions.is_trainable else _LATE_THOUGH_FROZEN)
+        if handle.unsharded.has_grad() or handle.pending_gradients.outside:
+            late = max(late, _LATE if handle.pending_gradients.is_trainable else _LATE_THOUGH_FROZEN)
     return late
+
+
+# ---- The buckets of a replicated group: averaged as soon as a backward has brought all their gradients.
+#
+# Of each bucket one parameter has a hook, that whose gradient has come last, and the hook finds the bucket complete.
+# Until it is known which one that is, and when another one has come last, all of them have. So have large ones, whose
+# gradients are placed in the bucket at once. Buckets are averaged in one order, that of their last parameters
+# backwards: one that is complete waits for those before it. What is not complete when the group's backward is done
+# (this rank has not used a parameter) is averaged then, as all else is.
+#
+# Note [Only buckets]. When a bucket is complete depends on the parameters that a rank has used. So what else the
+# process group carries meanwhile must not depend on it. Buckets are averaged early only where there is nothing else: no
+# other group of the root, and no other model with a backward to come.
+
+
+def watch_buckets(state: _FSDPState) -> None:
+    """Let hooks on the unsharded parameters of a replicated group tell when its buckets are complete."""
+    if state.options.bucket_bytes is None or state.mesh.replicate_group is None or state.persistent.has_bucket_hooks:
+        return
+    state.persistent.hook_buckets()
+    for handle in state._handles:
+        _Bucket(state, handle).listen_to_all()
+
+
+class _Bucket:
+    """The hooks of one bucket, which hold it."""
+
+    __slots__ = ("_handle", "_last", "_removable", "_state")
+
+    def __init__(self, state: _FSDPState, handle: FlatParamHandle) -> None:
+        self._state, self._handle = weakref.ref(state), weakref.ref(handle)
+        self._removable: list[RemovableHandle] = []
+        self._last: int | None = None  # the parameter whose gradient comes last, if that is known
+
+    def listen_to_all(self) -> None:
+        handle = self._handle()
+        if handle is not None:
+            self._listen(handle.unsharded.params, range(len(handle.unsharded.params)))
+            self._last = None
+
+    def _listen(self, params: Sequence[nn.Parameter], indexes: Iterable[int]) -> None:
+        """Have hooks on these parameters, and on large ones."""
+        for item in self._removable:
+            item.remove()
+        large = [i for i, param in enumerate(params) if param.numel() * param.element_size() >= LARGE_BYTES]
+        hooks = [(params[i], partial(_note, self, i)) for i in {*indexes, *large} if params[i].requires_grad]
+        self._removable = [param.register_post_accumulate_grad_hook(hook) for param, hook in hooks]
+
+    def arrived(self, index: int) -> None:
+        """Autograd has brought the gradient of a parameter that has a hook."""
+        state, handle = self._state(), self._handle()
+        if state is None or handle is None or state.root is None:
+            return
+        params, progress, options = handle.unsharded.params, state.backward, state.options
+        is_running = state.root.backward is not None and progress.was_reached and not progress.is_reduced
+        if not (is_running and options.requires_gradient_sync and options.requires_all_reduce):
+            return
+        if params[index].numel() * params[index].element_size() >= LARGE_BYTES:
+            place(handle, index)
+        if self._last not in (None, index):
+            return
+        if _is_complete(handle):
+            if self._last is None:
+                self._listen(params, (index,))
+                self._last = index
+            if not progress.is_iterated:
+                _reduce_complete(state.root, state)
+        elif self._last is not None:
+            self.listen_to_all()
+
+
+@never_traced
+def _note(bucket: _Bucket, index: int, _param: torch.Tensor) -> None:
+    bucket.arrived(index)
+
+
+def _is_complete(handle: FlatParamHandle) -> bool:
+    """Whether all its gradients are there that may come."""
+    params, placed = handle.unsharded.params, handle.pending_gradients.placed
+    for i, param in enumerate(params):
+        if param.grad is None and i not in placed and param.requires_grad:
+            return False
+    return True
+
+
+def _reduce_complete(root: Root, state: _FSDPState) -> None:
+    """Average the buckets that are complete, up to the first that is not."""
+    backward, progress = root.backward, state.backward
+    assert backward is not None
+    if backward.has_only_buckets is None:
+        backward.judge(root.has_one_group() and not root.order.has_others_in_backward(root))
+    handles = state._handles
+    while backward.has_only_buckets and progress.num_early < len(handles) and _is_complete(handles[progress.num_early]):
+        reduce_early(root, state)

@@ -1,45 +1,52 @@
-"""The gather of functional mode: itself an operation that autograd differentiates, as often as asked.
+"""Gathers that autograd differentiates: of whole groups in functional mode, and of single parameters used in a loss.
 
-Instead of refilling memory that hooks manage, it makes new full parameters from the sharded ones, which stay in the
-graph: gradients flow through a reduce-scatter back to the sharded parameters, and gradients of gradients through
-another all-gather. So ``autograd.grad(loss, model.parameters(), create_graph=True)`` and gradient penalties are what
-they are for the unsharded model. The price: what was gathered lives until the graph is freed, and nothing is
-prefetched. ``modes.functional`` lets modules show what was gathered; ``outside_use`` gathers single parameters.
+Instead of refilling memory that hooks manage, such a gather makes new full parameters from the sharded ones, which stay
+in the graph. Gradients flow through a reduce-scatter back to the sharded parameters, and gradients of gradients through
+another all-gather. So ``autograd.grad(loss, model.parameters(), create_graph=True)`` and gradient penalties give what
+they give for the unsharded model. The price: what was gathered lives until the graph is freed, and nothing is
+prefetched. ``functional_mode`` lets modules show what was gathered. Below are also uses of a parameter outside its
+group's forward, and ``backward(inputs=...)``.
 
 Note [Averages]. Each rank differentiates its own loss, and what arrives at sharded parameters is the average over the
 ranks, as everywhere in data parallel training. A term of the loss that was computed from such an average is the same on
 every rank; its average over the ranks is the term itself. So the derivative of the reduce-scatter is the plain
-all-gather, without another division.
-"""
+all-gather, without another division."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from .._torch import in_forward_ad, queue_end_of_backward
+from .._torch import in_forward_ad, intercept_backward_inputs, queue_end_of_backward
 from ..comm import Carrier, ControlExchange
 from ..flat import (
     FlatParamHandle,
     copy_gradients,
+    handle_of,
+    handle_of_segment,
     like_sharded_param,
     local_elements,
     make_gradient,
+    sharded_param_of,
 )
-from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, Root, _FSDPState
-from .exchange import begin_exchange, end_exchange
+from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, Root, _FSDPState, captured_leaves, state_of
+from ..ragged import RaggedDTensor, gather_local_shards, gather_parameter, scatter_average
+from .agreement import begin_exchange, end_exchange
+from .backward import begin_backward
+from .optional import sync_point_before_gather
 from .recovery import recover_backward
 
 
 def refuse_accumulated(state: _FSDPState) -> None:
     """Raise if gradients of the group wait for a reduction, which functional mode does not do for them."""
     for handle in state._handles:
-        handle.contributions.follow_zero_grad()
-    if any(handle.contributions.accumulation is not None for handle in state._handles):
+        handle.pending_gradients.follow_zero_grad()
+    if any(handle.pending_gradients.accumulation is not None for handle in state._handles):
         raise RuntimeError(
             f"the fully_shard group {state.name} has gradients that were accumulated without sync, and a forward in "
             "functional mode begins: run the backward that reduces them in the default mode first, or zero_grad()"
@@ -109,7 +116,9 @@ class Gather:
 
     def _reduce_scatter(self, handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         flat = torch.zeros(
-            handle.layout.flat_numel, dtype=handle.contributions.dtype, device=handle.home.compute_device(handle.shard)
+            handle.layout.flat_numel,
+            dtype=handle.pending_gradients.dtype,
+            device=handle.storage.compute_device(handle.shard),
         )
         reduction = handle.reduction_of(flat)
         present = [item for item in zip(reduction.views, grads, strict=True) if item[1] is not None]
@@ -274,3 +283,194 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         whole = _AllGather.apply(ctx.gather, *grads)
         return None, *[item if needed else None for item, needed in zip(whole, ctx.needs_input_grad[1:])]
+
+
+# ---- Uses of a sharded parameter outside its group's forward: ``full_tensor()`` or ``redistribute()`` of it, in a
+# loss.
+#
+# A fused or chunked cross entropy computes with the weight of the output head after the model's forward::
+#
+#     loss = F.cross_entropy(F.linear(hidden, model.head.weight.full_tensor()), target)
+#
+# What backward brings to the whole tensor is this rank's own gradient, like that of an unsharded parameter. In the
+# default mode it goes the same way: it waits on the flat parameter until the group is reduced, in the backward that is
+# running, with all other gradients of the group; or else at the end of backward, where the control exchange lets all
+# ranks know that some rank has one. So no rank waits for another one whose loss does not use the weight. In functional
+# mode, where gradients reach sharded parameters through autograd, it is a reduce-scatter that autograd can
+# differentiate.
+
+
+def _place_of(sharded: torch.Tensor) -> tuple[FlatParamHandle, int, _FSDPState, Root] | None:
+    """Where a sharded parameter is; ``None`` if it is not one, or before the first forward."""
+    place = handle_of(sharded)
+    if place is None:
+        return None
+    handle, index = place
+    state = state_of(handle)
+    if state is None or state.root is None:
+        return None
+    return handle, index, state, state.root
+
+
+def _gather(sharded: RaggedDTensor) -> torch.Tensor | None:
+    place = _place_of(sharded)
+    if place is None:
+        return None
+    handle, index, state, root = place
+    if root.rounds is not None:
+        sync_point_before_gather(root, state)
+    root.order.trace.append(state.code | ALL_GATHER)
+    root.communicator.announce(handle, "all-gather of a parameter")
+    whole: torch.Tensor
+    if state.options.is_functional or state.persistent.was_functional:
+        refuse_accumulated(state)
+        whole = _FunctionalWhole.apply(Gather(root, state, [handle]), index, sharded)
+    else:
+        whole = _Whole.apply(sharded, state.shard_versions())
+    return whole
+
+
+gather_parameter.append(_gather)
+
+_is_through_autograd = False
+
+
+@contextlib.contextmanager
+def gradients_through_autograd() -> Iterator[None]:
+    """Within this context, that of an ``autograd.grad()``, gradients are averaged at once and returned to autograd."""
+    global _is_through_autograd
+    before, _is_through_autograd = _is_through_autograd, True
+    try:
+        yield
+    finally:
+        _is_through_autograd = before
+
+
+class _Whole(torch.autograd.Function):
+    """The whole of a sharded parameter, in the default mode."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: RaggedDTensor, versions: Sequence[int]) -> torch.Tensor:
+        ctx.sharded, ctx.versions = sharded, versions
+        return gather_local_shards(sharded)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+        place = _place_of(ctx.sharded)
+        if place is None or _is_through_autograd:  # the model is gone, or this is autograd.grad()
+            return scatter_average(grad, ctx.sharded), None
+        handle, index, state, root = place
+        backward = root.backward or begin_backward(root)
+        state.check_versions(ctx.versions)
+        if ctx.sharded.requires_grad:  # else it was frozen after that forward
+            handle.pending_gradients.add_outside(index, grad)
+            backward.note_outside_grads()
+        return None, None
+
+
+class _FunctionalWhole(torch.autograd.Function):
+    """The whole of a sharded parameter, or of something that is sharded like it, in functional mode."""
+
+    @staticmethod
+    def forward(ctx: Any, gather: Gather, index: int, part: RaggedDTensor) -> torch.Tensor:
+        ctx.gather, ctx.index = gather, index
+        return gather_local_shards(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, Any]:
+        return None, None, _FunctionalReduce.apply(ctx.gather, ctx.index, grad)
+
+
+class _FunctionalReduce(torch.autograd.Function):
+    """The gradient of the whole -> the average over the ranks, sharded. Its derivative: see Note [Averages]."""
+
+    @staticmethod
+    def forward(ctx: Any, gather: Gather, index: int, grad: torch.Tensor) -> Any:
+        ctx.gather, ctx.index = gather, index
+        grads: list[torch.Tensor | None] = [None] * len(gather.sharded_params)
+        grads[index] = grad
+        return gather.reduce_scatter(grads)[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: RaggedDTensor) -> tuple[None, None, Any]:
+        return None, None, _FunctionalWhole.apply(ctx.gather, ctx.index, grad)
+
+
+# ---- ``backward(inputs=...)`` and ``autograd.grad()`` of sharded parameters.
+#
+# In the default mode gradients reach sharded parameters by a reduction: autograd knows no way from a loss to them.
+# Asked for their gradients alone it would compute nothing, without a word. So ``backward(inputs=...)`` asks for those
+# of the unsharded parameters as well, which are then reduced as ever. ``autograd.grad()``, which must return gradients
+# and leave ``.grad`` alone, finds out whether the loss was computed with the parameters in a forward, and then refuses;
+# gradients of terms on the sharded parameters themselves, and everything in functional mode, are autograd's own affair.
+
+
+_is_installed = False
+
+
+def notice_inputs() -> None:
+    """Called by ``fully_shard``; acts once."""
+    global _is_installed
+    if not _is_installed:
+        _is_installed = True
+        intercept_backward_inputs(_run)
+
+
+def _run(
+    run: Callable[[tuple[Any, ...], bool], Any], inputs: tuple[Any, ...], allow_unused: bool, accumulates: bool
+) -> Any:
+    """``run(inputs, allow_unused)``, with the inputs that the user means."""
+    found = [(handle, index) for item in inputs for handle, index in _places_of(item)]
+    if not found:
+        return run(inputs, allow_unused)
+    unsharded = [handle.unsharded.params[index] for handle, index in found]
+    if accumulates:
+        sharded = [handle.sharded_params[index] for handle, index in found]
+        leaves = [leaf for handle, _ in found for leaf in captured_leaves(handle)]
+        added = {id(item): item for item in (*sharded, *unsharded, *leaves) if item.requires_grad}
+        for item in inputs:
+            added.pop(id(item), None)
+        return run((*inputs, *added.values()), allow_unused)
+    asked = {id(param): (param, place) for param, place in zip(unsharded, found, strict=True) if param.requires_grad}
+    asked |= {
+        id(leaf): (leaf, (handle, index))
+        for handle, index in found
+        for leaf in captured_leaves(handle)
+        if leaf.requires_grad
+    }
+    with gradients_through_autograd():
+        result = run((*inputs, *[param for param, _ in asked.values()]), True)
+    gradients, others = result[: len(inputs)], result[len(inputs) :]
+    for (_, (handle, index)), other in zip(asked.values(), others, strict=True):
+        if other is not None:
+            raise _refusal(handle, index)
+    if not allow_unused and any(item is None for item in gradients):
+        raise RuntimeError(
+            "autograd.grad(): a tensor among the inputs was not used to compute the outputs; with allow_unused=True "
+            "its gradient is None"
+        )
+    return gradients
+
+
+def _places_of(item: Any) -> Iterator[tuple[FlatParamHandle, int]]:
+    """The sharded parameters behind an input: itself, or those of which it is the flat view."""
+    if not isinstance(item, torch.Tensor):
+        return
+    place = handle_of(sharded_param_of(item))
+    if place is not None:
+        yield place
+    handle = handle_of_segment(item)
+    for segment in () if handle is None else handle.segments:
+        if segment.parameter is item and handle is not None:
+            yield from ((handle, index) for index in segment.sharded_params)
+
+
+def _refusal(handle: FlatParamHandle, index: int) -> RuntimeError:
+    state = state_of(handle)
+    group = "?" if state is None else state.name
+    return RuntimeError(
+        f"autograd.grad() was asked for the gradient of {handle.name_of(index)}, a sharded parameter of "
+        f"the fully_shard group {group}, whose forward ran in the default mode: gradients arrive in .grad there. Run "
+        "the forward in functional mode (with functional_mode(model): ...), or call backward(), with inputs=[...] "
+        "for some parameters only"
+    )

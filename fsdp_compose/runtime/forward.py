@@ -1,8 +1,13 @@
-"""A top-level forward of a root: its start, by a module or by the user's own ``unshard()``, and its end."""
+"""A top-level forward of a root: its start, by a module or by the user's own ``unshard()``, and its end.
+
+The hooks call this at the outermost module. Code that is compiled together with the forwards of whole models is a
+region: what a root's hooks do around a forward is then done around the region."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -10,15 +15,14 @@ import torch.nn as nn
 
 from .._torch import backwards, current_graph_task_id, is_in_functional_call
 from ..flat import follow_profiler, is_stale
-from ..group import ALL_GATHER, Root, _FSDPState, states_to_run
+from ..group import ALL_GATHER, Root, _FSDPState, state_of_hooked, states_to_run
+from .agreement import VersionsBefore
 from .backward import publish_from_inside
-from .captures import VersionsBefore
-from .first_forward import initialise, is_running, tree
-from .given import own_values
+from .functional_call import own_values
+from .group_ops import follow_requires_grad_writes_of_forward
+from .lazy_init import detect_again, initialise, is_running, take_over, tree
 from .optional import begin_forward as begin_optional
 from .recovery import recover, recover_backward
-from .steps import follow_toggles_of_forward
-from .user_changes import take_over, watch_again
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -34,13 +38,13 @@ def enter(state: _FSDPState, module: nn.Module) -> Root:
     elif root.forward.depth == 0 or (state.place.is_outermost and not is_running(root.forward.caller)):
         if root.is_dead:
             recover(root)
-        is_given, watch = False, root.watch
-        if watch is None or root.generation != tree.generation:
+        is_given, detector = False, root.detector
+        if detector is None or root.generation != tree.generation:
             root = initialise(state, module)  # the module that was the root is gone, or a group was added somewhere
             is_given = is_in_functional_call()
-        elif not watch.is_quiet():
+        elif not detector.is_unchanged():
             with own_values(root.live_states()):
-                if not watch.is_quiet():
+                if not detector.is_unchanged():
                     root = _follow_user(root, state, module)
             is_given = is_in_functional_call()
         _begin_forward(root, state, is_given)
@@ -59,9 +63,9 @@ def enter_alone(state: _FSDPState, module: nn.Module) -> Root:
     """The root of a group that the user drives by hand, outside forward and backward; ready to be unsharded."""
     follow_profiler()
     root = state.root
-    if root is None or root.watch is None:
+    if root is None or root.detector is None:
         return initialise(state, module)
-    if root.forward.depth == 0 and not root.watch.is_quiet():
+    if root.forward.depth == 0 and not root.detector.is_unchanged():
         return _follow_user(root, state, module)
     return root
 
@@ -78,10 +82,10 @@ def _follow_user(root: Root, state: _FSDPState, module: nn.Module) -> Root:
 def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
     """Free gradients that were dropped, gather again what stayed unsharded, and start a new record."""
     captured: list[_FSDPState] = []
-    watch = root.watch
+    detector = root.detector
     if root.rounds is not None:
         begin_optional(root, root.rounds)
-    may_release = watch is not None and not watch.has_grads()  # one look for all
+    may_release = detector is not None and not detector.has_grads()  # one look for all
     for state in root.live_states():
         for handle in state._handles:
             if handle.summoned is not None:
@@ -89,11 +93,11 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
                     f"a forward of the fully_shard group {state.name} begins inside summon_full_params(), where its "
                     "parameters are full ones that may have been edited: leave the context first"
                 )
-            if handle.contributions.accumulation is not None:
-                handle.contributions.follow_zero_grad()
+            if handle.pending_gradients.accumulation is not None:
+                handle.pending_gradients.follow_zero_grad()
             handle.gradient.release_if_dropped(may_release)
-            if handle.contributions.accumulation is not None:
-                handle.contributions.accumulation.show()
+            if handle.pending_gradients.accumulation is not None:
+                handle.pending_gradients.accumulation.show()
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed and root.rounds is None:
                 if state.options.follows_writes() and handle.unsharded.left_by_forward and not is_stale(handle):
                     continue
@@ -101,13 +105,13 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
                 root.order.trace.append(state.code | ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.unsharded.be_left(state.options.is_held)
-        if state.past.captured is not None:
-            state.past.captured.follow()
+        if state.persistent.captured is not None:
+            state.persistent.captured.follow()
             captured.append(state)
     root.begin_forward(outermost.place.index, _caller(), is_given, current_graph_task_id(), backwards.count)
     if captured:
         root.forward.record.note_captured(VersionsBefore(captured))
-    root.order.fold_if_long()
+    root.order.compact()
 
 
 def check_after_forward(root: Root) -> None:
@@ -115,26 +119,26 @@ def check_after_forward(root: Root) -> None:
     unexpectedly, and publish what backwards inside it have left."""
     if root.failed_backward is not None:
         recover_backward(root)
-    watch = root.watch
-    if watch is None or not watch.was_forward_quiet():
+    detector = root.detector
+    if detector is None or not detector.was_forward_unchanged():
         states = root.live_states()
-        follow_toggles_of_forward(root, states)
+        follow_requires_grad_writes_of_forward(root, states)
         try:
             for state in states:
                 state.check_after_forward()
         finally:
-            if watch is not None:
-                watch_again(root)
-                watch = root.watch
+            if detector is not None:
+                detect_again(root)
+                detector = root.detector
     if root.forward.record.captured is not None and not root.forward.is_region:  # where an optimizer may step
         root.forward.record.captured.check_forward()
-    if watch is not None and torch.is_grad_enabled():
-        for state, tensors in watch.newly_kept():
+    if detector is not None and torch.is_grad_enabled():
+        for state, tensors in detector.newly_kept():
             latest = root.forward.latest.get(state.place.index)
             if latest is not None:
                 for tensor in tensors:
                     latest.hook_output(tensor)
-    if backwards.count != root.forward.num_backwards and watch is not None and watch.has_unsharded_grads():
+    if backwards.count != root.forward.num_backwards and detector is not None and detector.has_unsharded_grads():
         publish_from_inside(root)
 
 
@@ -154,14 +158,49 @@ def end_forward(root: Root, is_hooked: bool) -> None:
                 root.communicator.reshard(handle)
         if pending_modules:
             pending_modules.clear()
-    for home in root.communicator.homes:
-        home.settle()  # from here on the user may write to shards
+    for storage in root.communicator.storages:
+        storage.synchronize()  # from here on the user may write to shards
 
 
 def abandon_forward(root: Root) -> None:
     """The outermost forward has ended in an exception."""
     root.forward.abandon()
-    for home in root.communicator.homes:
-        home.settle()
-    if root.watch is not None:
-        root.watch.newly_kept()  # a backward inside this forward may have needed it: next time it is hooked
+    for storage in root.communicator.storages:
+        storage.synchronize()
+    if root.detector is not None:
+        root.detector.newly_kept()  # a backward inside this forward may have needed it: next time it is hooked
+
+
+# ---- A region of code that is compiled with the forwards of whole models in it: what a root's own hooks do around a
+# forward, done around the region, so that the graph can have the root's group in it too.
+#
+# Within a region the root's hooks are traced like those of other groups (``graph_mode``). Where the graph breaks at
+# them they run eagerly, as a forward of the root inside another.
+
+
+@contextmanager
+def region(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let a compiled region run forwards of the roots ``modules``."""
+    entered: list[Root] = []
+    try:
+        for module in modules:
+            root = enter(state_of_hooked(module), module)
+            if root.rounds is not None:
+                raise NotImplementedError(
+                    "a compiled region with a fully_shard'ed model that has optional groups: a graph cannot tell which "
+                    "of them a rank will run. Compile modules inside the groups, or shard without optional=True"
+                )
+            root.forward.begin_region()
+            root.forward.enter(None)
+            entered.append(root)
+        yield
+        for root in reversed(entered):
+            root.forward.leave(None)
+            if not root.forward.depth:
+                check_after_forward(root)
+                end_forward(root, True)
+    except BaseException:
+        for root in reversed(entered):
+            if root.forward.depth or root.forward.has_failed:
+                abandon_forward(root)
+        raise

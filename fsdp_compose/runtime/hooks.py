@@ -8,8 +8,10 @@
     post-backward   (gradients of all aliased inputs)  take gradients, reshard, reduce-scatter
 
 A hook finds its state from the module it is called with, never from a closure. The last two are those of a use in the
-default mode (``use``), which the autograd graph holds; in functional mode autograd needs none.
-"""
+default mode (``DefaultUse``), which the autograd graph holds; in functional mode autograd needs none.
+
+Forwards that repeat an earlier one inside a backward (activation checkpointing) are recognised at the start of this
+file."""
 
 from __future__ import annotations
 
@@ -20,25 +22,65 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from .._torch import current_graph_task_id, in_transform, temporarily_clear_interpreter_stack
+from .._torch import current_graph_task_id, in_transform, is_checkpoint_recomputing, temporarily_clear_interpreter_stack
 from ..flat import explain_refused_access
 from ..group import GroupUse, Root, _FSDPState, never_traced, state_of_hooked, traced_inside_others
+from . import graph_mode as captured
 from .backward import keep_unsharded
-from .backward_inputs import notice_inputs
-from .first_forward import tree_has_changed
+from .default_mode import DEFAULT
+from .differentiable_gather import notice_inputs
 from .forward import abandon_forward, check_after_forward, end_forward, enter
-from .given import is_given
-from .inputs import cast, map_tensors, prepare_inputs
-from .modes import captured
-from .modes.default import DEFAULT
-from .modes.functional import FunctionalMode
-from .modes.mode import Mode
-from .optional import end_group, leave_forward, tell_of_failure
-from .outputs import has_parameter_memory
-from .recomputation import enter_recomputation, is_recomputation
-from .replicas import warn_of_different_inputs
-from .steps import reshard, reshard_until_backward
-from .unseen_writes import look_for_writes, refuse_unseen_writes
+from .functional_call import is_functional_call
+from .functional_mode import FunctionalMode
+from .group_ops import reshard, reshard_until_backward
+from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
+from .lazy_init import tree_has_changed, warn_of_different_inputs
+from .mode import Mode
+from .optional import announce_failure, end_group, leave_forward
+from .untracked_writes import look_for_writes, refuse_untracked_writes
+
+# ---- Forwards inside a backward: those that repeat an earlier one for it, as activation checkpointing does, and
+# others.
+
+
+def is_recomputation(state: _FSDPState, task: int) -> bool:
+    """Whether a forward that begins inside a backward (of number ``task``) repeats an earlier one for it, as activation
+    checkpointing does. Else it is a forward like those outside: of a teacher in a gradient hook, say.
+
+    While a backward of its own root runs, a forward is always treated like a repetition: it computes with parameters
+    that cannot have changed since that backward came to them."""
+    root = state.root
+    if root is None:
+        return is_checkpoint_recomputing()  # of a forward before fully_shard()
+    if root.forward.depth and root.forward.task == task:
+        return False  # a part of a forward that has begun inside that backward
+    if root.backward is not None:
+        return True
+    if not is_checkpoint_recomputing():
+        return False
+    # The model is wholly inside a checkpoint. Where its forward has left nothing to repeat for, this is another one.
+    return state.persistent.was_functional or any(other.progress.awaiting_backward for other in root.live_states())
+
+
+def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
+    """The root of a recomputation that begins. The groups recomputed before this one are resharded unless their
+    backward has begun; the last one stays, since its backward comes next."""
+    root = state.root
+    if root is None:
+        raise RuntimeError(
+            f"the first forward of the fully_shard'ed {type(module).__name__} runs inside a backward; run its first "
+            "forward outside of backward"
+        )
+    if root.recomputed:
+        for other in root.recomputed:
+            if other is not state and not other.backward.active_uses and not other.options.keeps_after_backward():
+                (reshard_until_backward if other.place.reshards_partially else reshard)(root, other)
+        root.recomputed.clear()
+    return root
+
+
+# ---- Pre-forward and post-forward
+
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_captured = torch.compiler.is_dynamo_compiling
@@ -64,11 +106,11 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     state = state_of_hooked(module)
     task = current_graph_task_id()
     is_recomputed = task != -1 and is_recomputation(state, task)
-    past, options = state.past, state.options
+    past, options = state.persistent, state.options
     if not is_recomputed and past.was_functional is not options.is_functional:
         past.begin_use(options.is_functional)
     mode: Mode = DEFAULT
-    if (past.was_functional and _is_grad_enabled()) or in_transform() or is_given(state):
+    if (past.was_functional and _is_grad_enabled()) or in_transform() or is_functional_call(state):
         mode = FunctionalMode(state)
     root = state.root
     if is_recomputed or root is None or not root.forward.depth or state.place.is_outermost:
@@ -76,7 +118,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if root.num_forwards == 1 and not is_recomputed:
             warn_of_different_inputs(root, args, kwargs)
     use, watcher = mode.enter(root, state, is_recomputed)
-    state.progress.entries.append((_exception_in_hand(), use, is_recomputed))
+    state.progress.running_forwards.append((_exception_in_hand(), use, is_recomputed))
     policy = options.mp_policy
     return prepare_inputs(args, kwargs, policy.param_dtype if policy.cast_forward_inputs else None, watcher)
 
@@ -95,9 +137,9 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
         return _leave_untraced(module, _args, output)
     state = state_of_hooked(module)
     progress = state.progress
-    if not progress.entries:
+    if not progress.running_forwards:
         return None  # pre-forward itself failed
-    entered_with, use, is_recomputed = progress.entries.pop()
+    entered_with, use, is_recomputed = progress.running_forwards.pop()
     root = state.root
     assert root is not None
     rounds, error = root.rounds, _exception_in_hand()
@@ -121,7 +163,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
                 use.check()
             if root.forward.depth == 0 and not is_recomputed:
                 if root.forward.written is not None:
-                    refuse_unseen_writes(root)
+                    refuse_untracked_writes(root)
                 check_after_forward(root)
         except RuntimeError:
             _abandon(root, state, use, is_recomputed)
@@ -129,7 +171,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     if has_failed:
         _abandon(root, state, use, is_recomputed)
         if rounds is not None and root.forward.depth == 0 and not is_recomputed and isinstance(error, Exception):
-            tell_of_failure(root)
+            announce_failure(root)
         return None
     is_hooked = False
     if use is None:
@@ -178,14 +220,14 @@ def _leave(root: Root, state: _FSDPState, module: nn.Module, is_hooked: bool) ->
     progress = state.progress
     if progress.pending_modules:
         progress.pending_modules.discard(id(module))
-    if not progress.entries:
+    if not progress.running_forwards:
         place = state.place  # of what is held it says so
         stays = progress.pending_modules or not place.reshards_after_forward
         if stays or (state.options.keeps_unsharded and not _is_grad_enabled()):
             for handle in state._handles:
                 unsharded = handle.unsharded
                 unsharded.be_left(unsharded.is_allocated and not unsharded.never_freed)
-        elif is_hooked and place.keeps_parts:
+        elif is_hooked and place.reshards_partially:
             reshard_until_backward(root, state)
         else:
             reshard(root, state)

@@ -1,9 +1,12 @@
 """Groups that each rank may run or skip (``fully_shard(optional=True)``): how all ranks gather and reduce them.
 
+Hooks and modes call this. A root without such groups makes no rounds. The last section finds, at a root's first
+forward, which groups ranks may skip and which groups enclose them.
+
 A *point* is a place that every rank passes, in the same order: where a group that is not optional begins its forward
 inside another one, the end of the forward of a *host* (the nearest group around an optional one that is not optional
-itself) and of the outermost one, the begin and the end of a backward. A *round* is one small maximum over the ranks
-(``group.rounds``). A rank that needs an optional group *demands* it in a round; a rank at a point makes rounds until
+itself) and of the outermost one, the start and the end of a backward. A *round* is one small maximum over the ranks
+(``Rounds``). A rank that needs an optional group *demands* it in a round; a rank at a point makes rounds until
 one in which no rank demands anything. In every round all ranks gather whatever any of them demands, in the order of
 their indexes, and free at their next round what they did not need themselves. Where all ranks begin a group that is not
 optional they also say, in the last round of that point, what they *miss*: a rank alone may have kept it.
@@ -16,31 +19,33 @@ In a backward every gather is a demand, of other groups too: where only some ran
 may have to go back through frozen layers, or learn from an input's gradient that a group is done. So reductions are
 agreed on as well: a group is reduced, by all ranks, after a round in which some rank *owes* it (its backward has come)
 and none has it *pending* (it is to come); at the end, whatever is owed. Backwards in which no rank can come to an
-optional group (the round at their begin tells) make no further rounds and run as those of any other root.
-"""
+optional group (the round at their start tells) make no further rounds and run as those of any other root."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch.nn as nn
+
+from ..comm import Carrier
 from ..flat import is_stale
 from ..group import (
     ALL_GATHER,
-    BEGIN_OF_BACKWARD,
     END_OF_BACKWARD,
     END_OF_FORWARD,
     SERVE,
     SEVERAL_FAILED,
+    START_OF_BACKWARD,
     GroupUse,
     HookedUse,
     Marks,
     Root,
     Rounds,
     _FSDPState,
-    code_of_end,
+    entry_of_end,
 )
-from .different_order import raise_different_order
-from .steps import follow_requires_grad, hide_shown, reduce, reshard, unshard, unshard_again, unshard_for_use
+from .agreement import raise_different_order
+from .group_ops import follow_requires_grad, hide_shown, reduce, reshard, unshard, unshard_again, unshard_for_use
 
 # ---- forward
 
@@ -51,18 +56,18 @@ def begin_forward(root: Root, rounds: Rounds) -> None:
     for state in root.live_states():
         for handle in state._handles:
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
-                if state.past.is_unhooked:
+                if state.persistent.is_unhooked:
                     rounds.old.add(state.place.index)
                 else:
                     handle.unsharded.keep_allocated(False)
                     root.communicator.reshard(handle)
-        if state.place.index in rounds.hosts and any([handle.was_toggled() for handle in state._handles]):
+        if state.place.index in rounds.enclosing_groups and any([handle.was_toggled() for handle in state._handles]):
             follow_requires_grad(root, state)  # by all ranks, not by those alone that run it
 
 
 def check_place(root: Root, rounds: Rounds, state: _FSDPState) -> None:
     """Raise if an optional group begins a forward where the other ranks may not be ready to gather it."""
-    host = rounds.hosts.get(state.place.index)
+    host = rounds.enclosing_groups.get(state.place.index)
     if host is None or (rounds.running and rounds.running[-1] == host):
         return
     states = root.states
@@ -83,7 +88,7 @@ def gather_for_forward(root: Root, rounds: Rounds, state: _FSDPState, ahead: Seq
     they tell each other, and all gather what is missing anywhere. Where an outermost forward begins no rank has any."""
     needed = [state, *ahead]
     if rounds.running:
-        pass_point(root, rounds, state.code | ALL_GATHER, needed)
+        sync_point(root, rounds, state.code | ALL_GATHER, needed)
     else:
         _gather(root, rounds, [item for item in root.live_states() if item in needed], needed)
     rounds.running.append(state.place.index)
@@ -95,14 +100,14 @@ def gather_for_forward(root: Root, rounds: Rounds, state: _FSDPState, ahead: Seq
 def gather_optional(root: Root, rounds: Rounds, state: _FSDPState, use: HookedUse | None) -> None:
     """Start the all-gathers of an optional group whose forward begins."""
     _note_live(root, rounds, use)
-    demand(root, rounds, state)
+    request_unshard(root, rounds, state)
 
 
 def gather_for_recomputation(root: Root, rounds: Rounds, state: _FSDPState, use: HookedUse | None) -> None:
     """Likewise, for a forward that activation checkpointing runs again, where rounds are made."""
-    if state.place.index in rounds.hosts:
+    if state.place.index in rounds.enclosing_groups:
         _note_live(root, rounds, use)
-    demand(root, rounds, state)
+    request_unshard(root, rounds, state)
 
 
 def _note_live(root: Root, rounds: Rounds, use: HookedUse | None) -> None:
@@ -115,7 +120,7 @@ def _note_live(root: Root, rounds: Rounds, use: HookedUse | None) -> None:
 
 def leave_forward(rounds: Rounds, state: _FSDPState, use: GroupUse | None) -> None:
     """A forward of a group has ended, however it has."""
-    if state.place.index in rounds.hosts:
+    if state.place.index in rounds.enclosing_groups:
         state.progress.uses_left[use is None] += 1  # it does not count: ranks look for unseen writes together
     if rounds.running and rounds.running[-1] == state.place.index:
         rounds.running.pop()
@@ -123,11 +128,11 @@ def leave_forward(rounds: Rounds, state: _FSDPState, use: GroupUse | None) -> No
 
 def end_group(root: Root, rounds: Rounds, state: _FSDPState) -> None:
     """A forward of a group has ended without an error: where others may demand what it has around it, this is a point.
-    Raises as ``pass_point``."""
+    Raises as ``sync_point``."""
     if root.forward.depth == 0:
-        pass_point(root, rounds, END_OF_FORWARD)
-    elif state.place.index in rounds.hosts.values():
-        pass_point(root, rounds, code_of_end(state.code))
+        sync_point(root, rounds, END_OF_FORWARD)
+    elif state.place.index in rounds.enclosing_groups.values():
+        sync_point(root, rounds, entry_of_end(state.code))
 
 
 # ---- backward
@@ -136,7 +141,7 @@ def end_group(root: Root, rounds: Rounds, state: _FSDPState) -> None:
 def begin_backward(root: Root, rounds: Rounds) -> None:
     """A backward begins: learn whether some rank may come to an optional group in it."""
     rounds.begin_backward(True)
-    pass_point(root, rounds, BEGIN_OF_BACKWARD)
+    sync_point(root, rounds, START_OF_BACKWARD)
     rounds.begin_backward(rounds.is_live)
 
 
@@ -147,7 +152,7 @@ def gather_for_backward(
     next."""
     if rounds.is_on:
         rounds.reach(number)
-        demand(root, rounds, state, () if state.place.index in rounds.hosts else ahead)
+        request_unshard(root, rounds, state, () if state.place.index in rounds.enclosing_groups else ahead)
         return
     refuse_unannounced(rounds, state)
     for item in (state, *ahead):
@@ -156,7 +161,7 @@ def gather_for_backward(
 
 def refuse_unannounced(rounds: Rounds, state: _FSDPState) -> None:
     """Raise if a backward in which no rank expected an optional group has come to one."""
-    if state.place.index in rounds.hosts:
+    if state.place.index in rounds.enclosing_groups:
         raise RuntimeError(
             f"a backward came to the optional fully_shard group {state.name}, and no rank had a graph with an optional "
             "group when it began: a forward inside a backward may not run one, unless that backward, or activation "
@@ -164,7 +169,7 @@ def refuse_unannounced(rounds: Rounds, state: _FSDPState) -> None:
         )
 
 
-def owe(root: Root, rounds: Rounds, state: _FSDPState) -> None:
+def mark_ready_to_reduce(root: Root, rounds: Rounds, state: _FSDPState) -> None:
     """The backward of a group is done on this rank: it is reduced when it is on all."""
     backward = root.backward
     assert backward is not None
@@ -178,28 +183,28 @@ def owe(root: Root, rounds: Rounds, state: _FSDPState) -> None:
 def end_backward(root: Root, rounds: Rounds) -> None:
     """The end of a backward: serve other ranks until all are here, and reduce whatever is owed. No rounds follow."""
     if rounds.is_on:
-        pass_point(root, rounds, END_OF_BACKWARD)
+        sync_point(root, rounds, END_OF_BACKWARD)
         rounds.begin_backward(False)  # what raises from here on is told by the exchange, or is no affair of the others'
 
 
 # ---- rounds
 
 
-def serve(root: Root) -> None:
-    """See ``controls.serve_optional``."""
+def serve_peers(root: Root) -> None:
+    """See ``api.serve_optional``."""
     if root.rounds is not None:
-        pass_point(root, root.rounds, SERVE)
+        sync_point(root, root.rounds, SERVE)
 
 
 def unshard_in_rounds(root: Root, state: _FSDPState) -> None:
     """Start the all-gathers of a group that the user wants now: of an optional one a demand, of another one a point.
 
     Raises:
-        RuntimeError: an optional one, and no forward is running; or as ``pass_point``.
+        RuntimeError: an optional one, and no forward is running; or as ``sync_point``.
     """
     rounds = root.rounds
     assert rounds is not None
-    if state.place.index in rounds.hosts:
+    if state.place.index in rounds.enclosing_groups:
         if not root.forward.depth and root.backward is None:
             raise RuntimeError(
                 f"unshard(): the optional fully_shard group {state.name} can be gathered ahead only inside the forward "
@@ -208,23 +213,23 @@ def unshard_in_rounds(root: Root, state: _FSDPState) -> None:
         if not rounds.is_on:
             refuse_unannounced(rounds, state)
         check_place(root, rounds, state)
-        demand(root, rounds, state)
+        request_unshard(root, rounds, state)
     elif root.backward is not None and rounds.is_on:
-        demand(root, rounds, state)
+        request_unshard(root, rounds, state)
     else:
         if root.forward.depth or root.backward is not None:
-            pass_point(root, rounds, state.code | ALL_GATHER, [state])
+            sync_point(root, rounds, state.code | ALL_GATHER, [state])
         unshard(root, state)
 
 
-def pass_point_before_gather(root: Root, state: _FSDPState) -> None:
+def sync_point_before_gather(root: Root, state: _FSDPState) -> None:
     """All ranks are about to gather something of a group that is not the business of its hooks."""
     rounds = root.rounds
     if rounds is not None and (root.forward.depth or root.backward is not None):
-        pass_point(root, rounds, state.code | ALL_GATHER)
+        sync_point(root, rounds, state.code | ALL_GATHER)
 
 
-def pass_point(root: Root, rounds: Rounds, code: int, needed: Sequence[_FSDPState] = ()) -> None:
+def sync_point(root: Root, rounds: Rounds, code: int, needed: Sequence[_FSDPState] = ()) -> None:
     """Serve the other ranks until all are at this point, which ``code`` names; then gather what all need now.
 
     Raises:
@@ -235,16 +240,16 @@ def pass_point(root: Root, rounds: Rounds, code: int, needed: Sequence[_FSDPStat
             pass
 
 
-def demand(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequence[_FSDPState] = ()) -> None:
+def request_unshard(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequence[_FSDPState] = ()) -> None:
     """Start the all-gathers of a group, on all ranks, unless this one has it; and of those that will be needed next.
-    Raises as ``pass_point``."""
+    Raises as ``sync_point``."""
     rounds.keep(state.place.index)
     wanted = [item for item in (state, *ahead) if _is_missing(rounds, item)]
     if wanted:
         _make_round(root, rounds, None, wanted=wanted)
 
 
-def tell_of_failure(root: Root) -> None:
+def announce_failure(root: Root) -> None:
     """This rank has failed, and would no longer come to rounds in which others wait for it: let them know, once."""
     rounds = root.rounds
     if rounds is None or rounds.has_failed or not rounds.is_on:
@@ -280,7 +285,9 @@ def _make_round(
         [state.place.index in rounds.owes for state in states],
     )
     # (What a forward that cannot be hooked has left unsharded, and reduced at the end, may be so on this rank only.)
-    is_live = bool(rounds.live) or any([state.past.has_unsynced or state.past.is_unhooked for state in states])
+    is_live = bool(rounds.live) or any(
+        [state.persistent.has_unsynced or state.persistent.is_unhooked for state in states]
+    )
     digest = None if code is None else root.order.hash(root, code)
     try:
         is_same = rounds.make(digest, is_live, marks)
@@ -305,7 +312,7 @@ def _make_round(
     marked = marks.missing if is_last else marks.demanded
     _gather(root, rounds, [item for item in states if marked[item.place.index]], states if is_last else wanted)
     if root.backward is not None and rounds.is_on:
-        _reduce_owed(root, rounds, states, is_end=is_last and code == END_OF_BACKWARD)
+        _reduce_ready(root, rounds, states, is_end=is_last and code == END_OF_BACKWARD)
     return not is_last
 
 
@@ -325,8 +332,8 @@ def _is_pending(rounds: Rounds, state: _FSDPState) -> bool:
     return bool(
         backward.active_uses
         or backward.is_iterated
-        or progress.entries
-        or any([number <= rounds.last_number for number in progress.outstanding])
+        or progress.running_forwards
+        or any([number <= rounds.last_number for number in progress.awaiting_backward])
     )
 
 
@@ -360,7 +367,7 @@ def _gather(root: Root, rounds: Rounds, states: Sequence[_FSDPState], kept: Sequ
             rounds.served.append(state.place.index)
 
 
-def _reduce_owed(root: Root, rounds: Rounds, states: Sequence[_FSDPState], is_end: bool) -> None:
+def _reduce_ready(root: Root, rounds: Rounds, states: Sequence[_FSDPState], is_end: bool) -> None:
     for state in reversed(states):
         index = state.place.index
         is_wanted = rounds.marks.pending[index] or rounds.marks.demanded[index]
@@ -368,3 +375,67 @@ def _reduce_owed(root: Root, rounds: Rounds, states: Sequence[_FSDPState], is_en
             rounds.owes.discard(index)
             rounds.keep(index)
             reduce(root, state)
+
+
+# ---- Which groups of a root ranks may skip, and inside which: found at its first forward, or refused there.
+
+
+def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]) -> None:
+    """Raise, before anything is set up, if some groups are optional where they cannot be. Nothing is communicated.
+    ``names``: those of all groups of the root, which do not know them yet."""
+    if not any(state.options.is_optional for state in names):
+        return
+    for state in owners:
+        if state.options.is_optional:
+            raise ValueError(
+                f"the fully_shard group of {_class_of(state)} is optional, and its forward is the outermost one, which "
+                "every rank runs: call fully_shard(optional=True) on modules inside it"
+            )
+    problem = ""
+    if len(owners) > 1:
+        problem = "several models share groups, and some of these are optional"
+    for state, name in names.items():
+        name = name or "the root"
+        if state.options.bucket_bytes is not None:
+            problem = f"{name} is made by replicate(), whose buckets are reduced in the order of one rank"
+        elif state.options.reshards_partially() or state.mesh.part_transport is not None:  # it may be set to keep them
+            problem = (
+                f"{name} keeps parts of its parameters (it was made with a number as reshard_after_forward), which "
+                "ranks that skip a group do not have: give True or False"
+            )
+        elif state.options.offload is not None:
+            problem = f"{name} is offloaded (offload_policy)"
+        elif any(handle.tensor_parallel is not None for handle in state._handles):
+            problem = f"{name} has parameters that are DTensors, whose gradients are summed over their own ranks"
+        elif any(handle.kind.extension is not None for handle in state._handles):
+            problem = f"{name} has parameters that their class gathers (fsdp_pre_all_gather)"
+    if problem:
+        raise NotImplementedError(f"fully_shard(optional=True) in a model of which this holds: {problem}")
+
+
+def rounds_of(states: Sequence[_FSDPState], carrier: Carrier | None) -> Rounds | None:
+    """Those of a root of these groups, by their index; ``None`` where no rank can skip what another one runs."""
+    if carrier is None or not any(state.options.is_optional for state in states):
+        return None
+    inside = {module for state in states if state.options.is_optional for module in _modules_of(state)}
+    optional = [state for state in states if all(module in inside for module in state.live_modules())]
+    around = [(state, _modules_of(state)) for state in states if state not in optional]
+    hosts: dict[int, int] = {}
+    for state in optional:
+        own = {*state.live_modules()}
+        found = [(len(modules), other.place.index) for other, modules in around if own <= modules]
+        if not found:
+            raise ValueError(
+                f"the modules of the optional fully_shard group {state.name} are not together inside the module of "
+                "one group that is not optional: make a group of each"
+            )
+        hosts[state.place.index] = min(found)[1]
+    return Rounds(hosts, len(states), carrier)
+
+
+def _modules_of(state: _FSDPState) -> set[nn.Module]:
+    return {module for one in state.live_modules() for module in one.modules()}
+
+
+def _class_of(state: _FSDPState) -> str:
+    return ", ".join(type(module).__name__ for module in state.live_modules())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..comm import RECOVERY_TIMEOUT, Journal, failure_of, known_journal, last_of_every_rank, meet
 from ..group import Root, _FSDPState, steps_were_compared
-from .steps import stays_unsharded
+from .group_ops import stays_unsharded
 
 
 def recover(root: Root) -> None:
@@ -28,12 +28,12 @@ def recover(root: Root) -> None:
         for handle in state._handles:
             root.communicator.wait(handle)
             handle.drop_iteration(is_tainted)
-            handle.unsharded.forgive_edit()
+            handle.unsharded.forgive_write()
             handle.unsharded.drop_part()
             root.communicator.reshard(handle)
         _drop_captured(state)
         state.reset()
-    # The watch stays the old one: what the user has changed since the interruption is yet to be noticed.
+    # The detector stays the old one: what the user has changed since the interruption is yet to be noticed.
     root.reset()
     _warn_of_recovery(
         "the last iteration of a fully_shard'ed model was interrupted (an exception in forward or backward): its",
@@ -62,8 +62,8 @@ def recover_backward(root: Root) -> None:
 
 
 def _drop_captured(state: _FSDPState) -> None:
-    if state.past.captured is not None:
-        state.past.captured.drop()
+    if state.persistent.captured is not None:
+        state.persistent.captured.drop()
 
 
 def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:

@@ -1,7 +1,7 @@
 """Weights for other programs: whole parameters, or what has changed of them, in buckets that ranks gather together.
 
-``full_parameters`` and ``changes`` are what users call. ``sources`` says what a model has to send, ``buckets`` what
-goes together, ``gathering`` and ``sparse`` move it, ``steps`` keeps the ranks together. Nothing here changes the model.
+Users call ``full_parameters``, which sends whole parameters, and the functions of ``changes``, which send what differs
+from a snapshot. Nothing here changes the model.
 """
 
 from .changes import ChangedElements as ChangedElements

@@ -1,8 +1,8 @@
-"""What has changed of a model's parameters since a snapshot, as they are sent: positions and values, in buckets.
+"""What has changed in a model's parameters since a snapshot, in the form in which it is sent: positions and values.
 
 A snapshot is this rank's shards, cast. One comparison finds what differs in a shard (or in the part of it that a bucket
 has), bit for bit; each rank's part is gathered, as positions in the flat parameter, and divided among the parameters.
-"""
+Users call this; nothing here changes the model that sends."""
 
 from __future__ import annotations
 
@@ -10,20 +10,258 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
+from .._torch import DTensorSpec, compute_local_shape_and_global_offset
 from ..checkpoint import group_of, is_first
-from ..comm import Transport, transport_of
-from ..flat import FlatParamHandle
-from .buckets import Bucket, Run
-from .full_parameters import BUCKET_BYTES, check_arguments, in_step
-from .gathering import Span, gather_by, gather_run, span_of
-from .sources import Source, handles_of, names_of, sources_of, why_unreadable
-from .sparse import Elements, Form, changed_elements, gather_counts, gather_elements
-from .steps import Steps
-from .tensor_ranks import over_tensor_ranks
+from ..comm import Label, Transport, transport_of
+from ..flat import FlatParamHandle, TensorParallel
+from .full_parameters import (
+    BUCKET_BYTES,
+    Bucket,
+    Range,
+    Run,
+    Source,
+    Span,
+    Steps,
+    check_arguments,
+    gather_by,
+    gather_run,
+    handles_of,
+    in_step,
+    names_of,
+    sources_of,
+    span_of,
+    why_unreadable,
+)
+
+# ---- Some elements of a long tensor, of which each rank has its own, gathered: their positions and values.
+#
+# What one rank sends is one block of bytes, in the form that takes fewer for all ranks together::
+#
+#     | values | positions, 4 or 8 bytes each | padding |        few elements
+#     | values | one bit for each element of the range | padding |    from about one in 32 on
+#
+# Positions are counted from the start of the rank's own range; so 4 bytes are enough but for the longest of tensors.
+
+
+_ALIGNMENT = 16  # bytes, of blocks and of what they consist of: the largest element
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Some elements of a 1-D tensor.
+
+    Attributes:
+        positions: int64, ascending.
+        values: as many.
+    """
+
+    positions: torch.Tensor
+    values: torch.Tensor
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers: equal where their bits are, also of NaN, and of zeros with signs. Those of 16 bytes are
+    two integers each, in a last dim."""
+    size = tensor.element_size()
+    if size == 16:
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+
+
+def changed_elements(old: torch.Tensor, new: torch.Tensor) -> Elements:
+    """The elements of ``new`` whose bits are not those of ``old``; both 1-D, of one dtype."""
+    differs = as_bits(new) != as_bits(old)
+    if differs.ndim == 2:
+        differs = differs.any(1)
+    positions = differs.nonzero().view(-1)
+    return Elements(positions, new[positions])
+
+
+@dataclass(frozen=True)
+class Form:
+    """How blocks are laid out: alike on all ranks, which know all counts.
+
+    Attributes:
+        dtype: of the values.
+        index: of positions; ``None``: one bit for each element.
+        counts: how many elements each rank has.
+        ranges: of each rank in the whole tensor.
+    """
+
+    dtype: torch.dtype
+    index: torch.dtype | None
+    counts: Sequence[int]
+    ranges: Sequence[Range]
+
+    @staticmethod
+    def shortest(dtype: torch.dtype, counts: Sequence[int], ranges: Sequence[Range]) -> Form:
+        longest = max(stop - start for start, stop in ranges)
+        listed = Form(dtype, torch.int32 if longest < 1 << 31 else torch.int64, counts, ranges)
+        return min(listed, Form(dtype, None, counts, ranges), key=lambda form: form.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks."""
+        return self.blocks()[-1][1]
+
+    def blocks(self) -> list[Range]:
+        """Where the block of each rank is, in bytes."""
+        stops = [*accumulate(self._num_bytes(rank) for rank in range(len(self.counts)))]
+        return [*zip([0, *stops], stops, strict=False)]
+
+    def _num_bytes(self, rank: int) -> int:
+        count, (start, stop) = self.counts[rank], self.ranges[rank]
+        if not count:
+            return 0
+        places = -(-(stop - start) // 8) if self.index is None else count * self.index.itemsize
+        return -(-(self._places_at(count) + places) // _ALIGNMENT) * _ALIGNMENT
+
+    def _places_at(self, count: int) -> int:
+        return -(-count * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+    def write(self, block: torch.Tensor, own: Elements, rank: int) -> None:
+        """Write the elements of ``rank`` into its block."""
+        count, (start, stop) = self.counts[rank], self.ranges[rank]
+        if not count:
+            return
+        block[: count * self.dtype.itemsize].view(self.dtype).copy_(own.values)
+        places = block[self._places_at(count) :]
+        if self.index is not None:
+            places[: count * self.index.itemsize].view(self.index).copy_(own.positions)
+            return
+        num = -(-(stop - start) // 8)
+        flags = torch.zeros(8 * num, dtype=torch.uint8, device=block.device)
+        flags[own.positions] = 1
+        torch.sum(flags.view(num, 8) << _bits(block.device), 1, dtype=torch.uint8, out=places[:num])
+
+    def read(self, block: torch.Tensor, rank: int) -> Elements:
+        """The elements of ``rank``, in the whole tensor."""
+        count, (start, stop) = self.counts[rank], self.ranges[rank]
+        values = block[: count * self.dtype.itemsize].view(self.dtype)
+        places = block[self._places_at(count) :]
+        if not count:
+            positions = torch.empty(0, dtype=torch.int64, device=block.device)
+        elif self.index is not None:
+            positions = places[: count * self.index.itemsize].view(self.index).to(torch.int64) + start
+        else:
+            flags = (places[: -(-(stop - start) // 8), None] >> _bits(block.device)) & 1
+            positions = flags.view(-1).nonzero().view(-1) + start
+        return Elements(positions, values)
+
+
+def _bits(device: torch.device) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def gather_counts(transport: Transport, count: int, device: torch.device, label: Label) -> list[int]:
+    """How many elements each rank of the transport's process group has. Ranks: all of it."""
+    size, rank = transport.group.size(), transport.group.rank()
+    counts = torch.zeros(size, dtype=torch.int64, device=device)
+    counts[rank] = count
+    ranges = [(i, i + 1) for i in range(size)]
+    transport.gather(counts, counts[rank : rank + 1], ranges, True, label)
+    found: list[int] = counts.tolist()
+    return found
+
+
+def gather_elements(
+    transport: Transport, own: Elements, form: Form, is_everywhere: bool, label: Label
+) -> Elements | None:
+    """The elements of all ranks, in their order; ``None`` where they are not wanted. Ranks: all of the transport's
+    process group.
+
+    Args:
+        own: this rank's, counted from the start of its range.
+        is_everywhere: all ranks want them, else the first one alone.
+    """
+    rank, blocks = transport.group.rank(), form.blocks()
+    is_wanted = is_everywhere or rank == 0
+    start, stop = blocks[rank] if is_wanted else (0, blocks[rank][1] - blocks[rank][0])
+    memory = torch.zeros(form.nbytes if is_wanted else stop, dtype=torch.uint8, device=own.values.device)
+    form.write(memory[start:stop], own, rank)
+    transport.gather(memory if is_wanted else None, memory[start:stop], blocks, is_everywhere, label)
+    if not is_wanted:
+        return None
+    parts = [form.read(memory[slice(*block)], i) for i, block in enumerate(blocks)]
+    return Elements(torch.cat([part.positions for part in parts]), torch.cat([part.values for part in parts]))
+
+
+# ---- Changed elements of parameters that tensor parallelism has cut: from each rank's part to the whole.
+
+
+def over_tensor_ranks(
+    own: TensorParallel, span: Span, parts: Sequence[Elements | None], is_everywhere: bool
+) -> list[Elements | None]:
+    """The elements of whole parameters; ``None`` where they are not wanted. One gather for all parameters that are cut
+    over the same ranks.
+
+    Ranks: all of the parameters' own meshes that have ``parts``.
+
+    Args:
+        parts: of each parameter of the span, what this rank's shard group has; positions are in that.
+        is_everywhere: all ranks want them, else the first one alone.
+    """
+    found = [*parts]
+    for groups, indices in own.by_groups(span.indices).items():
+        if groups:
+            places = [index - span.indices.start for index in indices]
+            specs = [own.specs[index] for index in indices]
+            wholes = _gather(groups, [(specs[i], parts[place]) for i, place in enumerate(places)], span, is_everywhere)
+            for place, whole in zip(places, wholes, strict=True):
+                found[place] = whole
+    return found
+
+
+def _gather(
+    groups: Sequence[dist.ProcessGroup],
+    items: Sequence[tuple[DTensorSpec | None, Elements | None]],
+    span: Span,
+    is_everywhere: bool,
+) -> list[Elements | None]:
+    """Several parameters at once: their positions are counted through, in one long tensor of all of them."""
+    specs = [spec for spec, _ in items if spec is not None]
+    starts = [0, *accumulate(prod(spec.shape) for spec in specs)]
+    placed = [_in_whole(spec, part) for spec, (_, part) in zip(specs, items, strict=True) if part is not None]
+    together: Elements | None = Elements(
+        torch.cat([part.positions + start for part, start in zip(placed, starts, strict=False)]),
+        torch.cat([part.values for part in placed]),
+    )
+    for group in reversed(groups):
+        if together is None:
+            break
+        transport, device, label = transport_of(group, span.mesh.device), span.mesh.device, span.handle.label
+        counts = gather_counts(transport, together.positions.numel(), device, label)
+        form = Form.shortest(together.values.dtype, counts, [(0, starts[-1])] * len(counts))
+        together = gather_elements(transport, together, form, is_everywhere, label)
+    if together is None:
+        return [None] * len(items)
+    positions, order = together.positions.sort()
+    values = together.values[order]
+    cuts = torch.searchsorted(positions, torch.tensor(starts, device=positions.device)).tolist()
+    return [Elements(positions[a:b] - start, values[a:b]) for start, a, b in zip(starts, cuts, cuts[1:], strict=False)]
+
+
+def _in_whole(spec: DTensorSpec, part: Elements) -> Elements:
+    """Elements of this rank's part of a DTensor, as elements of the whole one."""
+    shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    if not part.positions.numel():
+        return part
+    positions, stride = torch.zeros_like(part.positions), 1
+    places = torch.unravel_index(part.positions, tuple(shape))
+    for place, first, size in zip(reversed(places), reversed(offset), reversed(spec.shape), strict=True):
+        positions += (place + first) * stride
+        stride *= size
+    return Elements(positions, part.values)
+
+
+# ---- Snapshots and what has changed since
 
 
 @dataclass(frozen=True)

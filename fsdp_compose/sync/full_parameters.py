@@ -1,19 +1,470 @@
-"""``full_parameters``: whole parameters, a bucket at a time, for programs that load weights."""
+"""``full_parameters``: whole parameters, a bucket at a time, for programs that load weights.
+
+Users call it, and ``changes`` shares its parts, which follow in this order: which tensors a model has to send, which of
+them go together, how they are gathered, and the loop in which all ranks take each step together or raise one error.
+Nothing here changes the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
+from .._torch import non_persistent_buffers
 from ..checkpoint import ModelNames, agree, group_of, is_first
-from .buckets import Bucket, plan_buckets
-from .gathering import gather_run, named
-from .sources import Source, names_of, sources_of, versions_of, why_unreadable
-from .steps import Steps, T
+from ..comm import DataParallelMesh, Transport, meet
+from ..flat import FlatParamHandle, handle_of, local_elements, local_of, placed, specs_of
+from ..group import is_sleeping, sleeping_error, state_of
+from ..ragged import CompositeDTensor
+
+# ---- The tensors that a model has to send, under canonical FQNs; and whether they can be read now.
+
+
+Place = tuple[FlatParamHandle, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One tensor of a model.
+
+    Attributes:
+        names: its canonical FQNs: of a tied parameter all, the first of which stands for it.
+        tensor: live; a sharded parameter, or what is not sharded by ``fully_shard``.
+        dtype: what it is sent in.
+        place: the flat parameter that it is in, and which of its parameters it is.
+    """
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    place: Place | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor, as it is sent."""
+        return self.tensor.numel() * self.dtype.itemsize
+
+    @property
+    def fact(self) -> str:
+        """What must be the same on every rank."""
+        where = "not sharded by fully_shard()" if self.place is None else f"one of {self.place[0].label}"
+        return f"{', '.join(self.names)} of shape {tuple(self.tensor.shape)}, sent in {self.dtype}, {where}"
+
+    @property
+    def is_dtensor(self) -> bool:
+        return isinstance(self.tensor, DTensor)
+
+    def local(self) -> torch.Tensor:
+        """This rank's elements, live."""
+        return local_of(self.tensor.detach())
+
+
+def sources_of(names: ModelNames, dtype: torch.dtype | None, include_buffers: bool) -> list[Source]:
+    """Every parameter, and persistent buffer, once; those of one flat parameter one after the other, in its order.
+
+    Args:
+        dtype: of parameters of floating point; ``None``: each its own. Others, and buffers, are sent as they are.
+    """
+    by_tensor: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for fqn, tensor in names.parameters.items():
+        by_tensor.setdefault(id(tensor), (tensor, []))[1].append(fqn)
+    together: dict[Any, list[Source]] = {}
+    for tensor, fqns in by_tensor.values():
+        place = handle_of(tensor)
+        sent = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        key = id(tensor) if place is None else place[0]
+        together.setdefault(key, []).append(Source(tuple(fqns), tensor, sent, place))
+    found = [source for group in together.values() for source in sorted(group, key=_index)]
+    return [*found, *(_buffers(names) if include_buffers else ())]
+
+
+def _index(source: Source) -> int:
+    return 0 if source.place is None else source.place[1]
+
+
+def _buffers(names: ModelNames) -> Iterator[Source]:
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for path, module in names.model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in non_persistent_buffers(module):
+                fqn = names.canonical(f"{path}.{name}" if path else name)
+                found.setdefault(id(buffer), (buffer, []))[1].append(fqn)
+    for buffer, fqns in found.values():
+        yield Source(tuple(fqns), buffer, buffer.dtype, None)
+
+
+def handles_of(sources: Sequence[Source]) -> list[FlatParamHandle]:
+    return list(dict.fromkeys(source.place[0] for source in sources if source.place is not None))
+
+
+def why_unreadable(sources: Sequence[Source]) -> str:
+    """Why the tensors cannot be read now; empty if they can."""
+    for handle in handles_of(sources):
+        state = state_of(handle)
+        if state is None:
+            return f"the sharded module of {handle.names[0]} is gone"
+        if is_sleeping(state):
+            return sleeping_error(state.name)
+        root = state.root
+        is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward)
+        if is_busy or state.progress.running_forwards or state.backward.active_uses:
+            return (
+                f"a forward or backward of the fully_shard group {state.name} is running (or was interrupted: run a "
+                "forward first, which recovers from it)"
+            )
+        if handle.summoned is not None:
+            return (
+                f"{handle.names[0]} is a full parameter now, inside summon_full_params(), and may have been edited: "
+                "leave that context first"
+            )
+    for source in sources:
+        if isinstance(source.tensor, CompositeDTensor):
+            return (
+                f"{source.names[0]} is a {source.tensor.composite.name}, kept as several tensors, which are not sent "
+                "as one: send .full_tensor() of it by other means, and the trainable parameters by "
+                "get_model_state_dict()"
+            )
+    on_meta = [source.names[0] for source in sources if source.local().is_meta]
+    if on_meta:
+        return f"{on_meta[0]} is on the meta device: call model.to_empty(device=...) and initialise it first"
+    return ""
+
+
+def versions_of(sources: Sequence[Source]) -> list[tuple[int, int]]:
+    """Changes when this rank's elements are written to, or lie in other memory. Local."""
+    locals_ = [source.local() for source in sources]
+    versions = [(local.data_ptr(), 0 if local.is_inference() else local._version) for local in locals_]
+    # A write to a flat view that is a DTensor does not count at the shard.
+    return versions + [(0, handle.segment_version()) for handle in handles_of(sources)]
+
+
+def names_of(model: nn.Module) -> ModelNames:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a module, got {type(model).__name__}")
+    return ModelNames(model)
+
+
+# ---- Which tensors go together: a pure plan, alike on every rank.
+#
+# A *run* is what one collective carries: parameters that lie one after the other in one flat parameter, or one tensor
+# by itself. A *bucket* is the runs that are gathered between two steps of the loop::
+#
+#     flat parameters    |a a a a|b b|c c c|   |d d|e e e e e e e e|
+#     buckets of 6       [a b   ][c      d    ][e                  ]      e is larger: a bucket of its own
+#     runs                a b     c      d      e
+
+
+Run = list[Source]
+Bucket = list[Run]
+
+
+def plan_buckets(sources: Sequence[Source], bucket_bytes: int) -> list[Bucket]:
+    """Fill buckets in order; one that a tensor would overfill is closed, and a larger tensor has one by itself."""
+    filled: list[list[Source]] = []
+    left = 0
+    for source in sources:
+        if source.nbytes > left or not filled:
+            filled.append([])
+            left = bucket_bytes
+        filled[-1].append(source)
+        left -= source.nbytes
+    return [_runs(bucket) for bucket in filled]
+
+
+def _runs(sources: Sequence[Source]) -> Bucket:
+    runs: Bucket = []
+    for source in sources:
+        if runs and _follows(source, runs[-1][-1]):
+            runs[-1].append(source)
+        else:
+            runs.append([source])
+    return runs
+
+
+def _follows(source: Source, before: Source) -> bool:
+    """Whether it lies behind another one in one flat parameter."""
+    if source.place is None or before.place is None or source.dtype != before.dtype:
+        return False
+    return source.place[0] is before.place[0] and source.place[1] == before.place[1] + 1
+
+
+# ---- Runs gathered whole: cast to what they are sent in, then one collective, whose memory is the result.
+
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of a flat parameter that a run lies in.
+
+    Attributes:
+        indices: of its parameters.
+        start, stop: the first element, and the one behind the last, with padding: alike on ranks that have less of some
+            parameters (uneven tensor parallelism).
+    """
+
+    handle: FlatParamHandle
+    indices: range
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @property
+    def mesh(self) -> DataParallelMesh:
+        return self.handle.mesh
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def range_of(self, rank: int) -> Range:
+        """The elements that a rank of the shard group holds, counted from ``start``."""
+        shard = self.handle.layout.shard_numel
+        first, last = max(rank * shard, self.start), min((rank + 1) * shard, self.stop)
+        return (first - self.start, max(first, last) - self.start) if first < self.stop else (self.numel, self.numel)
+
+    def ranges(self) -> list[Range]:
+        return [self.range_of(rank) for rank in range(self.mesh.shard_world_size)]
+
+    def own_in_shard(self) -> slice:
+        """The elements of this rank's shard that are in it."""
+        mesh = self.mesh
+        start, stop = self.range_of(mesh.shard_rank)
+        offset = self.start - mesh.shard_rank * self.handle.layout.shard_numel
+        return slice(start + offset, stop + offset) if stop > start else slice(0, 0)
+
+    def write_own(self, out: torch.Tensor) -> None:
+        """Write this rank's elements, as they are now, into ``out``, which may be of another dtype."""
+        handle = self.handle
+        if not handle.was_moved():
+            out.copy_(handle.shard.detach()[self.own_in_shard()])
+            return
+        first, _ = self.range_of(self.mesh.shard_rank)
+        out.zero_()
+        for i in self.indices:
+            part, param = handle.layout.local_shard(i, self.mesh.shard_rank), handle.layout.params[i]
+            begin = param.offset + part.param_start - self.start - first
+            if part.numel:
+                out[begin : begin + part.numel].copy_(local_elements(handle.sharded_params[i]).detach().reshape(-1))
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the whole of it, one for each parameter (what this rank's shard group has of it)."""
+        params = [self.handle.layout.params[i] for i in self.indices]
+        return [flat[p.offset - self.start :][: p.numel].view(p.shape) for p in params]
+
+
+def span_of(run: Run) -> Span:
+    places = [source.place for source in run]
+    assert places[0] is not None, "the parameters of a run of several lie in a flat parameter"
+    (handle, first), params = places[0], places[0][0].layout.params
+    last = first + len(run)
+    stop = params[last].offset if last < len(params) else handle.layout.flat_numel
+    return Span(handle, range(first, last), params[first].offset if first else 0, stop, run[0].dtype)
+
+
+def gather_run(run: Run, rank0_only: bool, is_first: bool) -> list[torch.Tensor]:
+    """The whole tensors of a run, in memory of their own; none on the ranks that want none.
+
+    Ranks: all ranks of the model.
+
+    Args:
+        rank0_only: only the rank that ``is_first`` wants them.
+    """
+    is_wanted = is_first or not rank0_only
+    with torch.no_grad():
+        if run[0].place is None:
+            return _gather_lone(run[0].tensor.detach(), run[0].dtype, is_wanted)
+        span = span_of(run)
+        flat = gather_span(span, rank0_only)
+        if flat is None:
+            return []
+        views = span.views_of(flat)
+        specs = specs_of(span.handle.tensor_parallel, len(span.handle.layout.params))
+        for place, index in enumerate(span.indices):
+            spec = specs[index]
+            if spec is not None:  # tensor parallelism has cut it: another gather, over the ranks of that
+                views[place] = placed(views[place], spec).full_tensor()  # type: ignore[attr-defined]
+        return views if is_wanted else []
+
+
+def gather_span(span: Span, rank0_only: bool) -> torch.Tensor | None:
+    """The whole of a span; ``None`` where it is not wanted. Of replicas, the first alone gathers what one rank wants.
+
+    Ranks: all ranks of the model, which gather the same spans in the same order.
+    """
+    mesh, handle = span.mesh, span.handle
+    transport = mesh.transport.unrecorded  # other ranks may record nothing
+    if rank0_only and not mesh.is_first_replica:
+        if mesh.shard_world_size > 1:
+            transport.skip(span.numel * span.dtype.itemsize, handle.label)
+        return None
+    return gather_by(transport, span, rank0_only)
+
+
+def gather_by(transport: Transport, span: Span, rank0_only: bool) -> torch.Tensor | None:
+    """The same, by the ranks of one shard group, with a transport of theirs."""
+    mesh, handle = span.mesh, span.handle
+    ranges = span.ranges()
+    start, stop = ranges[mesh.shard_rank]
+    flat = None
+    if not rank0_only or mesh.shard_rank == 0:
+        flat = torch.empty(span.numel, dtype=span.dtype, device=mesh.device)
+        own = flat[start:stop]
+    else:
+        own = torch.empty(stop - start, dtype=span.dtype, device=mesh.device)
+    span.write_own(own)
+    if mesh.shard_world_size > 1:
+        transport.gather(flat, own, ranges, not rank0_only, handle.label)
+    return flat
+
+
+def _gather_lone(tensor: torch.Tensor, dtype: torch.dtype, is_wanted: bool) -> list[torch.Tensor]:
+    """A tensor that is in no flat parameter: a DTensor whole, another one as this rank has it."""
+    if isinstance(tensor, DTensor):
+        copy = tensor.to(dtype, copy=True)
+        whole: torch.Tensor = copy.full_tensor()  # type: ignore[attr-defined]
+        return [whole] if is_wanted else []
+    return [tensor.to(dtype, copy=True).contiguous()] if is_wanted else []
+
+
+def named(run: Run, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a run under all their names; of none, nothing."""
+    if not tensors:
+        return []
+    return [(name, tensor) for source, tensor in zip(run, tensors, strict=True) for name in source.names]
+
+
+# ---- The loop over buckets: all ranks take each step together, or raise one error.
+#
+# Before each bucket, and when the context is left, the ranks meet through the store, in bounded time. So no rank is in
+# a collective that another one will not enter: a rank that has left its loop, or raised, is heard of by the others at
+# their next step.
+
+
+T = TypeVar("T")
+
+_ON, _LEFT, _FAILED = "on", "left", "failed"
+_MAX_TEXT = 1000  # characters of an exception's text that the other ranks are told
+
+
+class Steps(Generic[T]):
+    """An iterator over buckets, which all ranks advance together.
+
+    What it gives is the consumer's, except for the list itself: that is emptied when the next one is asked for, so that
+    a loop which keeps nothing holds one bucket.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        group: dist.ProcessGroup | None,
+        buckets: Sequence[Bucket],
+        gather: Callable[[Bucket], list[T]],
+        problem: Callable[[], str],
+    ) -> None:
+        """
+        Args:
+            call: what the user has called, for messages.
+            group: the ranks; ``None``: this process alone.
+            gather: what a bucket holds, from all ranks.
+            problem: why this rank cannot go on; empty if it can. Local.
+        """
+        self._call, self._group, self._buckets = call, group, buckets
+        self._gather, self._problem = gather, problem
+        self._num_taken = 0
+        self._is_over = False
+        self._latest: list[T] = []
+
+    def __len__(self) -> int:
+        """How many buckets there are in all."""
+        return len(self._buckets)
+
+    def __iter__(self) -> Iterator[list[T]]:
+        return self
+
+    def __next__(self) -> list[T]:
+        if self._is_over:
+            raise RuntimeError(f"{self._call}: its buckets are gathered inside its context, which was left")
+        self._latest.clear()
+        if self.is_complete:
+            raise StopIteration
+        self._is_over = True  # unless all goes well: if not, it is over on every rank
+        problem = self._problem()
+        if problem:
+            self._step(_FAILED, problem)
+        self._step(_ON, f"asks for bucket {self._num_taken + 1} of {len(self)}")
+        self._latest = self._gather(self._buckets[self._num_taken])
+        self._num_taken += 1
+        self._is_over = False
+        return self._latest
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all buckets were taken."""
+        return self._num_taken == len(self._buckets)
+
+    def leave(self, error: BaseException | None) -> None:
+        """End the loop, with all ranks.
+
+        Args:
+            error: the exception by which this rank leaves it, and which it goes on to raise.
+
+        Raises:
+            RuntimeError: the ranks are not all at the same place.
+        """
+        self._latest.clear()
+        if self._is_over:
+            return
+        self._is_over = True
+        where = f"has left its loop after {self._num_taken} of {len(self)} buckets"
+        if error is not None:
+            what = f"{where}, by {type(error).__name__}: {str(error)[:_MAX_TEXT]}"
+            self._meet(_FAILED, what)  # the others raise what it says; this rank raises ``error``
+            return
+        problem = self._problem()
+        self._step(_FAILED if problem else _LEFT, problem or where)
+
+    def _step(self, kind: str, what: str) -> None:
+        verdict = self._meet(kind, what)
+        if verdict:
+            raise RuntimeError(verdict)
+
+    def _meet(self, kind: str, what: str) -> str:
+        """Why the ranks cannot go on together; empty if they can."""
+        if self._group is None or self._group.size() == 1:
+            return _verdict(self._call, [(kind, what)])
+        payload = json.dumps([kind, what])
+
+        def judge(payloads: list[str]) -> str:
+            return _verdict(self._call, [tuple(json.loads(text)) for text in payloads])
+
+        return meet(self._group, f"{self._call}: its loop over buckets", payload, judge)
+
+
+def _verdict(call: str, told: Sequence[tuple[str, str]]) -> str:
+    """What is wrong, from what each rank has told: its kind, and what it does; empty if nothing is."""
+    if len(set(told)) == 1 and told[0][0] != _FAILED:
+        return ""
+    ranks: dict[str, list[int]] = {}
+    for rank, (_, what) in sorted(enumerate(told), key=lambda item: item[1][0] != _FAILED):
+        ranks.setdefault(what, []).append(rank)
+    listing = "; ".join(f"rank(s) {', '.join(map(str, found))}: {what}" for what, found in ranks.items())
+    return (
+        f"{call}: the ranks do not go on together: {listing}. Every rank must take all buckets, also one that does "
+        "nothing with them, or all must leave the loop at the same place"
+    )
+
+
+# ---- What users call
+
 
 BUCKET_BYTES = 256 << 20
 

@@ -12,9 +12,9 @@ Nothing else in the package imports this one."""
 
 from ..inspect import record_collectives as record_collectives
 from ..inspect import trace as trace
-from .equal_training import assert_trains_like_unsharded as assert_trains_like_unsharded
-from .processes import preload as preload
+from .parity import assert_trains_like_unsharded as assert_trains_like_unsharded
 from .ranks import Ranks as Ranks
 from .ranks import RanksFailed as RanksFailed
+from .ranks import preload as preload
 from .ranks import run_on_ranks as run_on_ranks
-from .simulated import simulated_ranks as simulated_ranks
+from .ranks import simulated_ranks as simulated_ranks

@@ -1,5 +1,8 @@
 """Functions on several ranks of a gloo process group, and one readable failure when they fail.
 
+For tests; nothing else in the package imports it. The processes are forked from a server that has imported torch, so
+they start fast, and they are sure to end. One process can also stand for one rank of many (``simulated_ranks``).
+
 ``Ranks`` are processes, started once; what each is to do goes through a pipe to it, and a report comes back. The
 process that has started them never joins a process group. Ranks of which one has failed are not trusted again: all of
 them, and only they, are ended."""
@@ -8,24 +11,97 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
+import multiprocessing
 import os
 import pickle
 import queue
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 
-from .._torch import set_group_timeout
-from .processes import FORKS, end, start
+from .._torch import fake_store, set_group_timeout
+
+# ---- Processes that start fast and are sure to end.
+#
+# Importing torch is what starting a process costs, so processes are forked from a server that has imported it, and
+# whatever modules ``preload`` names, and has run nothing.
+
+
+FORKS = multiprocessing.get_context("forkserver")
+_preloaded = ["torch", "torch._dynamo"]  # the first checkpoint() of a process imports dynamo
+
+
+def preload(module: str, *, first: bool = False) -> None:
+    """Let processes find a module imported when they start.
+
+    Args:
+        module: its name. What it does on import must not start threads.
+        first: before the others.
+    """
+    if module not in _preloaded:
+        _preloaded.insert(0 if first else len(_preloaded), module)
+
+
+def preload_nothing() -> None:
+    """Let each process import what it needs."""
+    _preloaded.clear()
+
+
+def start(output: Path, target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """Call ``target(*arguments)``, which can be pickled, in another process, which prints to the file ``output``. To be
+    ended by ``end``. The first call starts the server, with the environment and the modules that there are then."""
+    environment = {  # of the server, which passes it on
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": "1",  # also because a process with threads must not be forked
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    FORKS.set_forkserver_preload(_preloaded)
+    process = FORKS.Process(target=_process_main, args=(str(output), target, *arguments))
+    with mock.patch.dict(os.environ, environment):
+        process.start()
+    return process
+
+
+def _process_main(output: str, target: Callable[..., None], *arguments: Any) -> None:
+    os.setsid()  # Ctrl-C is for the process that started this one, and what this one starts is ended together with it
+    with open(output, "wb") as file:
+        for standard in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), standard.fileno())
+    if hasattr(os, "SCHED_BATCH"):
+        # A message wakes a thread of another rank. Were it to run at once, in the place of the thread that sends and
+        # holds gloo's lock, this rank's own loop would spin until that thread runs again, for milliseconds.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    gc.freeze()  # what importing torch has left is not looked at by every collection
+    target(*arguments)
+
+
+def end(process: ForkServerProcess) -> None:
+    """End ``process``, and what it has started, if it runs."""
+    if process.pid is not None and process.exitcode is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no session yet, or ends by itself
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+# ---- ``Ranks``
+
 
 START_TIMEOUT = 90.0  # seconds for ranks to import torch and form their process group
 GRACE = 2.0  # seconds the other ranks get after the first failure, to fail in their own words
@@ -318,3 +394,23 @@ def _run(pickled: bytes, connection: Connection, before: Hook | None, after: Hoo
         while frame and frame.tb_next and frame.tb_frame.f_code.co_filename == __file__:
             frame = frame.tb_next
         return _Report("".join(traceback.format_exception(type(error), error, frame)))
+
+
+# ---- One process as one rank of many.
+
+
+@contextmanager
+def simulated_ranks(world_size: int = 64, rank: int = 0) -> Iterator[None]:
+    """Make this process one rank of a process group whose collectives return at once and move nothing.
+
+    What depends on shapes, layouts, memory and the order of collectives is as with real ranks; numbers are not.
+
+    Args:
+        world_size: how many ranks there seem to be.
+        rank: which one this is.
+    """
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1054,16 +1054,16 @@ def test_functional_mode_runs_as_before():
 
 def test_numbers_of_captured_flat_parameters_tell_what_graphs_do():
     """torch's caches on disk find a graph with gathers by these numbers: a count would give another process's graph."""
-    from fsdp_compose.flat import CapturedFlat, number_of
-    from fsdp_compose.flat.captured import Arrives
+    from fsdp_compose.flat import GatherPlan, plan_id
+    from fsdp_compose.flat.graph import GradientForm
 
     fp32 = torch.float32
-    one = CapturedFlat(
-        "0", None, 2, fp32, fp32, fp32, fp32, (4, 2), ((0, (2, 2)),), (True,), Arrives.REDUCED, 1.0, True
+    one = GatherPlan(
+        "0", None, 2, fp32, fp32, fp32, fp32, (4, 2), ((0, (2, 2)),), (True,), GradientForm.REDUCED, 1.0, True
     )
     others = [dataclasses.replace(one, before=3.0), dataclasses.replace(one, reduce_dtype=torch.bfloat16)]
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as processes:  # each numbers its first one
-        numbers = [processes.apply(number_of, (flat,)) for flat in (one, *others, one)]
+        numbers = [processes.apply(plan_id, (flat,)) for flat in (one, *others, one)]
     assert numbers[0] == numbers[3] and len(set(numbers)) == 3
 
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compose import MixedPrecisionPolicy, trace
 from fsdp_compose.flat import FlatParamHandle
-from fsdp_compose.flat.all_gathers import AllGathers
+from fsdp_compose.flat.collectives import AllGathers
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.models import GPT, batches, gpt_loss, sgd, shard_gpt
 

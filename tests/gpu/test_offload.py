@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import CPUOffloadPolicy, clip_grad_norm_, flat_parameters, offload, offload_states, onload
 from fsdp_compose.flat import local_of
-from fsdp_compose.flat.host_copies import HostCopies
+from fsdp_compose.flat.shard_storage import HostCopies
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.gpu.test_cuda import CYCLES, DEVICE, PRECISIONS, process_group
 from tests.models import GPT, batches, gpt_loss, shard_gpt

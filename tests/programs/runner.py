@@ -30,7 +30,7 @@ from fsdp_compose import (
 from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import StateDictOptions, get_state_dict, set_state_dict
 from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.flat.registry import handle_of
+from fsdp_compose.flat.flat_param import handle_of
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.harness import lasting_groups
 from tests.observed_hooks import ObservedHooks

@@ -165,7 +165,7 @@ def test_of_two_jobs_that_save_to_one_path_one_gets_an_error_wherever_they_colli
         number += 1
         folder = tmp_path / f"run-{number}" / "step"
         folder.parent.mkdir()
-        ours, theirs = harness.processes.FORKS.Pipe()
+        ours, theirs = harness.rank_processes.FORKS.Pipe()
         with tempfile.NamedTemporaryFile() as output:
             process = harness.start_forked(Path(output.name), stopped_at, number, folder, theirs)
             theirs.close()

@@ -11,10 +11,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fsdp_compose.comm import doubling
-from fsdp_compose.comm.control_exchange import Carrier, ControlExchange
-from fsdp_compose.comm.doubling import rounds_of
-from fsdp_compose.comm.rendezvous import meet
+from fsdp_compose.comm import control_exchange
+from fsdp_compose.comm.control_exchange import Carrier, ControlExchange, rounds_of
+from fsdp_compose.comm.store import meet
 from tests.harness import end, start_forked
 from tests.test_control_exchange import exchanged
 
@@ -29,14 +28,14 @@ def take_part(rank: int, size: int, port: int, victim: int, number: int, action:
     for turn in range(3):
         assert exchanged(exchange, order=turn)
     if rank == victim:
-        begin_round = doubling.Flight._begin_round
+        begin_round = control_exchange.Flight._begin_round
 
-        def begin_or_end(flight: doubling.Flight) -> None:
+        def begin_or_end(flight: control_exchange.Flight) -> None:
             if flight._index == number:
                 os.kill(os.getpid(), signal.SIGKILL if action == "die" else signal.SIGSTOP)
             begin_round(flight)
 
-        doubling.Flight._begin_round = begin_or_end  # type: ignore[method-assign]
+        control_exchange.Flight._begin_round = begin_or_end  # type: ignore[method-assign]
     begin = time.monotonic()
     try:
         exchanged(exchange)

@@ -13,7 +13,7 @@ shape or memory
 =====================  ==============================================================================================
 """
 
-from ..tensor import choose_handler
-from .table import choose
+from ..dtensor import choose_handler
+from .dispatch import choose
 
 choose_handler.append(choose)

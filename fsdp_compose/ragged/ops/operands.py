@@ -1,17 +1,241 @@
-"""Operands of an operation as local tensors of one layout, and its local result as a tensor of that layout."""
+"""The operands of an operation as local tensors of one layout, and its local result as a tensor of that layout.
+
+Every handler in ``ops`` begins and ends here. The file also reads an operator's schema (which arguments it writes to)
+and has ``GatheredView``, a view of a ``RaggedDTensor`` where no ragged view exists."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor
-from ..owned import describe_owner
-from ..spec import RaggedSpec
-from ..tensor import RaggedDTensor, distribute_ragged, gathered
-from .gathered_view import GatheredView
+from ..._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor
+from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, shard_whole
+from ..ownership import OWNER_ATTRIBUTE, describe_owner, note_write_of_all_ranks
+from ..placement import RaggedSpec
+
+# ---- The schema of an operator: which arguments it writes to, and of what kind they are.
+
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+FUSED_OPTIMIZERS = {"aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_", "aten::_fused_adagrad_"}
+
+_INDEXED_WRITES = {
+    "aten::index_put_", "aten::index_fill_", "aten::index_copy_", "aten::index_add_", "aten::scatter_",
+    "aten::scatter_add_", "aten::masked_scatter_",
+}  # fmt: skip
+_WRITES = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::masked_fill_", *_INDEXED_WRITES}
+
+
+def writes_through(func: Any) -> bool:
+    """Whether ``func`` writes elements, and nothing else, to its first argument."""
+    name = func._schema.name
+    return name.endswith("_") and (name in _WRITES or torch.Tag.pointwise in func.tags)
+
+
+def writes_by_index(func: Any) -> bool:
+    """Whether ``func`` writes to some elements of its first argument, which indices or a mask name."""
+    return func._schema.name in _INDEXED_WRITES
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments that ``func`` writes to."""
+    result: list[torch.Tensor] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            result += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
+    return result
+
+
+@cache
+def written_positions(func: Any) -> tuple[int, ...]:
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
+
+
+def is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def map_tensors(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with every instance of ``kind`` in it (in lists, tuples and dicts) replaced by ``function`` of it."""
+    if isinstance(value, kind):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)([map_tensors(kind, function, item) for item in value])
+    if type(value) is dict:
+        return {key: map_tensors(kind, function, item) for key, item in value.items()}
+    return value
+
+
+# ---- ``GatheredView``: a view of a ``RaggedDTensor`` where no ragged view exists.
+#
+# Made by ``views``; from then on it owns its dispatch: what is written to it reaches the sharded tensor, or raises.
+
+
+class GatheredView(DTensor):
+    """The result of a view operation on a ``RaggedDTensor`` where no ragged view exists: a view of its gathered copy.
+
+    What is written to it is written to the sharded tensor too, by the operations in ``writes_through``; others raise.
+    When the sharded tensor has been written to in the meantime, every use of the copy raises (on the ranks where it
+    was: a write by some ranks only, through ``to_local()``, is their own affair).
+
+    Ranks: all ranks of the mesh make it, and write to it, together, as with any replicated DTensor.
+    """
+
+    _source: RaggedDTensor
+    _whole: torch.Tensor  # the gathered copy, of which this is a view
+    _seen: list[Any]  # the memory of the sharded tensor, and its version, when it was gathered; shared by all views
+
+    @staticmethod
+    def __new__(
+        cls: type[GatheredView], view: DTensor, source: RaggedDTensor, whole: torch.Tensor, seen: list[Any]
+    ) -> GatheredView:
+        result: GatheredView = make_dtensor(cls, local_tensor(view), dtensor_spec(view))
+        result._source, result._whole, result._seen = source, whole, seen
+        return result
+
+    def __init__(self, *_: Any) -> None:
+        """Everything has been done by ``__new__``."""
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """A copy: writes to it do not reach the sharded tensor."""
+        self.check()
+        if grad_placements is None and self._is_recorded():
+            return self._averaging().full_tensor()
+        return super().full_tensor(grad_placements=grad_placements).clone()
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """A copy: writes to it do not reach the sharded tensor."""
+        self.check()
+        if grad_placements is None and self._is_recorded():
+            return self._averaging().to_local()
+        return super().to_local(grad_placements=grad_placements).clone()
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        self.check()
+        if self._is_recorded():
+            return self._averaging().redistribute(*args, **kwargs)
+        return super().redistribute(*args, **kwargs)
+
+    def _is_recorded(self) -> bool:
+        return self.requires_grad and torch.is_grad_enabled()
+
+    def _averaging(self) -> DTensor:
+        """A copy, a plain DTensor, for each rank to use by itself: see ``RaggedDTensor.full_tensor``."""
+        copy: DTensor = _AverageGradient.apply(self)
+        return copy
+
+    def check(self) -> None:
+        """Raise if the sharded tensor has been written to since the copy was gathered."""
+        local = self._source._local_tensor
+        if local is not self._seen[0] or _version_of(local) != self._seen[1]:
+            raise RuntimeError(
+                f"this view of a gathered sharded tensor of shape {tuple(self._source.shape)} is out of date: the "
+                "sharded tensor was written to since it was made. Make the view again"
+            )
+
+    def note_version(self) -> None:
+        """The copy is up to date."""
+        local = self._source._local_tensor
+        self._seen[:] = local, _version_of(local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> DTensor:
+        return self.plain().clone()  # type: ignore[return-value]
+
+    def plain(self) -> DTensor:
+        """The same view as a plain DTensor, outside autograd, sharing memory."""
+        self.check()
+        return make_dtensor(DTensor, local_tensor(self), dtensor_spec(self))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        targets = [item for item in written(func, args, kwargs) if isinstance(item, GatheredView)]
+        if targets and not writes_through(func):
+            raise RuntimeError(
+                f"{func} would write to a gathered copy of (a part of) a sharded tensor, and the write would be lost. "
+                "Write to the sharded tensor itself, to a slice of its dim 0, or to its to_local()"
+            )
+        if targets:
+            # Every rank has the whole copy, so that plain tensors among the arguments (indices) are in order.
+            func(*map_tensors(DTensor, _whole_of, args), **map_tensors(DTensor, _whole_of, kwargs))
+            for target in targets:
+                target._source._local_tensor.copy_(shard_whole(target._whole, target._source._spec))
+                note_write_of_all_ranks(target._source._local_tensor)
+                target.note_version()
+            return targets[0]
+        _refuse_plain_tensors(func, (*args, *kwargs.values()))
+        result = func(
+            *map_tensors(GatheredView, GatheredView.plain, args),
+            **map_tensors(GatheredView, GatheredView.plain, kwargs),
+        )
+        source = next((item for item in args if isinstance(item, GatheredView)), None)
+        return source.view_as_well(result) if func.is_view and source is not None else result
+
+    def view_as_well(self, views: Any) -> Any:
+        """Further views of the same copy."""
+        with inference_mode_of(self._source):
+            return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
+
+
+class _AverageGradient(torch.autograd.Function):
+    """A gathered tensor that each rank is about to use by itself: the gradient is the ranks' average."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: GatheredView) -> torch.Tensor:
+        return tensor.plain().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        return _AverageOnce.apply(grad)
+
+
+class _AverageOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: DTensor) -> DTensor:
+        return averaged(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> DTensor:
+        return grad
+
+
+def _refuse_plain_tensors(func: Any, values: Sequence[Any]) -> None:
+    """Raise what stock DTensor would raise, with the name of the parameter."""
+    source = next((item._source for item in values if isinstance(item, GatheredView)), None)
+    if hasattr(source, OWNER_ATTRIBUTE):
+        for item in values:
+            if isinstance(item, torch.Tensor) and not isinstance(item, DTensor) and item.dim():
+                raise RuntimeError(
+                    f"{func}: got mixed a torch.Tensor of shape {tuple(item.shape)} and {describe_owner(source)}"
+                )
+
+
+def _version_of(local: torch.Tensor) -> int:
+    return 0 if local.is_inference() else local._version  # tensors of inference mode have none
+
+
+def _whole_of(tensor: DTensor) -> torch.Tensor:
+    """All elements: of a gathered view its memory, of another DTensor a copy."""
+    if isinstance(tensor, GatheredView):
+        tensor.check()
+        return local_tensor(tensor)
+    return tensor.full_tensor()
+
+
+# ---- Operands and results
 
 
 class Larger(Exception):

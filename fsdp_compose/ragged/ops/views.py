@@ -1,20 +1,179 @@
-"""Views: ragged ones of contiguous ranges, gathered ones of everything else."""
+"""Views, and whatever has no handler of its own.
+
+A view of a contiguous range stays ragged; every other view is gathered. An operation that no other file of ``ops``
+handles is done on the whole plain tensor, on every rank, with one warning per operator."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
-from ..._torch import local_tensor, share_versions
-from ..placement import RaggedShard
-from ..spec import RaggedSpec
-from ..tensor import RaggedDTensor, inference_mode_of, make_view
-from .gathered_view import GatheredView
-from .gathering import gathered_with_warning
-from .operands import replicated
-from .schema import Args, Kwargs, map_tensors
+from ..._torch import current_graph_task_id, local_tensor, share_versions
+from ..dtensor import RaggedDTensor, gathered, inference_mode_of, make_view, shard_whole
+from ..ownership import OWNER_ATTRIBUTE, describe_owner, note_write_of_all_ranks
+from ..placement import RaggedShard, RaggedSpec
+from .operands import Args, GatheredView, Kwargs, map_tensors, replicated, writes_by_index, written
+
+# ---- Operations that no other module knows: done on whole, plain tensors on every rank, with a warning.
+#
+# So they need no rule of stock DTensor, and what raises, depending on the elements, raises on every rank. What is
+# written to a sharded tensor is written to a whole copy, of which every rank then takes its local shard.
+
+
+_aten = torch.ops.aten
+
+
+def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Of the whole tensors; tensors among the results are replicated."""
+    refuse_collectives(func)
+    targets = written(func, args, kwargs)
+    if targets:
+        return write_through(func, args, kwargs)
+    warn_gathers(func)
+    _refuse_plain_tensors(func, args, kwargs)
+    spec = first_ragged((*args, *kwargs.values()))._spec
+    result = func(*map_tensors(DTensor, _whole, args), **map_tensors(DTensor, _whole, kwargs))
+    return map_tensors(torch.Tensor, lambda item: replicated(item, spec), result)
+
+
+def look_up(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``F.embedding()`` and its like, whose indices are a rank's own part of the batch: not of a sharded parameter."""
+    weight, indices = args[:2]
+    if hasattr(weight, OWNER_ATTRIBUTE) and not isinstance(indices, DTensor):
+        raise RuntimeError(
+            f"{func}: got mixed a torch.Tensor of indices of shape {tuple(indices.shape)} and {describe_owner(weight)}"
+        )
+    return gather_all(func, args, kwargs)
+
+
+def first_ragged(values: Any) -> RaggedDTensor:
+    """The first of the ragged tensors in ``values``, or in lists in it."""
+    for value in values:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, RaggedDTensor):
+                return item
+    raise AssertionError("dispatched without a ragged tensor")
+
+
+def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """``p[mask] = value`` and the like: done on the whole tensor, of which this rank's local shard is taken back."""
+    targets = written(func, args, kwargs)
+    if not any(isinstance(item, RaggedDTensor) for item in targets):
+        return write_elsewhere(func, targets[0], args, kwargs)
+    names = [argument.name for argument in func._schema.arguments if argument.alias_info is not None]
+    is_known = func.namespace == "aten" and (func._schema.name.endswith("_") or names != ["self"])
+    if not is_known or not all(isinstance(item, RaggedDTensor) for item in targets):
+        raise _unknown_write(func)
+    warn_gathers(func)
+    if not writes_by_index(func):
+        _refuse_plain_tensors(func, args, kwargs)
+    wholes = {id(item): gathered(item).full_tensor() for item in targets}  # type: ignore[arg-type]
+
+    def whole(item: DTensor) -> torch.Tensor:
+        return wholes[id(item)] if id(item) in wholes else _whole(item)
+
+    memory = [wholes[id(item)].data_ptr() for item in targets]
+    result = func(*map_tensors(DTensor, whole, args), **map_tensors(DTensor, whole, kwargs))
+    for item, address in zip(targets, memory, strict=True):
+        if wholes[id(item)].shape != item.shape or wholes[id(item)].data_ptr() != address:
+            raise _unknown_write(func)
+    for item in targets:
+        assert isinstance(item, RaggedDTensor)
+        item._local_tensor.copy_(shard_whole(wholes[id(item)], item._spec))
+        note_write_of_all_ranks(item._local_tensor)
+    back = {id(wholes[id(item)]): item for item in targets}
+    spec = first_ragged(targets)._spec
+    return map_tensors(
+        torch.Tensor, lambda item: back[id(item)] if id(item) in back else replicated(item, spec), result
+    )
+
+
+def _unknown_write(func: Any) -> NotImplementedError:
+    return NotImplementedError(
+        f"{func} would write to a sharded tensor, in a way that is not supported: write to it as a whole, to "
+        "slices of its dim 0, or to its to_local()"
+    )
+
+
+def write_elsewhere(func: Any, target: torch.Tensor, args: Args, kwargs: Kwargs) -> Any:
+    """A write to a tensor that is not ragged, computed with one that is."""
+    if not isinstance(target, DTensor):
+        raise RuntimeError(
+            f"{func} cannot write a sharded tensor to a torch.Tensor: use .full_tensor() or .to_local() of the sharded "
+            "one"
+        )
+    return func(
+        *map_tensors(RaggedDTensor, lambda item: gathered(item), args),
+        **map_tensors(RaggedDTensor, lambda item: gathered(item), kwargs),
+    )
+
+
+def item(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return func(_whole(args[0]))
+
+
+# ---- Parts of the fallback
+
+
+def _whole(tensor: DTensor) -> torch.Tensor:
+    return (gathered(tensor) if isinstance(tensor, RaggedDTensor) else tensor).full_tensor()
+
+
+def gathered_with_warning(func: Any) -> Callable[[RaggedDTensor], DTensor]:
+    def gather(tensor: RaggedDTensor) -> DTensor:
+        warn_gathers(func)
+        plain = gathered(tensor)
+        # Complete, also where another placement shards the tensor: stock rules cover that best.
+        return plain.redistribute(placements=[Replicate()] * plain.device_mesh.ndim)
+
+    return gather
+
+
+def refuse_collectives(func: Any) -> None:
+    """A collective on whole copies would be right on none of them."""
+    if "c10d" in func.namespace:
+        raise NotImplementedError(f"{func} of a sharded tensor: call the collective on its to_local()")
+
+
+def _refuse_plain_tensors(func: Any, args: Args, kwargs: Kwargs) -> None:
+    """Plain tensors are the same on every rank where they are indices or masks, and where autograd makes them (zeros
+    for the parts of a tensor that got no gradient). Others may hold a rank's own part of something."""
+
+    def check(item: torch.Tensor) -> torch.Tensor:
+        if not isinstance(item, DTensor) and item.dim() and (item.is_floating_point() or item.is_complex()):
+            raise RuntimeError(
+                f"{func}: got mixed a torch.Tensor of shape {tuple(item.shape)} and "
+                f"{describe_owner(first_ragged((*args, *kwargs.values())))}"
+            )
+        return item
+
+    if not (func in _JOINS and current_graph_task_id() != -1):
+        map_tensors(torch.Tensor, check, (args, kwargs))
+
+
+# Called by the backward of unbind(), split() and chunk().
+_JOINS = {_aten.stack.default, _aten.cat.default}
+
+_warned: set[Any] = set()
+
+
+def warn_gathers(func: Any) -> None:
+    if func not in _warned:
+        _warned.add(func)
+        warnings.warn(
+            f"{func} all-gathers sharded tensors (this is said once per operator). If it runs in every step, use "
+            "to_local() or operations that work on shards",
+            stacklevel=3,
+        )
+
+
+# ---- Ragged and gathered views
+
 
 aten = torch.ops.aten
 

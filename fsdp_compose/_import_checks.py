@@ -1,0 +1,104 @@
+"""Checks made when the package is imported: the version of torch, and the store of a restarted torchrun.
+
+``fsdp_compose/__init__.py`` imports this file before any other, because the others already need that torch. So it
+imports nothing of the package, and nothing that an older torch lacks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import warnings
+from collections.abc import Mapping
+
+import torch
+
+# ---- Checks the version of torch before anything is imported that another version may lack.
+#
+# On torch 2.11 operations do not reach a subclass of DTensor. ``FSDP_COMPOSE_ALLOW_TORCH_2_11=1`` lets the package be
+# imported there all the same, to measure the runtime on a machine that carries it: sharded parameters are then plain
+# tensors, this rank's elements, and only ``flat.sharded_param`` knows the difference.
+
+
+OLDEST_TORCH = (2, 12)
+TESTED_TORCH = ("2.12.0", "2.13.0", "2.14.1", "2.15.0")
+"""The releases that the tests are run with; ``tests/test_requirements.py`` compares docs, Makefile and CI with them."""
+
+ALLOW_2_11_ENV = "FSDP_COMPOSE_ALLOW_TORCH_2_11"
+
+
+def check_torch(version: str) -> bool:
+    """Raise ImportError if ``version`` is too old: DTensor subclasses do not get their operations there.
+
+    Returns:
+        Whether sharded parameters must be plain local tensors.
+    """
+    numbers = _numbers(version)
+    if numbers >= OLDEST_TORCH:
+        return False
+    if numbers == (2, 11) and os.environ.get(ALLOW_2_11_ENV) == "1":
+        warnings.warn(
+            f"fsdp_compose on torch {version} ({ALLOW_2_11_ENV}=1), for measurements only: sharded parameters are "
+            "plain tensors of this rank's elements, so norms, gradient clipping and checkpoints do not see the others'"
+        )
+        return True
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    raise ImportError(f"fsdp_compose needs torch {oldest} or newer; this is torch {version}: pip install -U torch")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found is not None else (0, 0)
+
+
+def is_untested(version: str) -> bool:
+    """Whether ``version`` is newer than every torch that the tests are run with."""
+    return _numbers(version) > _numbers(TESTED_TORCH[-1])
+
+
+def note_untested(version: str) -> None:
+    """Log, on one rank, that ``version`` is newer than every tested one."""
+    if is_untested(version) and os.environ.get("RANK", "0") == "0":
+        logging.getLogger("fsdp_compose").warning(
+            "torch %s is newer than every version that fsdp_compose was tested with (up to %s); anything that does not "
+            "work with it raises an error",
+            version,
+            TESTED_TORCH[-1],
+        )
+
+
+def explain_missing(error: ImportError | AttributeError, version: str = str(torch.__version__)) -> Exception:
+    """What to raise where the import of a private name of torch has failed with ``error``."""
+    if not is_untested(version):
+        return error
+    return ImportError(
+        f"fsdp_compose does not work with torch {version}, which lacks something that it needs ({error}); it was "
+        f"tested with torch {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}: pip install 'torch<={TESTED_TORCH[-1]}'"
+    )
+
+
+PLAIN_SHARDED_PARAMS = check_torch(str(torch.__version__))
+note_untested(str(torch.__version__))
+
+
+# ---- Says, in processes that torchrun has restarted, why torch's own ``init_process_group()`` may hang, and the
+# remedy.
+#
+# torchrun keeps one store for all attempts. torch's process groups (seen in 2.13 with gloo) read what dead processes
+# have left there, and dial their addresses. That happens before this package can do anything but tell.
+
+
+def hint(environment: Mapping[str, str]) -> str:
+    """A warning about the store, as text; empty if this process was not restarted with an old one."""
+    is_restarted = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not is_restarted or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return (
+        "torchrun has restarted this process with the store of the earlier attempt. If init_process_group() fails or "
+        "hangs now, it has dialled the address of a dead process: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
+        "torchrun (with --standalone or --rdzv-backend c10d), which makes a new store for each attempt"
+    )
+
+
+if text := hint(os.environ):
+    warnings.warn(text, stacklevel=2)

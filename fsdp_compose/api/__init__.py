@@ -1,0 +1,36 @@
+"""What users call: each function checks its arguments, and says what is wrong with them in the words of its caller."""
+
+from .compiling import compile as compile
+from .controls import UnshardHandle as UnshardHandle
+from .controls import functional_mode as functional_mode
+from .controls import keep_unsharded as keep_unsharded
+from .controls import no_sync as no_sync
+from .controls import reduce_as_set as reduce_as_set
+from .controls import reduce_gradients as reduce_gradients
+from .controls import register_forward_method as register_forward_method
+from .controls import reshard as reshard
+from .controls import serve_optional as serve_optional
+from .controls import set_force_sum_reduction_for_comms as set_force_sum_reduction_for_comms
+from .controls import set_functional_mode as set_functional_mode
+from .controls import set_gradient_divide_factor as set_gradient_divide_factor
+from .controls import set_is_last_backward as set_is_last_backward
+from .controls import set_keep_unsharded_storage as set_keep_unsharded_storage
+from .controls import set_modules_to_backward_prefetch as set_modules_to_backward_prefetch
+from .controls import set_modules_to_forward_prefetch as set_modules_to_forward_prefetch
+from .controls import set_post_reduction_hook as set_post_reduction_hook
+from .controls import set_requires_all_reduce as set_requires_all_reduce
+from .controls import set_requires_gradient_sync as set_requires_gradient_sync
+from .controls import set_reshard_after_backward as set_reshard_after_backward
+from .controls import set_reshard_after_forward as set_reshard_after_forward
+from .controls import unshard as unshard
+from .model_offload import offload as offload
+from .model_offload import onload as onload
+from .planning import MakeOptimizer as MakeOptimizer
+from .planning import plan as plan
+from .replicas import broadcast_replicas as broadcast_replicas
+from .shard import check_fully_shard as check_fully_shard
+from .shard import check_ignored as check_ignored
+from .shard import check_modules as check_modules
+from .shard import fully_shard as fully_shard
+from .shard import replicate as replicate
+from .summon import summon_full_params as summon_full_params

@@ -1,0 +1,281 @@
+"""``offload()`` and ``onload()``: a whole model sleeps in host memory, while something else needs the device.
+
+Each storage of the model and its optimizer is copied out as a whole, and then exchanges its pointer with an empty one
+that refuses access, as unsharded memory does. So every tensor, view and dict stays the object it was, and an optimizer
+goes on with what it has. What is one storage is one copy: a shard, a flat gradient, a tensor of an optimizer's state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Union
+
+import torch
+import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from .._torch import is_wrapper, memory_exchange, refuse_access
+from ..flat import FlatParamHandle, host_memory, local_of
+from ..group import _FSDPState, _get_fsdp_states, is_sleeping, put_to_sleep, refuse_sleeping, sleeping_error, wake
+
+Optimizers = Union[Optimizer, "Iterable[Optimizer]", None]
+
+
+def offload(module: nn.Module, optimizer: Optimizers = None, *, pin_memory: bool = True) -> None:
+    """Move a sharded model, and its optimizer's state, to host memory until ``onload``: to sleep, while another program
+    or another model uses the device.
+
+    Moved are shards, flat gradients, and all other parameters, buffers and gradients below ``module``; of each
+    optimizer, the state. Gradients are kept: call ``zero_grad()`` before, if they are not needed. Gathered parameters
+    and pooled buffers are freed. All tensors stay the objects they are; what reads their elements in between raises.
+    What lives in host memory already (``CPUOffloadPolicy``, ``offload_states``) stays as it is. Memory of process
+    groups (NCCL) is not the model's; ``torch.cuda.empty_cache()`` gives what was freed back to the device.
+
+    Ranks: every rank, alike; no communication. Between iterations.
+
+    Args:
+        module: root of the tree; not a part of a model that shall still run.
+        optimizer: one, or several.
+        pin_memory: page-locked host memory, where the device is an accelerator.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``optimizer`` no optimizer.
+        ValueError: nothing below ``module`` is sharded.
+        RuntimeError: it is asleep already; a forward or backward is running (or was interrupted); it is inside
+            ``summon_full_params()``; or gradients were accumulated without gradient sync.
+    """
+    optimizers = _checked(module, optimizer, "offload")
+    states = _get_fsdp_states(module)
+    if not states:
+        raise ValueError(f"offload(): there is no fully_shard group below this {type(module).__name__}")
+    for state in states:
+        _refuse_unless_idle(state)
+    handles = [handle for state in states for handle in state._handles]
+    for state in states:
+        _free_gathered(state)
+    device = handles[0].mesh.device if handles else torch.device("cpu")
+    moved = [handle for handle in handles if not handle.was_moved()]
+    sleeping = _Sleeping(states, moved, optimizers, sleeping_error(states[0].name))
+    sleeping.go(_storages(module, handles, optimizers, device), device, pin_memory and device.type != "cpu")
+    put_to_sleep(states)
+    _sleeping[module] = sleeping
+
+
+def onload(module: nn.Module, optimizer: Optimizers = None) -> None:
+    """Bring back what ``offload`` has moved: the same elements, in the same tensors.
+
+    Ranks: every rank, alike; no communication.
+
+    Args:
+        module: as given to ``offload``.
+        optimizer: as given to ``offload``, or nothing: they are remembered.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``optimizer`` no optimizer.
+        ValueError: an optimizer was not given to ``offload``.
+        RuntimeError: the module is not asleep.
+        torch.OutOfMemoryError: the device has too little memory now: free some, and call it again.
+    """
+    optimizers = _checked(module, optimizer, "onload")
+    sleeping = _sleeping.get(module)
+    if sleeping is None:
+        raise RuntimeError(f"onload(): offload() was not called on this {type(module).__name__}, or onload() was since")
+    for item in optimizers:
+        if not any(item is known for known in sleeping.optimizers):
+            raise ValueError(
+                f"onload(): this {type(item).__name__} was not given to offload(): give both calls the same ones"
+            )
+    sleeping.end()
+    del _sleeping[module]
+
+
+_sleeping: weakref.WeakKeyDictionary[nn.Module, _Sleeping] = weakref.WeakKeyDictionary()
+
+
+def _checked(module: Any, optimizer: Any, caller: str) -> list[Optimizer]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}(): expected an nn.Module, got {type(module).__name__}")
+    if optimizer is None:
+        return []
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    for item in optimizers:
+        if not isinstance(item, Optimizer):
+            raise TypeError(f"{caller}(): expected torch.optim.Optimizers, got {type(item).__name__}")
+    return optimizers
+
+
+def _refuse_unless_idle(state: _FSDPState) -> None:
+    root = state.root
+    if is_sleeping(state):
+        raise RuntimeError(f"offload(): the fully_shard group {state.name} is asleep already: call onload() first")
+    is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
+    if state.progress.running_forwards or state.backward.active_uses or is_busy:
+        raise RuntimeError(
+            f"offload(): a forward or backward of the fully_shard group {state.name} is running (or was interrupted: "
+            "run a forward first, which recovers from it)"
+        )
+    for handle in state._handles:
+        if handle.summoned is not None:
+            raise RuntimeError(f"offload(): called inside summon_full_params() of the fully_shard group {state.name}")
+        handle.pending_gradients.follow_zero_grad()
+        if handle.pending_gradients.accumulation is not None:
+            handle.pending_gradients.accumulation.show()
+            raise RuntimeError(
+                f"offload(): gradients of {handle.name_of(0)} and its group were accumulated without gradient sync, "
+                "unsharded on each rank: run the last backward of the accumulation with sync, or call zero_grad()"
+            )
+
+
+def _free_gathered(state: _FSDPState) -> None:
+    """Free what was gathered, and what has stayed of that; the next forward gathers anew."""
+    root = state.root
+    if root is not None:
+        root.communicator.finish()
+    for handle in state._handles:
+        handle.storage.synchronize()
+        handle.gradient.release_if_dropped()
+        if root is not None:
+            root.communicator.wait(handle)
+        handle.unsharded.drop_part()
+        if handle.unsharded.is_allocated and not handle.unsharded.never_freed and not handle.unsharded.is_meta:
+            handle.unsharded.free()
+
+
+def _storages(
+    module: nn.Module, handles: Sequence[FlatParamHandle], optimizers: Sequence[Optimizer], device: torch.device
+) -> list[torch.UntypedStorage]:
+    """The storages that the model and the optimizers have on ``device``, each once."""
+    on_host = {id(param) for handle in handles if handle.storage.is_host for param in _params_of(handle)}
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in _tensors(module, handles, optimizers, on_host):
+        for part in _parts(tensor.detach()):
+            if part.device == device and part.layout == torch.strided:
+                storage = part.untyped_storage()
+                if storage.nbytes():
+                    found.setdefault(StorageWeakRef(storage).cdata, storage)
+    return [*found.values()]
+
+
+def _params_of(handle: FlatParamHandle) -> list[nn.Parameter]:
+    return [*handle.sharded_params, *(segment.parameter for segment in handle.segments)]
+
+
+def _tensors(
+    module: nn.Module, handles: Sequence[FlatParamHandle], optimizers: Sequence[Optimizer], on_host: set[int]
+) -> Iterator[torch.Tensor]:
+    for handle in handles:
+        if not handle.storage.is_host:
+            yield handle.shard
+        flat = handle.gradient.buffer.flat
+        if (
+            flat is not None and not handle.storage.has_host_gradients
+        ):  # also one that is kept while there is no gradient
+            yield flat
+    with_host_gradients = {
+        id(param) for handle in handles if handle.storage.has_host_gradients for param in handle.sharded_params
+    }
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) not in on_host:
+            yield tensor
+            if tensor.grad is not None and id(tensor) not in with_host_gradients:
+                yield tensor.grad
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            if id(param) not in on_host:
+                yield from _tensors_in(state)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory that a tensor has its elements in."""
+    local = local_of(tensor)
+    if is_wrapper(local):
+        names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            yield from _parts(getattr(local, name))
+    else:
+        yield local
+
+
+class _Sleeping:
+    """What ``offload`` has moved.
+
+    Args:
+        states: the groups.
+        handles: those whose sharded parameters are where they were put last.
+        optimizers: which must not step.
+        error: of those who read what sleeps.
+    """
+
+    def __init__(
+        self, states: list[_FSDPState], handles: list[FlatParamHandle], optimizers: list[Optimizer], error: str
+    ) -> None:
+        # Weakly: they refer to the module, which this is the value of.
+        self._states, self._handles = [*map(weakref.ref, states)], [*map(weakref.ref, handles)]
+        self.optimizers, self._error = optimizers, error
+        self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        self._device = torch.device("cpu")
+        self._guards: list[RemovableHandle] = []
+
+    def go(self, storages: Sequence[torch.UntypedStorage], device: torch.device, pins: bool) -> None:
+        self._device = device
+        for storage in storages:
+            copied = host_memory(storage.nbytes(), torch.uint8, pins)
+            copied.copy_(_bytes_of(storage, device), non_blocking=True)
+            self._moved.append((storage, copied))
+        self._synchronize()
+        for storage, _ in self._moved:
+            _empty(storage, device, self._error)
+        self._guards = [item.register_step_pre_hook(self._refuse_step) for item in self.optimizers]
+
+    def end(self) -> None:
+        read = []  # host memory stays until the copies from it are complete
+        while self._moved:
+            storage, copied = self._moved[-1]
+            fresh = torch.empty(copied.numel(), dtype=torch.uint8, device=self._device)
+            fresh.copy_(copied, non_blocking=True)
+            memory_exchange(storage, fresh.untyped_storage())()
+            read.append(self._moved.pop())
+        self._synchronize()
+        while self._guards:
+            self._guards.pop().remove()
+        for reference in self._handles:
+            handle = reference()
+            if handle is not None:
+                handle.snapshot.follow_addresses()
+        wake(self._live_states())
+
+    def _live_states(self) -> list[_FSDPState]:
+        return [state for reference in self._states if (state := reference()) is not None]
+
+    def _refuse_step(self, *_: Any) -> None:
+        refuse_sleeping(self._live_states())
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device.type).synchronize(self._device)
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _empty(storage: torch.UntypedStorage, device: torch.device, error: str) -> None:
+    """Free the memory behind a storage, and refuse access to it where torch can."""
+    other = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+    refuse_access(other, error)
+    memory_exchange(storage, other)()

@@ -1,0 +1,223 @@
+"""``plan()``: what a training step would take, without the ranks and without the memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..flat import MixedPrecisionPolicy
+from ..group import states_to_run
+from ..inspect import Plan, advise, mesh_shape_of, simulate
+from .shard import fully_shard
+
+LossOf = Callable[[nn.Module], torch.Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+ADAMW: MakeOptimizer = partial(torch.optim.AdamW, foreach=True)
+
+
+def plan(
+    factory: Callable[[], Any],
+    world_sizes: int | Sequence[int] = 8,
+    *,
+    mesh: str | None = None,
+    wrap: Sequence[str] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    strategy: str | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    optimizer: MakeOptimizer | None = ADAMW,
+    note: Callable[[str], None] | None = None,
+) -> Plan:
+    """Find out what a training step takes on one rank of many: memory by kind, collectives, padding; with advice.
+
+    The model is built and trained for two steps on the CPU, as the first rank of each number of ranks, with operations
+    that are not done: their results have shapes, and memory that nothing is written to, which the machine does not
+    have to have. Collectives move nothing. So it needs no GPU, no other process, and little memory. See
+    docs/planning.md for what the figures mean and what they leave out.
+
+    Ranks: to be called in a process without a process group.
+
+    Args:
+        factory: returns the model; or the model and a function that takes it and returns the loss of one batch, made by
+            itself. The model is sharded already (``factory`` runs with a process group of all ranks), or will be as
+            ``mesh``, ``wrap``, ``mp_policy``, ``reshard_after_forward`` and ``strategy`` say. On the CPU, or on the
+            meta device.
+        world_sizes: numbers of ranks.
+        mesh: ``"2x4"`` for 2 replicas of 4 shards each, of which one may be ``*``; default: all ranks share the shards.
+        wrap: names of the classes of modules that become groups, besides the model itself; default: each child of each
+            ``nn.ModuleList``, of the outermost of them.
+        mp_policy, reshard_after_forward, strategy: as for ``fully_shard``.
+        batch, seq: sequences in a rank's batch, and tokens in each: where ``factory`` returns no loss, the model is
+            called with ids of tokens, and labels that are the same.
+        optimizer: makes one of a list of parameters; ``None``: the step has none. Default: AdamW as it is on
+            accelerators, which updates all parameters at once and takes more memory for it than its loop on the CPU.
+        note: is told how far it has come, in a line.
+
+    Returns:
+        The facts.
+
+    Raises:
+        ValueError: arguments contradict each other, or the model; ``mesh`` is not of so many ranks.
+        TypeError: ``factory`` returns something else.
+        RuntimeError: there is a process group; or the model's way depends on elements that are not computed.
+
+    Example::
+
+        facts = plan(lambda: (GPT(config), lambda model: model(tokens).mean()), [8, 64])
+        print(facts.worlds[0].peak.nbytes)
+    """
+    sizes = [world_sizes] if isinstance(world_sizes, int) else [*world_sizes]
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"plan(world_sizes={world_sizes!r}): expected numbers of ranks, from 1 on")
+    if (batch is None) != (seq is None) or min(batch or 1, seq or 1) < 1:
+        raise ValueError(f"plan(batch={batch}, seq={seq}): expected both, from 1 on, or none")
+    shapes = [mesh_shape_of(mesh, size) for size in sizes]  # refused before anything is built
+    options = {"mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "strategy": strategy}
+    given = {name: value for name, value in options.items() if value is not None}
+    worlds = []
+    for size, shape in zip(sizes, shapes, strict=True):
+        asked = _Asked(factory, shape if mesh is not None else None, wrap, given, (batch, seq), optimizer)
+        facts = simulate(asked, size, note or _nothing)
+        worlds.append(advise(facts))
+    return Plan(
+        optimizer=_name_of(optimizer), batch="" if batch is None else f"{batch} x {seq} tokens", worlds=(*worlds,)
+    )
+
+
+def _nothing(_: str) -> None:
+    """Not interested."""
+
+
+def _name_of(optimizer: MakeOptimizer | None) -> str:
+    if optimizer is None:
+        return "no optimizer"
+    made_by = optimizer.func if isinstance(optimizer, partial) else optimizer
+    return getattr(made_by, "__name__", "an optimizer")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Builds what was asked for. ``mesh``: its shape, if one was given; ``options``: those that were given."""
+
+    factory: Callable[[], Any]
+    mesh: tuple[int, ...] | None
+    wrap: Sequence[str] | None
+    options: dict[str, Any]
+    tokens: tuple[int | None, int | None]
+    make_optimizer: MakeOptimizer | None
+
+    def build(self) -> tuple[nn.Module, LossOf]:
+        made = self.factory()
+        model, loss_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(model, nn.Module) or not (loss_of is None or callable(loss_of)):
+            raise TypeError(
+                "the factory must return a model, or (model, a function that takes it and returns the loss of a "
+                f"batch), got {_what(made)}"
+            )
+        batch, seq = self.tokens
+        if (loss_of is None) == (batch is None):
+            raise ValueError(
+                "the factory returns no function that makes a batch and its loss: give --batch and --seq, for ids of "
+                "tokens, or let it return (model, loss_of)"
+                if loss_of is None
+                else "--batch and --seq: the factory returns a function that makes the batch by itself"
+            )
+        if batch is not None and seq is not None:
+            loss_of = _TokenLoss(batch, seq)
+        assert loss_of is not None
+        self._shard(model)
+        return model, loss_of
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        params = [param for param in model.parameters() if param.requires_grad]
+        return None if self.make_optimizer is None else self.make_optimizer(params)
+
+    def _shard(self, model: nn.Module) -> None:
+        options = self.options | ({} if self.mesh is None else {"mesh": self.mesh})
+        if states_to_run(model):
+            if options or self.wrap is not None:
+                given = ", ".join([*options, *(["wrap"] if self.wrap is not None else [])])
+                raise ValueError(f"{given}: the factory returns a model that is sharded already, which decides that")
+            return
+        mesh = None
+        if self.mesh is not None:
+            mesh = init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard")[-len(self.mesh) :])
+        modules = modules_to_wrap(model, self.wrap)
+        for module in (*modules, *([] if model in modules else [model])):
+            fully_shard(module, mesh=mesh, **self.options)
+
+
+def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
+    """Those that become groups, inner ones first; see ``plan``.
+
+    Raises:
+        ValueError: no module below ``model`` is of one of these classes.
+    """
+    if wrap is None:
+        return [
+            child for parent in _outermost_lists(model) for child in parent if any(True for _ in child.parameters())
+        ]
+    classes = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in wrap if name not in classes]
+    if missing:
+        own = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.children())})
+        raise ValueError(f"wrap: no module is a {missing[0]}; those with modules inside are {', '.join(own)}")
+    found = [module for module in model.modules() if type(module).__name__ in wrap]
+    return [module for module in reversed(found) if _has_parameters(module)]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost_lists(child)
+
+
+class _TokenLoss:
+    """The loss of a batch of ids of tokens, which are labels too: the model's own, if its result has one, else the
+    cross entropy of what it returns; of a model that returns no logits for each token the mean."""
+
+    def __init__(self, batch: int, seq: int) -> None:
+        self._ids = torch.zeros(batch, seq, dtype=torch.int64)
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        ids = self._ids
+        names = inspect.signature(model.forward).parameters
+        if "labels" in names and "input_ids" in names:
+            output = model(input_ids=ids, labels=ids)
+        else:
+            output = model(ids)
+        loss = getattr(output, "loss", None)
+        if loss is not None:
+            return loss
+        for name in ("logits", "last_hidden_state"):
+            output = getattr(output, name, output)
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(
+                f"called with ids of tokens, {type(model).__name__} returns {_what(output)}: expected logits, or "
+                "something with a loss; let the factory return (model, loss_of) for other models"
+            )
+        if output.ndim == 3 and output.shape[:2] == ids.shape:
+            return F.cross_entropy(output.flatten(0, 1), ids.flatten())
+        return output.float().mean()
+
+
+def _what(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(item).__name__ for item in value)}"
+    return f"a {type(value).__name__}" if value is not None else "None"

@@ -1,0 +1,494 @@
+"""``fully_shard()`` and ``replicate()``: parameters sharded over the data-parallel ranks, or held whole by all of them.
+
+Both check their arguments before they change a module, so a rejected call can be repeated; then they build the flat
+parameters, register one ``_FSDPState`` on the modules and hook their forwards. Called by users, by ``plan()`` and by
+``drop_in``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from types import NoneType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from .._torch import composable_registry, flatten_mesh
+from ..comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
+from ..flat import (
+    CPUOffloadPolicy,
+    FlatParamHandle,
+    Granularity,
+    ManagedParameter,
+    MixedPrecisionPolicy,
+    ParameterKind,
+    Region,
+    as_offload_policy,
+    as_ours,
+    check_class,
+    kind_of,
+    mark_owner,
+    refuse_placement,
+    refuse_shared_memory,
+    regions_of,
+    shard_params,
+    tensor_meshes,
+)
+from ..group import (
+    BUCKET_BYTES,
+    GroupOptions,
+    ParameterSwap,
+    Strategy,
+    _annotate_modules_for_dynamo,
+    _FSDPState,
+    detect_meta_buffers,
+    get_state,
+    group_modules,
+    guard_state_dict,
+    make_proxy,
+    managed_parameters,
+    partition,
+    register_state,
+    state_of_hooked,
+    strategy_named,
+    ties_with_other_groups,
+    unsharded_tensors,
+)
+from ..runtime import drive
+
+# ---- A group is made: arguments are checked, what it manages is decided, flat parameters are built and put in place.
+#
+# Everything that can be refused is refused before a module is touched, so that a rejected call can be repeated.
+
+
+def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions, ignored: set[nn.Parameter]) -> None:
+    """Make one group of checked ``modules``: the parameters below them that no nested call and ``ignored`` took. It
+    runs once hooks drive the modules.
+
+    Raises:
+        ValueError: see ``fully_shard``.
+    """
+    found = check_group(modules, mesh, options, ignored)
+    label, fqns, managed, regions = found.label, found.fqns, found.managed, found.regions
+    ties = ties_with_other_groups(fqns, ignored)
+    data_mesh = data_parallel_mesh(mesh, tensor_meshes(item.parameter for item in managed), options.part_size)
+    arguments = data_mesh, options.granularity, options.offload
+    handles = [shard_params(part, *arguments) for part in partition(managed, options)]
+
+    def install(state: _FSDPState) -> None:
+        state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
+        _put_sharded(managed, handles, label)
+        detect_meta_buffers(fqns)
+        state.set_swap(ParameterSwap(modules, managed, handles, fqns))
+        for item in modules:
+            _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
+
+    register_state(modules, install)
+    if ties:  # only now: torch's registry refuses a call that changes FQNs, and a tied parameter has one name less
+        for item, name, sharded in ties:
+            item._parameters[name] = sharded
+            guard_state_dict(item, fqns[item])
+        state_of_hooked(modules[0]).swap.rebuild()
+
+
+class _Found(NamedTuple):
+    """What a group manages: its name in messages, the modules with their FQNs, the parameters, and where these lie."""
+
+    label: str
+    fqns: dict[nn.Module, str]
+    managed: list[ManagedParameter]
+    regions: list[Region]
+
+
+def check_group(
+    modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions, ignored: set[nn.Parameter]
+) -> _Found:
+    """Raise what ``make_group`` would raise of the parameters. Changes nothing."""
+    label, fqns = _label(modules), group_modules(modules)
+    managed = managed_parameters(fqns, ignored, label)
+    _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
+    managed = [replace(item, kind=_kind_of(item, options)) for item in managed]
+    return _Found(label, fqns, managed, _check_memory(managed, fqns))
+
+
+# ---- arguments
+
+_REPLICATED = ("replicate", "replicated")
+
+
+def check_modules(module: Any, caller: str) -> list[nn.Module]:
+    """The roots among the modules given."""
+    modules = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(modules, list) or not modules or not all(isinstance(item, nn.Module) for item in modules):
+        raise TypeError(
+            f"{caller}(): expected an nn.Module or a non-empty list of nn.Modules, got {type(module).__name__}"
+        )
+    roots = [
+        item
+        for i, item in enumerate(modules)
+        if item not in modules[:i] and not any(item in set(other.modules()) for other in modules if other is not item)
+    ]
+    for item in roots:
+        if type(item).forward is nn.Module.forward and "forward" not in item.__dict__:
+            raise ValueError(
+                f"{caller}(): a {type(item).__name__} has no forward, so nothing would ever gather its parameters; "
+                f"call it on its children, or make one group of them: {caller}(list(module.children()))"
+            )
+        state = get_state(item)
+        if state is not None:
+            earlier, sharded = ("fully_shard", "sharded") if state.options.bucket_bytes is None else _REPLICATED
+            raise ValueError(
+                f"{earlier}() was already called on this {type(item).__name__}: a module can be {sharded} once. Call "
+                f"{caller}() on its submodules before it, each once"
+            )
+        for other in ("fully_shard", "replicate"):
+            if other in composable_registry(item):
+                raise ValueError(
+                    f"{caller}(): torch's {other}() was already applied to this {type(item).__name__}; choose one"
+                )
+    return roots
+
+
+def check_ignored(ignored_params: Iterable[nn.Parameter] | None, caller: str) -> set[nn.Parameter]:
+    if ignored_params is None:
+        return set()
+    if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, Iterable):
+        raise TypeError(
+            f"{caller}(ignored_params=...): expected several nn.Parameters, got {type(ignored_params).__name__}"
+        )
+    ignored = list(ignored_params)
+    for item in ignored:
+        if not isinstance(item, nn.Parameter):
+            raise TypeError(f"{caller}(ignored_params=...): expected nn.Parameters, got {type(item).__name__}")
+    return set(ignored)
+
+
+def _label(modules: Sequence[nn.Module]) -> str:
+    return ", ".join(type(item).__name__ for item in modules)
+
+
+# ---- parameters
+
+
+def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, caller: str) -> None:
+    device = device_of_mesh(mesh)
+    for item in managed:
+        param = item.parameter
+        if isinstance(param, UninitializedParameter):
+            raise ValueError(
+                f"{caller}(): the parameter {item.fqn} is not initialised (lazy module); run a forward first"
+            )
+        if param.device.type != "meta" and param.device != device and param.device.type != "cpu":
+            raise ValueError(
+                f"{caller}(): the parameter {item.fqn} is on {param.device}, but the mesh is on {device}; "
+                f"move the module with module.to({str(device)!r}), or pass a mesh on {param.device.type}"
+            )
+        if isinstance(param, DTensor) and caller == "fully_shard":
+            refuse_placement(item.fqn, param, mesh)
+        elif isinstance(param, DTensor):
+            raise ValueError(
+                f"replicate(): the parameter {item.fqn} is a DTensor already, placed {list(param.placements)} on "
+                f"{param.device_mesh}: give fully_shard() the data-parallel mesh (replicate, shard) of the same mesh, "
+                "with one rank in its second dimension"
+            )
+        else:
+            check_class(param, item.fqn, is_gathered=caller == "fully_shard")
+        if param.grad is not None:
+            raise ValueError(
+                f"{caller}(): the parameter {item.fqn} has a gradient, which would be lost: call "
+                "module.zero_grad() first"
+            )
+    devices = {item.parameter.device.type == "meta" for item in managed}
+    if len(devices) > 1:
+        on_meta = next(item.fqn for item in managed if item.parameter.device.type == "meta")
+        raise ValueError(
+            f"{caller}(): the parameter {on_meta} is on the meta device and others of its group are not; "
+            "materialise all of them, or none"
+        )
+
+
+def _kind_of(item: ManagedParameter, options: GroupOptions) -> ParameterKind:
+    # A replicated parameter is never gathered.
+    module = item.slots[0][0] if options.bucket_bytes is None else None
+    return kind_of(item.fqn, item.parameter, options.mp_policy, module)
+
+
+def _check_memory(managed: Sequence[ManagedParameter], fqns: dict[nn.Module, str]) -> list[Region]:
+    """Refuse parameters of the group that share memory. Return where the parameters lie."""
+    regions = regions_of(((item.fqn, item.parameter) for item in managed), are_sharded=True)
+    params = {item.parameter for item in managed}
+    refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, params), are_sharded=False)])
+    return regions
+
+
+def _put_sharded(managed: Sequence[ManagedParameter], handles: Sequence[FlatParamHandle], label: str) -> None:
+    """Replace each parameter by its sharded parameter, wherever it stands in the group."""
+    sharded_params = {
+        fqn: sharded for handle in handles for fqn, sharded in zip(handle.fqns, handle.sharded_params, strict=True)
+    }
+    for item in managed:
+        sharded = sharded_params[item.fqn]
+        mark_owner(item.parameter, label, item.fqn)  # to recognise a tie that points here from outside the group
+        mark_owner(sharded, label, item.fqn)
+        for module, name in item.slots:
+            for key, value in module.__dict__.items():
+                if isinstance(value, list):
+                    module.__dict__[key] = _replaced(value, item.parameter, sharded)
+            module._parameters[name] = sharded
+        make_proxy(item.parameter, sharded)
+
+
+def _replaced(items: list[Any], old: Any, new: Any) -> list[Any]:
+    if not any(item is old for item in items):
+        return items
+    return [new if item is old else item for item in items]
+
+
+# ---- ``fully_shard()``
+
+
+_M = TypeVar("_M", nn.Module, list[nn.Module])
+
+
+def fully_shard(
+    module: _M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    granularity: Granularity | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    strategy: str | Strategy | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
+    optional: bool = False,
+) -> _M:
+    """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
+
+    One call makes one *group*: the parameters below ``module`` that no nested call and no ``ignored_params`` took.
+    Before forward and backward the group's parameters are all-gathered together, into the memory that ``forward``
+    computes with; after backward their gradients are averaged and scattered. Call it on the inner modules first
+    (each transformer block), then on the whole model.
+
+    The module keeps its class and its FQNs. Each of its parameters is replaced once, by this call, by a sharded
+    parameter that ``module.parameters()`` returns from then on, outside ``forward``: build the optimizer after.
+
+    Ranks: every rank of the mesh makes the same calls on the same model. The call itself does not communicate, but
+        where there are ranks outside of a mesh of several dimensions: those in it then make a process group. The
+    first forward compares the ranks' models. Each rank keeps *its own* values: start from equal parameters.
+
+    Args:
+        module: a module, or a list of modules that form one group (for example a final norm and an output head).
+        mesh: device mesh of the data-parallel ranks; default: all ranks, which share the shards. Of two dimensions,
+            (replicate, shard), for hybrid sharding: the ranks of a row share the shards, and every row has them all.
+            Where tensor or expert parallelism has made DTensors of parameters (``parallelize_module(module,
+            mesh["tp"], plan)`` before this call), another part of the same mesh: ``mesh["dp"]``. With several
+            dimensions that are not all ranks the first call waits for the others of them, to make a process group.
+        reshard_after_forward: free the gathered parameters between forward and backward and gather them again
+            (``True``: least memory), or keep them (``False``: less communication). ``None``: ``False`` for the module
+            whose forward is outermost, ``True`` for all others. A number, a factor of that of the ranks that share the
+            shards: so many neighbours among them (those of one node, say) hold the parameters together between forward
+            and backward, each an equal part, and backward gathers among them alone; the first call with it makes a
+            process group of them. 1 is ``False``, all of the ranks ``True``; in functional mode any number is.
+        granularity: a function from (FQN relative to ``module``, parameter) to the smallest piece of the parameter
+            that no shard boundary may split: ``"elements"``, ``"rows"``, ``"whole"``, a number of elements, a block
+            shape, or ``None`` for the default (rows where that costs next to nothing, else elements).
+        mp_policy: dtypes to compute, reduce and return in (``torch.distributed.fsdp.MixedPrecisionPolicy`` too).
+        ignored_params: parameters below ``module`` that stay as they are; their gradients are not reduced.
+        strategy: a row of the table of strategies, by its name in ``STRATEGIES`` or as a ``Strategy``: what is kept of
+            parameters, gradients and optimizer state over each dimension of ``mesh``, in the place of
+            ``reshard_after_forward``. Where the optimizer's state is sharded over two dimensions, all ranks of the
+            default process group make the first such call together, which makes a process group.
+        offload_policy: where shards, gradients and optimizer state live: ``CPUOffloadPolicy()`` (or
+            ``torch.distributed.fsdp``'s) for host memory, in which the optimizer steps on the CPU; ``None`` for the
+            device of the mesh. See docs/offload.md.
+        optional: each rank may run the module or skip it, at every forward as it comes, any number of times (a vision
+            tower where only some ranks have images, experts that get no token, layer drop); so may groups inside it. It
+            may run only inside the forward of the nearest group around it that is not optional. A rank that skips it
+            counts as zeros in the average; gradients are ``None`` where no rank had one. Costs small exchanges between
+            the ranks in the forwards and backwards of the whole model. See docs/optional.md.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a module is sharded twice, a parameter would be in two groups, is on the wrong device, or is a
+            tensor of a class that cannot be sharded (quantised weights); the mesh has more than two dimensions, or has
+            ranks in common with that of a parameter which is a DTensor already; the number given for
+            ``reshard_after_forward`` is no factor of that of the ranks; there is no such ``strategy``, or not on such a
+            mesh, or ``reshard_after_forward`` is given too.
+        RuntimeError: there is neither a mesh nor a process group.
+
+    Example::
+
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+    """
+    arguments = _checked(
+        module, mesh, reshard_after_forward, granularity, mp_policy, ignored_params, strategy, offload_policy, optional
+    )
+    make_group(*arguments)
+    drive(arguments[0])
+    return module
+
+
+def check_fully_shard(module: nn.Module | list[nn.Module], **arguments: Any) -> None:
+    """Raise what ``fully_shard(module, **arguments)`` would raise, and change nothing."""
+    defaults = dict.fromkeys(item for item in inspect.signature(fully_shard).parameters if item != "module")
+    check_group(*_checked(module, **defaults | arguments))
+
+
+def _checked(
+    module: nn.Module | list[nn.Module],
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | int | None,
+    granularity: Granularity | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    ignored_params: Iterable[nn.Parameter] | None,
+    strategy: str | Strategy | None,
+    offload_policy: CPUOffloadPolicy | None,
+    optional: bool | None,
+) -> tuple[list[nn.Module], DeviceMesh, GroupOptions, set[nn.Parameter]]:
+    """The arguments of ``fully_shard``, as ``make_group`` takes them."""
+    modules = check_modules(module, "fully_shard")
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):  # a bool is an int
+        raise TypeError(
+            f"fully_shard(reshard_after_forward={reshard_after_forward!r}): expected True, False, None or a number of "
+            "ranks"
+        )
+    if mp_policy is None:
+        mp_policy = MixedPrecisionPolicy()
+    mp_policy = as_ours(MixedPrecisionPolicy, mp_policy, "fully_shard(mp_policy=...)")
+    if granularity is not None and not callable(granularity):
+        raise TypeError(
+            f"fully_shard(granularity={granularity!r}): expected a function from (FQN, parameter) to a granule"
+        )
+    if not isinstance(optional, (bool, NoneType)):
+        raise TypeError(f"fully_shard(optional={optional!r}): expected True or False")
+    offload = as_offload_policy(offload_policy, "fully_shard(offload_policy=...)")
+    ignored = check_ignored(ignored_params, "fully_shard")
+    mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity, offload, is_optional=bool(optional))
+    if strategy is None:
+        parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
+        options = replace(options, reshard_after_forward=parts)
+    elif reshard_after_forward is not None:
+        raise ValueError("fully_shard(): expected reshard_after_forward or strategy, which decides it, got both")
+    else:
+        mesh, options = _follow(strategy_named(strategy, mesh.ndim), mesh, options)
+    return modules, mesh, options, ignored
+
+
+def _follow(row: Strategy, mesh: DeviceMesh, options: GroupOptions) -> tuple[DeviceMesh, GroupOptions]:
+    """What a row of the table of strategies makes of a mesh and of options."""
+    if row.is_replicated:
+        mesh = replicated_mesh(mesh if mesh.ndim == 1 else flatten_mesh(mesh))
+        return mesh, replace(options, reshard_after_forward=False, bucket_bytes=BUCKET_BYTES)
+    reshards = row.reshards(mesh.shape)
+    if reshards is not None:
+        options = replace(options, reshard_after_forward=reshards, reshard_after_backward=reshards)
+    return flatten_mesh(mesh) if row.flattens else mesh, options
+
+
+def _checked_parts(reshard_after_forward: bool | int | None, num_ranks: int) -> bool | int | None:
+    """``reshard_after_forward``, of which a number is neither 1 nor that of all ranks."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    if reshard_after_forward < 1 or num_ranks % reshard_after_forward:
+        raise ValueError(
+            f"fully_shard(reshard_after_forward={reshard_after_forward}): {num_ranks} ranks share the shards, so that "
+            f"{_factors(num_ranks)} of them can hold the parameters together between forward and backward"
+        )
+    if reshard_after_forward in (1, num_ranks):
+        return reshard_after_forward != 1
+    return reshard_after_forward
+
+
+def _factors(number: int) -> str:
+    *others, last = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+fully_shard.state = get_state  # type: ignore[attr-defined]
+
+
+# ---- ``replicate()``: data parallelism in which every rank holds all parameters, by the machinery of ``fully_shard``.
+#
+# A replicated group is a group on a mesh (replicate, shard) of one rank in its second dimension: its flat parameters
+# have one shard, which every rank has whole, so that there is nothing to gather or to scatter. Its flat parameters are
+# *buckets*, of which the gradients are averaged as soon as a backward has brought all of them (``runtime/backward``).
+
+
+def replicate(
+    module: _M,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> _M:
+    """Train ``module`` with data parallelism in which nothing is sharded: every rank holds all parameters, and backward
+    averages the gradients over the ranks. For what is too small to be worth sharding.
+
+    It manages the parameters below ``module`` that no nested call of ``fully_shard`` or ``replicate``, and no
+    ``ignored_params``, took. Both compose in one model: call either on inner modules first, then on outer ones.
+
+    Gradients are averaged in *buckets* of about ``bucket_bytes``, one all-reduce each, in an order that is fixed: that
+    of the modules, backwards. If the model of which the forward runs has replicated groups alone, and no other model
+    takes part in the backward, a bucket's all-reduce begins as soon as backward has brought all its gradients, and
+    backward goes on meanwhile. Else a group is averaged when its backward is done, as ``fully_shard`` does it, so that
+    ranks that use different parameters stay in step. ``.grad`` are views of the buckets, whose memory stays.
+
+    The parameters become ``DTensor`` objects like those of ``fully_shard``, of which every rank holds all elements
+    (``.to_local()``, without a copy): optimizers, gradient clipping, ``flat_parameters`` and checkpoints are the same,
+    and checkpoints fit models that are sharded. Inside ``forward`` modules show plain parameters, in the same memory.
+
+    Ranks: every rank of the mesh makes the same calls on the same model; the call itself does not communicate. The
+    first forward compares the ranks' models, then all take over the first rank's parameters and buffers: until then
+    each rank has its own. Buffers that change in training (running means) stay each rank's own afterwards.
+
+    Args:
+        module: a module, or a list of modules that form one group.
+        mesh: 1-D device mesh of the ranks; default: all ranks. All of it replicates.
+        mp_policy: dtypes to compute, reduce and return in. With ``param_dtype`` there is a copy in that dtype.
+        bucket_bytes: of parameters whose gradients are averaged together; the first bucket has at most 1 MiB.
+        ignored_params: parameters below ``module`` that stay as they are; their gradients are not averaged.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``module`` is sharded or replicated already, a parameter would be in two groups, is on the wrong
+            device, or is a tensor of a class that cannot be managed; the mesh is not 1-D; ``bucket_bytes`` is not
+            positive.
+        RuntimeError: there is neither a mesh nor a process group.
+
+    Example::
+
+        replicate(model.embeddings)
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    """
+    modules = check_modules(module, "replicate")
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    policy = as_ours(MixedPrecisionPolicy, policy, "replicate(mp_policy=...)")
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool):
+        raise TypeError(f"replicate(bucket_bytes={bucket_bytes!r}): expected a number of bytes, as an int")
+    if bucket_bytes <= 0:
+        raise ValueError(f"replicate(bucket_bytes={bucket_bytes}): expected a positive number of bytes")
+    ignored = check_ignored(ignored_params, "replicate")
+    options = GroupOptions(policy, reshard_after_forward=False, bucket_bytes=bucket_bytes)
+    make_group(modules, replicated_mesh(mesh), options, ignored)
+    drive(modules)
+    return module
+
+
+replicate.state = get_state  # type: ignore[attr-defined]

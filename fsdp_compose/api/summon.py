@@ -1,0 +1,322 @@
+"""``summon_full_params``: for a while, ordinary full parameters in the place of the sharded ones.
+
+A flat parameter is gathered as a whole, in its original dtype, and its full parameters are views of it. At the end each
+rank copies the elements of its own local shards back. The runtime sees nothing of it: no forward may run in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from ..comm import meet
+from ..flat import (
+    FlatParamHandle,
+    UnreducedGradient,
+    expect_gradient,
+    forget,
+    gather_flat,
+    handle_of,
+    know_as,
+    local_elements,
+    make_gradient,
+    restore_attributes,
+    wholes_of,
+)
+from ..group import SlotView, _FSDPState, _get_fsdp_states, state_of
+from ..ragged import CompositeDTensor, RaggedDTensor, inner_of_whole, note_write_of_all_ranks
+from ..runtime import enter_alone
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place in the module tree where a sharded parameter stands."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+    index: int  # of the parameter in its handle
+
+
+class _Summoned:
+    """The full parameters of one flat parameter."""
+
+    def __init__(
+        self, handle: FlatParamHandle, slots: Sequence[_Slot], params: list[nn.Parameter], is_everywhere: bool
+    ) -> None:
+        self.handle, self.slots, self.params, self.is_everywhere = handle, slots, params, is_everywhere
+        for i, param in enumerate(params):
+            know_as(handle, param, i)  # for contexts inside this one
+        self.version = handle.shard._version
+
+    def present(self) -> dict[int, nn.Parameter]:
+        """The parameters that stand now where the full ones were put, by index.
+
+        Raises:
+            ValueError: something that cannot be written back.
+        """
+        found: dict[int, list[nn.Parameter]] = {}
+        for slot in self.slots:
+            value, sharded = slot.module._parameters.get(slot.name), self.handle.sharded_params[slot.index]
+            if value is None or value.shape != sharded.shape:
+                shape = None if value is None else tuple(value.shape)
+                raise ValueError(
+                    f"summon_full_params(): {slot.fqn} was replaced by a value of shape {shape}, where the sharded "
+                    f"parameter has {tuple(sharded.shape)}: write into the parameter, or put one of its shape there"
+                )
+            values = found.setdefault(slot.index, [])
+            if values and values[0] is not value:
+                raise ValueError(
+                    f"summon_full_params(): {slot.fqn} and another name of the same (tied) parameter hold different "
+                    "tensors now: put the same one in both places, or write into it"
+                )
+            values.append(value)
+        return {index: values[0] for index, values in found.items()}
+
+    def write_back(self, present: dict[int, nn.Parameter], with_grads: bool) -> None:
+        """Copy the elements of this rank's local shards into the shard."""
+        handle = self.handle
+        with torch.no_grad():
+            for i, param in present.items():
+                sharded, (start, stop, shape) = handle.sharded_params[i], handle.local_shards[i]
+                first = handle.layout.local_shard(i, handle.mesh.shard_rank).param_start
+                if isinstance(sharded, CompositeDTensor):
+                    sharded.copy_(param.detach())
+                    continue
+                whole = _inner_of(param.detach(), sharded)
+                local_elements(sharded).copy_(whole.reshape(-1)[first : first + stop - start].view(shape))
+                if not with_grads:
+                    continue
+                if param.grad is None:
+                    sharded.grad = None
+                    continue
+                local = _inner_of(param.grad, sharded).reshape(-1)[first : first + stop - start].view(shape)
+                if sharded.grad is None:
+                    copied = local.to(handle.shard.device, handle.gradient.dtype, copy=True)
+                    sharded.grad = make_gradient(copied, sharded)
+                else:
+                    local_elements(sharded.grad).copy_(local)
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Within this context the parameters below ``module`` are ordinary, full ``nn.Parameter`` s, in their original
+    dtype and shape; ``module.state_dict()`` holds them too. Afterwards the sharded parameters stand there again, the
+    same objects as before.
+
+    No forward may run inside. Contexts nest: an inner one uses what an outer one has gathered. Edits are kept when the
+    context is left by an exception.
+
+    Ranks: all ranks of the mesh enter it together (they meet first, in bounded time), and leave it: leaving does not
+    communicate. Memory: the whole unsharded parameters, on every rank; also of those that tensor parallelism has cut,
+    which are plain tensors within.
+
+    Args:
+        module: root of the tree; a sharded module, one above sharded ones, or one inside a group.
+        recurse: whether parameters of submodules are included.
+        writeback: whether what was written into the full parameters (or put in their place) is copied into the shards
+            at the end. Each rank copies its own elements: make the same edits on all ranks.
+        rank0_only: only rank 0 of the mesh gets full parameters, the others keep the sharded ones; needs
+            ``writeback=False``.
+        offload_to_cpu: the full parameters are on the CPU.
+        with_grads: the full parameters have full gradients, where the sharded ones have some.
+
+    Raises:
+        ValueError: ``rank0_only`` with ``writeback``; a parameter was replaced by one of another shape.
+        RuntimeError: a rank did not come; a forward or backward is running; a gradient was not reduced yet
+            (``with_grads`` after ``no_sync``); or the sharded parameters were written to inside the context.
+    """
+    if rank0_only and writeback:
+        raise ValueError(
+            "summon_full_params(rank0_only=True) needs writeback=False: the other ranks have no full parameters from "
+            "which their shards could be written"
+        )
+    for state in _get_fsdp_states(module) if recurse else []:
+        _make_ready(state)  # outer groups first: tied parameters may move to them
+    slots = _slots_below(module, recurse)
+    handles = list(dict.fromkeys(handle for handle, _ in slots))
+    for handle in handles:
+        _make_ready(_state_of(handle))
+    options = (recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+    for mesh in {id(handle.mesh.peers): handle.mesh for handle in handles}.values():
+        if mesh.has_peers:
+            _meet(mesh.peers, handles, options)
+    views: list[SlotView] = []
+    inherited = [handle.summoned for handle in handles if handle.summoned is not None]
+    if rank0_only is False and any(item is _ELSEWHERE for item in inherited):
+        raise ValueError(
+            "summon_full_params() inside one with rank0_only=True: the other ranks have no full parameters"
+        )
+    own: list[_Summoned] = []
+    is_shown = False  # else there is nothing to write back: the slots still hold the sharded parameters
+    try:
+        for handle in handles:
+            if handle.summoned is None:
+                own_slots = [slot for item, slot in slots if item is handle]
+                summoned = _summon(handle, own_slots, rank0_only, offload_to_cpu, with_grads)
+                handle.summon(summoned if summoned is not None else _ELSEWHERE)
+                if summoned is not None:
+                    own.append(summoned)
+        views = _put(own)
+        is_shown = True
+        yield
+    finally:
+        try:
+            present = []
+            if writeback and is_shown:
+                there = [item for item in inherited if isinstance(item, _Summoned)]
+                present = [(item, item.present()) for item in (*own, *there)]
+        finally:
+            for view in views:
+                view.restore()
+            for handle in handles:
+                if handle.summoned is _ELSEWHERE or handle.summoned in own:
+                    handle.summon(None)
+            for item in own:
+                for param in item.params:
+                    forget(param)
+        for item, values in present:
+            _refuse_changed_shard(item)
+            item.write_back(values, with_grads)
+            note_write_of_all_ranks(item.handle.shard)
+            item.version = item.handle.shard._version
+
+
+class _Elsewhere:
+    """Full parameters are on rank 0 only, and this is another one."""
+
+    is_everywhere = False
+
+
+_ELSEWHERE = _Elsewhere()
+
+
+def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle, _Slot]]:
+    found = []
+    for prefix, item in module.named_modules() if recurse else [("", module)]:
+        for name, param in item._parameters.items():
+            place = handle_of(param) if param is not None else None
+            if place is not None:
+                handle, index = place
+                found.append((handle, _Slot(item, name, f"{prefix}.{name}" if prefix else name, index)))
+    return found
+
+
+def _state_of(handle: FlatParamHandle) -> _FSDPState:
+    state = state_of(handle)
+    if state is None:
+        raise RuntimeError("summon_full_params(): the sharded module of a parameter is gone")
+    return state
+
+
+def _make_ready(state: _FSDPState) -> None:
+    """Take over what the user has changed; raise if the group is at work."""
+    root = state.root
+    is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
+    if state.progress.running_forwards or state.backward.active_uses or is_busy:
+        raise RuntimeError(
+            f"summon_full_params(): a forward or backward of the fully_shard group {state.name} is running (or was "
+            "interrupted: run a forward first, which recovers from it)"
+        )
+    if all(handle.summoned is None for handle in state._handles):
+        owner = state.modules[0]()
+        assert owner is not None
+        enter_alone(state, owner)
+
+
+def _meet(group: dist.ProcessGroup, handles: Sequence[FlatParamHandle], options: tuple[bool, ...]) -> None:
+    asked = f"{options} of {', '.join(handle.name_of(0) for handle in handles)}"
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        return (
+            f"summon_full_params(): rank 0 asks for (recurse, writeback, rank0_only, offload_to_cpu, with_grads) = "
+            f"{ours}, rank {rank} for {theirs}: make the same call on every rank"
+        )
+
+    meet(group, "summon_full_params", asked, lambda _: "", asked, explain)
+
+
+def _summon(
+    handle: FlatParamHandle, slots: Sequence[_Slot], rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> _Summoned | None:
+    """Gather one flat parameter; ``None`` on the ranks that get nothing."""
+    grads = [sharded.grad for sharded in handle.sharded_params]
+    for grad in grads:
+        if isinstance(grad, UnreducedGradient) and with_grads:
+            grad.refuse("summon_full_params(with_grads=True)")
+    to_cpu = offload_to_cpu and handle.tensor_parallel is None
+    flat = gather_flat(handle, handle.shard.detach(), rank0_only, to_cpu)
+    flat_grad = None
+    if with_grads and any(grad is not None for grad in grads):
+        shard_grad = torch.zeros_like(handle.shard, dtype=handle.gradient.dtype)
+        for grad, (start, stop, shape) in zip(grads, handle.local_shards, strict=True):
+            if grad is not None:
+                shard_grad[start:stop].view(shape).copy_(local_elements(grad))
+        flat_grad = gather_flat(handle, shard_grad, rank0_only, to_cpu)
+    if flat is None:
+        return None
+    views, gradients = wholes_of(handle, flat), None
+    if handle.tensor_parallel is not None:
+        views = handle.tensor_parallel.wholes(views)
+    if flat_grad is not None:
+        gradients = handle.full_views_of(flat_grad)
+        if handle.tensor_parallel is not None:
+            gradients = handle.tensor_parallel.wholes(gradients)
+    if rank0_only and not _is_first(handle):
+        return None
+    params = []
+    for i, (sharded, view) in enumerate(zip(handle.sharded_params, views, strict=True)):
+        param = nn.Parameter(view.cpu() if offload_to_cpu else view, requires_grad=sharded.requires_grad)
+        restore_attributes(sharded, param)
+        expect_gradient(param, handle.gradient.dtype)
+        if gradients is not None and grads[i] is not None:
+            param.grad = gradients[i].cpu() if offload_to_cpu else gradients[i]
+        params.append(param)
+    is_everywhere = not rank0_only or handle.mesh.peers.size() == 1
+    return _Summoned(handle, slots, params, is_everywhere)
+
+
+def _is_first(handle: FlatParamHandle) -> bool:
+    """Whether this is the one rank that gets full parameters, of those that have the first shard of the first
+    replica."""
+    mesh, own = handle.mesh, handle.tensor_parallel
+    if own is not None:
+        return own.is_on_first_rank
+    return mesh.peers.size() == mesh.data_world_size or mesh.rank == 0
+
+
+def _inner_of(whole: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
+    """The part of a whole tensor that the shard group has of ``sharded``: all of it, unless tensor parallelism has cut
+    it too."""
+    return inner_of_whole(whole, sharded._spec) if isinstance(sharded, RaggedDTensor) else whole
+
+
+def _put(summoned: Sequence[_Summoned]) -> list[SlotView]:
+    """Let the modules show the full parameters."""
+    by_module: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    for item in summoned:
+        for slot in item.slots:
+            by_module.setdefault(slot.module, {})[slot.name] = item.params[slot.index]
+    return [SlotView(module, params) for module, params in by_module.items()]
+
+
+def _refuse_changed_shard(item: _Summoned) -> None:
+    if item.handle.shard._version != item.version:
+        names = ", ".join(item.handle.names)
+        raise RuntimeError(
+            f"summon_full_params(): the sharded parameters were written to inside the context (optimizer.step()?): one "
+            f"of {names}. Edits of the full parameters would undo that, and were dropped: step outside the context"
+        )

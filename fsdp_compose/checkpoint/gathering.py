@@ -1,0 +1,271 @@
+"""Whole tensors from sharded ones, for state dicts: moved between ranks, never changed.
+
+A whole flat parameter takes one collective, whose memory is the only extra; or messages deliver it into the result.
+What tensor parallelism has cut goes separately, tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from .._torch import dtensor_spec, local_tensor, make_dtensor
+from ..comm import Messages
+from ..flat import FlatParamHandle, gather_flat, local_of
+from ..ragged import CompositeDTensor, RaggedDTensor, with_local
+from .fqns import Place, leaves_of, map_leaves
+
+Key = tuple[Any, ...]
+"""(FQN, name of the optimizer's state, where in lists and dicts...); the name is empty for the parameter itself"""
+
+
+@dataclass
+class _Bundle:
+    """Tensors sharded like parameters of one flat parameter, gathered together."""
+
+    handle: FlatParamHandle
+    locals: dict[int, torch.Tensor] = field(default_factory=dict)  # by index of the parameter
+    keys: dict[Key, int] = field(default_factory=dict)
+
+
+def facts_of(values: Mapping[Key, Any]) -> list[str]:
+    """The facts that ranks must agree on before they gather ``values``: the sharded tensors, in their order."""
+    return [
+        f"{key_text(key)} of shape {tuple(leaf.shape)}, {leaf.dtype}, {layout_of(leaf)}"
+        for key, leaf in _leaves(values).items()
+        if isinstance(leaf, DTensor)
+    ]
+
+
+def key_text(key: Key) -> str:
+    """A key as error messages have it."""
+    fqn, *path = key
+    name = ".".join(map(str, path))
+    return f"{name} of {fqn}" if name else fqn
+
+
+def layout_of(tensor: DTensor) -> str:
+    """Where a tensor has its elements, as text. Not which ranks a mesh has: other ranks may be in another one."""
+    mesh, placements = tensor.device_mesh, [*map(str, map(repr, tensor.placements))]
+    if isinstance(tensor, RaggedDTensor) and not tensor._spec.is_only_ragged:
+        placements[tensor._spec.ragged_dim] = "RaggedShard"  # of what is local, which may be uneven over other ranks
+    return f"placed [{', '.join(placements)}] on a {mesh.device_type} mesh of shape {tuple(mesh.shape)}"
+
+
+def gather_values(
+    values: Mapping[Key, Any], places: Mapping[Key, Place | None], *, to_cpu: bool, rank0_only: bool, is_first: bool
+) -> dict[Key, Any]:
+    """``values`` with whole tensors in the place of DTensors, also in lists and dicts. They share no memory with
+    ``values``; what is one tensor in ``values`` is one in the result.
+
+    Ranks: all ranks of the meshes, with equal ``facts_of(values)``.
+
+    Args:
+        values: tensors and others.
+        places: for a tensor that is sharded like a parameter, where that is.
+        to_cpu: the result is on the CPU.
+        rank0_only: the ranks that are not ``is_first`` get an empty dict, and hold no more than their shards.
+    """
+    is_wanted = is_first or not rank0_only
+    leaves = _leaves(values)
+    bundles = _bundle(leaves, places)
+    wholes: dict[Key, Any] = {}
+    copies = Copies(to_cpu)
+    seen: set[int] = set()
+    for key, leaf in leaves.items():
+        bundle = bundles.get(key)
+        if bundle is not None:
+            if id(bundle) not in seen:
+                seen.add(id(bundle))
+                wholes.update(_gather_bundle(bundle, to_cpu, rank0_only))
+            continue
+        whole = full_tensor(leaf) if isinstance(leaf, DTensor) else leaf
+        if not is_wanted:
+            continue
+        is_fresh = isinstance(leaf, DTensor) and not shares_storage(whole, leaf)
+        wholes[key] = copies.of(whole) if not is_fresh else whole.cpu() if to_cpu else whole
+    if not is_wanted:
+        return {}
+    gathered: dict[Key, Any] = map_leaves(lambda path, _: wholes[path[0] + path[1:]], dict(values))
+    return gathered
+
+
+def _leaves(values: Mapping[Key, Any]) -> dict[Key, Any]:
+    return {path[0] + path[1:]: leaf for path, leaf in leaves_of(dict(values))}
+
+
+class Copies:
+    """Copies that share no memory with what they are of. What is given twice is copied once: names of one tensor stay
+    names of one tensor."""
+
+    def __init__(self, to_cpu: bool) -> None:
+        self._to_cpu = to_cpu
+        self._made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # (original, which must stay alive, and copy)
+
+    def of(self, value: Any) -> Any:
+        """A copy of a tensor, sharded in the same way, or of anything else."""
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        value = value.detach()
+        local = local_of(value)
+        if type(local) is not torch.Tensor or local.layout != torch.strided or local.is_meta or not local.numel():
+            return self._copy(value)
+        key = (type(value), local.data_ptr(), local.shape, local.stride(), local.dtype, local.device)
+        if key not in self._made:
+            self._made[key] = (value, self._copy(value))
+        return self._made[key][1]
+
+    def _copy(self, value: torch.Tensor) -> torch.Tensor:
+        return copy_to_cpu(value) if self._to_cpu else value.clone()
+
+
+def full_tensor(value: DTensor) -> torch.Tensor:
+    """The whole of ``value``, outside autograd. Ranks: all ranks of its mesh."""
+    with torch.no_grad():
+        whole: torch.Tensor = value.full_tensor()
+    return whole.detach()
+
+
+def _bundle(values: Mapping[Key, Any], places: Mapping[Key, Place | None]) -> dict[Key, _Bundle]:
+    """One bundle for each flat parameter, name of state, and dtype."""
+    bundles: dict[Any, _Bundle] = {}
+    found: dict[Key, _Bundle] = {}
+    for key, value in values.items():
+        place = places.get(key[:2])
+        if place is None or not is_sharded_like(value, place):
+            continue
+        handle, index = place
+        bundle = bundles.setdefault((handle, key[1:], value.dtype), _Bundle(handle))
+        bundle.locals[index] = local_tensor(value)
+        bundle.keys[key] = index
+        found[key] = bundle
+    return found
+
+
+def is_sharded_like(value: Any, place: Place) -> bool:
+    """Whether ``value`` has its elements where the parameter at ``place`` has them, and the flat parameter holds all of
+    it (tensor parallelism has not cut it)."""
+    sharded = place[0].sharded_params[place[1]]
+    return (
+        isinstance(value, RaggedDTensor)
+        and not isinstance(value, CompositeDTensor)
+        and value.shape == sharded.shape
+        and isinstance(sharded, RaggedDTensor)
+        and sharded._spec.is_only_ragged
+        and value._spec.is_sharded_like(sharded._spec)
+    )
+
+
+def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key, torch.Tensor]:
+    handle = bundle.handle
+    transport = handle.mesh.transport.unrecorded  # other ranks may record nothing
+    if isinstance(transport, Messages):
+        wholes = _gather_pieces(bundle, transport, rank0_only)
+        return {key: wholes[index] for key, index in bundle.keys.items() if wholes}
+    flat = gather_flat(handle, _as_shard(handle, bundle.locals), rank0_only, to_cpu)
+    if flat is None:
+        return {}
+    views = handle.full_views_of(flat)
+    # Copies: a view would keep, and torch.save() write, the whole flat parameter for each of its tensors.
+    wholes = {index: views[index].clone() for index in bundle.locals}
+    return {key: wholes[index] for key, index in bundle.keys.items()}
+
+
+def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> dict[int, torch.Tensor]:
+    """Whole tensors by index, where they are wanted, from each rank's parts of them; no other memory is used."""
+    layout, mesh = bundle.handle.layout, bundle.handle.mesh
+    sizes = [layout.params[index].numel * local.element_size() for index, local in bundle.locals.items()]
+    if rank0_only and not mesh.is_first_replica:
+        transport.skip(sum(sizes), bundle.handle.label)
+        return {}
+    mine = mesh.shard_rank
+    is_wanted = mine == 0 or not rank0_only
+    receivers = [rank for rank in range(1 if rank0_only else mesh.shard_world_size) if rank != mine]
+    sent = [(rank, local) for local in bundle.locals.values() for rank in receivers if local.numel()]
+    wholes: dict[int, torch.Tensor] = {}
+    received = []
+    for index, local in bundle.locals.items() if is_wanted else ():
+        whole = wholes[index] = local.new_empty(layout.params[index].shape)
+        for rank, part in layout.local_shards_of(index).items():
+            piece = whole.view(-1)[part.param_start :][: part.numel]
+            if rank == mine:
+                piece.copy_(local.reshape(-1))
+            else:
+                received.append((rank, piece))
+    transport.exchange(sent, received, sum(sizes), bundle.handle.label)
+    return wholes
+
+
+def _as_shard(handle: FlatParamHandle, locals_: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The local tensors at their places in a shard: the shard itself, if they are views of it."""
+    own = handle.shard.detach()
+    local_shards = {index: own[start:stop] for index, (start, stop, _) in enumerate(handle.local_shards)}
+    if all(shares_memory(local, local_shards[index]) for index, local in locals_.items()):
+        return own
+    first = next(iter(locals_.values()))
+    shard = first.new_zeros(handle.layout.shard_numel)
+    for index, local in locals_.items():
+        start, stop, shape = handle.local_shards[index]
+        shard[start:stop].view(shape).copy_(local)
+    return shard
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two contiguous local tensors are the same elements."""
+    return a.numel() == b.numel() and a.dtype == b.dtype and (not a.numel() or a.data_ptr() == b.data_ptr())
+
+
+def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one layout share their memory."""
+    return a.shape == b.shape and shares_memory(local_of(a), local_of(b))
+
+
+def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the local parts of two tensors lie in one storage."""
+    return storage_of(a) == storage_of(b) != 0
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the storage of this rank's part of a tensor; 0 if it has none, as tensor subclasses that wrap
+    other tensors."""
+    local = local_of(tensor)
+    if local.layout != torch.strided:
+        return 0
+    return local.untyped_storage().data_ptr() if local.data_ptr() else 0
+
+
+def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU, sharded in the same way."""
+    return _with_local(tensor, lambda local: local.to("cpu", copy=True))
+
+
+def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor like this one, without values, on another device."""
+    return _with_local(tensor, lambda local: torch.empty_like(local, device=device))
+
+
+def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    if isinstance(tensor, RaggedDTensor):
+        return with_local(tensor, function(local_tensor(tensor).detach()))
+    if isinstance(tensor, DTensor):
+        made: torch.Tensor = make_dtensor(DTensor, function(local_tensor(tensor).detach()), dtensor_spec(tensor))
+        return made
+    plain = function(tensor.detach())
+    if says_what_it_holds(tensor):
+        for name in _PART_FIELDS:
+            setattr(plain, name, getattr(tensor, name))
+    return plain
+
+
+_PART_FIELDS = [*getattr(getattr(dcp, "CheckpointableTensor", None), "__annotations__", ())]  # since torch 2.14
+
+
+def says_what_it_holds(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has the attributes by which ``torch.distributed.checkpoint`` takes it for a part of a
+    larger one."""
+    return bool(_PART_FIELDS) and all(hasattr(tensor, name) for name in _PART_FIELDS)

@@ -1,0 +1,333 @@
+"""Models to and from safetensors files in the layout of the Hugging Face hub.
+
+Saving gathers one flat parameter at a time, loading reads one tensor at a time.
+
+One file ``model.safetensors``, or several with an index that says which tensor is in which::
+
+    model-00001-of-00002.safetensors  model-00002-of-00002.safetensors  model.safetensors.index.json
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from ..flat import local_of
+from ..ragged import CompositeDTensor, RaggedDTensor
+from .agreement import agree, attempt, group_of, is_first, list_problems, or_problem, problem_text
+from .folders import abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
+from .fqns import ModelNames
+from .gathering import gather_values
+from .model_state import ModelPlan, StateDictOptions, commit_model, entries_of, plan_model
+from .resharding import Described, Target, shard_whole
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+
+_MAX_HEADER_BYTES = 100_000_000  # what the library takes
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which tensors go into which file, in the order in which they are gathered."""
+
+    files: dict[str, list[str]]
+    total_bytes: int
+
+
+def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> _Plan:
+    """Fill files in order; one that a tensor would overfill is closed, and a larger tensor has one by itself."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for fqn, n in num_bytes.items():
+        if files[-1] and size + n > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(fqn)
+        size += n
+    if len(files) == 1:
+        return _Plan({SINGLE: files[0]}, sum(num_bytes.values()))
+    named = {f"model-{i:05d}-of-{len(files):05d}.safetensors": fqns for i, fqns in enumerate(files, 1)}
+    return _Plan(named, sum(num_bytes.values()))
+
+
+def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+    """Save a model's whole tensors as safetensors, under canonical FQNs, in their dtypes; tied weights once.
+
+    The first rank writes. It holds one file and one flat parameter at a time, the others never more than their shards.
+
+    Ranks: all ranks of the model.
+
+    Args:
+        model: any kind of model, as for ``get_model_state_dict``.
+        folder: must not exist; it appears when everything has been written.
+        max_file_bytes: of the tensors in one file.
+
+    Raises:
+        ValueError: ``folder`` is an address on a network.
+        RuntimeError: on every rank: the folder exists, the model has state that is no tensor, it could not be written,
+            or a rank did not come.
+        ModuleNotFoundError: the package ``safetensors`` is not installed.
+    """
+    names, folder = ModelNames(model), local_folder(folder)
+    group = group_of(names)
+    importlib.import_module("safetensors.torch")  # missing on all ranks, or on none
+    tensors, unfit = attempt(_tensors, names)
+    token = new_token()  # the first rank's; no other writes
+    if is_first(group) and not unfit:
+        unfit = or_problem(begin_folder, folder, token)
+    agree(group, "save_hf()", [str(folder), *(tensors or {})], unfit)
+    assert tensors is not None
+    plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
+    problem: str | Exception = ""
+    wholes = _stream(names, tensors, is_first(group))
+    for file, fqns in plan.files.items():
+        content = {fqn: whole for fqn, whole in (next(wholes) for _ in fqns) if whole is not None}
+        if is_first(group) and not problem:  # the others gather on, and hear of it at the end
+            problem = or_problem(_write, partial_of(folder) / token / file, content)
+    if is_first(group) and not problem:
+        problem = or_problem(_finish, folder, token, plan)
+    if is_first(group) and problem:
+        abandon_folder(folder, token)
+    agree(group, "save_hf()", [str(folder)], problem)
+
+
+def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
+    """The tensors to save, in the order of the flat parameters. Raises RuntimeError if something cannot be."""
+    chosen: dict[Any, dict[str, torch.Tensor]] = {}
+    for fqn, (_, value) in entries_of(names).items():
+        if not isinstance(value, torch.Tensor):
+            raise RuntimeError(
+                f"{fqn} is a {type(value).__name__}, and safetensors files hold tensors only: save it by other means, "
+                "and let the module's state_dict() leave it out"
+            )
+        if value.layout != torch.strided:
+            raise RuntimeError(f"{fqn} is {value.layout}, which safetensors files do not hold: save it by other means")
+        if isinstance(value, CompositeDTensor):
+            raise RuntimeError(
+                f"{fqn} is a {value.composite.name}, of several tensors, which safetensors files do not hold: save the "
+                "others by get_model_state_dict(), or all by save()"
+            )
+        if value.dtype not in _DTYPES.values():
+            raise RuntimeError(f"{fqn} is {value.dtype}, which safetensors files do not hold: save it by other means")
+        if names.aliases(fqn)[0] == fqn:
+            place = names.place(fqn)
+            chosen.setdefault(None if place is None else place[0], {})[fqn] = value
+    return {fqn: value for group in chosen.values() for fqn, value in group.items()}
+
+
+def _stream(
+    names: ModelNames, tensors: Mapping[str, torch.Tensor], is_here: bool
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every tensor whole, on the first rank: gathered a flat parameter at a time."""
+    waiting = [*tensors]
+    while waiting:
+        place = names.place(waiting[0])
+        handle = None if place is None else place[0]
+        batch = waiting[:1]
+        if handle is not None:
+            batch = [fqn for fqn in waiting if (other := names.place(fqn)) is not None and other[0] is handle]
+        places = {(fqn, ""): names.place(fqn) for fqn in batch}
+        wholes = gather_values(
+            {(fqn, ""): tensors[fqn] for fqn in batch}, places, to_cpu=True, rank0_only=True, is_first=is_here
+        )
+        waiting = waiting[len(batch) :]
+        for fqn in batch:
+            yield fqn, wholes.pop((fqn, ""), None)
+
+
+def _write(path: Path, content: Mapping[str, torch.Tensor]) -> str:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({fqn: tensor.contiguous() for fqn, tensor in content.items()}, path, metadata={"format": "pt"})
+        sync(path)
+    except (OSError, SafetensorError) as error:
+        return f"{path} could not be written: {error}"
+    least = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
+    if path.stat().st_size <= least:
+        return f"{path} has {path.stat().st_size} bytes, where {least} and a header were written: is the disk full?"
+    return ""
+
+
+def _finish(folder: Path, token: str, plan: _Plan) -> str:
+    mine = partial_of(folder) / token
+    try:
+        if len(plan.files) > 1:
+            weight_map = {fqn: file for file, fqns in plan.files.items() for fqn in fqns}
+            index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": weight_map}
+            (mine / INDEX).write_text(json.dumps(index, indent=1))
+            sync(mine / INDEX)
+        return finish_folder(folder, token)
+    except OSError as error:
+        return f"{folder} could not be written: {error}"
+
+
+# ---- loading
+
+
+def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any:
+    """Load safetensors files into a model. Each rank reads what it holds, one tensor at a time; nothing is changed
+    unless everything fits.
+
+    Ranks: all ranks of the model, which see the same file system.
+
+    Args:
+        model: any kind of model, also on the meta device.
+        folder: with ``model.safetensors``, or with several files and their index.
+        strict: whether missing and unexpected names are errors.
+
+    Returns:
+        ``(missing_keys, unexpected_keys)``, the same on every rank.
+
+    Raises:
+        ValueError: ``folder`` is an address on a network.
+        RuntimeError: on every rank: a file is missing, damaged, or does not hold what the index says; names or shapes
+            do not fit; or a rank did not come.
+        ModuleNotFoundError: the package ``safetensors`` is not installed.
+    """
+    names, folder = ModelNames(model), local_folder(folder)
+    group = group_of(names)
+    found, damage = attempt(_look_into, folder)
+    described = {fqn: item.described for fqn, item in (found or {}).items()}
+    plan, failure = attempt(plan_model, names, described, StateDictOptions(strict=strict))
+    facts = [] if plan is None else plan.facts
+    agree(group, "load_hf()", [str(folder), *facts], damage or failure or (_problem(plan) if plan else ""))
+    assert plan is not None and found is not None
+    values, failure = attempt(lambda: {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()})
+    agree(group, "load_hf()", [str(folder)], failure)
+    assert values is not None
+    result, failure = attempt(commit_model, plan, values)
+    agree(group, "load_hf()", [str(folder)], failure)
+    return result
+
+
+@dataclass(frozen=True)
+class _Stored:
+    path: Path
+    described: Described
+
+
+def _problem(plan: ModelPlan) -> str:
+    """Why what was found cannot be loaded; empty if it can."""
+    return plan.problem or list_problems(
+        "the files hold other kinds of numbers than the model",
+        [
+            f"{fqn}: the files hold {plan.given[fqn].dtype}, which {target.like.dtype} cannot hold as it is"
+            for fqn, target in plan.targets.items()
+            if not _is_faithful(plan.given[fqn].dtype, target.like.dtype)
+        ],
+        "Convert one of them first: quantized or packed weights need what they were packed by",
+    )
+
+
+def _is_faithful(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether numbers keep their meaning: floats may be rounded, nothing else may change."""
+    if found == wanted:
+        return True
+    if found.is_floating_point:
+        return wanted.is_floating_point or wanted.is_complex
+    if found.is_complex or wanted.is_complex or wanted.is_floating_point or torch.bool in (found, wanted):
+        return found.is_complex and wanted.is_complex
+    a, b = torch.iinfo(found), torch.iinfo(wanted)
+    return b.min <= a.min and a.max <= b.max
+
+
+def _look_into(folder: Path) -> dict[str, _Stored]:
+    """The tensors that the files of a folder hold, by their headers.
+
+    Raises:
+        RuntimeError: something is wrong with them.
+    """
+    weight_map = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
+    found: dict[str, _Stored] = {}
+    for name in sorted(set(weight_map.values())) or [SINGLE]:
+        path = folder / name
+        if not path.is_file():
+            raise RuntimeError(f"there is no {path}")
+        for fqn, described in _read_header(path).items():
+            if fqn in found:
+                raise RuntimeError(f"{fqn} is in {found[fqn].path} and in {path}: which one counts is not known")
+            found[fqn] = _Stored(path, described)
+    for fqn, name in weight_map.items():
+        if fqn not in found or found[fqn].path.name != name:
+            raise RuntimeError(f"{folder / INDEX} says that {fqn} is in {name}, and it is not there")
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Which file each tensor is in."""
+    try:
+        weight_map = json.loads(path.read_text(), object_pairs_hook=_without_twins)["weight_map"]
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"expected a dict as weight_map, found a {type(weight_map).__name__}")
+        for fqn, name in weight_map.items():
+            # Links are followed: the cache of the hub consists of them.
+            if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+                raise ValueError(f"{fqn} is said to be in {name!r}, which is no name of a file in this folder")
+    except Exception as error:  # whatever strange JSON raises
+        raise RuntimeError(f"{path} is damaged: {problem_text(error)}") from error
+    return weight_map
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
+    return made
+
+
+def _read_header(path: Path) -> dict[str, Described]:
+    from safetensors import SafetensorError, safe_open
+
+    with path.open("rb") as file:
+        header = file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
+    try:
+        json.loads(header, object_pairs_hook=_without_twins)  # the library takes the last of two
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(f"{path} is damaged: {problem_text(error)}") from error
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return {fqn: _describe(opened, fqn) for fqn in opened.keys()}
+    except KeyError as error:
+        raise RuntimeError(f"{path} holds a tensor of the type {error}, which is not supported") from error
+    except (OSError, SafetensorError) as error:
+        raise RuntimeError(f"{path} is damaged, or was not written to its end: {error}") from error
+
+
+def _describe(file: Any, fqn: str) -> Described:
+    header = file.get_slice(fqn)
+    return Described(tuple(header.get_shape()), _DTYPES[header.get_dtype()])
+
+
+def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
+    """This rank's part of a stored tensor, with memory of its own."""
+    from safetensors import safe_open
+
+    like = target.like
+    with safe_open(stored.path, framework="pt") as file:
+        if not isinstance(like, RaggedDTensor):
+            whole = file.get_tensor(fqn)
+            return shard_whole(whole, target) if hasattr(like, "placements") else whole.to(target.device)
+        spec = like._spec.with_dtype(stored.described.dtype)
+        if spec.is_only_ragged and not spec.ragged.flat and spec.shape:
+            start, stop = spec.ragged.unit_range(spec.rank)
+            local = file.get_slice(fqn)[start:stop]
+        else:
+            local = local_of(shard_whole(file.get_tensor(fqn), Target(like)))
+        # A copy: what safetensors returns keeps the memory of the whole tensor.
+        return RaggedDTensor(local.to(target.device, copy=True).view(spec.local_shape), spec)

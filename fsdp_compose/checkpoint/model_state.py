@@ -1,0 +1,438 @@
+"""The state dict of a model: made without communication or gathered; planned before anything is changed, then loaded.
+
+``state_dict`` calls this; ``StateDictOptions``, the ``options`` of its functions, is here. Loading plans for the whole
+model first, so a refused dict leaves the model as it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .._torch import IncompatibleKeys, loads_as_torch_module, versions_of, with_versions
+from ..flat import as_ours
+from ..group import before_load
+from ..ragged import CompositeDTensor
+from .agreement import group_of, is_first, list_problems
+from .fqns import ModelNames, map_leaves, own_method
+from .gathering import Key, copy_to_cpu, gather_values, same_elements, storage_of
+from .resharding import Described, Target, fact_of, from_first_rank, in_layout
+
+# ---- ``StateDictOptions``: the ``options`` of the functions of this package.
+
+
+@dataclass(frozen=True)
+class StateDictOptions:
+    """How state dicts are made and loaded; names and meaning as in ``torch.distributed.checkpoint.state_dict``.
+
+    Args:
+        full_state_dict: getters gather whole tensors, ordinary ones. Setters need not be told: they take whole and
+            sharded tensors alike.
+        cpu_offload: getters copy to the CPU; with ``full_state_dict`` only the first rank gets a result, the others an
+            empty dict.
+        ignore_frozen_params: model getters leave out parameters that do not require grad; model setters do not miss
+            them.
+        keep_submodule_prefixes: with ``submodules=``, whether keys keep the names of these.
+        strict: setters refuse missing and unexpected keys. Wrong shapes are always refused.
+        broadcast_from_rank0: setters read the dict of the first rank only, and send it, a flat parameter at a time.
+            Needs ``full_state_dict``.
+        flatten_optimizer_state_dict: optimizer dicts have one level, with keys ``state.<FQN>.<name>`` and
+            ``param_groups.<FQN>.<name>``. Setters need not be told.
+        keep_foreign_params: what an optimizer trains in addition to the parameters of the model is kept, under names
+            like ``param_groups.1.params.0`` (its place in the optimizer), instead of being an error.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
+    strict: bool = True
+    broadcast_from_rank0: bool = False
+    flatten_optimizer_state_dict: bool = False
+    keep_foreign_params: bool = False
+
+    def __post_init__(self) -> None:
+        if self.broadcast_from_rank0 and not self.full_state_dict:
+            raise ValueError(
+                "StateDictOptions(broadcast_from_rank0=True) needs full_state_dict=True: what the first rank sends are "
+                "whole tensors"
+            )
+
+    @property
+    def is_rank0_only(self) -> bool:
+        """Whether only the first rank gets a result."""
+        return self.full_state_dict and self.cpu_offload
+
+
+def as_options(given: Any) -> StateDictOptions:
+    """The ``options`` that a user has given: ours, torch's own, or none."""
+    return StateDictOptions() if given is None else as_ours(StateDictOptions, given, "options")
+
+
+# ---- Making the state dict
+
+
+def is_extra_state(fqn: str) -> bool:
+    """Whether this is the name that nn.Module gives to the result of ``get_extra_state()``."""
+    return fqn.rpartition(".")[2] == "_extra_state"
+
+
+def entries_of(names: ModelNames) -> dict[str, tuple[str, Any]]:
+    """The key in ``model.state_dict()`` and the (detached, live) value of everything in it, by canonical FQN.
+
+    Raises:
+        RuntimeError: two keys have one canonical name; or, on every rank, the first one shows full parameters and the
+            others sharded ones.
+    """
+    return _by_fqn(names, _live_state(names))
+
+
+def _live_state(names: ModelNames) -> Mapping[str, Any]:
+    _refuse_summoned_elsewhere(names)
+    state: Mapping[str, Any] = own_method(names.model, "state_dict")()
+    return state
+
+
+def _by_fqn(names: ModelNames, state: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    found: dict[str, tuple[str, Any]] = {}
+    for key, value in state.items():
+        fqn = names.canonical(key)
+        if fqn in found:
+            raise RuntimeError(
+                f"{key} and {found[fqn][0]} of this {type(names.model).__name__} have one canonical name, {fqn}: "
+                "rename one of the submodules"
+            )
+        found[fqn] = (key, value)
+    return found
+
+
+def _refuse_summoned_elsewhere(names: ModelNames) -> None:
+    for handle in names.handles():
+        if handle.is_summoned_on_first_rank_only:
+            raise RuntimeError(
+                f"{handle.name_of(0)} is full on the first rank and sharded on the others, inside "
+                "summon_full_params(rank0_only=True): do it outside of that context. (A full state dict of the first "
+                "rank needs no such context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
+            )
+
+
+@dataclass
+class ModelEntries:
+    """The entries of a state dict of a model.
+
+    Attributes:
+        values: live; in a full dict, names of one parameter have one entry.
+        keys: the keys of the dict, and which of ``values`` each has.
+    """
+
+    values: dict[Key, Any] = field(default_factory=dict)
+    keys: dict[str, Key] = field(default_factory=dict)
+
+
+def choose_entries(
+    names: ModelNames, options: StateDictOptions, submodules: set[nn.Module] | None = None
+) -> ModelEntries:
+    """The entries that are asked for. Local.
+
+    Raises:
+        RuntimeError: two entries would have one key; or as ``entries_of``.
+    """
+    state = {fqn: value for fqn, (_, value) in entries_of(names).items()}
+    prefixes = names.prefixes_of(submodules) if submodules else [""]
+    chosen = [fqn for fqn in state if any(fqn.startswith(prefix) for prefix in prefixes)]
+    if options.ignore_frozen_params:
+        chosen = [fqn for fqn in chosen if not _is_frozen(names, fqn)]
+    entries, by_key, known = ModelEntries(), dict[str, str](), set(chosen)
+    for fqn in chosen:
+        prefix = next(p for p in prefixes if fqn.startswith(p))
+        key = fqn if options.keep_submodule_prefixes else fqn[len(prefix) :]
+        if key in by_key:
+            raise RuntimeError(
+                f"{by_key[key]} and {fqn} would both be {key}: keep the prefixes (keep_submodule_prefixes=True), or "
+                "ask for one of the submodules at a time"
+            )
+        by_key[key] = fqn
+        first = next(name for name in (*names.aliases(fqn), fqn) if name in known) if options.full_state_dict else fqn
+        entries.keys[key] = (first, "")
+        entries.values.setdefault((first, ""), state[first])
+    return entries
+
+
+def get_model_state(names: ModelNames, entries: ModelEntries, options: StateDictOptions) -> dict[str, Any]:
+    """The state dict. Ranks: with ``full_state_dict`` all ranks of the model, which have met."""
+    values = entries.values
+    if options.full_state_dict:
+        places = {key: names.place(key[0]) for key in values}
+        is_here = is_first(group_of(names))
+        to_cpu, rank0_only = options.cpu_offload, options.is_rank0_only
+        values = gather_values(values, places, to_cpu=to_cpu, rank0_only=rank0_only, is_first=is_here)
+    elif options.cpu_offload:
+        values = {key: map_leaves(_to_cpu, value) for key, value in values.items()}
+    return {key: values[value] for key, value in entries.keys.items() if value in values}
+
+
+def _to_cpu(_: Any, value: Any) -> Any:
+    return copy_to_cpu(value) if isinstance(value, torch.Tensor) else value
+
+
+def _is_frozen(names: ModelNames, fqn: str) -> bool:
+    param = names.parameters.get(fqn)
+    return param is not None and not param.requires_grad
+
+
+# ---- loading
+
+
+@dataclass
+class ModelPlan:
+    """The loading of a state dict into a model, decided before anything is changed.
+
+    Attributes:
+        given: what is loaded, by FQN (one name of tied parameters); ``Described`` where only the first rank has it.
+        targets: where the tensors among it go.
+        keys: the keys in ``model.state_dict()``.
+        missing, unexpected: as ``nn.Module.load_state_dict`` returns them.
+        versions: of the format of each submodule, as ``load_state_dict()`` takes them: those that the given dict notes,
+            else the present ones, since its keys are compared with the present ones.
+        problem: why it cannot be done; empty if it can.
+        sending: the process group whose first rank sends its tensors; ``None``: every rank has its own.
+    """
+
+    names: ModelNames
+    given: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+    targets: dict[str, Target] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    problem: str = ""
+    sending: dist.ProcessGroup | None = None
+
+    @property
+    def facts(self) -> list[str]:
+        """The facts that must be the same on every rank."""
+        return [fact_of((fqn, ""), value, self.targets.get(fqn), self.sending) for fqn, value in self.given.items()]
+
+
+def plan_model(
+    names: ModelNames, state: Mapping[str, Any], options: StateDictOptions, sending: dist.ProcessGroup | None = None
+) -> ModelPlan:
+    """Compare a state dict with the model. Local; changes nothing.
+
+    Args:
+        state: by canonical FQN: tensors of any layout, descriptions of tensors that the first rank has, or others.
+        sending: as in ``ModelPlan``.
+
+    Raises:
+        RuntimeError: as ``entries_of``.
+    """
+    plan = ModelPlan(names, sending=sending)
+    live = _live_state(names)
+    entries, noted = _by_fqn(names, live), versions_of(state)
+    plan.versions = {
+        path: noted.get(names.canonical_module(path), version) for path, version in versions_of(live).items()
+    }
+    problems: list[str] = []
+    for fqn, (key, value) in entries.items():
+        if fqn not in state:
+            continue
+        plan.given[fqn], plan.keys[fqn] = state[fqn], key
+        if isinstance(value, torch.Tensor) and not is_extra_state(fqn):  # that can have any shape
+            problems += _mismatch(fqn, value, state[fqn])
+            if sending is not None and isinstance(value, CompositeDTensor):
+                problems.append(
+                    f"{fqn}: a {value.composite.name}, of several tensors, which the first rank cannot send: give "
+                    "every rank a whole one (without broadcast_from_rank0), or leave it out of the dict"
+                )
+            plan.targets[fqn] = Target(value, names.place(fqn))
+    plan.missing = [
+        fqn
+        for fqn in entries
+        if fqn not in state
+        and not any(name in state for name in names.aliases(fqn))
+        and not (options.ignore_frozen_params and _is_frozen(names, fqn))
+    ]
+    plan.unexpected = [fqn for fqn in state if fqn not in entries]
+    refused = [fqn for fqn in plan.given if not names.is_loadable(plan.keys[fqn])]
+    if options.strict:
+        problems = [
+            *(f"missing: {fqn}{_expected(entries[fqn][1])}" for fqn in plan.missing),
+            *(f"unexpected: {fqn}, which the model does not have" for fqn in plan.unexpected),
+            *(f"{fqn}: a hook has put it into state_dict(), and load_state_dict() does not take it" for fqn in refused),
+            *problems,
+        ]
+    plan.problem = list_problems(
+        f"the state dict does not fit this {type(names.model).__name__}",
+        problems,
+        "Build the model as it was when the state dict was made, or load what fits with StateDictOptions(strict=False)",
+    )
+    return plan
+
+
+def _mismatch(fqn: str, expected: torch.Tensor, found: Any) -> list[str]:
+    if isinstance(found, (torch.Tensor, Described)):
+        if tuple(found.shape) == tuple(expected.shape):
+            return []
+        got = f"a tensor of shape {tuple(found.shape)}, {found.dtype}"
+    else:
+        got = f"a {type(found).__name__}"
+    return [f"{fqn}: expected shape {tuple(expected.shape)}, {expected.dtype}{_layout(expected)}; found {got}"]
+
+
+def _expected(value: Any) -> str:
+    return f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else ""
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return f", placed {list(tensor.placements)}" if isinstance(tensor, DTensor) else ""
+
+
+def fetch_model(plan: ModelPlan, sender: tuple[dist.ProcessGroup, torch.device] | None) -> dict[str, Any]:
+    """The given values in the model's layout; none is the model's own memory of something else. Changes nothing.
+
+    Ranks: all ranks of the model.
+
+    Args:
+        sender: the process group whose first rank sends its tensors, and the device of messages; ``None``: every rank
+            has its own.
+    """
+    values = {fqn: value for fqn, value in plan.given.items() if fqn not in plan.targets}
+    tensors = {(fqn, ""): (plan.given[fqn], target) for fqn, target in plan.targets.items()}
+    with torch.no_grad():
+        if sender is not None:
+            moved = from_first_rank(tensors, *sender)
+        else:
+            moved = {key: in_layout(value, target) for key, (value, target) in tensors.items()}
+    live = {storage_of(target.like) for target in plan.targets.values() if not target.like.is_meta} - {0}
+    for (fqn, _), tensor in moved.items():
+        is_elsewhere = storage_of(tensor) in live and not _is_there(tensor, plan.targets[fqn])
+        values[fqn] = tensor.detach().clone() if is_elsewhere else tensor
+    return values
+
+
+def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
+    """Load values that fit. Parameters on the meta device get memory; their identity stays. A module that loads by
+    itself gets all of its keys in one call, also for what has arrived already: it may want them together."""
+    names, load = plan.names, own_method(plan.names.model, "load_state_dict")
+    assigned = _assigned(plan, values)
+    there = {plan.keys[fqn]: value for fqn, value in values.items() if fqn not in assigned}
+    load(with_versions(there, plan.versions), strict=False)
+    if assigned:
+        fresh = {fqn: _own_memory(value, plan.targets.get(fqn)) for fqn, value in values.items() if fqn in assigned}
+        ties = [tied for tied in _ties(names) if not assigned.isdisjoint(tied)]
+        buffers = _buffer_slots(names, assigned)
+        given = {plan.keys[fqn]: value for fqn, value in fresh.items()}
+        load(with_versions(given, plan.versions), strict=False, assign=True)
+        _keep_objects(names, [*fresh])
+        _keep_buffers(buffers)
+        _tie_again(names.model, plan, ties)
+    _warn_of_meta(names)
+    return IncompatibleKeys(plan.missing, plan.unexpected)
+
+
+def _assigned(plan: ModelPlan, values: Mapping[str, Any]) -> set[str]:
+    """The values that are put in the place of the model's: those on the meta device, and all that are loaded together
+    with these, by a module that loads by itself or by a hook."""
+    on_meta = {fqn for fqn in values if fqn in plan.targets and plan.targets[fqn].like.is_meta}
+    assigned = set(on_meta)
+    if on_meta:
+        for path, module in plan.names.model.named_modules():
+            if not loads_as_torch_module(module, before_load):
+                prefix = f"{path}." if path else ""
+                together = {fqn for fqn in values if plan.keys[fqn].startswith(prefix)}
+                assigned |= together if together & on_meta else set()
+    return assigned
+
+
+def _buffer_slots(names: ModelNames, fqns: Collection[str]) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Where those of the buffers stand that have memory: (module, attribute, buffer)."""
+    return [
+        (module, name, buffer)
+        for prefix, module in names.model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and names.canonical(f"{prefix}.{name}" if prefix else name) in fqns
+    ]
+
+
+def _keep_buffers(slots: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
+    """Assignment has put new buffers into the slots: let those that stood there have their values."""
+    with torch.no_grad():
+        for module, name, before in slots:
+            loaded = module._buffers[name]
+            if loaded is not None and loaded is not before and loaded.shape == before.shape:
+                before.copy_(loaded)
+                module._buffers[name] = before
+
+
+def _is_there(value: torch.Tensor, target: Target) -> bool:
+    """Whether ``value`` is the target's own memory: what torch.distributed.checkpoint has loaded into already."""
+    return type(value) is type(target.like) and same_elements(value, target.like)
+
+
+def _own_memory(value: Any, target: Target | None) -> Any:
+    return value if target is None else value.detach().to(target.like.dtype, copy=True)
+
+
+def _ties(names: ModelNames) -> list[list[str]]:
+    groups = {tuple(names.aliases(fqn)): None for fqn in names.parameters}
+    return [list(group) for group in groups if len(group) > 1]
+
+
+def _slots(names: ModelNames) -> dict[str, tuple[nn.Module, str]]:
+    """Where parameters stand: (module, attribute), by FQN."""
+    return {
+        names.canonical(f"{prefix}.{name}" if prefix else name): (module, name)
+        for prefix, module in names.model.named_modules(remove_duplicate=False)
+        for name in module._parameters
+    }
+
+
+def _keep_objects(names: ModelNames, fqns: Sequence[str]) -> None:
+    """Assignment has put new parameters into the slots: let those that stood there, which optimizers hold, become
+    them."""
+    slots = _slots(names)
+    for fqn in fqns:
+        before = names.parameters.get(fqn)
+        if before is None or fqn not in slots:
+            continue  # a buffer
+        module, name = slots[fqn]
+        loaded = module._parameters[name]
+        if loaded is not before and loaded is not None and names.place(fqn) is None:
+            torch.utils.swap_tensors(before, loaded)
+            module._parameters[name] = before  # type: ignore[assignment]
+
+
+def _tie_again(model: nn.Module, plan: ModelPlan, ties: Sequence[Sequence[str]]) -> None:
+    """Assignment gives each slot a parameter of its own: put the loaded one into every slot of a tie."""
+    slots = _slots(plan.names)
+    for tied in ties:
+        loaded = next((fqn for fqn in tied if fqn in plan.given), None)
+        if loaded is None:
+            continue
+        source, source_name = slots[loaded]
+        for fqn in tied:
+            module, name = slots[fqn]
+            module._parameters[name] = source._parameters[source_name]
+
+
+def _warn_of_meta(names: ModelNames) -> None:
+    """Say what loading has left without values: what no state dict holds."""
+    tensors: dict[str, torch.Tensor] = {**names.parameters}
+    for name, buffer in names.model.named_buffers(remove_duplicate=False):
+        tensors[names.canonical(name)] = buffer
+    present = ModelNames(names.model).parameters
+    left = [fqn for fqn, tensor in tensors.items() if present.get(fqn, tensor).is_meta]
+    if left:
+        persistent = entries_of(names)
+        buffers = [fqn for fqn in left if fqn not in persistent]
+        extra = f" ({', '.join(buffers)}: non-persistent, in no state dict)" if buffers else ""
+        warnings.warn(
+            f"loading has left {', '.join(left)} on the meta device, without values{extra}: compute them before the "
+            "first forward"
+        )

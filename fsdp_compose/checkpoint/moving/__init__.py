@@ -1,1 +1,0 @@
-"""Tensors that go between ranks for a state dict, and the agreement on it."""

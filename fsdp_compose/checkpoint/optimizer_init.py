@@ -1,0 +1,289 @@
+"""The state that an optimizer will keep for a parameter that it has not stepped yet, found without touching it.
+
+A stand-in of the optimizer, with its class and hyperparameters, takes one step on tiny tensors of the same number of
+dimensions; the sizes of what it then keeps say what is shaped like the parameter::
+
+    parameter (2, 3)  ->  exp_avg (2, 3)  like the parameter      row_var (2, 1)  its rows      step ()  a scalar
+
+Only steps that are known to touch nothing else are tried: those of ``torch.optim`` and of optimizers that were declared
+element-wise.
+
+In a sharded state dict such state is a pending tensor: a place to load into (second section)."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from inspect import unwrap
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import Optimizer
+
+from .._torch import dtensor_spec, group_device_types, local_tensor
+from ..comm import maximum_of_all_ranks
+from ..optim import elementwise_classes
+from ..ragged import RaggedDTensor, known_as
+
+_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # of the dimensions of a stand-in, all different
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """How one tensor of an optimizer's state follows from its parameter.
+
+    Attributes:
+        dims: for each dimension, whether it is the parameter's; the others have size 1. ``None``: a scalar.
+        dtype, device: of the state.
+    """
+
+    dims: tuple[bool, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def is_like_parameter(self) -> bool:
+        return self.dims is not None and all(self.dims)
+
+    def shape(self, param_shape: torch.Size) -> tuple[int, ...]:
+        if self.dims is None:
+            return ()
+        if not param_shape:  # stood in for by a vector
+            return ()
+        return tuple(size if is_kept else 1 for size, is_kept in zip(param_shape, self.dims, strict=True))
+
+
+Template = Mapping[str, StateKind]
+
+
+class Templates:
+    """The templates of one optimizer; empty where they cannot be known.
+
+    Args:
+        hyperparameters: by number of the parameter group, what is to replace the optimizer's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, hyperparameters: Mapping[int, Mapping[str, Any]] | None = None) -> None:
+        self._optimizer, self._hyperparameters = optimizer, hyperparameters or {}
+        self._known: dict[Any, Template] = {}
+        self._is_known = _step_is_known(optimizer)
+
+    def of(self, group: int, param: torch.Tensor) -> Template:
+        """The state that the optimizer will keep for a parameter of its parameter group number ``group``."""
+        key = (group, max(param.dim(), 1), param.dtype, param.device)
+        if key not in self._known:
+            values = {**self._optimizer.param_groups[group], **self._hyperparameters.get(group, {})}
+            self._known[key] = _try_step(self._optimizer, values, *key[1:]) if self._is_known else {}
+        return self._known[key]
+
+
+def _same_random_numbers(device: torch.device) -> Any:
+    """A context after which random numbers go on as if it had not been."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def _step_is_known(optimizer: Optimizer) -> bool:
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        return False  # the one needs a closure, the other sparse gradients
+    definer = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
+    return f"{definer.__module__}.".startswith("torch.optim.") or definer in elementwise_classes
+
+
+def _try_step(
+    optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch.dtype, device: torch.device
+) -> Template:
+    real = torch.device("cpu") if device.type == "meta" else device
+    param = torch.zeros(
+        _SIZES[:ndim], dtype=dtype, device=real, requires_grad=dtype.is_floating_point or dtype.is_complex
+    )
+    if not param.requires_grad:
+        return {}
+    param.grad = torch.zeros_like(param)
+    twin = _stand_in(optimizer, group, param)
+    try:
+        with torch.inference_mode(False), torch.no_grad(), _same_random_numbers(real):
+            unwrap(type(optimizer).step)(twin)
+    except Exception as error:
+        warnings.warn(
+            f"what {type(optimizer).__name__} keeps for parameters that it has not stepped yet is not known: a step "
+            f"on a stand-in raised {type(error).__name__}: {error}. Their state is missing in sharded state dicts, so "
+            "that torch.distributed.checkpoint.load() does not load it: take a step before loading"
+        )
+        return {}
+    kinds = {key: _kind(value, param) for key, value in twin.state[param].items() if isinstance(value, torch.Tensor)}
+    return {key: kind for key, kind in kinds.items() if kind is not None}
+
+
+def _stand_in(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> Optimizer:
+    """An optimizer of the same class with the hyperparameters of ``group`` over ``param``, without hooks. It shares
+    nothing that a step could write to, but objects of classes of the user's."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    for key, value in optimizer.__dict__.items():
+        if key not in ("state", "param_groups", "step"):  # schedulers put a wrapper there
+            twin.__dict__[key] = type(value)() if key.endswith("_hooks") else _copy(value)
+    twin.state = defaultdict(dict)
+    hyper = {key: _copy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    twin.param_groups = [{**hyper, "params": [param]}]
+    return twin
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        copied = value.copy()
+        copied.update({key: _copy(item) for key, item in value.items()})
+        return copied
+    if type(value) in (list, tuple, set):
+        return type(value)([_copy(item) for item in value])
+    return value
+
+
+def _kind(value: torch.Tensor, param: torch.Tensor) -> StateKind | None:
+    if not value.dim():
+        return StateKind(None, value.dtype, value.device)
+    if value.dim() != param.dim() or any(a not in (b, 1) for a, b in zip(value.shape, param.shape, strict=True)):
+        return None
+    return StateKind(tuple([a == b for a, b in zip(value.shape, param.shape, strict=True)]), value.dtype, value.device)
+
+
+# ---- State that an optimizer does not have yet, in a sharded state dict: a place to load into, which saves as "none
+# yet".
+#
+# ``torch.distributed.checkpoint`` loads into the tensors that it is given, so a state dict must hold some, also for an
+# optimizer that has not stepped. A pending tensor is such a place. Saved, also by ``torch.save``, it becomes ``None``;
+# loaded from ``None``, it is replaced by ``None``; what was never loaded into it is no state either.
+
+
+_MARK = "_fsdp_compose_pending"
+
+
+class _Loaded:
+    """Whether something was loaded into a pending tensor on this rank, and whether an optimizer has its memory now."""
+
+    is_loaded = False
+    is_taken = False
+
+
+def pending_state(param: torch.Tensor, template: Template) -> dict[str, torch.Tensor]:
+    """Places for the state of ``param``, in its layout. No communication."""
+    return {key: _pending(param, kind) for key, kind in template.items()}
+
+
+def _pending(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():  # an optimizer will write to it
+        tensor, twin = (_allocate(param, kind, memory) for memory in [_memory(param, kind)] * 2)
+    loaded = _Loaded()
+    # torch's protocol for tensors that know how they are saved, and pickle's, on this one tensor. The twin shares its
+    # memory; the tensor itself would be a reference cycle.
+    tensor.__dict__.update(
+        {
+            _MARK: loaded,
+            "__create_write_items__": _write_nothing,
+            "__get_tensor_shard__": partial(_find_shard, twin, loaded),
+            "__reduce_ex__": partial(_pickle, twin, loaded),
+        }
+    )
+    return tensor
+
+
+def _memory(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
+    device = kind.device
+    if not kind.is_like_parameter:
+        return torch.zeros(kind.shape(param.shape), dtype=kind.dtype, device=device)
+    local = local_tensor(param) if isinstance(param, DTensor) else param
+    return torch.zeros(local.shape, dtype=kind.dtype, device=device)
+
+
+def _allocate(param: torch.Tensor, kind: StateKind, memory: torch.Tensor) -> torch.Tensor:
+    if not isinstance(param, DTensor) or kind.dims is None:
+        return memory.view(memory.shape)
+    if isinstance(param, RaggedDTensor) and kind.is_like_parameter:
+        return RaggedDTensor(memory, param._spec.with_dtype(kind.dtype))
+    spec = dtensor_spec(param)
+    placements = spec.placements if kind.is_like_parameter else [Replicate()] * spec.mesh.ndim
+    shape = torch.Size(kind.shape(param.shape))
+    return DTensor.from_local(
+        memory, spec.mesh, placements, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()
+    )
+
+
+def _write_nothing(fqn: str, _tensor: Any) -> list[WriteItem]:
+    return [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)]
+
+
+def _find_shard(twin: torch.Tensor, loaded: _Loaded, index: MetadataIndex) -> Any:
+    if index.offset is None:  # saving: the marker that _write_nothing has announced
+        return None
+    loaded.is_loaded = True
+    return find_tensor_shard(twin, index)
+
+
+def _pickle(twin: torch.Tensor, loaded: _Loaded, protocol: Any) -> Any:
+    return twin.__reduce_ex__(protocol) if loaded.is_loaded else (_nothing, ())
+
+
+def _nothing() -> None:
+    """The value that a pending tensor is unpickled as."""
+
+
+torch.serialization.add_safe_globals([_nothing])
+known_as(_nothing, "fsdp_compose.checkpoint.pending")
+
+
+def is_pending(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and _MARK in value.__dict__
+
+
+def take(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a pending tensor may become an optimizer's: once, after which it is the optimizer's."""
+    loaded: _Loaded = tensor.__dict__[_MARK]
+    is_free, loaded.is_taken = not loaded.is_taken, True
+    return is_free
+
+
+def pending_keys(state: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """(FQN, name) of what is pending."""
+    return [(fqn, key) for fqn, entries in state.items() for key, value in entries.items() if is_pending(value)]
+
+
+def without_pending(
+    state: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None
+) -> dict[str, dict[str, Any]]:
+    """Optimizer state without what is none: only parameters that have some.
+
+    A rank that holds no elements of a tensor has not seen it being loaded; so the ranks ask each other, if there is
+    anything pending.
+
+    Ranks: all ranks of ``group``, with the same ``pending_keys``; ``None``: this one alone.
+    """
+    waiting = [value for entries in state.values() for value in entries.values() if is_pending(value)]
+    arrived = _agree_on_loaded(waiting, group)
+    result: dict[str, dict[str, Any]] = {}
+    for fqn, entries in state.items():
+        kept = {key: value for key, value in entries.items() if not is_pending(value) or id(value) in arrived}
+        if any(value is not None for value in kept.values()):
+            # Nothing is ever loaded into what has no elements.
+            empty = {key: value for key, value in entries.items() if is_pending(value) and not value.numel()}
+            result[fqn] = {key: value for key, value in entries.items() if key in kept or key in empty}
+    return result
+
+
+def _agree_on_loaded(waiting: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> set[int]:
+    flags = torch.tensor([tensor.__dict__[_MARK].is_loaded for tensor in waiting], dtype=torch.uint8)
+    if group is not None and group.size() > 1 and len(waiting):
+        if "cpu" in group_device_types(group):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        else:
+            maximum_of_all_ranks(group, flags)
+    return {id(tensor) for tensor, flag in zip(waiting, flags.tolist(), strict=True) if flag}

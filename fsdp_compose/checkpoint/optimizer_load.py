@@ -1,0 +1,362 @@
+"""Loading optimizers: planned for all of them before one is changed.
+
+``state_dict`` calls this. The plan says where each tensor of an optimizer's state goes, also those in lists and dicts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import Optimizer
+
+from .._torch import loads_as_torch
+from .agreement import list_problems
+from .fqns import ModelNames, Path, leaves_of, map_leaves, own_method
+from .gathering import Key, same_elements
+from .model_state import StateDictOptions
+from .optimizer_init import Template, Templates, is_pending, pending_state, take
+from .optimizer_state import GROUPS, PARAMS, STATE, Trained, TrainedBy, TrainedGroup, conflict_of, pack_flat
+from .resharding import Described, Target, fact_of, from_first_rank, in_layout
+
+# ---- Where each tensor of an optimizer's state goes, also those in lists and dicts, when it is loaded.
+
+
+class StateTargets:
+    """The known facts of one parameter's state.
+
+    Args:
+        by: the optimizer.
+        template: what it will keep for the parameter, if that is known.
+    """
+
+    def __init__(self, by: TrainedBy, param: Trained, template: Template) -> None:
+        self._by, self._param, self._template = by, param, template
+        self._present: Mapping[Path, Any] = dict(leaves_of(by.state_of(param)))
+
+    def expected_shape(self, path: Path) -> tuple[int, ...] | None:
+        """The shape that the state at ``path`` (its name, and where in lists and dicts) must have; ``None``: any."""
+        if path[0] in self._template and len(path) == 1:
+            return self._template[path[0]].shape(self._param.tensor.shape)
+        known = self._present.get(path)
+        return tuple(known.shape) if isinstance(known, torch.Tensor) and len(path) == 1 else None
+
+    def dtype(self, path: Path, value: torch.Tensor | Described) -> torch.dtype:
+        """The dtype that the optimizer keeps ``value`` in; its own, if that is not known."""
+        if path[0] in self._template and len(path) == 1:
+            return self._template[path[0]].dtype
+        known = self._present.get(path)
+        return known.dtype if isinstance(known, torch.Tensor) else value.dtype
+
+    def of(self, path: Path, value: torch.Tensor | Described) -> Target:
+        """Where ``value``, which has the expected shape, goes."""
+        param, known = self._param, self._present.get(path)
+        kind = self._template.get(path[0]) if len(path) == 1 else None
+        is_like = kind.is_like_parameter if kind is not None else tuple(value.shape) == tuple(param.tensor.shape)
+        if isinstance(known, torch.Tensor) and tuple(known.shape) == tuple(value.shape):
+            return Target(known, param.place if is_like else None)
+        if is_like and path[-1] != "step":  # of a 0-dim parameter
+            return param.target
+        if kind is not None:
+            return Target(pending_state(param.tensor, {path[0]: kind})[path[0]])
+        mesh = param.tensor.device_mesh if isinstance(param.tensor, DTensor) else None
+        if isinstance(value, DTensor) and value.device_mesh == mesh:
+            return Target(value)
+        if mesh is not None and tuple(value.shape) == (self._by.numel,):
+            # A vector over all parameters (LBFGS): what torch.cat() makes of sharded ones.
+            like = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return Target(DTensor.from_local(like, mesh, [Replicate()] * mesh.ndim, run_check=False))
+        return plain_target(value, param.target.device)
+
+
+def plain_target(value: torch.Tensor | Described, device: torch.device) -> Target:
+    """A whole tensor; numbers are kept on the CPU."""
+    return Target(torch.empty(value.shape, dtype=value.dtype, device=device if len(value.shape) else "cpu"))
+
+
+def shared_target(by: TrainedBy, path: Path, value: torch.Tensor | Described) -> Target:
+    """Where state goes that an optimizer keeps under other keys than its parameters."""
+    known = dict(leaves_of(by.shared)).get(path)
+    if isinstance(known, torch.Tensor) and tuple(known.shape) == tuple(value.shape):
+        return Target(known)
+    if isinstance(value, DTensor):
+        return Target(value)
+    return plain_target(value, by.device)
+
+
+# ---- The plan
+
+
+@dataclass(frozen=True)
+class _GroupPlan:
+    group: TrainedGroup
+    hyperparameters: dict[str, Any]
+
+
+@dataclass
+class OptimizerPlan:
+    """The loading of optimizers, decided before anything is changed.
+
+    Attributes:
+        state: what each parameter gets, by its FQN; parameters without an entry have no state afterwards. State that is
+            of no parameter has its optimizer's ``shared_name``.
+        targets: where the tensors among it go, and ``dtypes``: what they become there.
+        problem: why it cannot be done; empty if it can.
+        sending: the process group whose first rank sends its tensors; ``None``: every rank has its own.
+    """
+
+    trained: Sequence[TrainedBy]
+    groups: list[list[_GroupPlan]] = field(default_factory=list)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    targets: dict[Key, Target] = field(default_factory=dict)
+    dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
+    problem: str = ""
+    sending: dist.ProcessGroup | None = None
+
+    @property
+    def leaves(self) -> dict[Key, Any]:
+        """Everything in ``state``, also in lists and dicts."""
+        return dict(leaves_of(self.state))
+
+    @property
+    def facts(self) -> list[str]:
+        """The facts that must be the same on every rank."""
+        return [fact_of(key, leaf, self.targets.get(key), self.sending) for key, leaf in self.leaves.items()]
+
+
+def plan_optimizers(
+    names: ModelNames,
+    trained: Sequence[TrainedBy],
+    given: Mapping[str, Any],
+    options: StateDictOptions,
+    sending: dist.ProcessGroup | None = None,
+) -> OptimizerPlan:
+    """Compare an optimizer dict with optimizers. Local; changes nothing.
+
+    Args:
+        given: keyed by FQN, without pending state; tensors of any layout, or descriptions of tensors that the first
+            rank has.
+        sending: as in ``OptimizerPlan``.
+    """
+    plan, saved = OptimizerPlan(trained, sending=sending), _Saved(names, given)
+    problems: list[str] = []
+    if options.strict:
+        known = {*names.parameters, *(fqn for by in trained for fqn in (*by.fqns, by.shared_name))}
+        strange = [fqn for fqn in dict.fromkeys([*saved.groups, *saved.state]) if fqn not in known]
+        problems += [f"unexpected: {fqn}, which the model does not have" for fqn in strange]
+    without_params = iter(saved.without_params)  # in their order, over all optimizers
+    for by in trained:
+        plan.groups.append([])
+        _plan_shared(plan, by, saved)
+        for group in by.groups:
+            matching = saved.groups_of(group) if group.params else [*islice(without_params, 1)]
+            hyperparameters, conflicts = _merge(by.hyperparameters(group.number), matching)
+            plan.groups[-1].append(_GroupPlan(group, hyperparameters))
+            problems += conflicts
+            templates = Templates(by.optimizer, {group.number: hyperparameters})
+            for param in group.params:
+                problems += _plan_param(plan, by, param, saved, templates.of(group.number, param.tensor), options)
+            problems += conflict_of(group, plan.state, is_strict=options.strict)
+    plan.problem = list_problems("the optimizer dict does not fit", problems, _REMEDY)
+    return plan
+
+
+_REMEDY = (
+    "If the dict was loaded by torch.distributed.checkpoint from an optimizer with other parameter groups, load it "
+    "with fsdp_compose.checkpoint.load(), which takes them as they were saved. StateDictOptions(strict=False) accepts "
+    "missing and unexpected names"
+)
+
+
+class _Saved:
+    """An optimizer dict by FQN.
+
+    Attributes:
+        state: as in the dict.
+        groups: the parameter group that each parameter was saved in; ``without_params``: those without any.
+    """
+
+    def __init__(self, names: ModelNames, given: Mapping[str, Any]) -> None:
+        self._names = names
+        self.state: Mapping[str, Mapping[str, Any]] = given[STATE]
+        self.groups: dict[str, Mapping[str, Any]] = {fqn: group for group in given[GROUPS] for fqn in group[PARAMS]}
+        self.without_params = [group for group in given[GROUPS] if not group[PARAMS]]
+
+    def name_of(self, param: Trained) -> str | None:
+        """The name under which a parameter was saved: that of a tied one may be another."""
+        aliases = (param.fqn, *self._names.aliases(param.fqn))
+        return next((fqn for fqn in aliases if fqn in self.groups or fqn in self.state), None)
+
+    def groups_of(self, group: TrainedGroup) -> list[Mapping[str, Any]]:
+        fqns = [self.name_of(param) for param in group.params]
+        return [self.groups[fqn] for fqn in fqns if fqn is not None and fqn in self.groups]
+
+
+def _merge(own: dict[str, Any], saved: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    """The hyperparameters of a parameter group from those that its parameters were saved in."""
+    merged, conflicts = dict(own), []
+    source: dict[str, Mapping[str, Any]] = {}
+    for group in {id(group): group for group in saved}.values():
+        for key, value in group.items():
+            if key in (PARAMS, "param_names"):
+                continue
+            if key in source and not _is_equal(source[key][key], value):
+                conflicts.append(
+                    f"{key} of one parameter group is {source[key][key]!r} for {source[key][PARAMS][0]}, and {value!r} "
+                    f"for {group[PARAMS][0]}: put them into parameter groups of their own"
+                )
+            merged[key] = value
+            source.setdefault(key, group)
+    return merged, conflicts
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+def _plan_param(
+    plan: OptimizerPlan,
+    by: TrainedBy,
+    param: Trained,
+    saved: _Saved,
+    template: Template,
+    options: StateDictOptions,
+) -> list[str]:
+    """Plan the state of one parameter; what is wrong with it."""
+    fqn = saved.name_of(param)
+    if fqn is None:
+        missing = f"missing: {param.fqn}, which the optimizer trains, is in no parameter group of the dict"
+        return [missing] if options.strict else []
+    entries = saved.state.get(fqn, {})
+    if not entries:
+        return []
+    plan.state[param.fqn] = dict(entries)
+    known, problems = StateTargets(by, param, template), []
+    lacking = [key for key in template if key not in entries]
+    if lacking and options.strict:
+        problems.append(
+            f"state of {param.fqn}: expected {', '.join(template)}, which {type(by.optimizer).__name__} keeps; found "
+            f"{', '.join(entries)}"
+        )
+    for path, value in leaves_of(plan.state[param.fqn]):
+        if not isinstance(value, (torch.Tensor, Described)):
+            continue
+        expected = known.expected_shape(path)
+        if expected is not None and tuple(value.shape) != expected:
+            problems.append(
+                f"{path[0]} of {param.fqn}: expected shape {expected}; found shape {tuple(value.shape)}, {value.dtype}"
+            )
+        key = (param.fqn, *path)
+        plan.targets[key], plan.dtypes[key] = known.of(path, value), known.dtype(path, value)
+    return problems
+
+
+def _plan_shared(plan: OptimizerPlan, by: TrainedBy, saved: _Saved) -> None:
+    """Plan the state that is of no parameter."""
+    if by.shared_name not in saved.state:
+        return
+    plan.state[by.shared_name] = dict(saved.state[by.shared_name])
+    for path, value in leaves_of(plan.state[by.shared_name]):
+        if isinstance(value, (torch.Tensor, Described)):
+            key = (by.shared_name, *path)
+            plan.targets[key] = shared_target(by, path, value)
+
+
+def fetch_optimizers(
+    plan: OptimizerPlan, sender: tuple[dist.ProcessGroup, torch.device] | None
+) -> list[dict[str, Any]]:
+    """The state dict that each optimizer is to load: of its own kind, with memory of its own. Changes nothing.
+
+    Ranks: all ranks of the model; ``sender`` as in ``fetch_model``.
+    """
+    leaves = plan.leaves
+    tensors = {key: (leaves[key], target) for key, target in plan.targets.items()}
+    with torch.no_grad():
+        if sender is not None:
+            moved = from_first_rank(tensors, *sender)
+        else:
+            moved = {key: in_layout(value, target) for key, (value, target) in tensors.items()}
+        moved = {key: tensor.to(plan.dtypes.get(key, tensor.dtype)) for key, tensor in moved.items()}
+        state = map_leaves(lambda path, leaf: _own(leaf, moved.get(path, leaf)), plan.state)
+        return [_pack(by, groups, state) for by, groups in zip(plan.trained, plan.groups, strict=True)]
+
+
+def _pack(by: TrainedBy, groups: Sequence[_GroupPlan], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    packed: dict[Any, Any] = _copies(state.get(by.shared_name, {}), by.shared)
+    by_number: dict[int, list[Trained]] = {}
+    for item in groups:
+        for param in item.group.params:
+            by_number.setdefault(param.number, []).append(param)
+    for number, params in by_number.items():
+        if params[0].flat is not None:
+            plain = {param.fqn: _unwrap(state[param.fqn]) for param in params if param.fqn in state}
+            entries = pack_flat(params, plain)
+        else:
+            entries = _copies(state.get(params[0].fqn, {}), by.packed["state"].get(number) or {})
+        if entries:
+            packed[number] = entries
+    return {STATE: packed, GROUPS: [{**item.hyperparameters, PARAMS: item.group.numbers} for item in groups]}
+
+
+class _Ours:
+    """A tensor that nothing else refers to."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()  # without what marks it as pending
+
+
+def _own(given: Any, moved: Any) -> Any:
+    """Mark what was made to be loaded into: it need not be copied, if this is the first optimizer that gets it."""
+    return _Ours(moved) if is_pending(given) and take(given) else moved
+
+
+def _unwrap(entries: Mapping[str, Any]) -> dict[str, Any]:
+    unwrapped: dict[str, Any] = map_leaves(
+        lambda _, leaf: leaf.tensor if isinstance(leaf, _Ours) else leaf, dict(entries)
+    )
+    return unwrapped
+
+
+def _copies(entries: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """``entries`` with memory of their own; the optimizer's present memory is."""
+    known = dict(leaves_of(dict(present)))
+    copied: dict[str, Any] = map_leaves(lambda path, leaf: _copy(leaf, known.get(path)), dict(entries))
+    return copied
+
+
+def _copy(value: Any, present: Any) -> Any:
+    if isinstance(value, _Ours):
+        return value.tensor
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    if type(value) is type(present) and same_elements(value, present):
+        return present
+    return value.detach().clone()
+
+
+def commit_optimizers(plan: OptimizerPlan, packed: Sequence[dict[str, Any]]) -> None:
+    """Load state dicts that fit."""
+    for by, state in zip(plan.trained, packed, strict=True):
+        own_method(by.optimizer, "load_state_dict")(state)
+        if loads_as_torch(by.optimizer):
+            _keep_dtypes(by.optimizer, state)
+
+
+def _keep_dtypes(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
+    """torch has cast state to the dtype of its parameter (master weights, quantized moments): undo that."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in packed[GROUPS] for number in group[PARAMS]]
+    for param, number in zip(params, numbers, strict=True):
+        for key, value in packed[STATE].get(number, {}).items():
+            planned, loaded = dict(leaves_of(value)), dict(leaves_of(optimizer.state[param][key]))
+            tensors = [(loaded[path], leaf) for path, leaf in planned.items() if isinstance(leaf, torch.Tensor)]
+            if key != "step" and any(ours.dtype != leaf.dtype for ours, leaf in tensors):
+                optimizer.state[param][key] = value

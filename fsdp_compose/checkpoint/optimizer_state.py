@@ -1,0 +1,485 @@
+"""The state dicts of optimizers: ``{"state": {FQN: {...}}, "param_groups": [{"params": [FQN, ...], ...}]}``.
+
+Getters read: they never step an optimizer and look at no gradient. In the order of this file: which parameters an
+optimizer trains, the state of its flat views, dicts in other forms, and the getters themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from ..flat import FlatParamHandle, FlatSegment, handle_of_segment, local_of
+from ..group import rebind_optimizer
+from ..ragged import RaggedDTensor
+from .agreement import group_of, is_first
+from .fqns import ModelNames, Path, Place, leaves_of, map_leaves, own_method
+from .gathering import Copies, Key, copy_to_cpu, gather_values
+from .model_state import StateDictOptions
+from .optimizer_init import Templates, is_pending, pending_state
+from .resharding import Target
+
+# ---- The parameters that optimizers train, in terms of the model: by FQN, also where an optimizer holds flat views.
+
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+_NOT_SAVED = ("params", "param_names")
+_OPTIMIZERS = "optimizers"
+
+
+def is_shared_name(name: str) -> bool:
+    """Whether this may stand for an optimizer, in the place of the FQN of a parameter."""
+    prefix, _, number = name.rpartition(".")
+    return prefix == _OPTIMIZERS and number.isdigit()
+
+
+@dataclass(frozen=True)
+class FlatView:
+    """A flat view that an optimizer trains."""
+
+    handle: FlatParamHandle
+    segment: FlatSegment
+
+    def part(self, state: torch.Tensor, index: int) -> torch.Tensor:
+        """The state of one parameter, a view of that of the flat view."""
+        start, stop, shape = self.handle.local_shards[index]
+        local = local_of(state.detach())[start - self.segment.start : stop - self.segment.start].view(shape)
+        sharded: Any = self.handle.sharded_params[index]
+        return RaggedDTensor(local, sharded._spec.with_dtype(state.dtype))
+
+    def is_elementwise(self, state: Any) -> bool:
+        """Whether ``state`` holds one number for each element."""
+        return isinstance(state, torch.Tensor) and state.dim() == 1 and state.shape == self.segment.parameter.shape
+
+    def join(self, parts: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The state of the flat view from that of its parameters; zero where there is none."""
+        segment, first = self.segment, next(iter(parts.values()))
+        local = torch.zeros(segment.stop - segment.start, dtype=first.dtype, device=self.handle.shard.device)
+        for index, part in parts.items():
+            start, stop, shape = self.handle.local_shards[index]
+            local[start - segment.start : stop - segment.start].view(shape).copy_(local_of(part))
+        return segment.placed(local)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One parameter of the model that an optimizer trains.
+
+    Attributes:
+        fqn: its (first) canonical name.
+        number: of the optimizer's parameter that it is, or is a part of, counted over all groups.
+        tensor: the parameter as the model has it.
+        place: the flat parameter that it is in.
+        flat: the optimizer's flat view that it is a part of, if it is.
+    """
+
+    fqn: str
+    number: int
+    tensor: torch.Tensor
+    place: Place | None
+    flat: FlatView | None
+
+    @property
+    def target(self) -> Target:
+        return Target(self.tensor, self.place)
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    number: int
+    numbers: list[int]  # of the optimizer's own parameters
+    params: list[Trained]
+
+    @property
+    def fqns(self) -> list[str]:
+        return [param.fqn for param in self.params]
+
+
+class TrainedBy:
+    """The parameters that one optimizer trains.
+
+    Attributes:
+        groups: its parameter groups.
+        packed: its own ``state_dict()``, which numbers parameters.
+        foreign: what it trains that the model does not have, as text.
+        numel: elements of all its parameters.
+        shared: state that it keeps under other keys than its parameters (``state["global"]``).
+        shared_name: what stands for an FQN in the place of these keys.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: ModelNames, keep_foreign: bool, place: int) -> None:
+        rebind_optimizer(optimizer)  # it may have been built before fully_shard
+        self.optimizer = optimizer
+        self.shared_name = f"{_OPTIMIZERS}.{place}"
+        self.packed: dict[str, Any] = own_method(optimizer, "state_dict")()
+        self.shared = {key: value for key, value in self.packed["state"].items() if not isinstance(key, int)}
+        self.numel = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+        self.groups: list[TrainedGroup] = []
+        self.foreign: list[str] = []
+        for number, (group, packed) in enumerate(zip(optimizer.param_groups, self.packed["param_groups"], strict=True)):
+            params: list[Trained] = []
+            for i, (param, index) in enumerate(zip(group["params"], packed["params"], strict=True)):
+                found = [*_parts(param, index, names)]
+                if not found and keep_foreign:
+                    found = [Trained(f"param_groups.{number}.params.{i}", index, param, None, None)]
+                if not found:
+                    self.foreign.append(_text_of_foreign(type(optimizer).__name__, number, i, group))
+                params += found
+            self.groups.append(TrainedGroup(number, packed["params"], params))
+
+    @property
+    def fqns(self) -> list[str]:
+        return [fqn for group in self.groups for fqn in group.fqns]
+
+    @property
+    def device(self) -> torch.device:
+        """Of its first parameter."""
+        return next((param.target.device for group in self.groups for param in group.params), torch.device("cpu"))
+
+    def keep_only(self, prefixes: Sequence[str]) -> None:
+        """Forget the parameters whose names begin with none of ``prefixes``, parameter groups that then have none, and
+        state that is of no parameter."""
+        if "" in prefixes:
+            return
+        self.shared = {}
+        kept = []
+        for group in self.groups:
+            params = [param for param in group.params if param.fqn.startswith(tuple(prefixes))]
+            if params:
+                kept.append(TrainedGroup(group.number, group.numbers, params))
+        self.groups = kept
+
+    def on_meta(self, flat: bool) -> list[str]:
+        """Names of parameters without memory: those in flat views of the optimizer, or the others."""
+        params = [param for group in self.groups for param in group.params]
+        return [param.fqn for param in params if param.tensor.is_meta and (param.flat is not None) == flat]
+
+    def hyperparameters(self, group: int) -> dict[str, Any]:
+        """Everything in a parameter group but the parameters."""
+        return {key: value for key, value in self.packed["param_groups"][group].items() if key not in _NOT_SAVED}
+
+    def state_of(self, param: Trained) -> dict[str, Any]:
+        """The optimizer's present state of one parameter; live tensors, but scalars of flat views are copies."""
+        state = self.packed["state"].get(param.number) or {}
+        if param.flat is None or param.place is None:
+            return dict(state)
+        flat, index = param.flat, param.place[1]
+
+        def part(_: Any, value: Any) -> Any:
+            if flat.is_elementwise(value):
+                return flat.part(value, index)
+            return value.clone() if isinstance(value, torch.Tensor) else value
+
+        return {key: map_leaves(part, value) for key, value in state.items()}
+
+
+def _parts(param: torch.Tensor, number: int, names: ModelNames) -> Iterator[Trained]:
+    """The parameters of the model that one of the optimizer's is."""
+    handle = handle_of_segment(param)
+    if handle is None:
+        fqns = names.names_of(param)
+        if fqns:
+            yield Trained(fqns[0], number, param, names.place(fqns[0]), None)
+        return
+    segment = next(item for item in handle.segments if item.parameter is param)
+    for index in segment.sharded_params:
+        sharded = handle.sharded_params[index]
+        for fqn in names.names_of(sharded)[:1]:
+            yield Trained(fqn, number, sharded, (handle, index), FlatView(handle, segment))
+
+
+def _text_of_foreign(optimizer: str, group: int, index: int, values: dict[str, Any]) -> str:
+    named = f" ({values['param_names'][index]!r})" if "param_names" in values else ""
+    return (
+        f"parameter {index} of parameter group {group} of the {optimizer}{named}, of shape "
+        f"{tuple(values['params'][index].shape)}"
+    )
+
+
+def trained_by(optimizers: Optimizers | None, names: ModelNames, keep_foreign: bool) -> list[TrainedBy]:
+    """The parameters that each of the optimizers trains."""
+    if optimizers is None:
+        return []
+    return [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(listed(optimizers))]
+
+
+def listed(optimizers: Optimizers) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def problem_of(trained: Sequence[TrainedBy], names: ModelNames) -> str:
+    """Why these optimizers cannot be spoken of by FQN; empty if they can."""
+    foreign = [item for by in trained for item in by.foreign]
+    if foreign:
+        return (
+            f"the model does not have {'; '.join(foreign)}. Register it in the model, or keep it next to the model's "
+            "with StateDictOptions(keep_foreign_params=True)"
+        )
+    seen: set[str] = set()
+    for by in trained:
+        if by.shared and by.shared_name in names.parameters:
+            return f"the model has a parameter named {by.shared_name}, which stands for other state of optimizers"
+        strange = [key for key in by.shared if not isinstance(key, str)]
+        if strange:
+            return (
+                f"the {type(by.optimizer).__name__} keeps state under {strange[0]!r}, which is neither one of its "
+                "parameters nor a string: name it"
+            )
+        for group in by.groups:
+            for fqn in group.fqns:
+                if fqn in seen:
+                    return f"{fqn} is in two optimizers: make a state dict of each by itself"
+                seen.add(fqn)
+    return ""
+
+
+# ---- State of an optimizer's flat views, from that of the parameters in them.
+
+
+def conflict_of(group: TrainedGroup, state: Mapping[str, Mapping[str, Any]], *, is_strict: bool) -> list[str]:
+    """Why flat views cannot hold the state that is planned for the parameters of a parameter group: one without state
+    next to one that has some (refused if strict, else zero), or different numbers where there is one for all."""
+    problems = []
+    by_number: dict[int, list[Trained]] = {}
+    for param in group.params:
+        if param.flat is not None:
+            by_number.setdefault(param.number, []).append(param)
+    for params in by_number.values():
+        having = [param for param in params if param.fqn in state]
+        lacking = [param for param in params if param.fqn not in state]
+        if having and lacking and is_strict:
+            problems.append(
+                f"{lacking[0].fqn} has no state and {having[0].fqn} has some, but the optimizer holds both in one flat "
+                "view: give it model.parameters(), or let missing state be zero with "
+                "StateDictOptions(strict=False)"
+            )
+        problems += _different_scalars(having, state) or _different_nesting(having, state)
+    return problems
+
+
+def _different_scalars(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    if not params:
+        return []
+    first = params[0]
+    for param in params[1:]:
+        for key, value in state[param.fqn].items():
+            other = state[first.fqn].get(key)
+            if _is_scalar(value) and _is_scalar(other) and not bool(torch.as_tensor(value == other)):
+                return [
+                    f"{key} of {first.fqn} is {_number(other)} and that of {param.fqn} {_number(value)}, but the "
+                    "optimizer holds both in one flat view: give it model.parameters()"
+                ]
+    return []
+
+
+def _different_nesting(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    for param in params[1:]:
+        ours, theirs = dict(state[params[0].fqn]), dict(state[param.fqn])
+        if dict(leaves_of(ours)).keys() != dict(leaves_of(theirs)).keys():
+            return [
+                f"the state of {params[0].fqn} has {[*ours]} and that of {param.fqn} {[*theirs]}, or lists of other "
+                "lengths, but the optimizer holds both in one flat view: give it model.parameters()"
+            ]
+    return []
+
+
+def pack_flat(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of one flat view from that of its parameters."""
+    having = {param.fqn: param for param in params if param.fqn in state}
+    if not having:
+        return {}
+    flat = params[0].flat
+    assert flat is not None
+    leaves = {fqn: dict(leaves_of(dict(state[fqn]))) for fqn in having}
+
+    def join(path: Path, value: Any) -> Any:
+        parts = {param.place[1]: leaves[fqn][path] for fqn, param in having.items() if param.place is not None}
+        if isinstance(value, torch.Tensor) and not _is_number(path, parts):
+            return flat.join(parts)
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    packed: dict[str, Any] = map_leaves(join, dict(state[next(iter(having))]))
+    return packed
+
+
+def _is_number(path: Path, parts: Mapping[int, Any]) -> bool:
+    """Whether there is one number for all elements: 0-dim also where the parameter is not."""
+    return path == ("step",) or not any(isinstance(part, DTensor) for part in parts.values())
+
+
+def _is_scalar(value: Any) -> bool:
+    return (isinstance(value, torch.Tensor) and not value.dim() and not isinstance(value, DTensor)) or isinstance(
+        value, (int, float)
+    )
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# ---- Optimizer dicts in other forms: with one level of keys, or with numbers in the place of names.
+
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], key: value}]}`` with one level of keys:
+    ``state.<fqn>.<key>`` and ``param_groups.<fqn>.<key>``. A parameter group without parameters has no key."""
+    result: dict[str, Any] = {}
+    for fqn, entries in state[STATE].items():
+        _flatten_into(result, f"{STATE}.{fqn}", entries)
+    for group in state[GROUPS]:
+        for fqn in group[PARAMS]:
+            result.update({f"{GROUPS}.{fqn}.{key}": value for key, value in group.items() if key != PARAMS})
+    return result
+
+
+def _flatten_into(result: dict[str, Any], prefix: str, entries: Mapping[str, Any]) -> None:
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            _flatten_into(result, f"{prefix}.{key}", value)
+        else:
+            result[f"{prefix}.{key}"] = value
+
+
+def unflatten(flat: Mapping[str, Any], fqns: Iterable[str], *, strict: bool) -> dict[str, Any]:
+    """The inverse of ``flatten``, with one parameter group for each parameter; ``fqns`` are the names that keys may
+    hold. Keys that hold none of them are left out.
+
+    Raises:
+        ValueError: if ``strict``: there are such keys.
+    """
+    known = set(fqns)
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    strange = []
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        fqn = longest_prefix(rest, known)
+        if kind not in (STATE, GROUPS) or fqn is None:
+            strange.append(key)
+        elif kind == GROUPS:
+            groups.setdefault(fqn, {PARAMS: [fqn]})[rest[len(fqn) + 1 :]] = value
+        else:
+            *path, last = rest[len(fqn) + 1 :].split(".")
+            entries = state.setdefault(fqn, {})
+            for name in path:
+                entries = entries.setdefault(name, {})
+            entries[last] = value
+    if strange and strict:
+        raise ValueError(f"unexpected: no parameter of the model is in {', '.join(strange[:5])}")
+    return {STATE: state, GROUPS: [*groups.values()]}
+
+
+def longest_prefix(text: str, known: set[str]) -> str | None:
+    end = len(text)
+    while (end := text.rfind(".", 0, end)) >= 0:
+        if text[:end] in known:
+            return text[:end]
+    return None
+
+
+def is_flattened(state: Mapping[str, Any]) -> bool:
+    return GROUPS not in state and any(str(key).startswith((f"{STATE}.", f"{GROUPS}.")) for key in state)
+
+
+def is_numbered(state: Mapping[str, Any]) -> bool:
+    """Whether this is what an optimizer's own ``state_dict()`` gives."""
+    return any(isinstance(param, int) for group in state.get(GROUPS, ()) for param in group.get(PARAMS, ()))
+
+
+def name(state: Mapping[str, Any], fqns: Sequence[str], shared_name: str) -> dict[str, Any]:
+    """An optimizer's own ``state_dict()`` with FQNs in the place of numbers; ``fqns`` are in the order of its groups.
+
+    Args:
+        shared_name: stands for an FQN in the place of keys that are no numbers.
+
+    Raises:
+        ValueError: it is of another number of parameters, or has state for numbers that are in no group.
+    """
+    numbers = [number for group in state[GROUPS] for number in group[PARAMS]]
+    if len(numbers) != len(fqns):
+        raise ValueError(f"it numbers {len(numbers)} parameters, where the optimizer has {len(fqns)}")
+    names = dict(zip(numbers, fqns, strict=True))
+    stray = [number for number in state[STATE] if isinstance(number, int) and number not in names]
+    if stray:
+        raise ValueError(f"it has state for the parameters {stray[:5]}, which are in none of its groups")
+    named = {names[number]: entries for number, entries in state[STATE].items() if isinstance(number, int)}
+    shared = {key: value for key, value in state[STATE].items() if not isinstance(key, int)}
+    return {
+        STATE: {**named, shared_name: shared} if shared else named,
+        GROUPS: [{**group, PARAMS: [names[number] for number in group[PARAMS]]} for group in state[GROUPS]],
+    }
+
+
+def require_form(state: Mapping[str, Any]) -> None:
+    """Raises ValueError if this is no optimizer dict by name."""
+    if not {STATE, GROUPS} <= state.keys():
+        raise ValueError(
+            f"expected an optimizer dict with {STATE!r} and {GROUPS!r}, or a flattened one; found the keys "
+            f"{[*state][:5]}"
+        )
+    for fqn, entries in state[STATE].items():
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"expected a dict as the state of {fqn}; found a {type(entries).__name__}")
+    for group in state[GROUPS]:
+        if PARAMS not in group:
+            raise ValueError(f"expected {PARAMS!r} in each parameter group; found one with the keys {[*group][:5]}")
+
+
+# ---- The getters
+
+
+@dataclass
+class OptimizerEntries:
+    """The entries of a state dict of optimizers; live values."""
+
+    values: dict[Key, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+def choose_optimizer_entries(trained: Sequence[TrainedBy], options: StateDictOptions) -> OptimizerEntries:
+    """The state of all optimizers; a sharded dict has places for what there is not yet. Local."""
+    entries = OptimizerEntries()
+    for by in trained:
+        templates = Templates(by.optimizer)
+        for group in by.groups:
+            entries.groups.append({**by.hyperparameters(group.number), PARAMS: group.fqns})
+            for param in group.params:
+                state: Mapping[str, Any] = by.state_of(param)
+                if not state and not options.full_state_dict:
+                    state = pending_state(param.tensor, templates.of(group.number, param.tensor))
+                entries.values.update({(param.fqn, key): value for key, value in state.items()})
+        entries.values.update({(by.shared_name, key): value for key, value in by.shared.items()})
+    return entries
+
+
+def get_optimizer_state(names: ModelNames, entries: OptimizerEntries, options: StateDictOptions) -> dict[str, Any]:
+    """The state dict. Ranks: with ``full_state_dict`` all ranks of the model, which have met."""
+    values, groups, is_here = entries.values, entries.groups, is_first(group_of(names))
+    if options.full_state_dict:
+        places = {key: names.place(key[0]) for key in values}
+        to_cpu, rank0_only = options.cpu_offload, options.is_rank0_only
+        values = gather_values(values, places, to_cpu=to_cpu, rank0_only=rank0_only, is_first=is_here)
+    elif options.cpu_offload:
+        values = {key: map_leaves(_to_cpu, value) for key, value in values.items()}
+    if options.is_rank0_only and not is_here:
+        return {}
+    if options.full_state_dict or options.cpu_offload:
+        copies = Copies(options.cpu_offload)
+        groups = [map_leaves(lambda _, value: copies.of(value), group) for group in groups]
+    state: dict[str, dict[str, Any]] = {}
+    for (fqn, name), value in values.items():
+        state.setdefault(fqn, {})[name] = value
+    result = {STATE: state, GROUPS: groups}
+    return flatten(result) if options.flatten_optimizer_state_dict else result
+
+
+def _to_cpu(_: Any, value: Any) -> Any:
+    return copy_to_cpu(value) if isinstance(value, torch.Tensor) and not is_pending(value) else value

@@ -1,0 +1,524 @@
+"""``LoadPlanner`` and ``SavePlanner`` for ``torch.distributed.checkpoint``, and the check of what all ranks will write.
+
+``LoadPlanner`` loads optimizer dicts as they were saved, whatever state and parameter groups the optimizer has now.
+``SavePlanner`` saves shards without copying them. ``storage`` uses both; users may pass them to torch's own functions.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise, takewhile
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
+from torch.distributed.tensor import DTensor
+
+from .._torch import dedup_save_plans, plan_errors
+from ..ragged import CompositeDTensor
+from .fqns import Path
+from .gathering import says_what_it_holds
+from .optimizer_init import StateKind, pending_state
+from .optimizer_state import GROUPS, PARAMS, STATE, is_flattened, is_shared_name, longest_prefix
+
+# ---- Whether what all ranks plan to write makes up whole tensors: sorted intervals in the place of compared boxes.
+#
+# What a rank has of a tensor that is sharded by rows or elements lies in boxes, each of which is a range of the
+# flattened tensor. Sorted by their starts, ranges overlap only with their neighbours. torch's own check compares all
+# boxes that overlap in the longest dimension: of a stack of experts that is cut between elements these are all, and the
+# first rank takes time with the square of the number of ranks (12.8 s a layer at 4,096, torch 2.13).
+
+
+def problems_of(plans: list[SavePlan], metadata: Metadata) -> list[str]:
+    """What is wrong with the chunks of all tensors; empty if nothing is. ``metadata``: of ``plans``, all ranks'."""
+    found = []
+    for key, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata) or not tensor.size:
+            continue
+        ranges = [_range_of(tensor.size, chunk) for chunk in tensor.chunks]
+        known = [item for item in ranges if item is not None]
+        if len(known) < len(ranges):  # boxes across the tensor, or outside of it
+            found += plan_errors(plans, Metadata({key: tensor}))
+        else:
+            found += _problems_of_ranges(key, prod(tensor.size), known, is_whole=len(plans) > 1)
+    return found
+
+
+def _range_of(shape: Sequence[int], chunk: ChunkStorageMetadata) -> tuple[int, int] | None:
+    """Start and stop of a box in the flattened tensor; ``None`` if it is not one range, or not inside."""
+    sizes, offsets = tuple(chunk.sizes), tuple(chunk.offsets)
+    if len(sizes) != len(shape) or any(
+        offset < 0 or size < 0 or offset + size > whole
+        for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+    ):
+        return None
+    start, stride, is_cut = 0, 1, False
+    for offset, size, whole in zip(reversed(offsets), reversed(sizes), reversed(shape), strict=True):
+        if is_cut and size > 1:  # something of an inner dimension is missing between its parts
+            return None
+        is_cut = is_cut or size != whole
+        start += offset * stride
+        stride *= whole
+    return start, start + prod(sizes)
+
+
+def _problems_of_ranges(key: str, numel: int, ranges: list[tuple[int, int]], is_whole: bool) -> list[str]:
+    filled = sorted(item for item in ranges if item[0] < item[1])
+    found = [
+        f"{key}: two ranks write the elements {start} to {min(stop, next_stop) - 1} of the flattened tensor"
+        for (_, stop), (start, next_stop) in pairwise(filled)
+        if start < stop
+    ]
+    written = sum(stop - start for start, stop in filled)
+    if is_whole and written != numel:
+        found.append(f"{key}: {written} elements are written, and the tensor has {numel}")
+    return found
+
+
+# ---- The planners
+
+
+_MAX_PROBLEMS = 5  # that an error lists
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """For ``torch.distributed.checkpoint.load(state_dict, planner=LoadPlanner())``.
+
+    What torch's own planner loads is decided by the dict it is given, key by key. This one takes from the checkpoint
+    which parameter groups there are, what is in them, and what state each parameter has; everything else is the same.
+
+    Args:
+        allow_pickle: unpickle values that are more than tensors and plain containers, as torch's own planner does. That
+            can run any code (as what ``torch.distributed.checkpoint.load`` does before it asks a planner).
+    """
+
+    def __init__(self, *arguments: Any, allow_pickle: bool = True, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.allow_pickle = allow_pickle
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if self.allow_pickle:
+            super().load_bytes(read_item, value)
+            return
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            _put(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        else:
+            self.state_dict[read_item.dest_index.fqn] = loaded
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        tensors = [*_tensors(state_dict, ())]
+        with torch.inference_mode(False):  # optimizers will write to what is loaded
+            for path, optimizer in _optimizer_dicts(state_dict, ()):
+                _follow(optimizer, _Saved(metadata, path, tensors))
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
+    """Not by ``state.`` alone: that may be the name of a submodule."""
+    return {STATE, GROUPS} <= state.keys() or (is_flattened(state) and _has_groups(state))
+
+
+def _has_groups(state: Mapping[Any, Any]) -> bool:
+    return any(str(key).startswith(f"{GROUPS}.") for key in state)
+
+
+def _optimizer_dicts(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    if not isinstance(state, dict):
+        return
+    if _is_optimizer_dict(state):
+        yield path, state
+        return
+    for key, value in state.items():
+        yield from _optimizer_dicts(value, (*path, str(key)))
+
+
+def _tensors(state: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The tensors that are in no optimizer dict, and where."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield (*path, str(key)), value
+        elif isinstance(value, Mapping) and not _is_optimizer_dict(value):
+            yield from _tensors(value, (*path, str(key)))
+
+
+def _by_name(tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], path: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Tensors by the last part of their path: a model's by FQN. Of several models the one counts that is nearest to
+    ``path``, then one that is sharded."""
+    best: dict[str, tuple[tuple[int, bool], torch.Tensor]] = {}
+    for at, tensor in tensors:
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(at, path)))
+        rank = (shared, isinstance(tensor, DTensor))
+        if at[-1] not in best or rank > best[at[-1]][0]:
+            best[at[-1]] = (rank, tensor)
+    return {name: tensor for name, (_, tensor) in best.items()}
+
+
+class _Saved:
+    """The entries of a checkpoint for one optimizer.
+
+    Attributes:
+        groups, state: where values are in the optimizer's dict, by key in the checkpoint.
+        tensors: of the model, by FQN.
+        name: of the dict, for messages.
+    """
+
+    def __init__(
+        self, metadata: Metadata, path: tuple[str, ...], tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]]
+    ) -> None:
+        self._metadata, self.tensors, self.name = metadata, _by_name(tensors, path), ".".join(path)
+        prefix = "".join(f"{part}." for part in path)
+        paths = {
+            key: tuple((metadata.planner_data or {})[key][len(path) :])
+            for key in metadata.state_dict_metadata
+            if key.startswith((f"{prefix}{STATE}.", f"{prefix}{GROUPS}."))
+        }
+        self.groups = {key: at for key, at in paths.items() if at[0].startswith(GROUPS)}
+        self.state = {key: at for key, at in paths.items() if key not in self.groups}
+
+    def place(self, key: str) -> Any:
+        """Something to load a value into that is not sharded."""
+        saved = self._metadata.state_dict_metadata[key]
+        if not isinstance(saved, TensorStorageMetadata):
+            return None
+        return torch.zeros(saved.size, dtype=saved.properties.dtype)
+
+    def state_place(self, key: str, fqn: str, rest: Sequence[Any], entries: Mapping[str, Any]) -> Any:
+        """Something to load state of a parameter into: what is there, if it can take it, or a place sharded
+        like the parameter or like other state of it.
+
+        Args:
+            rest: where it is in the state of the parameter, which is ``entries`` now.
+        """
+        present = entries.get(rest[0]) if len(rest) == 1 else None
+        saved = self._metadata.state_dict_metadata[key]
+        if isinstance(present, torch.Tensor) or (present is not None and not isinstance(saved, TensorStorageMetadata)):
+            return present
+        if not isinstance(saved, TensorStorageMetadata) or not saved.size:
+            return self.place(key)
+        known = [tensor for tensor in (self.tensors.get(fqn), *entries.values()) if isinstance(tensor, torch.Tensor)]
+        like = next((tensor for tensor in known if tensor.shape == saved.size), None)
+        if like is not None and len(rest) > 1:  # in a list, say, which is copied as a whole
+            return torch.zeros_like(like, dtype=saved.properties.dtype)
+        if like is not None:
+            kind = StateKind((True,) * like.dim(), saved.properties.dtype, like.device)
+            return pending_state(like, {key: kind})[key]
+        if fqn not in self.tensors and not is_shared_name(fqn) and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"the checkpoint holds {key}, of shape {tuple(saved.size)}, for which the optimizer has no place "
+                f"before its first step, and how {fqn} is sharded is not known: load the model's state dict in the "
+                "same call"
+            )
+        return self.place(key)
+
+    def wanted(self, trained: Sequence[str], saved: Iterable[str]) -> list[str]:
+        """Of the names with saved state those of trained parameters, also if a tied one was saved by another name, and
+        those that stand for optimizers."""
+        saved = list(saved)
+        lacking = {self.tensors[fqn].shape for fqn in trained if fqn not in saved and fqn in self.tensors}
+        known = set(trained)
+        return [
+            fqn
+            for fqn in saved
+            if fqn in known or is_shared_name(fqn) or (fqn in self.tensors and self.tensors[fqn].shape in lacking)
+        ]
+
+
+def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
+    """Give an optimizer dict a place for everything that was saved of what it trains, and for nothing else."""
+    if not saved.groups:
+        return  # torch's planner names what is missing
+    was_flattened = not any(at[0] == GROUPS for at in saved.groups.values())
+    if was_flattened != is_flattened(optimizer):
+        raise ValueError(
+            f"the optimizer dict {saved.name!r} was saved with flatten_optimizer_state_dict={was_flattened}: get the "
+            "dict to load into with the same option"
+        )
+    if was_flattened:
+        _follow_flattened(optimizer, saved)
+        return
+    before = {str(name): (name, entries) for name, entries in optimizer[STATE].items()}
+    trained = [str(name) for group in optimizer[GROUPS] for name in group[PARAMS]]
+    groups: dict[int, dict[str, Any]] = {}
+    for key, (_, index, *inside) in saved.groups.items():
+        _put(groups.setdefault(int(index), {}), inside, saved.place(key))
+    by_fqn: dict[str, dict[str, list[Any]]] = {}
+    for key, (_, fqn, *rest) in saved.state.items():
+        by_fqn.setdefault(fqn, {})[key] = rest
+    if all(fqn.isdigit() for fqn in by_fqn) and by_fqn.keys().isdisjoint(trained) and by_fqn:
+        raise ValueError(
+            f"the optimizer dict {saved.name!r} was saved as an optimizer's own state_dict(), which numbers "
+            "parameters: load it into such a dict, of an optimizer that has taken a step, and give that to "
+            "set_optimizer_state_dict()"
+        )
+    state: dict[Any, dict[str, Any]] = {}
+    for fqn in saved.wanted(trained, by_fqn):
+        name, entries = before.get(fqn, (fqn, {}))
+        for key, at in by_fqn[fqn].items():
+            _put(state.setdefault(name, {}), at, saved.state_place(key, fqn, at, entries))
+    optimizer.update({STATE: state, GROUPS: [groups[index] for index in sorted(groups)]})
+
+
+def _follow_flattened(optimizer: dict[str, Any], saved: _Saved) -> None:
+    trained = [key.partition(".")[2].rpartition(".")[0] for key in optimizer if key.startswith(f"{GROUPS}.")]
+    known = {*trained, *saved.tensors}
+
+    def parameter_of(key: str) -> str | None:
+        name = key.partition(".")[2]
+        stem = ".".join(name.split(".")[:2])
+        return stem if is_shared_name(stem) else longest_prefix(name, known)
+
+    entries: dict[str | None, dict[str, Any]] = {}
+    present = [key for key in optimizer if key.startswith((f"{STATE}.", f"{GROUPS}."))]
+    for key in present:
+        entries.setdefault(parameter_of(key), {})[key] = optimizer[key]
+    places: dict[str, Any] = {}
+    for key, at in saved.groups.items():
+        _put(places, at, saved.place(key))
+    fqns = {key: parameter_of(at[0]) for key, at in saved.state.items()}
+    wanted = {*saved.wanted(trained, dict.fromkeys(fqn for fqn in fqns.values() if fqn is not None))}
+    for key, fqn in fqns.items():
+        if fqn is not None and fqn in wanted:
+            at = saved.state[key]
+            _put(places, at, saved.state_place(key, fqn, at, entries.get(fqn, {})))
+    for key in present:
+        del optimizer[key]
+    optimizer.update(places)
+
+
+def _put(container: Any, path: Sequence[Any], value: Any) -> None:
+    for here, below in pairwise(path):
+        if isinstance(container, list):
+            container.extend([None] * (here + 1 - len(container)))
+            if container[here] is None:
+                container[here] = [] if isinstance(below, int) else {}
+            container = container[here]
+        else:
+            container = container.setdefault(here, [] if isinstance(below, int) else {})
+    if isinstance(container, list):
+        container.extend([None] * (path[-1] + 1 - len(container)))
+    container[path[-1]] = value
+
+
+class SavePlanner(DefaultSavePlanner):
+    """For ``torch.distributed.checkpoint.save(state_dict, planner=SavePlanner())``.
+
+    torch's file writer copies whatever is a part of a larger storage, as sharded parameters are of their shard, and
+    keeps the copies until everything is written. This planner gives it the same memory as storages of their own. (Not
+    for ``async_save()``, which is to copy.)
+
+    Among many ranks it plans in a time that grows with what is planned, also for stacks of experts.
+
+    Args:
+        share: this rank and the number of ranks, where all ranks have the same keys: then what all ranks have whole is
+            planned by one rank each. Default: every rank plans all it has, and the first one chooses.
+    """
+
+    def __init__(self, *arguments: Any, share: tuple[int, int] | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.share = share
+        self.caches_plans = bool(options.get("enable_plan_caching", any(arguments[4:5])))
+
+    def create_local_plan(self) -> SavePlan:
+        if self.share is None:
+            return super().create_local_plan()
+        rank, size = self.share
+        whole = self.state_dict
+        mine = {key: value for key, value in whole.items() if not is_whole(value) or owner_of(key, size) == rank}
+        try:
+            self.state_dict = mine
+            plan = super().create_local_plan()
+        finally:
+            self.state_dict = whole
+        if plan.planner_data is not None and rank:
+            plan = replace(plan, planner_data={})  # the keys, which the first rank has too
+        self.plan = plan
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if self.caches_plans:
+            return super().create_global_plan(all_plans)
+        plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank))
+        if self.flatten_state_dict:
+            paths: dict[str, Any] = {}
+            for plan in reversed(plans):  # the first ranks' count
+                paths.update(plan.planner_data)
+            metadata = replace(metadata, planner_data=paths)
+        problems = problems_of(plans, metadata)
+        if problems:
+            raise ValueError("; ".join(problems[:_MAX_PROBLEMS]))
+        self.global_plan, self.metadata = plans, metadata
+        return plans, metadata
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        value = super().transform_object(write_item, object)
+        return _with_own_storage(value) if isinstance(value, torch.Tensor) else value
+
+
+def keys_of(state_dict: dict[str, Any]) -> list[str]:
+    """What will be planned of a state dict: the keys, and which of their values a rank has whole."""
+    planner = SavePlanner()
+    planner.set_up_planner(state_dict)
+    return [f"{'whole' if is_whole(value) else 'sharded'} {key}" for key, value in planner.state_dict.items()]
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a rank that has this value has all of it: a plain tensor that does not say otherwise, or no tensor."""
+    if isinstance(value, torch.Tensor):
+        return type(value) in (torch.Tensor, torch.nn.Parameter) and not says_what_it_holds(value)
+    return not hasattr(value, "__create_write_items__")
+
+
+def owner_of(key: str, num_ranks: int) -> int:
+    """The rank that writes what all have; the same in every process."""
+    return zlib.crc32(key.encode()) % num_ranks
+
+
+def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a part of a storage as a storage, which keeps the other one alive."""
+    is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+    if not is_part or not tensor.nbytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return tensor
+    as_bytes = torch.from_dlpack(tensor.detach().view(-1).view(torch.uint8))  # DLPack does not know every dtype
+    return as_bytes.view(tensor.dtype).view(tensor.shape)
+
+
+# ---- Dicts with numbers for keys, of which ``torch.distributed.checkpoint`` makes strings (``MultiStepLR``).
+
+
+def with_string_keys(value: Any) -> Any:
+    """The value with dicts and lists of its own, and strings for keys.
+
+    Raises:
+        ValueError: two keys of a dict have one string.
+    """
+    if isinstance(value, dict):
+        made = {str(key): with_string_keys(item) for key, item in value.items()}
+        if len(made) != len(value):
+            raise ValueError(f"two keys of a dict have one string, among {[*value][:10]}: checkpoints hold strings")
+        return made
+    return [with_string_keys(item) for item in value] if type(value) is list else value
+
+
+def paths_of_numbers(value: Any, path: Path = ()) -> Iterator[Path]:
+    """Where, by strings and indices, dicts are that have integers for keys."""
+    if isinstance(value, dict):
+        if any(type(key) is int for key in value):
+            yield path
+        for key, item in value.items():
+            yield from paths_of_numbers(item, (*path, str(key)))
+    elif type(value) is list:
+        for i, item in enumerate(value):
+            yield from paths_of_numbers(item, (*path, i))
+
+
+def give_back(before: Any, loaded: Any, numbers: Collection[Path], path: Path = ()) -> Any:
+    """The values of ``loaded`` in the dicts of ``before``, of which it was made ``with_string_keys``.
+
+    Args:
+        numbers: the ``paths_of_numbers`` of what was saved.
+    """
+    if isinstance(loaded, dict):
+        result = before if isinstance(before, dict) else {}
+        keys, known = {str(key): key for key in result}, dict(result)
+        result.clear()
+        for name, item in loaded.items():
+            key = keys.get(name, int(name) if path in numbers and name.lstrip("-").isdigit() else name)
+            result[key] = give_back(known.get(key), item, numbers, (*path, name))
+        return result
+    if type(loaded) is list:
+        known_items = before if type(before) is list else []
+        padded = [*known_items, *[None] * (len(loaded) - len(known_items))]
+        return [give_back(padded[i], item, numbers, (*path, i)) for i, item in enumerate(loaded)]
+    return loaded
+
+
+# ---- Parameters of several tensors (quantised weights) that were saved by another number of ranks.
+#
+# What a file holds of one is an instance of its class over the rows of the rank that saved it. A class need not know
+# how to cut rows out of such an instance, where ``torch.distributed.checkpoint`` would ask for that. So the pieces that
+# have rows of this rank are read whole, and their tensors are cut, one by one.
+
+
+def read_cut_otherwise(
+    plan: LoadPlan, planner: TorchLoadPlanner, metadata: Metadata, read: Callable[[LoadPlan, Any], Any]
+) -> LoadPlan:
+    """Read what was cut otherwise than it is here.
+
+    Args:
+        plan: of tensors.
+        read: the reader's own way to read a plan.
+
+    Returns:
+        What is left of the plan.
+    """
+    targets = getattr(planner, "state_dict", {})
+    others, wanted = list[ReadItem](), dict[str, list[ReadItem]]()
+    for item in plan.items:
+        target, sizes = targets.get(item.dest_index.fqn), _saved_sizes(item, metadata)
+        if isinstance(target, CompositeDTensor) and not (item.lengths == sizes == target.local_shape):
+            whole = replace(item, storage_offsets=torch.Size([0] * len(sizes)), lengths=sizes)
+            wanted.setdefault(item.dest_index.fqn, []).append(whole)
+        else:
+            others.append(item)
+    for fqn, items in wanted.items():
+        pieces = _Pieces()
+        read(replace(plan, items=items), pieces)
+        targets[fqn].write_rows(pieces.in_order())
+    return replace(plan, items=others) if wanted else plan
+
+
+def _saved_sizes(item: ReadItem, metadata: Metadata) -> torch.Size:
+    """Of the tensor in the file, of which an item may want a part."""
+    entry: Any = metadata.state_dict_metadata[item.storage_index.fqn]
+    sizes: torch.Size = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
+    return sizes
+
+
+class _Piece:
+    """What a reader finds in the place of a tensor to copy into; keeps what was read."""
+
+    read: torch.Tensor
+
+    def __init__(self, size: torch.Size) -> None:
+        self._size = size
+
+    def size(self) -> torch.Size:
+        return self._size
+
+    def detach(self) -> _Piece:
+        return self
+
+    def copy_(self, read: torch.Tensor) -> None:
+        self.read = read
+
+
+class _Pieces:
+    """Stands in the place of a planner, for the pieces of one parameter."""
+
+    def __init__(self) -> None:
+        self._by_row: dict[int, _Piece] = {}
+
+    def resolve_tensor(self, item: ReadItem) -> _Piece:
+        assert item.storage_index.offset is not None
+        piece = self._by_row[item.storage_index.offset[0]] = _Piece(item.lengths)
+        return piece
+
+    def commit_tensor(self, *_: Any) -> None:
+        """Nothing to do: what was read is there."""
+
+    def in_order(self) -> list[tuple[int, torch.Tensor]]:
+        """What was read, each with its first row."""
+        return [(row, self._by_row[row].read) for row in sorted(self._by_row)]

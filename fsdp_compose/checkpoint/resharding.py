@@ -1,0 +1,243 @@
+"""Given tensors in the layout of a model or an optimizer: sharded locally, moved, or sent by the first rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .._torch import dtensor_spec, local_tensor, make_dtensor
+from ..comm import as_transferable
+from ..ragged import CompositeDTensor, RaggedDTensor, distribute_ragged, with_local
+from .fqns import Place, map_leaves
+from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
+
+
+@dataclass(frozen=True)
+class Described:
+    """A tensor that only the first rank has."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a given value goes.
+
+    Attributes:
+        like: a tensor with the shape, placements and device that are wanted; its elements are not touched.
+        place: the flat parameter, if it is sharded like a parameter there.
+    """
+
+    like: torch.Tensor
+    place: Place | None = None
+
+    @property
+    def device(self) -> torch.device:
+        if self.like.device.type != "meta":
+            return self.like.device
+        if self.place is not None:
+            return self.place[0].storage.device(self.place[0].mesh)
+        mesh = self.like.device_mesh if isinstance(self.like, DTensor) else None
+        accelerator = torch.accelerator.current_accelerator(True) if mesh is None or mesh.device_type != "cpu" else None
+        return torch.device("cpu") if accelerator is None else accelerator
+
+
+def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
+    """``value`` as ``target`` has it; shares memory where nothing moves. The dtype stays.
+
+    Ranks: if ``movement`` is not empty, all ranks of the meshes of ``value`` and of the target.
+    """
+    like = target.like
+    if not isinstance(value, DTensor):
+        return shard_whole(value, target) if isinstance(like, DTensor) else value.to(target.device)
+    if not isinstance(like, DTensor):
+        return full_tensor(value).to(target.device)
+    if _is_placed_like(value, like):
+        local = local_tensor(value).detach().to(target.device)
+        if isinstance(value, RaggedDTensor):
+            return with_local(value, local)
+        placed: torch.Tensor = make_dtensor(DTensor, local, dtensor_spec(value))
+        return placed
+    if value.device_mesh == like.device_mesh and local_tensor(value).device == target.device:
+        if isinstance(like, RaggedDTensor):
+            return distribute_ragged(value, like.device_mesh, like.placements)
+        with torch.no_grad():
+            return value.redistribute(placements=like.placements)
+    return shard_whole(full_tensor(value), target)
+
+
+def fact_of(key: Key, value: Any, target: Target | None, sending: dist.ProcessGroup | None) -> str:
+    """The fact that ranks must agree on before ``value`` is brought to its target.
+
+    Args:
+        target: ``None``: it goes nowhere, and every rank has it.
+        sending: the process group whose first rank sends its tensors (``from_first_rank``); ``None``: ``in_layout``.
+    """
+    if target is None or not isinstance(value, (torch.Tensor, Described)):
+        return key_text(key)
+    return f"{key_text(key)} of shape {tuple(value.shape)}, {value.dtype}, {_movement(value, target, sending)}"
+
+
+def _movement(value: Any, target: Target, sending: dist.ProcessGroup | None) -> str:
+    like = target.like
+    if sending is not None:
+        return "sent in parts" if is_scattered(target, sending) else "sent whole"
+    if not isinstance(value, DTensor):
+        return "whole or sharded as it is here"
+    if isinstance(like, DTensor) and _is_placed_like(value, like):
+        return "whole or sharded as it is here"
+    return f"{layout_of(value)} (here: {layout_of(like) if isinstance(like, DTensor) else 'whole'})"
+
+
+def _is_placed_like(value: DTensor, like: DTensor) -> bool:
+    """Whether both have their elements at the same places."""
+    if isinstance(value, RaggedDTensor) and isinstance(like, RaggedDTensor):
+        return value._spec.is_sharded_like(like._spec)
+    return (
+        type(value) is type(like)
+        and value.shape == like.shape
+        and value.device_mesh == like.device_mesh
+        and value.placements == like.placements
+    )
+
+
+def shard_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
+    """This rank's part of a whole tensor, which may share its memory. No communication."""
+    like, whole = target.like, whole.detach()
+    assert isinstance(like, DTensor)
+    if isinstance(like, CompositeDTensor):
+        return like.part_of(whole.to(target.device))
+    if not isinstance(like, RaggedDTensor):
+        placements = dtensor_spec(like).placements
+        return distribute_tensor(whole.to(target.device), like.device_mesh, placements, src_data_rank=None)
+    spec = like._spec.with_dtype(whole.dtype)
+    boxes = zip(spec.inner_offsets, spec.inner_shape, strict=True)
+    inner = whole[tuple([slice(offset, offset + size) for offset, size in boxes])]
+    start, stop = spec.element_range
+    local = inner.reshape(-1)[start:stop].view(spec.local_shape).to(target.device)
+    return RaggedDTensor(local, spec)
+
+
+# ---- from the first rank
+
+
+@dataclass
+class _Parcel:
+    """Tensors that go out together, sharded like parameters of one flat parameter."""
+
+    dtype: torch.dtype
+    place: Place
+    keys: dict[Key, int] = field(default_factory=dict)
+
+
+def from_first_rank(
+    wanted: Mapping[Key, tuple[Any, Target]], group: dist.ProcessGroup, device: torch.device
+) -> dict[Key, torch.Tensor]:
+    """Tensors that the first rank of ``group`` has whole, on every rank in the layout of their targets.
+
+    One scatter for each flat parameter and kind of state: every rank receives its shard only. What is in no flat
+    parameter is broadcast, one tensor at a time.
+
+    Ranks: all ranks of ``group``, with equal keys and targets.
+
+    Args:
+        wanted: the whole tensor (on the first rank; a ``Described`` elsewhere) and its target.
+        device: where messages of ``group`` live.
+    """
+    parcels: dict[Any, _Parcel] = {}
+    result: dict[Key, torch.Tensor] = {}
+    for key, (given, target) in wanted.items():
+        place = target.place
+        if not len(given.shape):  # every rank has it already
+            result[key] = in_layout(given, target)
+        elif place is not None and is_scattered(target, group):
+            parcel = parcels.setdefault((place[0], key[1:], given.dtype), _Parcel(given.dtype, place))
+            parcel.keys[key] = place[1]
+        else:
+            whole = _broadcast(given, group, device)
+            result[key] = in_layout(whole, target)
+    for parcel in parcels.values():
+        result.update(_scatter(parcel, wanted, group))
+    return result
+
+
+def is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
+    """Whether ``from_first_rank`` sends each rank its part only."""
+    place = target.place
+    if place is None or not is_sharded_like(target.like, place):
+        return False
+    mesh = place[0].mesh
+    if mesh.peers.size() > mesh.data_world_size:
+        return False  # other ranks have the same, or other parts (tensor parallelism)
+    return mesh.peers is group and mesh.first_rank == dist.get_process_group_ranks(group)[0]
+
+
+def _broadcast(given: Any, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    is_here = isinstance(given, torch.Tensor)
+    whole = given.detach().to(device).contiguous() if is_here else given
+    if not is_here:
+        whole = torch.empty(given.shape, dtype=given.dtype, device=device)
+    if whole.numel():
+        dist.broadcast(as_transferable(whole.view(-1)), group=group, group_src=0)
+    return whole
+
+
+def _scatter(
+    parcel: _Parcel, wanted: Mapping[Key, tuple[Any, Target]], group: dist.ProcessGroup
+) -> dict[Key, torch.Tensor]:
+    handle, mesh = parcel.place[0], parcel.place[0].mesh
+    device = mesh.device
+    shard = torch.zeros(handle.layout.shard_numel, dtype=parcel.dtype, device=device)
+    parts = None
+    if group.rank() == 0:
+        flat = torch.zeros(handle.layout.flat_numel, dtype=parcel.dtype, device=device)
+        views = handle.full_views_of(flat)
+        for key, index in parcel.keys.items():
+            views[index].copy_(wanted[key][0])
+        parts = [as_transferable(part) for part in flat.chunk(mesh.shard_world_size)] if flat.numel() else []
+    if shard.numel() and mesh.is_first_replica:
+        dist.scatter(as_transferable(shard), parts, group=mesh.shard_group, group_src=0)
+    if shard.numel() and mesh.replicate_group is not None:
+        dist.broadcast(as_transferable(shard), group=mesh.replicate_group, group_src=0)
+    received: dict[Key, torch.Tensor] = {}
+    for key, index in parcel.keys.items():
+        start, stop, shape = handle.local_shards[index]
+        like: Any = handle.sharded_params[index]
+        received[key] = RaggedDTensor(shard[start:stop].view(shape), like._spec.with_dtype(parcel.dtype))
+    return received
+
+
+def describe(value: Any) -> Any:
+    """A value, or what is in lists and dicts, as the other ranks are told of it: of a tensor shape and dtype; of a
+    number, and of what is no tensor, all."""
+
+    def tell(_: Any, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim():
+            return Described(tuple(leaf.shape), leaf.dtype)
+        return on_cpu(leaf)
+
+    return map_leaves(tell, value)
+
+
+def on_cpu(value: Any) -> Any:
+    """A value that can be pickled, with the tensors in it on the CPU."""
+
+    def move(_: Any, leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            raise TypeError("expected whole tensors, got a DTensor")
+        return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+    return map_leaves(move, value)
+
+
+def share(value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """A picklable value of the first rank, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=0, device=device)
+    return box[0]

@@ -1,1 +1,0 @@
-"""State dicts of models and optimizers: made, planned, loaded."""

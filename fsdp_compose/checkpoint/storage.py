@@ -1,0 +1,450 @@
+"""``save`` and ``load``: ``torch.distributed.checkpoint`` with folders that are complete or absent, and one error
+on every rank.
+
+Users call these. Files are read values before tensors, and no value can run code; what a folder is, ``folders`` says.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as AnyLoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+
+from .._import_checks import is_untested
+from ..comm import noticing_loss
+from .agreement import agree, attempt, has_peers, or_problem, problem_text, tell_and_compare
+from .folders import (
+    MANIFEST,
+    METADATA,
+    NUMBERS,
+    Contents,
+    Lists,
+    abandon_folder,
+    as_text,
+    begin_folder,
+    damage_of_part,
+    entries,
+    finish_folder,
+    local_folder,
+    mark,
+    new_token,
+    partial_of,
+    read_lists,
+    understood,
+)
+from .gathering import empty_on
+from .planner import (
+    LoadPlanner,
+    SavePlanner,
+    give_back,
+    keys_of,
+    paths_of_numbers,
+    read_cut_otherwise,
+    with_string_keys,
+)
+from .resharding import Target
+
+# ---- Reading the files of a checkpoint for ``torch.distributed.checkpoint``: values before tensors, and no value that
+# could run code.
+
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in torch's error about a value that it does not unpickle
+
+
+class Told(RuntimeError):
+    """An error as text, which can be sent to the other ranks, whatever object of the user's has raised it."""
+
+
+class Refused(Told):
+    """A value was not unpickled; no tensor has been read yet."""
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Around what one rank does alone: the other ranks can be told of every error."""
+    try:
+        yield
+    except Told:
+        raise
+    except Exception as error:
+        raise Told(_with_reason(error)) from None
+
+
+def _with_reason(error: Exception) -> str:
+    """An error as text, with what the system has said: torch's writer, closed after a disk was full, speaks of
+    positions in a file only."""
+    text, earlier = problem_text(error), error.__cause__ or error.__context__
+    while earlier is not None and not isinstance(earlier, OSError):
+        earlier = earlier.__cause__ or earlier.__context__
+    return text if earlier is None or isinstance(error, OSError) else f"{earlier} ({text})"
+
+
+class Reader(FileSystemReader):
+    """Reads a checkpoint whose ``contents`` have been checked."""
+
+    def __init__(self, contents: Contents, allow_pickle: bool) -> None:
+        super().__init__(contents.folder)
+        self._contents, self._allow_pickle = contents, allow_pickle
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        metadata = self._contents.metadata
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: AnyLoadPlanner) -> Any:
+        """Values first: one that is refused is refused before a tensor has been written to."""
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        reader: Any = planner if self._allow_pickle else _Checking(planner, self._contents)
+        with telling():
+            read = super().read_data
+            read(replace(plan, items=values), reader)
+            rest = read_cut_otherwise(replace(plan, items=tensors), planner, self._contents.metadata, read)
+            return read(rest, planner)
+
+
+class _Checking:
+    """Stands between the reader and a planner, which may unpickle whatever it is given."""
+
+    def __init__(self, planner: AnyLoadPlanner, contents: Contents) -> None:
+        self._planner, self._contents = planner, contents
+        self._is_careful = type(planner) is LoadPlanner and not planner.allow_pickle
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            if self._is_careful:
+                self._planner.load_bytes(item, value)
+                return
+            plain = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise Refused(self._why(item, error)) from None
+        harmless = io.BytesIO()  # not the same bytes: two readers of pickles need not read the same
+        torch.save(plain, harmless)
+        harmless.seek(0)
+        self._planner.load_bytes(item, harmless)
+
+    def _why(self, item: ReadItem, error: pickle.UnpicklingError) -> str:
+        found = _GLOBAL.search(str(error))
+        what = f"refers to {found[1]}" if found else "is no plain value"
+        return (
+            f"{item.storage_index.fqn} in {self._contents.folder} {what}: unpickling it could run any code. Load with "
+            "allow_pickle=True if no one else could have written there; or save tensors, numbers, texts and plain "
+            "containers of such only"
+        )
+
+
+# ---- ``save`` and ``load``
+
+
+def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: dist.ProcessGroup | None = None) -> None:
+    """Save a checkpoint: sharded state dicts, and whatever else ``torch.distributed.checkpoint.save`` takes.
+
+    The folder appears when everything in it has been written and noted in ``manifest.json`` with its size and checksum.
+    A save that is interrupted leaves ``<folder>.partial``, and earlier checkpoints as they are.
+
+    Ranks: all ranks of ``process_group``, which see the same file system.
+
+    Args:
+        state_dict: for example ``{"model": get_model_state_dict(model), "optimizer": ..., "step": step}``.
+        folder: must not exist.
+        process_group: the ranks; default: all.
+
+    Raises:
+        ValueError: ``folder`` is an address on a network.
+        RuntimeError: on every rank: the folder exists, a value cannot be saved, or a rank did not come or could not
+            write.
+    """
+    group, folder = _group(process_group), local_folder(folder)
+    state, problem = attempt(_plain, state_dict)
+    numbers = [] if state is None else [*paths_of_numbers(state)]
+    if state is not None:
+        state, problem = attempt(with_string_keys, state)
+    keys, failure = attempt(keys_of, state or {})
+    problem, token = problem or failure, new_token()
+    if _is_first(group) and not problem:
+        problem = or_problem(begin_folder, folder, token)
+    agree(group, "save()", [str(folder), *(state or {})], problem)
+    assert state is not None and keys is not None
+    token, is_alike = tell_and_compare(group, "save()", "the owner of the folder", token, keys)
+    share = (group.rank(), group.size()) if is_alike and group is not None else None
+    writer = _Writer(partial_of(folder) / token, sync_files=True)
+    try:
+        try:
+            with nullcontext() if group is None else noticing_loss(group, "a collective of save()"):
+                _write(writer, state, process_group, share)
+                _complete(writer, folder, token, numbers, group)
+        except RuntimeError as error:
+            if isinstance(error, _Failed) or not has_peers(group):
+                raise
+            raise _Failed(f"save(): {_apart(error)}. The checkpoint was not completed") from error
+    except _Failed as error:
+        if _is_first(group):
+            abandon_folder(folder, token)
+        raise RuntimeError(str(error)) from error.__cause__
+
+
+def _apart(error: RuntimeError) -> str:
+    """Why a collective has failed, which itself names no rank."""
+    return f"the ranks could not go on together: another rank has died, hangs, or has raised ({str(error).rstrip('.')})"
+
+
+class _Failed(RuntimeError):
+    """A save has failed, on every rank."""
+
+
+def _write(
+    writer: _Writer,
+    state: dict[str, Any],
+    process_group: dist.ProcessGroup | None,
+    share: tuple[int, int] | None,
+) -> None:
+    try:
+        dcp.save(
+            state,
+            storage_writer=writer,
+            planner=SavePlanner(share=share),
+            process_group=process_group,
+            no_dist=_group(process_group) is None,
+        )
+    except CheckpointException as error:
+        raise _Failed(f"save(): {_first_failure(error)}. The checkpoint was not completed") from error
+
+
+def _complete(
+    writer: _Writer, folder: Path, token: str, numbers: Sequence[Any], group: dist.ProcessGroup | None
+) -> None:
+    """Compare notes about what was written, and give the folder its name."""
+    rank = 0 if group is None else group.rank()
+    mine, problem = attempt(entries, [writer.folder / name for name in writer.written])
+    _agree_to_save(group, folder, problem)
+    parts: list[Any] = [(mine, numbers)]
+    if has_peers(group):
+        assert group is not None
+        parts = [None] * group.size()
+        dist.gather_object((mine, numbers), None if rank else parts, group=group, group_dst=0)
+    if rank == 0:
+        files = {name: entry for part, _ in parts for name, entry in part.items()}
+        everywhere = list(dict.fromkeys(path for _, paths in parts for path in paths))
+        problem = or_problem(_finish, writer, folder, token, files, everywhere)
+    _agree_to_save(group, folder, problem)
+
+
+def _agree_to_save(group: dist.ProcessGroup | None, folder: Path, problem: str | Exception) -> None:
+    try:
+        agree(group, "save()", [str(folder)], problem)
+    except RuntimeError as error:
+        raise _Failed(str(error)) from error.__cause__
+
+
+def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[int]], numbers: Sequence[Any]) -> str:
+    for name in {*files, *writer.names}:
+        path = writer.folder / name
+        if name not in files or not path.is_file() or path.stat().st_size != files[name][0]:
+            return (
+                f"{path} is not what its rank has written: all ranks must see the same file system, and no other job "
+                "may write there. The checkpoint was not completed"
+            )
+    manifest = {"files": dict(files) | entries([writer.folder / METADATA]), NUMBERS: numbers}
+    if is_untested(str(torch.__version__)):  # its metadata might be in a format that load() would refuse
+        written = {METADATA: (writer.folder / METADATA).read_bytes(), MANIFEST: as_text(manifest).encode()}
+        contents, problem = understood(writer.folder, written, allow_pickle=False)
+        if contents is None:
+            return f"load() could not read what torch {torch.__version__} has just written: {problem}"
+    return finish_folder(folder, token, manifest)
+
+
+def load(
+    state_dict: dict[str, Any],
+    folder: str | Path,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    planner: dcp.LoadPlanner | None = None,
+    allow_pickle: bool = False,
+) -> None:
+    """Load a checkpoint that ``save``, or ``torch.distributed.checkpoint.save``, has written, at any number of ranks.
+
+    Everything is verified before a tensor is written to: that the save was completed, sizes, and (if ``save`` wrote it)
+    checksums. No code in the checkpoint is run, and no file outside of the folder is read.
+
+    Values arrive in ``state_dict``, in whose sharded tensors they are loaded: give them to
+    ``set_state_dict`` then, for what is in no tensor (parameter groups, step counts).
+
+    Ranks: all ranks of ``process_group``, which see the same file system.
+
+    Args:
+        state_dict: what ``save`` was given, from the model and the optimizer to load into. Keys that it lacks are not
+            loaded, but optimizers get the state and the parameter groups that were saved. Tensors on the meta device
+            are replaced by loaded ones.
+        folder: of the checkpoint.
+        process_group: the ranks; default: all.
+        planner: default: ``LoadPlanner()``.
+        allow_pickle: unpickle values that are more than tensors, numbers, texts and plain containers of such. That can
+            run any code: only for checkpoints of which no one else could have changed a byte.
+
+    Raises:
+        ValueError: ``folder`` is an address on a network.
+        RuntimeError: on every rank: the checkpoint is incomplete or damaged, naming the file; it does not have what
+            ``state_dict`` asks for; or a rank did not come. Nothing was changed, unless the error says so.
+    """
+    group, folder = _group(process_group), local_folder(folder)
+    rank = 0 if group is None else group.rank()
+    plain, problem = attempt(_plain, state_dict)
+    state, failure = attempt(_places, plain)
+    found, damaged = attempt(read_lists, folder) if rank == 0 else (None, "")
+    lists, lack = found or ({}, "")
+    agree(group, "load()", [str(folder), *(state or {})], problem or failure or damaged or lack)
+    contents = _agree_on_contents(folder, _told_by_first_rank(lists, group), group, allow_pickle)
+    assert plain is not None and state is not None
+    if rank == 0 and not contents.is_verifiable:
+        warnings.warn(f"{folder} has no {MANIFEST}: nothing that its files hold was verified, only how long they are")
+    try:
+        dcp.load(
+            state,
+            storage_reader=Reader(contents, allow_pickle),
+            planner=planner or LoadPlanner(allow_pickle=allow_pickle),
+            process_group=process_group,
+            no_dist=group is None,
+        )
+    except CheckpointException as error:
+        is_torn = error.args[0] == "read" and not all(
+            isinstance(cause, Refused) for cause, _ in error.failures.values()
+        )
+        remedy = "What the state dict holds may be loaded in part: load again" if is_torn else "Nothing was changed"
+        raise RuntimeError(f"load(): {_first_failure(error)}. {remedy}") from error
+    except RuntimeError as error:
+        if not has_peers(group):
+            raise
+        remedy = "What the state dict holds may be loaded in part"
+        raise RuntimeError(f"load(): {_apart(error)}. {remedy}") from error
+    numbers = contents.numbers
+    loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
+    _, problem = attempt(_give_back, state_dict, loaded)
+    agree(group, "load()", [str(folder)], problem)
+
+
+def _told_by_first_rank(lists: Lists, group: dist.ProcessGroup | None) -> Lists:
+    """What the first rank has read, on every rank: thousands that read one file at once would wait for each other."""
+    told = [lists]
+    if has_peers(group):
+        assert group is not None
+        with noticing_loss(group, "a collective of load()"):
+            dist.broadcast_object_list(told, group=group, group_src=0)
+    return told[0]
+
+
+def _agree_on_contents(folder: Path, lists: Lists, group: dist.ProcessGroup | None, allow_pickle: bool) -> Contents:
+    """Verify this rank's part of the files, and meet the others."""
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    found, problem = attempt(understood, folder, lists, allow_pickle)
+    contents, lack = found or (None, "")
+    if contents is not None:
+        problem = or_problem(damage_of_part, folder, contents, rank, size)
+    agree(group, "load()", [str(folder)], problem or lack)
+    assert contents is not None
+    return contents
+
+
+def _places(plain: dict[str, Any] | None) -> dict[str, Any]:
+    """A state dict that torch.distributed.checkpoint may load into and change: the user's containers are not touched
+    before everything has been read."""
+    state: dict[str, Any] = with_string_keys(plain or {})
+    with torch.inference_mode(False):
+        _give_memory(state)
+    return state
+
+
+def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    return process_group or (dist.group.WORLD if dist.is_initialized() else None)
+
+
+def _is_first(group: dist.ProcessGroup | None) -> bool:
+    return group is None or group.rank() == 0
+
+
+def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with the ``state_dict()`` of objects that have one."""
+    plain = dict(state_dict)
+    for key, value in state_dict.items():
+        if isinstance(value, Stateful):
+            try:
+                plain[key] = value.state_dict()
+            except Exception as error:
+                raise RuntimeError(f"state_dict() of {key} raised {problem_text(error)}") from error
+    return plain
+
+
+def _give_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Put what was loaded into the user's dict and objects."""
+    for key, value in loaded.items():
+        before = state_dict.get(key)
+        if not isinstance(before, Stateful):
+            state_dict[key] = value
+            continue
+        try:
+            before.load_state_dict(value)
+        except Exception as error:
+            raise RuntimeError(
+                f"everything was read, but load_state_dict() of {key} raised {problem_text(error)}"
+            ) from error
+
+
+def _give_memory(state: dict[str, Any]) -> None:
+    """Put tensors with memory in the place of those on the meta device."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _give_memory(value)
+        elif isinstance(value, torch.Tensor) and value.is_meta:
+            state[key] = empty_on(value, Target(value).device)
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    text = str(cause) if isinstance(cause, Told) else f"{type(cause).__name__}: {cause}"
+    return f"on rank {rank}: {text.rstrip('.')}"
+
+
+class _Writer(FileSystemWriter):
+    """Attributes: ``written``: the names of the files that this rank has written; ``names``: of those that all ranks
+    say to have written; on the first rank, at the end."""
+
+    written: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.path)
+
+    def write_data(self, *arguments: Any, **options: Any) -> Any:
+        with telling():
+            results = super().write_data(*arguments, **options)
+            self.written = frozenset(result.storage_data.relative_path for result in results.wait())
+            return results
+
+    def storage_meta(self) -> StorageMeta | None:
+        meta = super().storage_meta()
+        assert meta is not None
+        meta.save_id = mark(meta.save_id)
+        return meta
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.names = frozenset(info.relative_path for info in metadata.storage_data.values())

@@ -1,0 +1,394 @@
+"""Direct messages between ranks in the place of collectives: for gloo.
+
+gloo's own all-gather and reduce-scatter pass everything through a buffer of theirs, as large as the tensor. Messages
+arrive where they belong, or next to what they are added to, sooner (``benchmarks/transport.py``). An all-reduce of
+messages takes about as long as gloo's; but where ranks differ, gloo's ends the processes. Where all ranks are on one
+machine, sums that are not short go through memory that they share (``shared_memory``), in less than half the time.
+
+Each message belongs to one collective, by its tag (``journal``).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from .._torch import group_timeout, has_gloo_on_cpu
+from .failure import Pending, failure_of, give_up, gone, look_after_pending
+from .journal import difference_of, journal_of
+from .shared_memory import Descriptor, SharedMemory
+from .transport import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    INTRODUCTION,
+    MESSAGES,
+    REDUCE_SCATTER,
+    SECOND_HALF,
+    Label,
+    Range,
+    Transport,
+    Work,
+)
+
+TRANSPORT_ENV = "FSDP_COMPOSE_TRANSPORT"
+_SHORT_BYTES = 1 << 16  # of an all-reduce that is not worth two halves, times the number of ranks
+_LONG_BYTES = 1 << 14  # of a sum that goes through memory that the ranks share
+_TAG_BITS = 31
+MOST_RANKS = 16  # each rank sends to each: with many, gloo's rings ask less of a network
+
+# By the owner of the journal, whose numbers it goes by, and the process group, which all ranks have equally long: when
+# a transport goes may differ.
+_known_memory: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None]
+] = weakref.WeakKeyDictionary()
+
+Message = tuple[int, torch.Tensor]
+"""The other rank of the group, and the contiguous memory that is sent or received."""
+
+
+def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.ProcessGroup | None = None) -> Transport:
+    """How tensors on ``device`` move between the ranks of ``group``: the same on every rank. ``peers``: all ranks that
+    issue the same collectives in the same order, each in the process groups that it is in; default: ``group``."""
+    goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and has_gloo_on_cpu(group)
+    if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
+        return Messages(group, peers)
+    return Transport(group)
+
+
+class Messages(Transport):
+    """Collectives that are made of direct messages, of dtypes of all kinds. Sums are made in the order of the ranks:
+    they do not depend on which rank has which part."""
+
+    name = "messages"
+
+    def __init__(self, group: dist.ProcessGroup, peers: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self._owner = group if peers is None else peers  # of the journal
+        rank, size = group.rank(), group.size()
+        self._rank = rank
+        self._peers = [(rank + i) % size for i in range(1, size)]  # not all ranks send to one at a time
+        self._journal = journal_of(self._owner)
+        look_after_pending()
+        self._memory: list[torch.Tensor] = []  # of all-reduces, for what other ranks send
+        self._shared: SharedMemory | None = None  # where all ranks are on one machine
+        self._has_met = False
+
+    def among(self, peers: dist.ProcessGroup) -> Transport:
+        return Messages(self.group, peers)
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
+        numel = shard.numel()
+        flight = _InFlight(self, self._journal.enter(ALL_GATHER, label, shard.nbytes))
+        received = [(rank, whole[rank * numel : rank * numel + numel]) for rank in self._peers]
+        flight.issue(received, [(rank, shard) for rank in self._peers])
+        own = whole[self._rank * numel : self._rank * numel + numel]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return flight
+
+    def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
+        shared = self._shared_for(whole.nbytes, label)
+        flight = _Sum(self, self._journal.enter(REDUCE_SCATTER, label, whole.nbytes), shared)
+        parts = [*whole.chunk(self.group.size())]
+        return flight.begin(parts[self._rank], [(rank, parts[rank]) for rank in self._peers], shard, is_average)
+
+    def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
+        """Between two ranks, and where it is short, each rank sends all it has to each; else each sums up a part, and
+        the second half begins in ``wait()``: all ranks wait in one order."""
+        journal, size, shared = self._journal, self.group.size(), self._shared_for(tensor.nbytes, label)
+        flight = _Sum(self, journal.enter(ALL_REDUCE, label, tensor.nbytes), shared, self._memory)
+        if size == 2 or size * tensor.nbytes <= _SHORT_BYTES:
+            return flight.begin(tensor, [(rank, tensor) for rank in self._peers], tensor, is_average)
+        second = _InFlight(self, journal.enter(SECOND_HALF, label, tensor.nbytes))
+        parts = tensor.tensor_split(size)
+        own, others = parts[self._rank], [(rank, parts[rank]) for rank in self._peers]
+
+        def begin_second() -> None:
+            second.issue(others, [(rank, own) for rank in self._peers])
+
+        return _InTurn(flight.begin(own, others, own, is_average), begin_second, second)
+
+    def gather(
+        self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range], is_everywhere: bool, label: Label
+    ) -> None:
+        received = []
+        if whole is not None:
+            received = [(rank, whole[start:stop]) for rank, (start, stop) in enumerate(ranges) if rank != self._rank]
+            whole[slice(*ranges[self._rank])] = part
+        receivers = self._peers if is_everywhere else [] if self._rank == 0 else [0]
+        nbytes = sum(stop - start for start, stop in ranges) * part.element_size()
+        self.exchange([(rank, part) for rank in receivers], received, nbytes, label)
+
+    def skip(self, nbytes: int, label: Label) -> None:
+        self._journal.enter(MESSAGES, label, nbytes)
+
+    def _shared_for(self, nbytes: int, label: Label) -> SharedMemory | None:
+        """The memory through which a sum of ``nbytes`` goes, if it is long and all ranks are on one machine."""
+        if nbytes < _LONG_BYTES:
+            return None
+        if not self._has_met:
+            known = _known_memory.setdefault(self._owner, weakref.WeakKeyDictionary())
+            if self.group not in known:
+                known[self.group] = self._introduce(label)
+            self._shared, self._has_met = known[self.group], True
+        return self._shared
+
+    def _introduce(self, label: Label) -> SharedMemory | None:
+        """Find out whether all ranks are on one machine, and want to share memory."""
+        is_off = os.environ.get(TRANSPORT_ENV) == self.name
+        shared = None if is_off else SharedMemory.of_this_rank(self._rank, self.group.size())
+        numbers = self._tell_all(-1 if shared is None else shared.introduction, label)
+        can_share = shared is not None and all(number >= 0 for _, number in numbers) and shared.connect_to(numbers)
+        answers = self._tell_all(int(can_share), label)
+        if shared is not None and can_share and all(answer for _, answer in answers):
+            limit = group_timeout(self.group)
+            with self._noticing_failure(label):
+                shared.begin(limit, partial(_failure_of, self.group, self._peers))
+            return shared
+        return None
+
+    def _tell_all(self, number: int, label: Label) -> list[tuple[int, int]]:
+        """Tell the other ranks a number, and hear theirs."""
+        own, theirs = torch.tensor([number]), [(rank, torch.zeros(1, dtype=torch.int64)) for rank in self._peers]
+        self.exchange([(rank, own) for rank in self._peers], theirs, own.nbytes, label, INTRODUCTION)
+        return [(rank, int(item)) for rank, item in theirs]
+
+    def exchange(
+        self,
+        sent: Iterable[Message],
+        received: Iterable[Message],
+        nbytes: int,
+        label: Label,
+        kind: str = MESSAGES,
+    ) -> None:
+        """Send and receive messages, and wait for them. Those from one rank to another arrive in their order, empty
+        ones are left out. ``nbytes``: a size of it all that is the same on every rank; ``kind``: of the exchange."""
+        flight = _InFlight(self, self._journal.enter(kind, label, nbytes))
+        flight.issue(received, sent)
+        with self._noticing_failure(label):
+            flight.wait()
+
+    @contextmanager
+    def _noticing_failure(self, label: Label) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            failure = f"rank {self._rank}: the exchange of {label} between the ranks failed: " + (
+                difference_of(self._owner) or f"another rank died, or did not enter the same collective. {error}"
+            )
+            give_up(self._owner, failure)
+            raise RuntimeError(failure) from error
+
+
+class _InFlight:
+    """The messages of one collective. An exception of the user's (Ctrl-C) between two of them leaves the rest to be
+    waited for; where no one does (an iteration was interrupted, and its model deleted), the journal will."""
+
+    __slots__ = ("_group", "_journal", "_number", "_pending", "_tag")
+
+    def __init__(self, transport: Messages, tag: int) -> None:
+        self._group, self._journal, self._tag = transport.group, transport._journal, tag
+        self._number = self._journal.count
+        self._pending = self._journal.under_way[self._number] = Pending(transport.group)
+
+    def issue(self, received: Iterable[Message], sent: Iterable[Message]) -> None:
+        """Begin to receive and to send, all but empty messages. What fails fails when it is waited for."""
+        group, tag, pending = self._group, self._tag, self._pending
+        try:
+            for rank, item in received:
+                if item.numel():
+                    pending.add(group.recv([item], rank, tag), rank)
+            for rank, item in sent:
+                if item.numel():
+                    pending.add(group.send([item], rank, tag), rank)
+        except RuntimeError as error:  # the other rank has closed its connections
+            self._fail(error)
+
+    def _fail(self, error: RuntimeError) -> None:
+        """Nothing will arrive any more."""
+        self._pending.fail(error)
+        self._journal.forget(self._number)
+
+    def wait(self) -> None:
+        journal = self._journal
+        journal.wait(self._number)
+        try:
+            self._pending.wait()
+        except RuntimeError as error:
+            self._fail(error)
+            raise
+        journal.forget(self._number)
+        journal.go_on()
+
+    def __del__(self) -> None:
+        if self._number in self._journal.under_way:
+            self._journal.dropped.add(self._number)
+
+
+class _Note:
+    """What another rank tells of where it has put its part of a collective."""
+
+    __slots__ = ("_group", "_shared", "_tag", "note", "rank")
+
+    def __init__(self, group: dist.ProcessGroup, shared: SharedMemory, tag: int, rank: int) -> None:
+        self._group, self._shared, self._tag, self.rank = group, shared, tag, rank
+        self.note: Descriptor = (0, 0, 0)  # until it has come: memory has numbers from 1 on
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        group = self._group
+        if self.note[0]:
+            return
+        failure = partial(_failure_of, group, [self.rank])
+        self.note = self._shared.wait(self._tag, self.rank, timeout or group_timeout(group), failure)
+
+
+def _failure_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> str:
+    """Why nothing will come from some ranks any more, as far as is known."""
+    lost = gone(group, ranks)
+    return failure_of(group) or (f"rank {lost[0]} has closed its connections" if lost else "")
+
+
+class _Maximum:
+    """The elementwise maximum of a short tensor over the ranks, through memory that they share."""
+
+    __slots__ = ("_failure", "_notes", "_number", "_shared", "_tensor")
+
+    def __init__(self, group: dist.ProcessGroup, shared: SharedMemory, number: int, tag: int, tensor: torch.Tensor):
+        peers = [rank for rank in range(group.size()) if rank != group.rank()]
+        tag |= number << _TAG_BITS
+        self._shared, self._number, self._tensor = shared, number, tensor
+        self._notes = [_Note(group, shared, tag, peer) for peer in peers]
+        self._failure: RuntimeError | None = None
+        limit, failure = group_timeout(group), partial(_failure_of, group, peers)
+        try:
+            shared.put(number, tag, [(peer, tensor) for peer in peers], limit, failure)
+        except RuntimeError as error:  # as with messages
+            self._failure = error.with_traceback(None)
+
+    def wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        while self._notes:
+            note = self._notes[-1]
+            note.wait()
+            torch.maximum(self._tensor, self._shared.read(note.rank, note.note, self._tensor.dtype), out=self._tensor)
+            self._notes.pop()
+        self._shared.end(self._number)
+
+    def __del__(self) -> None:
+        self._shared.end(self._number)
+
+
+def begin_maximum(group: dist.ProcessGroup, number: int, tag: int, tensor: torch.Tensor) -> Work | None:
+    """Begin to replace ``tensor``, short, by its elementwise maximum over the ranks of ``group``, as the entry of a
+    number and a tag in its journal. ``None`` where these ranks do not share memory, or have not found out yet."""
+    known = _known_memory.get(group)
+    shared = None if known is None else known.get(group)
+    return None if shared is None else _Maximum(group, shared, number, tag, tensor)
+
+
+class _Sum(_InFlight):
+    """A reduction: what the other ranks send is added to this rank's own part, in the order of the ranks."""
+
+    __slots__ = ("_divisor", "_memory", "_notes", "_own", "_pool", "_result", "_shared", "_terms")
+
+    def __init__(
+        self, transport: Messages, tag: int, shared: SharedMemory | None, pool: list[torch.Tensor] | None = None
+    ) -> None:
+        """``shared``: the memory in which the ranks read what they add; else they send it. ``pool``: has memory for
+        what arrives, and takes it back when the sum is made: new memory takes longer to get than to add up."""
+        super().__init__(transport, tag)
+        self._shared, self._pool = shared, pool
+        self._notes: list[_Note] = []
+
+    def begin(self, own: torch.Tensor, sent: Sequence[Message], result: torch.Tensor, is_average: bool) -> _Sum:
+        """Send each of the others what it is to add; ``result``, which may be ``own``, takes the sum, or average, of
+        ``own`` and of what they send."""
+        rank, size = self._group.rank(), self._group.size()
+        self._own, self._result, self._divisor = own, result, size if is_average else 1
+        if self._shared is not None:
+            self._terms = [own] * size
+            self._put(self._shared, sent)
+            return self
+        memory = self._memory = _taken_from(self._pool or [], own, (size - 1) * own.numel())
+        received = dict(zip((peer for peer, _ in sent), memory.view(size - 1, own.numel()), strict=True))
+        self._terms = [own if i == rank else received[i] for i in range(size)]
+        self.issue(received.items(), sent)
+        return self
+
+    def _put(self, shared: SharedMemory, sent: Sequence[Message]) -> None:
+        """As ``issue``, in memory that the ranks share."""
+        group, peers = self._group, [peer for peer, _ in sent]
+        tag = self._number << _TAG_BITS | self._tag  # those of messages come again
+        self._notes = [_Note(group, shared, tag, peer) for peer in peers]
+        for note in self._notes:
+            self._pending.add(note, note.rank)
+        try:
+            shared.put(self._number, tag, sent, group_timeout(group), partial(_failure_of, group, peers))
+        except RuntimeError as error:
+            self._fail(error)
+
+    def wait(self) -> None:
+        super().wait()
+        if not self._terms:
+            return
+        for note in self._notes:
+            assert self._shared is not None
+            self._terms[note.rank] = self._shared.read(note.rank, note.note, self._own.dtype)
+        self._add_up(self._terms)
+        self._terms = []
+        if self._shared is not None:
+            self._shared.end(self._number)
+        elif self._pool is not None:
+            self._pool.append(self._memory)
+            del self._memory
+
+    def _add_up(self, terms: Sequence[torch.Tensor]) -> None:
+        total = terms[0]
+        for i, term in enumerate(terms[1:-1]):
+            if i > 0:
+                total.add_(term)
+            elif self._shared is not None:  # what others have put there is theirs
+                total = total + term
+            else:
+                total = torch.add(total, term, out=term if total is self._own else total)
+        torch.add(total, terms[-1], out=self._result)
+        if self._divisor > 1:
+            self._result.div_(self._divisor)
+
+    def __del__(self) -> None:
+        super().__del__()
+        if self._shared is not None:
+            self._shared.end(self._number)  # if it was dropped
+
+
+def _taken_from(pool: list[torch.Tensor], like: torch.Tensor, numel: int) -> torch.Tensor:
+    """Memory for so many elements of a dtype: some of the pool's, if it has such."""
+    for i, memory in enumerate(pool):
+        if (memory.numel(), memory.dtype, memory.device) == (numel, like.dtype, like.device):
+            return pool.pop(i)
+    return like.new_empty(numel)
+
+
+class _InTurn:
+    """Two collectives, of which the second begins when the first is done."""
+
+    __slots__ = ("_begin", "_first", "_second")
+
+    def __init__(self, first: Work, begin: Callable[[], None], second: Work) -> None:
+        self._first, self._second = first, second
+        self._begin: Callable[[], None] | None = begin
+
+    def wait(self) -> None:
+        self._first.wait()
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+        self._second.wait()

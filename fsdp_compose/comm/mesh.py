@@ -1,0 +1,465 @@
+"""The ranks that a group runs on: a checked view of the user's ``DeviceMesh``, and the peers who run one model.
+
+The runtime asks this object for process groups and ranks and never looks at the mesh itself. There are four sets of
+ranks, which are one and the same on a mesh of one dimension::
+
+    shard group       share the shards: gather, scatter                            one for each group
+    replicate group   hold the same shard: average what was scattered              one for each group; may be none
+    data ranks        have different batches: gradients are averaged over them     of a root: the largest
+    peers             run the model together: meet, exchange, recover              of a root: the widest
+
+Peers that are not data ranks hold other parts of the parameters (tensor parallelism) and get the same batches."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from .._torch import backend_name, concatenate_meshes, group_device_types, group_timeout, is_destroyed, make_group_of
+from .failure import fail_together
+from .gloo import TRANSPORT_ENV, transport_of
+from .store import agree_on_name
+from .transport import Transport
+
+# ---- The process group of all ranks that run a model together: its *peers*, who meet, exchange and recover.
+#
+# On a mesh of one dimension they are the ranks that share the shards. On a mesh of several, of which the user has a
+# process group for each dimension, they are all ranks of it: the default process group if these are all there are, else
+# one that is made here, on gloo, for it carries rendezvous, control exchanges and checkpoints, not training.
+
+
+_GRACE = timedelta(seconds=5)
+_numbers = itertools.count()
+_Made = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
+# Strongly: ranks that drop their models at different times still have the same ones.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()
+
+
+class _Gathering:
+    """Ranks that have no process group yet, as ``agree_on_name`` knows a process group."""
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
+
+    @property
+    def group_name(self) -> str:
+        return f"peers/{'-'.join(map(str, self._ranks))}"
+
+    def rank(self) -> int:
+        return self._ranks.index(self._rank)
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+
+def group_of_ranks(
+    ranks: Iterable[int],
+    known: Iterable[dist.ProcessGroup] = (),
+    like: dist.ProcessGroup | None = None,
+    is_simulated: bool = False,
+) -> dist.ProcessGroup:
+    """A process group over ``ranks``, which are numbers in the default one: that one, one of ``known``, or one that is
+    made for it, once.
+
+    Ranks: all of ``ranks``, where it must be made.
+
+    Args:
+        like: one for other ranks, whose backends it must have (it is not the default one then); default: any.
+        is_simulated: the other ranks are not there.
+
+    Raises:
+        RuntimeError: some of them did not come in time.
+    """
+    wanted, world = tuple(sorted(ranks)), dist.group.WORLD
+    assert world is not None, "there are process groups"
+    for group in (world, *known) if like is None else ():
+        if tuple(dist.get_process_group_ranks(group)) == wanted:
+            return group
+    made = _made.setdefault(world, {})
+    key = wanted, "gloo" if like is None else backend_name(like)
+    if key not in made or is_destroyed(made[key]):
+        made[key] = _make(wanted, world, like, is_simulated)
+    return made[key]
+
+
+def _make(
+    ranks: tuple[int, ...], world: dist.ProcessGroup, like: dist.ProcessGroup | None, is_simulated: bool
+) -> dist.ProcessGroup:
+    timeout = group_timeout(world if like is None else like)
+
+    def absence(absent: Sequence[int]) -> RuntimeError:
+        return RuntimeError(
+            f"making a process group of the ranks {[*ranks]}, for a model that they run together: rank(s) "
+            f"{', '.join(str(ranks[i]) for i in absent)} did not come within {timeout.total_seconds():g} s. Every rank "
+            "of a mesh must call fully_shard()"
+        )
+
+    gathering = _Gathering(ranks, world.rank())
+    # The name is one that no earlier initialisation has used: torch keeps what it needs for the group below it.
+    name = f"{gathering.group_name}/{next(_numbers)}"
+    if not is_simulated:
+        name = agree_on_name(gathering, timeout, _GRACE, absence)
+    return make_group_of(ranks, name, timeout, like)
+
+
+# ---- The mesh of a group
+
+
+SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
+
+# Each mesh weakly: it knows the process group, which has connections and threads.
+_Joined = weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
+_joined: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joined] = weakref.WeakKeyDictionary()
+
+# The groups of a model share one: to make and to compare meshes takes time that grows with the number of ranks.
+_DefaultMeshes = weakref.WeakValueDictionary[tuple[str, tuple[str] | None], DeviceMesh]
+_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, _DefaultMeshes] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class DataParallelMesh:
+    """The ranks over which the flat parameters of a ``fully_shard`` group are sharded, and replicated.
+
+    Attributes:
+        mesh: the user's mesh: of one dimension, or (replicate, shard).
+        shard_group: process group over which shards are gathered and gradients scattered.
+        shard_rank, shard_world_size: this rank's place in it.
+        replicate_group: process group of the ranks that hold the same shard; ``None`` if this rank alone does.
+        replicate_world_size: how many they are.
+        peers: process group of all ranks that run the group together.
+        device: where shards and unsharded parameters live.
+        is_simulated: the process group only pretends (backend ``fake``, or the variable ``FSDP_COMPOSE_SIMULATED=1``):
+            there are no ranks to meet, and checks that need other ranks are local.
+        has_whole: each of several ranks holds all elements: there is nothing to gather or to scatter, only to average.
+        transport: how flat tensors move over ``shard_group``.
+        replica_transport: how they move over ``replicate_group``.
+        missing_factor: how many times more data ranks there are than ranks here, over which collectives average: the
+            rest of gradients came together in backward, as sums (expert parallelism).
+        part_transport: among the neighbours in the shard group that hold the parameters together between forward and
+            backward (``reshard_after_forward=int``); ``None`` if there is no such set of ranks.
+    """
+
+    mesh: DeviceMesh
+    shard_group: dist.ProcessGroup
+    shard_rank: int
+    shard_world_size: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_world_size: int
+    peers: dist.ProcessGroup
+    device: torch.device
+    is_simulated: bool
+    has_whole: bool
+    transport: Transport
+    replica_transport: Transport | None
+    missing_factor: int = 1
+    part_transport: Transport | None = None
+
+    def with_transports(self, change: Callable[[Transport], Transport]) -> DataParallelMesh:
+        """The same, whose transports are what ``change`` makes of these."""
+        replicas, parts = self.replica_transport, self.part_transport
+        return replace(
+            self,
+            transport=change(self.transport),
+            replica_transport=None if replicas is None else change(replicas),
+            part_transport=None if parts is None else change(parts),
+        )
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other ranks that one can really talk to."""
+        return self.peers.size() > 1 and not self.is_simulated
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the peers: the one that errors name."""
+        return self.peers.rank()
+
+    @property
+    def data_world_size(self) -> int:
+        """Over how many ranks gradients are averaged."""
+        return self.shard_world_size * self.replicate_world_size
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's shard is the one that counts, where only one is wanted."""
+        return self.replicate_group is None or self.replicate_group.rank() == 0
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that carry something for the group."""
+        part_group = None if self.part_transport is None else self.part_transport.group
+        groups = [self.peers, self.shard_group, self.replicate_group, part_group]
+        return [group for group in groups if group is not None]
+
+    @property
+    def first_rank(self) -> int:
+        """The rank, by its number in the default process group, that holds the first shard of the first replica."""
+        return int(self.mesh.mesh.flatten()[0])
+
+    def facts(self) -> dict[str, object]:
+        """What must be the same on every rank."""
+        facts: dict[str, object] = {"transport": self.transport.unrecorded.name}
+        if self.mesh.ndim > 1:
+            facts |= {"replicas": self.replicate_world_size, "shards": self.shard_world_size}
+        if self.part_transport is not None:
+            facts["ranks that share parts"] = self.part_size
+        return facts
+
+    @property
+    def part_size(self) -> int | None:
+        """How many ranks share parts; ``None`` if none do."""
+        return None if self.part_transport is None else self.part_transport.group.size()
+
+    def ranks(self) -> frozenset[int]:
+        """The data-parallel ranks, by their numbers in the default process group."""
+        return self._ranks
+
+    @cached_property
+    def _ranks(self) -> frozenset[int]:
+        return frozenset(self.mesh.mesh.flatten().tolist())
+
+    def placements(self, sharded: Placement) -> tuple[Placement, ...]:
+        """How a tensor lies on ``mesh`` that is ``sharded`` over the shard group."""
+        return (Replicate(),) * (self.mesh.ndim - 1) + (sharded,)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place on ``mesh``."""
+        place = 0
+        for dim, size in enumerate(self.mesh.shape):
+            place = place * size + self.mesh.get_local_rank(dim)
+        return place
+
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard group, as a mesh of one dimension."""
+        mesh = self.mesh
+        if mesh.ndim == 1:
+            return mesh
+        if mesh.mesh_dim_names:
+            return mesh[mesh.mesh_dim_names[-1]]
+        return DeviceMesh.from_group(self.shard_group, mesh.device_type)
+
+    def beside(self, tensor_mesh: DeviceMesh) -> DeviceMesh:
+        """The mesh of parameters that were DTensors on ``tensor_mesh`` before: the dimensions of both."""
+        return joined_mesh(self.mesh, tensor_mesh)
+
+    def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> DataParallelMesh:
+        """The same, below a root of these peers; for ``missing_factor`` see there."""
+        if self.peers is peers and self.missing_factor == missing_factor:
+            return self
+        fail_together([peers, *self.groups()])
+        moved = self.with_transports(lambda transport: transport.among(peers))
+        return replace(moved, peers=peers, missing_factor=missing_factor)
+
+
+def joined_mesh(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions of both, which are parts of one mesh; made once.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    known = _joined.setdefault(mesh.get_group(mesh.ndim - 1), weakref.WeakValueDictionary())
+    joined = known.get((mesh, tensor_mesh))
+    if joined is None:
+        joined = known[mesh, tensor_mesh] = concatenate_meshes([mesh, tensor_mesh])
+    return joined
+
+
+def replicated_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """A mesh (replicate, shard) of the ranks of ``mesh``, of one dimension (by default all ranks), each of which is to
+    hold everything. No communication.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as ``check_mesh``; and the mesh has two dimensions.
+    """
+    return _with_own_dimension(_checked(mesh, "replicate", 1, "of one dimension, all of which replicates"))
+
+
+def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    """Check ``mesh``, or make the default one over all ranks.
+
+    Raises:
+        RuntimeError: there is no mesh and no initialised process group to make one from.
+        TypeError: ``mesh`` is no ``DeviceMesh``.
+        ValueError: ``mesh`` has more than two dimensions, or this rank is not in it.
+    """
+    expected = "of one dimension, or of two, (replicate, shard)"
+    return _checked(mesh, "fully_shard", 2, expected)
+
+
+def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str) -> DeviceMesh:
+    if mesh is None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"{caller}() got no mesh, and torch.distributed has no process group to make one from: call "
+                "torch.distributed.init_process_group() first (under torchrun), or pass mesh=init_device_mesh(...)"
+            )
+        mesh = default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{caller}(mesh=...): expected a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
+    if mesh.ndim > most_dims:
+        raise ValueError(
+            f"{caller}(mesh=...): expected a mesh {expected}, got {mesh.ndim} "
+            f"dimensions {mesh.mesh_dim_names or ''} of shape {tuple(mesh.mesh.shape)}; pass the data-parallel ones "
+            "alone, for example mesh['shard'] or mesh['replicate', 'shard']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{caller}(mesh=...): rank {dist.get_rank()} is not in the mesh {mesh}")
+    return mesh
+
+
+def data_parallel_mesh(
+    mesh: DeviceMesh, tensor_meshes: Iterable[DeviceMesh] = (), part_size: int | None = None
+) -> DataParallelMesh:
+    """Describe a mesh that was checked.
+
+    Ranks: all of the mesh and of ``tensor_meshes``, where these are not all ranks there are, or there is a
+    ``part_size``.
+
+    Args:
+        part_size: how many neighbours in the shard group hold the parameters together between forward and backward, a
+            factor of their number; ``None``: none do.
+        tensor_meshes: those that parameters of the group lie on already (tensor parallelism); all of them are parts of
+            the mesh that ``mesh`` is a part of.
+
+    Raises:
+        ValueError: this machine has no device of the mesh, or none of the meshes contains the ranks of the others.
+    """
+    group, device = mesh.get_group(mesh.ndim - 1), device_of_mesh(mesh)
+    replicas = mesh.get_group(0) if mesh.ndim == 2 and mesh.size(0) > 1 else None
+    is_simulated = os.environ.get(SIMULATED_ENV) == "1" or backend_name(group) == "fake"
+    widest = _widest([mesh, *(joined_mesh(mesh, item) for item in tensor_meshes)])
+    key = mesh, widest, group, replicas, part_size, device, is_simulated, os.environ.get(TRANSPORT_ENV)
+    described = _described.get(key)
+    if described is None or any(map(is_destroyed, described.groups())):
+        described = _described[key] = _describe(mesh, widest, group, replicas, device, is_simulated, part_size)
+    return described
+
+
+# Groups of one mesh share one object, which then is in the caches. Weakly: models on it keep it.
+_described: weakref.WeakValueDictionary[tuple[object, ...], DataParallelMesh] = weakref.WeakValueDictionary()
+
+
+def _describe(
+    mesh: DeviceMesh,
+    widest: DeviceMesh,
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup | None,
+    device: torch.device,
+    is_simulated: bool,
+    part_size: int | None,
+) -> DataParallelMesh:
+    peers = group
+    if not is_simulated and widest.ndim > 1:
+        groups = [item for item in (group, replicas) if item is not None]
+        peers = group_of_ranks(widest.mesh.flatten().tolist(), groups)
+        fail_together([peers, *groups])
+    parts = None
+    if part_size is not None:
+        part_group = _part_group(group, part_size, is_simulated)
+        fail_together([peers, part_group])
+        parts = _transport(part_group, device, peers, is_simulated)
+    return DataParallelMesh(
+        mesh=mesh,
+        shard_group=group,
+        shard_rank=group.rank(),
+        shard_world_size=group.size(),
+        replicate_group=replicas,
+        replicate_world_size=1 if replicas is None else replicas.size(),
+        peers=peers,
+        device=device,
+        is_simulated=is_simulated,
+        transport=_transport(group, device, peers, is_simulated),
+        replica_transport=None if replicas is None else _transport(replicas, device, peers, is_simulated),
+        has_whole=replicas is not None and group.size() == 1,
+        part_transport=parts,
+    )
+
+
+def _part_group(group: dist.ProcessGroup, size: int, is_simulated: bool) -> dist.ProcessGroup:
+    """The process group of ``size`` neighbours in ``group``."""
+    first = group.rank() // size * size
+    ranks = dist.get_process_group_ranks(group)[first : first + size]
+    return group_of_ranks(ranks, like=group, is_simulated=is_simulated)
+
+
+def _widest(meshes: list[DeviceMesh]) -> DeviceMesh:
+    if len(meshes) == 1:
+        return meshes[0]
+    widest = max(meshes, key=DeviceMesh.size)
+    ranks = {*widest.mesh.flatten().tolist()}
+    for item in meshes:
+        if not ranks.issuperset(item.mesh.flatten().tolist()):
+            raise ValueError(
+                f"fully_shard(): parameters of one group are DTensors on the ranks {sorted(ranks)} and "
+                f"{sorted(item.mesh.flatten().tolist())} (data-parallel ones included): one of the meshes must contain "
+                "the others"
+            )
+    return widest
+
+
+def _transport(
+    group: dist.ProcessGroup, device: torch.device, peers: dist.ProcessGroup, is_simulated: bool
+) -> Transport:
+    return Transport(group) if is_simulated else transport_of(group, device, peers)
+
+
+# By default process group: that of this rank alone.
+_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def _with_own_dimension(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one dimension with a second one, in which each rank is alone."""
+    groups, ranks = [mesh.get_group(0), _group_of_this_rank()], [[rank] for rank in mesh.mesh.tolist()]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _group_of_this_rank() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "there are process groups"
+    if world not in _alone or is_destroyed(_alone[world]):
+        _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _alone[world]
+
+
+def mesh_of_this_rank(device_type: str) -> DeviceMesh:
+    """A mesh of one dimension, in which this rank is alone."""
+    return DeviceMesh.from_group(_group_of_this_rank(), device_type, mesh_dim_names=("alone",))
+
+
+def default_mesh(mesh_dim_names: tuple[str] | None = None) -> DeviceMesh:
+    """All ranks, on the accelerator that the process group serves, else on the CPU."""
+    world, device_type = dist.group.WORLD, "cpu"
+    assert world is not None, "the caller has checked"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
+        device_type = accelerator.type
+    known, key = _default_meshes.setdefault(world, weakref.WeakValueDictionary()), (device_type, mesh_dim_names)
+    mesh = known.get(key)
+    if mesh is None:
+        mesh = known[key] = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=mesh_dim_names)
+    return mesh
+
+
+def device_of_mesh(mesh: DeviceMesh) -> torch.device:
+    """Where shards of groups on ``mesh`` live.
+
+    Raises:
+        ValueError: this machine has no such device.
+    """
+    device_type = mesh.device_type
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.get_device_module(device_type).is_available():
+        raise ValueError(f"the device mesh given is on {device_type}, and this machine has no such device")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -1,0 +1,498 @@
+"""What ranks do through the key-value store: rendezvous, names that separate process groups, and records for errors.
+
+All of it is rare, bounded in time and independent of the collectives, so it still works when those hang. A rendezvous
+compares what each rank brings and ends the same way on every rank: all return, or all raise one error. It is used
+where a collective would hang or pair wrongly: at the first forward, and after an interrupted iteration.
+
+Where all must bring the same they bring digests, and the long texts behind them stay where they are: if a digest
+differs from the first rank's, the first rank asks that one rank for its text. The keys of a round::
+
+    open      the first rank has begun it                          payload/3   what rank 3 brings; it deletes it
+    verdict   how it ends, and which ranks were absent             details     what an asked rank tells; told: the error
+
+Cost: five operations for each rank but the first, and less than 300 bytes of keys and values. The first rank waits for,
+reads and judges one small value of each rank. It deletes the other keys in a later round: when all ranks have come to
+that, they have read those of the ones before."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+
+from .._torch import default_store, group_timeout
+from .failure import failure_of, give_up, gone
+
+# ---- The part of the key-value store that belongs to one initialisation of a process group.
+#
+# A store can outlive the processes that use it: ``torchrun --max-restarts`` starts new ones on the store of the dead
+# ones, and a program may destroy its process group and make another. What was written before then looks like an answer.
+# So everything that this package keeps in the store lies under a name that the ranks of a process group agree on when
+# they first meet, and that no other initialisation has.
+#
+# How they agree, in a store in which any key may be an old one: every rank has a random token. The first rank puts its
+# own, the *challenge*, under a fixed key; the others answer it under keys that contain the challenge; the first rank
+# grants each answer under a key that contains the token it was answered with. Keys that contain a token of this
+# initialisation cannot be old, so the first rank counts fresh answers only, and a rank that has answered an old
+# challenge is not granted anything and answers again as soon as there is another. The challenge is the name.
+#
+# Cost, once per process group: about ten operations a rank, however many ranks; all keys are deleted but the challenge.
+
+
+_FIRST_CHALLENGE_LOOK, _RAREST_CHALLENGE_LOOK = 0.002, 0.5  # seconds between looks for a newer challenge
+
+Absence = Callable[[Sequence[int]], Exception]
+"""The error to raise when these ranks did not come."""
+
+
+class Ranks(Protocol):
+    """Ranks that meet: a process group, or those that are to form one."""
+
+    @property
+    def group_name(self) -> str: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+
+_namespaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
+_tokens: weakref.WeakKeyDictionary[Ranks, str] = weakref.WeakKeyDictionary()
+
+
+def known_namespace(group: dist.ProcessGroup) -> dist.Store | None:
+    """The store in which only this initialisation of ``group`` writes; ``None`` before the ranks have agreed on it."""
+    return _namespaces.get(group)
+
+
+def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: timedelta, absence: Absence) -> dist.Store:
+    """The store in which only this initialisation of ``group`` writes. At the first call all ranks must come; a call
+    that failed may be made again.
+
+    Args:
+        timeout: how long the first rank waits for the others; these wait for ``grace`` longer.
+
+    Raises:
+        Exception: what ``absence`` returns for the ranks that did not come.
+    """
+    namespace = _namespaces.get(group)
+    if namespace is None:
+        name = agree_on_name(group, timeout, grace, absence)
+        namespace = _namespaces[group] = dist.PrefixStore(name, default_store())
+    return namespace
+
+
+def agree_on_name(ranks: Ranks, timeout: timedelta, grace: timedelta, absence: Absence) -> str:
+    """A name that ``ranks`` agree on, and that no earlier initialisation has used; otherwise as
+    ``agree_on_namespace``."""
+    base = f"fsdp_compose/{ranks.group_name}"
+    store = dist.PrefixStore(f"{base}/challenge", default_store())
+    token = _tokens.get(ranks)
+    if token is None:
+        token = _tokens[ranks] = secrets.token_hex(8)
+    if ranks.rank() == 0:
+        name = token
+        _challenge(store, token, ranks.size(), timeout, absence)
+    else:
+        name = _answer(store, token, ranks.rank(), timeout + grace, absence)
+    return f"{base}/{name}"
+
+
+def _challenge(store: dist.Store, token: str, size: int, timeout: timedelta, absence: Absence) -> None:
+    """The first rank's part."""
+    store.set("now", token)
+    answers = [f"answer/{token}/{rank}" for rank in range(1, size)]
+    if not answers:
+        return
+    if not wait_for(store, answers, timeout):
+        raise absence([rank for rank, key in enumerate(answers, 1) if not store.check([key])])
+    granted = [f"granted/{answer.decode()}" for answer in store.multi_get(answers)]
+    store.multi_set(granted, [token] * len(granted))  # type: ignore[attr-defined]  # torch 2.13 has no stub for it
+
+
+def _answer(store: dist.Store, token: str, rank: int, timeout: timedelta, absence: Absence) -> str:
+    """The other ranks' part. Return the challenge that holds."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    pause, granted, answered = _FIRST_CHALLENGE_LOOK, f"granted/{token}", ""
+    if not wait_for(store, ["now"], timeout):
+        raise absence([0])
+    while not store.check([granted]):  # wait() would print a warning at each look that comes too early
+        challenge = store.get("now").decode()
+        if challenge != answered:
+            _forget(store, answered, rank)
+            store.set(f"answer/{challenge}/{rank}", token)
+            answered = challenge
+        elif time.monotonic() > deadline:
+            raise absence([0])
+        time.sleep(pause)
+        pause = min(2 * pause, _RAREST_CHALLENGE_LOOK)
+    challenge = store.get(granted).decode()
+    _forget(store, answered, rank)
+    store.delete_key(granted)
+    return challenge
+
+
+def _forget(store: dist.Store, challenge: str, rank: int) -> None:
+    if challenge:
+        store.delete_key(f"answer/{challenge}/{rank}")
+
+
+def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:
+    """Whether all ``keys`` were there in time."""
+    try:
+        store.wait(list(keys), timeout)
+    except dist.DistNetworkError:
+        raise  # the process that holds the store is gone
+    except RuntimeError:
+        return False
+    return True
+
+
+# ---- The last collective of every rank, for errors: on with ``FSDP_COMPOSE_DEBUG=1``, set on all ranks before the
+# first forward.
+#
+# Each collective is then noted in the key-value store before it is issued: one round trip to the store. So an error can
+# tell what every rank was at, also a rank that hangs or is gone. When it is off none of this code runs.
+
+
+DEBUG_ENV = "FSDP_COMPOSE_DEBUG"
+_MAX_RANKS = 64  # that an error lists
+
+
+def is_on() -> bool:
+    """Whether collectives are recorded."""
+    return os.environ.get(DEBUG_ENV) == "1"
+
+
+def note(group: dist.ProcessGroup, what: str) -> None:
+    """This rank is about to issue a collective on ``group``; ``what``: it, as text."""
+    store = _store(group)
+    if store is not None:
+        store.set(str(group.rank()), what)
+
+
+def last_of_every_rank(group: dist.ProcessGroup) -> str:
+    """The last collective that each rank has entered, as the end of an error; empty when records are off."""
+    if not is_on():
+        return ""
+    store = _store(group)
+    if store is None:
+        return ""
+    try:
+        lines = [
+            f"rank {rank}: {store.get(str(rank)).decode() if store.check([str(rank)]) else 'none'}"
+            for rank in range(min(group.size(), _MAX_RANKS))
+        ]
+    except dist.DistNetworkError:
+        return ""  # the process that held the store is gone
+    return f"\nThe last collective of each rank ({DEBUG_ENV}=1):\n" + "\n".join(lines)
+
+
+def _store(group: dist.ProcessGroup) -> dist.Store | None:
+    namespace = known_namespace(group)
+    return None if namespace is None else dist.PrefixStore("records", namespace)
+
+
+# ---- Rendezvous
+
+
+TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
+RECOVERY_TIMEOUT = timedelta(seconds=60)  # of ranks that were all interrupted
+_BROKEN_TIMEOUT = timedelta(seconds=5)  # where a rank is known to be dead or stuck, and the others hear of it at once
+_GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
+_FIRST_LOOK, _RAREST_LOOK = 5.0, 60.0  # seconds of waiting between looks whether ranks have died
+_NO_GRACE = timedelta(0)
+_MOST_NAMED = 32  # ranks that an error lists
+_DIGEST_LENGTH = 64
+
+
+class _RankGone(RuntimeError):
+    pass
+
+
+# The number of the next round for each purpose, as far as this rank knows: part of the keys.
+_next_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+# The keys of rounds that are over, by purpose: on the first rank.
+_Leftovers = dict[str, list["_Round"]]
+_leftovers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Leftovers] = weakref.WeakKeyDictionary()
+
+
+def meet(
+    group: dist.ProcessGroup,
+    purpose: str,
+    payload: str,
+    judge: Callable[[list[str]], str],
+    details: str = "",
+    explain: Callable[[int, str, str], str] | None = None,
+    where: str = "",
+    timeout: timedelta | None = None,
+    aside: str = "",
+) -> str:
+    """Bring ``payload`` to a rendezvous of all ranks of ``group`` and return its verdict, the same on every rank.
+
+    Every rank of ``group`` must call it, for the same ``purpose``. The first rank opens a round, waits for the others
+    and judges it. A round that failed stays closed: ranks that try again, and those that come late, meet in the next.
+
+    Args:
+        payload: a short text. Where ``explain`` is given, all ranks must bring the same; of a long one, a digest goes.
+        judge: called on the first rank with every rank's payload, or aside if there is one; its text is the verdict.
+        details: a long text, which leaves the rank only when ``explain`` is given and its payload is the first that
+            differs from the first rank's.
+        explain: called on the first rank with (rank, its own details, that rank's details) for the first rank whose
+            payload differs; its text replaces the verdict and is raised.
+        where: what the message about absent ranks adds to ``purpose``.
+        timeout: how long to wait, where ``FSDP_COMPOSE_TIMEOUT`` does not say it and a collective of the group has not
+            failed before; default: the timeout of the group.
+        aside: a line that ``judge`` is to see and that may differ from rank to rank; on all ranks or on none.
+
+    Raises:
+        RuntimeError: on every rank that came: some rank did not within the time, naming the call and the absent ranks;
+            what ``explain`` said; or the store is gone.
+    """
+    if explain is not None and len(payload) > _DIGEST_LENGTH:
+        payload = hashlib.sha256(payload.encode()).hexdigest()
+    try:
+        waits = _Waits(group, purpose, where, _timeout(group, timeout))
+        return _meet(waits, f"{payload}\n{aside}", judge, details, explain)
+    except _RankGone as error:
+        give_up(group, str(error))
+        raise RuntimeError(str(error)) from None
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            f"{purpose}{where}: the key-value store cannot be reached: the process that holds it (torchrun, or that of "
+            f"the first rank) has died. Restart the processes from a checkpoint. {error}"
+        ) from error
+
+
+class _Waits:
+    """Who meets, what for, and how long ranks wait for each other."""
+
+    def __init__(self, group: dist.ProcessGroup, purpose: str, where: str, timeout: timedelta) -> None:
+        self.group, self.purpose, self.timeout = group, purpose, timeout
+        self.text = purpose + where
+
+    def wait(
+        self, store: dist.Store, keys: Sequence[str], awaited: Callable[[], Sequence[int]], grace: timedelta = _NO_GRACE
+    ) -> None:
+        """Wait for keys, and look now and then, less and less often, whether an awaited rank has died.
+
+        Raises:
+            RuntimeError: they did not come in time.
+            _RankGone: a rank has died.
+        """
+        deadline, look = time.monotonic() + (self.timeout + grace).total_seconds(), _FIRST_LOOK
+        while True:
+            left = max(0.001, deadline - time.monotonic())
+            if wait_for(store, keys, timedelta(seconds=min(look, left))):
+                return
+            if left <= look:
+                raise RuntimeError(_absence(awaited(), self.group, self.text, self.timeout))
+            error = _is_gone(self.group, self.text, awaited)
+            if error and not store.check(list(keys)):
+                raise _RankGone(error)
+            look = min(2 * look, _RAREST_LOOK)
+
+
+class _Round(NamedTuple):
+    """One round for a purpose: its keys. ``store``: that of the purpose."""
+
+    store: dist.Store
+    number: int
+
+    @property
+    def opened(self) -> str:
+        return f"open/{self.number}"
+
+    @property
+    def verdict(self) -> str:
+        return f"verdict/{self.number}"
+
+    @property
+    def details(self) -> str:
+        return f"details/{self.number}"
+
+    @property
+    def told(self) -> str:
+        return f"told/{self.number}"
+
+    def payload(self, rank: int) -> str:
+        return f"payload/{self.number}/{rank}"
+
+    def delete(self) -> None:
+        for key in (self.opened, self.verdict, self.details, self.told):
+            self.store.delete_key(key)
+
+
+def _meet(
+    waits: _Waits,
+    payload: str,
+    judge: Callable[[list[str]], str],
+    details: str,
+    explain: Callable[[int, str, str], str] | None,
+) -> str:
+    group = waits.group
+    store = dist.PrefixStore(f"rendezvous/{waits.purpose}", own_store(group, waits.text, waits.timeout))
+    rounds = _next_rounds.setdefault(group, Counter())
+    if group.rank() == 0:
+        this = _Round(store, rounds[waits.purpose])
+        rounds[waits.purpose] += 1
+        kind, text = _preside(waits, this, payload, judge, details, explain)
+    else:
+        kind = "absent"
+        while kind == "absent":  # from a round that was over before this rank came
+            this = _Round(store, rounds[waits.purpose])
+            waits.wait(store, [this.opened], lambda: [0])
+            rounds[waits.purpose] += 1
+            kind, text = _attend(waits, this, payload, details)
+    if kind == "gone":
+        raise _RankGone(text)
+    if kind == "error":
+        raise RuntimeError(text)
+    return text
+
+
+def _attend(waits: _Waits, this: _Round, payload: str, details: str) -> tuple[str, str]:
+    """The part of the ranks but the first; how the round ends."""
+    store, rank = this.store, waits.group.rank()
+    store.set(this.payload(rank), payload)
+    waits.wait(store, [this.verdict], lambda: [0], _GRACE)
+    kind, absent, text = store.get(this.verdict).decode().split(":", 2)
+    store.delete_key(this.payload(rank))
+    if str(rank) in absent.split(","):
+        return "absent", text
+    if kind != "tell":
+        return kind, text
+    if text == str(rank):
+        store.set(this.details, details)
+    waits.wait(store, [this.told], lambda: [0], _GRACE)
+    kind, _, text = store.get(this.told).decode().partition(":")
+    return kind, text
+
+
+def own_store(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None) -> dist.Store:
+    """The store in which only this initialisation of ``group`` writes. At the first call every rank must come."""
+    timeout = timeout or _timeout(group, None)
+
+    def error(absent: Sequence[int]) -> RuntimeError:
+        return RuntimeError(_absence(absent, group, purpose, timeout))
+
+    return agree_on_namespace(group, timeout, _GRACE, error)
+
+
+def _preside(
+    waits: _Waits,
+    this: _Round,
+    payload: str,
+    judge: Callable[[list[str]], str],
+    details: str,
+    explain: Callable[[int, str, str], str] | None,
+) -> tuple[str, str]:
+    """The first rank's part; how the round ends."""
+    store, group = this.store, waits.group
+    keys = [this.payload(rank) for rank in range(1, group.size())]
+
+    def absent() -> list[int]:
+        return [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
+
+    store.set(this.opened, "")
+    kind, text, missing = "ok", "", ""
+    try:
+        if keys:
+            waits.wait(store, keys, absent)
+    except RuntimeError as error:
+        kind, text = "gone" if isinstance(error, _RankGone) else "error", str(error)
+        missing = ",".join(map(str, absent()))
+    else:
+        _tidy(group, waits.purpose)  # all ranks have come: none asks for an earlier round
+        brought = [payload, *(item.decode() for item in (store.multi_get(keys) if keys else []))]
+        differing = _first_differing(brought) if explain is not None else None
+        if explain is not None and differing is not None:
+            return _ask(waits, this, differing, details, explain)
+        asides = [item.rpartition("\n")[2] for item in brought]
+        text = judge(asides if any(asides) else [item.rpartition("\n")[0] for item in brought])
+    store.set(this.verdict, f"{kind}:{missing}:{text}")
+    _leftovers.setdefault(group, defaultdict(list))[waits.purpose if missing else ""].append(this)
+    return kind, text
+
+
+def _first_differing(brought: Sequence[str]) -> int | None:
+    """The first rank whose payload differs from the first rank's."""
+    payloads = [item.rpartition("\n")[0] for item in brought]
+    return next((rank for rank, payload in enumerate(payloads) if payload != payloads[0]), None)
+
+
+def _ask(
+    waits: _Waits, this: _Round, rank: int, details: str, explain: Callable[[int, str, str], str]
+) -> tuple[str, str]:
+    """Ask a rank for its details, tell all ranks what follows from them, and return it."""
+    store = this.store
+    store.set(this.verdict, f"tell::{rank}")
+    kind = "error"
+    try:
+        waits.wait(store, [this.details], lambda: [rank])
+        text = explain(rank, details, store.get(this.details).decode())
+    except RuntimeError as error:  # it did not answer
+        kind, text = "gone" if isinstance(error, _RankGone) else "error", str(error)
+    store.set(this.told, f"{kind}:{text}")
+    _leftovers.setdefault(waits.group, defaultdict(list))[""].append(this)
+    return kind, text
+
+
+def _tidy(group: dist.ProcessGroup, purpose: str) -> None:
+    """Delete the keys of rounds that no rank can ask for, now that all ranks have come to one. Those of a round to
+    which some did not come stay until all come for the same purpose: these ranks count on from there."""
+    known = _leftovers.get(group, {})
+    for this in (*known.pop("", []), *known.pop(purpose, [])):
+        this.delete()
+
+
+def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Sequence[int]]) -> str:
+    dead = [] if failure_of(group) else gone(group, [rank for rank in awaited() if rank != group.rank()])
+    if not dead:
+        return ""
+    return (
+        f"{purpose}: rank(s) {_listed(dead)} have died, or have given up because others did: their "
+        f"connections are closed, and they did not come to the rendezvous of {group.size()} ranks. Restart the "
+        f"processes from a checkpoint{last_of_every_rank(group)}"
+    )
+
+
+def _absence(absent: Sequence[int], group: dist.ProcessGroup, purpose: str, timeout: timedelta) -> str:
+    return (
+        f"{purpose}: rank(s) {_listed(absent)} did not come to the rendezvous of {group.size()} ranks "
+        f"within {timeout.total_seconds():g} s. Every rank must make this call; a rank that is missing has died, "
+        f"hangs in a collective, or took another path (set {TIMEOUT_ENV} to wait longer or shorter)"
+        f"{last_of_every_rank(group)}"
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + more
+
+
+def _timeout(group: dist.ProcessGroup, default: timedelta | None) -> timedelta:
+    seconds = os.environ.get(TIMEOUT_ENV)
+    if seconds:
+        return timedelta(seconds=float(seconds))
+    if failure_of(group):
+        return _BROKEN_TIMEOUT
+    return min(default, group_timeout(group)) if default else group_timeout(group)
+
+
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[int, Any, Any] | None:
+    """The first place where two sequences differ, with both values (``None`` past an end)."""
+    for i in range(max(len(ours), len(theirs))):
+        a = ours[i] if i < len(ours) else None
+        b = theirs[i] if i < len(theirs) else None
+        if a != b:
+            return i, a, b
+    return None

@@ -1,0 +1,381 @@
+"""What FSDP2 calls an ``FSDPModule``: a sharded module, by ``isinstance()``, and the methods that it has.
+
+Here a sharded module keeps its own class. ``isinstance()`` asks the registry, and the methods are attributes of the
+module itself, each bound to it; they call the functions of ``api``. Private attributes of FSDP2's states that other
+packages read are here as thin faces of ours."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+
+from .. import api
+from .._torch import fsdp2_mesh_info
+from ..api import UnshardHandle
+from ..api import register_forward_method as register_forward_method
+from ..group import BoundToModule, _FSDPState, get_state, states_to_run
+
+# ---- Private attributes of FSDP2's states that other packages read, as thin faces of ours.
+#
+# Who reads what: torch's pipelining (until 2.14) finishes a step by ``_state_ctx.all_states``, ``_fsdp_param_groups``,
+# ``post_backward()`` and ``_root_post_backward_final_callback()``, and since then compares ``_comm_ctx``; verl sets
+# ``_auto_reshard_after_forward`` and ``post_forward_mesh_info``. Nothing else is here: an attribute that is missing is
+# an AttributeError that names it.
+
+
+class StateFace:
+    """FSDP2's ``FSDPState`` of one sharded module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        state = get_state(module)
+        assert state is not None, "the module is sharded"
+        self._state = state
+
+    @property
+    def _fsdp_param_groups(self) -> list[GroupFace]:
+        return [GroupFace(self._module, self._state)] if self._state._handles else []
+
+    @property
+    def _fsdp_param_group(self) -> GroupFace | None:
+        return next(iter(self._fsdp_param_groups), None)
+
+    @property
+    def _state_ctx(self) -> StateFace:
+        return self
+
+    @property
+    def all_states(self) -> list[StateFace]:
+        """Those of the module and of all below it."""
+        return [StateFace(state.live_modules()[0]) for state, _ in states_to_run(self._module)]
+
+    @property
+    def _comm_ctx(self) -> object:
+        """What models have in common that share streams and buffers: here each root is by itself."""
+        return self._state if self._state.root is None else self._state.root
+
+    @property
+    def _is_root(self) -> bool | None:
+        """``None`` before the first forward."""
+        return None if self._state.root is None else self._state.is_root
+
+    @property
+    def _auto_reshard_after_forward(self) -> bool:
+        return self._state.options.reshard_after_forward is None
+
+    @_auto_reshard_after_forward.setter
+    def _auto_reshard_after_forward(self, is_automatic: bool) -> None:
+        if is_automatic:
+            self._state.set_options(reshard_after_forward=None)
+        elif self._auto_reshard_after_forward:
+            self._state.set_options(reshard_after_forward=True)
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what backwards without gradient sync have left."""
+        api.reduce_as_set(self._module)
+
+
+class GroupFace:
+    """FSDP2's ``FSDPParamGroup`` of one sharded module."""
+
+    def __init__(self, module: nn.Module, state: _FSDPState) -> None:
+        self._module, self._state = module, state
+
+    def post_backward(self) -> None:
+        """Nothing yet: ``_root_post_backward_final_callback()``, which follows, reduces all groups."""
+
+    def reshard(self) -> None:
+        api.reshard(self._module)
+
+    @property
+    def mesh_info(self) -> Any:
+        """The mesh, as FSDP2 describes it."""
+        return fsdp2_mesh_info(self._state.mesh.mesh)
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        """``None`` if the group stays gathered after forward."""
+        return None if self._state.options.reshard_after_forward is False else self.mesh_info
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, mesh_info: Any) -> None:
+        api.set_reshard_after_forward(self._module, mesh_info is not None, recurse=False)
+
+
+# ---- ``FSDPModule``
+
+
+_RESET_DROPS_GRADIENTS = hasattr(torch.distributed.fsdp, "GradientReductionHandle")  # torch >= 2.15
+
+
+class _Bound(BoundToModule):
+    """A method of ``FSDPModule`` on one module."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.__func__ = function
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<bound method FSDPModule.{self.__name__} of a {type(self.__self__).__name__}>"
+
+    def for_copy(self, module: nn.Module, memo: dict[int, Any]) -> _Bound:
+        return _Bound(module, self.__func__)
+
+
+class _AsksRegistry(type):
+    """The class of ``FSDPModule``: its instances are modules that were sharded, of whatever class."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, nn.Module) and _is_bound(instance) and get_state(instance) is not None
+
+
+def _is_bound(module: nn.Module) -> bool:
+    return type(module.__dict__.get("set_requires_gradient_sync")) is _Bound
+
+
+class GradientReductionHandle:
+    """Result of ``finalize_backward(async_op=True)``, which has reduced everything when it returns."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+class FSDPModule(metaclass=_AsksRegistry):
+    """A module that ``drop_in.fully_shard`` was called on, with the methods of FSDP2's class of this name.
+
+    Each is that of FSDP2, by a function of ``fsdp_compose``, where it is described. Methods that there are for FSDP2's
+    way of working, and that ours has no use for, do nothing, as each says; those that would change what is computed or
+    sent in a way that is not there raise NotImplementedError.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> FSDPModule:
+        raise TypeError("an FSDPModule is a module given to fully_shard(), and is not made by itself")
+
+    # ---- parameters, gathered and freed
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """``fsdp_compose.unshard``. Not recursive. Ranks: all."""
+        return api.unshard(_module(self), async_op)
+
+    def reshard(self) -> None:
+        """``fsdp_compose.reshard``. Not recursive."""
+        api.reshard(_module(self))
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """``fsdp_compose.set_reshard_after_forward``."""
+        api.set_reshard_after_forward(_module(self), reshard_after_forward, recurse=recurse)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """``fsdp_compose.set_reshard_after_backward``."""
+        api.set_reshard_after_backward(_module(self), reshard_after_backward, recurse=recurse)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """``fsdp_compose.set_keep_unsharded_storage``."""
+        api.set_keep_unsharded_storage(_module(self), keep, recurse=recurse)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """``fsdp_compose.set_modules_to_forward_prefetch``."""
+        api.set_modules_to_forward_prefetch(_module(self), modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """``fsdp_compose.set_modules_to_backward_prefetch``."""
+        api.set_modules_to_backward_prefetch(_module(self), modules)
+
+    # ---- gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """``fsdp_compose.set_requires_gradient_sync``."""
+        api.set_requires_gradient_sync(_module(self), requires_gradient_sync, recurse=recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """``fsdp_compose.set_requires_all_reduce``."""
+        api.set_requires_all_reduce(_module(self), requires_all_reduce, recurse=recurse)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """``fsdp_compose.set_gradient_divide_factor``. Not recursive."""
+        api.set_gradient_divide_factor(_module(self), factor, recurse=False)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``."""
+        warnings.warn("use set_gradient_divide_factor()", FutureWarning, stacklevel=3)
+        api.set_gradient_divide_factor(_module(self), factor, recurse=False)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """``fsdp_compose.set_force_sum_reduction_for_comms``. Not recursive."""
+        api.set_force_sum_reduction_for_comms(_module(self), enable, recurse=False)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """``fsdp_compose.set_post_reduction_hook``. Not recursive. The hook runs on ``stream``, if one is given, which
+        waits for the reduction, and for which the rest waits."""
+        module = _module(self)
+        if stream is not None:
+            if _state(module).mesh.replicate_group is not None:
+                raise ValueError(
+                    "set_all_reduce_hook(stream=...): of a module on a mesh (replicate, shard) it runs on ours"
+                )
+            hook = _on_stream(hook, stream)
+        api.set_post_reduction_hook(module, hook, recurse=False)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """``fsdp_compose.set_is_last_backward``: every backward is complete at its end."""
+        api.set_is_last_backward(_module(self), is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether ``finalize_backward()`` will follow. Backwards reduce and reshard as they are set to all the same."""
+        if not isinstance(enabled, bool):
+            raise TypeError(f"set_manual_backward_finalization(): expected True or False, got {enabled!r}")
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce what backwards without gradient sync have accumulated, in groups that are set to synchronise by now,
+        and free the groups that are set to be, by now: ``fsdp_compose.reduce_gradients``, with the flags as they are.
+        Ranks: all that run this module."""
+        module = _module(self)
+        api.reduce_as_set(module)
+        for state, _ in states_to_run(module):
+            if not state.options.keeps_after_backward():
+                api.reshard(state.live_modules()[0])
+        return GradientReductionHandle() if async_op else None
+
+    def reset_iter_state(self) -> None:
+        """Drop all gradients below this root module, whether or not they have been reduced, if the installed torch does
+        (2.15 and later). An interrupted iteration is thrown away by the next forward, by all ranks together."""
+        module = _module(self)
+        state = _state(module)
+        if state.root is not None and not state.is_root:
+            raise RuntimeError(
+                f"reset_iter_state(): {state.name} is not the root module, whose forward is called first"
+            )
+        if _RESET_DROPS_GRADIENTS:
+            for below, _ in states_to_run(module):
+                for handle in below._handles:
+                    handle.drop_iteration(is_tainted=True)
+
+    # ---- without a use here: they change nothing that is computed
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Do nothing: ranks may always use different parameters."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Do nothing: backward gathers."""
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Do nothing: all-gathers wait for what the compute stream has been given before them."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Do nothing: buffers are taken from a pool as reductions need them."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"set_reduce_scatter_max_input_buffers(): expected a number, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"set_reduce_scatter_max_input_buffers(): expected 1 or more, got {max_input_buffers}")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: gathers ahead are asynchronous where the backend is."""
+
+    # ---- ways of communicating that are not there: the same results, and a warning
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Warn: reductions go over the mesh's process group."""
+        if enable:
+            _without_effect("set_separate_reduce_scatter_group", "reductions go over the mesh's process group")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Warn: collectives use the parameters' own memory."""
+        if enable:
+            _without_effect("set_allocate_memory_from_process_group_for_comm", _OWN_MEMORY)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Warn: collectives use the parameters' own memory."""
+        _without_effect("set_symm_mem_for_comm", _OWN_MEMORY)
+
+    # ---- not there, and asked for with a purpose that would be missed
+
+    def set_custom_all_gather(self, comm: object) -> None:
+        """Another all-gather: not there."""
+        raise _absent("set_custom_all_gather", "all-gathers write to the memory that forward computes with")
+
+    def set_custom_reduce_scatter(self, comm: object) -> None:
+        """Another reduce-scatter: not there."""
+        raise _absent("set_custom_reduce_scatter", "reductions go by the process group; see set_all_reduce_hook()")
+
+    # ---- private, and read by other packages
+
+    def _get_fsdp_state(self) -> StateFace:
+        return StateFace(_module(self))
+
+
+# The methods that a sharded module gets.
+METHODS: dict[str, Callable[..., Any]] = {
+    name: item for name, item in vars(FSDPModule).items() if callable(item) and not name.startswith("__")
+}
+
+
+def refuse_clash(modules: Iterable[nn.Module]) -> None:
+    """Raise ValueError if one of ``modules`` has an attribute of its own with the name of a method."""
+    for module in modules:
+        # Not hasattr(): wrappers pass on what the module inside them has.
+        own = {*dir(type(module)), *vars(module), *vars(module).get("_modules", ()), *vars(module).get("_buffers", ())}
+        taken = METHODS.keys() & own if not _is_bound(module) else ()
+        if taken:
+            raise ValueError(
+                f"fully_shard(): a {type(module).__name__} has attributes of its own named {', '.join(sorted(taken))}, "
+                "as the methods that FSDP2 gives a sharded module: rename them, or use fsdp_compose.fully_shard(), "
+                "which adds no methods"
+            )
+
+
+def bind_methods(modules: Iterable[nn.Module]) -> None:
+    """Give sharded modules the methods."""
+    for module in modules:
+        for name, function in METHODS.items():
+            module.__dict__[name] = _Bound(module, function)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Do nothing: all models on a process group share one order of collectives.
+
+    Raises:
+        ValueError: one of them is no sharded module.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"share_comm_ctx(): expected modules given to fully_shard(), got {module!r}")
+
+
+def _module(self: FSDPModule) -> nn.Module:
+    return cast(nn.Module, self)
+
+
+def _state(module: nn.Module) -> Any:
+    state = get_state(module)
+    assert state is not None, "it has the methods"
+    return state
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: torch.Stream) -> Callable[[torch.Tensor], None]:
+    def run(gradient: torch.Tensor) -> None:
+        current = torch.accelerator.current_stream(gradient.device)
+        stream.wait_stream(current)
+        with stream:
+            hook(gradient)
+        current.wait_stream(stream)
+
+    return run
+
+
+_OWN_MEMORY = "collectives use the parameters' own memory"
+
+
+def _without_effect(method: str, why: str) -> None:
+    warnings.warn(f"{method}() has no effect in fsdp_compose: {why}", stacklevel=4)
+
+
+def _absent(method: str, why: str) -> NotImplementedError:
+    return NotImplementedError(f"{method}() is not there in fsdp_compose: {why}")

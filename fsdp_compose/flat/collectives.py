@@ -1,0 +1,536 @@
+"""``Communicator``: the all-gathers and reductions of flat parameters, on their streams.
+
+One for each root, called by the runtime's steps (``runtime/group_ops``) in every mode. It decides streams and order,
+never when a group is due. The all-gathers, whose class is the base of ``Communicator`` and has Note [Memory and
+streams], come first; then the reductions of gradients that every rank holds whole, what happens to gradients that are
+not reduced over all data ranks yet, and the communicator itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from .._torch import foreach_mul_
+from ..comm import Transport, difference_of, give_up, noticing_loss
+from .accumulation import Accumulation
+from .events import in_range
+from .flat_param import FlatParamHandle
+from .gradient import ADDED, FRESH, WriteMode
+from .reduction import (
+    AVERAGE,
+    AVERAGE_REPLICAS,
+    FINISH,
+    ReduceBuffer,
+    Reduction,
+    ReplicaAverage,
+    copy_gradients,
+    fill,
+    pool_ids,
+)
+from .shard_storage import ShardStorage, streams_of
+
+
+class AllGathers:
+    """The stream of all-gathers that the groups below one root share, and errors of collectives.
+
+    Attributes:
+        storages: where shards or gradients live, if not on the device: what was issued for them is awaited when a
+            top-level forward ends.
+    """
+
+    __slots__ = ("__weakref__", "_all_gather_stream", "_device", "_module", "storages")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = streams_of(device)
+        self.storages: tuple[ShardStorage, ...] = ()
+        self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
+
+    def serve(self, handles: Iterable[FlatParamHandle]) -> None:
+        """These are the flat parameters of the groups."""
+        self.storages = tuple({handle.storage for handle in handles if handle.storage.has_host_gradients})
+
+    # ---- for agreement before collectives, which another class has (see ``group/debug``); here they do nothing
+
+    def announce(self, handle: FlatParamHandle, what: str) -> None:
+        """A collective is about to be issued that the other methods do not issue."""
+
+    def announce_exchange(self, root: object, code: int) -> None:
+        """A control exchange is about to begin."""
+
+    def announce_recovery(self, root: object) -> None:
+        """All ranks are about to throw away what an interrupted iteration left."""
+
+    # ---- parameters
+
+    @in_range("all_gather")
+    def unshard(self, handle: FlatParamHandle) -> None:
+        """Allocate the unsharded memory of a handle, if it has none, and start the all-gather into it."""
+        segments = handle.segment_version() if handle.segments else 0
+        if self._all_gather_stream is None:
+            handle.unsharded.gather(segments)
+            return
+        if not handle.unsharded.is_allocated:
+            handle.unsharded.allocate()
+        self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._all_gather_stream):
+            handle.unsharded.gather(segments)
+
+    @in_range("all_gather")
+    def unshard_parts(self, handle: FlatParamHandle) -> None:
+        """As ``unshard``, of the parts that ``reshard_to_part`` has kept, among the ranks that share them."""
+        handle.unsharded.allocate()
+        if self._all_gather_stream is None:
+            handle.unsharded.gather_parts()
+            return
+        self._all_gather_stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._all_gather_stream):
+            handle.unsharded.gather_parts()
+
+    def refresh(self, handle: FlatParamHandle) -> None:
+        """Gather again into the storage of a handle that was left unsharded; its shard may have changed."""
+        if handle.unsharded.never_freed:
+            return
+        self.wait(handle)
+        handle.unsharded.hide()
+        AllGathers.unshard(self, handle)
+
+    @in_range("wait all_gather")
+    def wait(self, handle: FlatParamHandle) -> None:
+        """Make the unsharded parameters usable by what is issued from here on."""
+        work = handle.unsharded.work
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure("all-gather", handle, error) from error
+            if self._all_gather_stream is not None and handle.mesh.is_simulated:
+                self._wait_for_stream(self._all_gather_stream)
+            handle.unsharded.arrive()
+
+    @in_range("reshard", when=attrgetter("unsharded.may_be_freed"))
+    def reshard(self, handle: FlatParamHandle) -> None:
+        """Free the unsharded memory, if it may be freed; nothing is in flight then."""
+        unsharded = handle.unsharded
+        if unsharded.work is not None:
+            self.wait(handle)
+        if unsharded.keep or not unsharded.is_allocated:
+            return
+        try:
+            unsharded.free()
+        except RuntimeError as error:
+            raise self._refuse_exported(handle, error) from error
+
+    def reshard_to_part(self, handle: FlatParamHandle) -> None:
+        """As ``reshard``, but let this rank's part of what was gathered stay, if it is to keep one."""
+        unsharded = handle.unsharded
+        if unsharded.part is not None and unsharded.is_allocated and not unsharded.keep:
+            if unsharded.work is not None:
+                self.wait(handle)
+            unsharded.keep_part()
+        self.reshard(handle)
+
+    @in_range("all_gather")
+    def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
+        """The whole flat parameter in its compute dtype, gathered from ``shard``, a tensor like the handle's own, into
+        memory of its own and waited for: for functional mode."""
+        mesh, shard = handle.mesh, handle.storage.on_device(shard).to(handle.unsharded.dtype)
+        if mesh.shard_world_size == 1:
+            return shard.clone()
+        flat = torch.empty(handle.layout.flat_numel, dtype=shard.dtype, device=shard.device)
+        try:
+            mesh.transport.all_gather(flat, shard, handle.label).wait()
+        except RuntimeError as error:
+            raise self._failure("all-gather", handle, error) from error
+        return flat
+
+    # ---- for both kinds of collectives
+
+    def _wait_for_stream(self, stream: Any) -> None:
+        """Let compute wait for all of a side stream. The work of a simulated group does not wait: what it copies are
+        kernels of the stream it was issued on."""
+        self._module.current_stream(self._device).wait_stream(stream)
+
+    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        group = handle.mesh.peers
+        failure = (
+            f"rank {handle.mesh.rank}: the {what} of the fully_shard group with {handle.name_of(0)} "
+            f"({len(handle.fqns)} parameters) failed: "
+        )
+        failure += difference_of(group) or f"another rank died, or did not enter the same collective. {error}"
+        give_up(group, failure)
+        return RuntimeError(failure)
+
+    def _refuse_exported(self, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        names = ", ".join(handle.names)
+        return RuntimeError(
+            f"rank {handle.mesh.rank}: the memory of unsharded parameters cannot be freed, since forward has "
+            f"given it to NumPy, which torch then cannot take away. It is one of {names}. Call .numpy() on a clone() "
+            "of the parameter, or outside forward on .full_tensor() of the sharded one; this model cannot go on: build "
+            f"it anew ({error})"
+        )
+
+
+# ---- The reduction of a flat gradient that every rank holds whole: nothing is scattered, all is averaged, in one
+# stage.
+#
+# The gradients go straight to where the average belongs, and are averaged there, unless there is a gradient already, or
+# they are reduced in another dtype. Large ones go there while backward runs, each as soon as it has come (``place``):
+# the caches still have it, and its memory serves the next one. The rest goes there when all have come.
+
+
+LARGE_BYTES = 1 << 17  # of a gradient; below, a call by itself costs more than it saves
+
+
+def place(handle: FlatParamHandle, index: int) -> None:
+    """Take the gradient that autograd has just left on an unsharded parameter to where it is averaged, if that is
+    possible. The handle is reduced later in this backward."""
+    param, contributions = handle.unsharded.params[index], handle.pending_gradients
+    if contributions.awaits_publication or not _goes_direct(handle, _prepare(handle)):
+        return
+    grad = param.grad
+    if grad is not None and grad.layout == torch.strided:
+        _place(handle, index, grad)
+        param.grad = None
+
+
+def _place(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> None:
+    view, share = handle.gradient.buffer.locals[index], 1 / handle.mesh.data_world_size
+    placed = handle.pending_gradients.placed
+    with torch.no_grad():
+        if index in placed:
+            view.add_(grad, alpha=share)
+        else:
+            torch.mul(grad, share, out=view)
+            placed.add(index)
+
+
+def _prepare(handle: FlatParamHandle) -> WriteMode:
+    """How the gradient is written that is about to be reduced."""
+    gradient = handle.gradient
+    if gradient.target is not None and not handle.pending_gradients.awaits_publication:
+        return gradient.write_mode  # some was placed there already
+    return gradient.prepare()
+
+
+def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
+    """Whether gradients go to where the average belongs, each divided by the number of ranks."""
+    contributions, dtype = handle.pending_gradients, handle.gradient.buffer.dtype
+    return (
+        mode is FRESH
+        and contributions.accumulation is None
+        and contributions.options is AVERAGE
+        and contributions.dtype == dtype
+        and dtype != torch.float16
+        and not handle.storage.has_host_gradients
+    )
+
+
+def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> ReplicaAverage:
+    """The average, not begun, of gradients that were taken from the unsharded parameters (``None`` for those that are
+    ``missing``), of what was placed, and of what was accumulated before."""
+    contributions, gradient, options = handle.pending_gradients, handle.gradient, handle.pending_gradients.options
+    mode = _prepare(handle)
+    target, dtype, is_added = gradient.target, contributions.dtype, mode is ADDED
+    assert target is not None
+    goes_direct = _goes_direct(handle, mode)
+    contributions.await_publication()
+    if goes_direct:
+        _fill(handle, grads, missing)
+        return ReplicaAverage(target, target, False, False, 1, None)
+    accumulation = contributions.take_accumulation()
+    if accumulation is not None and accumulation.flat is not None:
+        accumulation.add(grads)
+        flat = accumulation.flat
+    else:
+        flat = torch.zeros(target.numel(), dtype=dtype, device=handle.storage.compute_device(handle.shard))
+        fill(handle.full_views_of(flat), grads, missing)
+    mesh = handle.mesh
+    before, is_average, after = options.factors(mesh.data_world_size, mesh.missing_factor, dtype == torch.float16)
+    if before != 1:
+        flat.div_(before)
+    return ReplicaAverage(flat, handle.storage.landing(target), is_added, is_average, after, options.hook)
+
+
+def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> None:
+    """Take to where the average belongs what was not placed there."""
+    buffer, placed = handle.gradient.buffer, handle.pending_gradients.placed
+    for i in placed:
+        if grads[i] is not None:  # it has come after that
+            _place(handle, i, grads[i])
+    handle.pending_gradients.take_placed()
+    rest = [i for i in range(len(grads)) if i not in placed]
+    views = [buffer.locals[i] for i in rest]
+    fill(views, [grads[i] for i in rest], [j for j, i in enumerate(rest) if grads[i] is None] if missing else ())
+    if views:
+        with torch.no_grad():
+            foreach_mul_(views, 1 / handle.mesh.data_world_size)
+    buffer.zero_gaps()
+
+
+# ---- Where what a backward brings is kept, when it is not reduced over all data ranks: the accumulation of a handle.
+
+
+def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> None:
+    """Add gradients that were taken from the unsharded parameters to what was accumulated before."""
+    accumulation = _accumulation_of(handle)
+    if accumulation.flat is None:
+        dtype, device = handle.pending_gradients.dtype, handle.storage.compute_device(handle.shard)
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=device)
+        accumulation.begin(flat, handle.full_views_of(flat))
+    accumulation.add(grads)
+
+
+def keep_scattered(handle: FlatParamHandle, scattered: torch.Tensor) -> None:
+    """Keep what a reduction has scattered, until it is averaged over the replicas."""
+    _accumulation_of(handle).keep_scattered(scattered, handle.views_of(scattered))
+
+
+def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
+    """The accumulation there is, or a new one."""
+    contributions = handle.pending_gradients
+    if contributions.accumulation is None:
+        names, used = handle.names, contributions.is_used
+        accumulation = Accumulation(handle.sharded_params, names, used, handle.mesh.mesh)
+        for segment in handle.segments:
+            accumulation.shows_at(segment.parameter, segment.sharded_params)
+        contributions.accumulate(accumulation)
+        return accumulation
+    return contributions.accumulation
+
+
+# ---- All-gathers and reductions of flat parameters, on their streams: the gathers of forward and backward, and the one
+# reduction of every mode.
+#
+# Called by ``runtime``; works on one ``FlatParamHandle`` at a time and never looks at modules.
+#
+# Note [Memory and streams]. On an accelerator two side streams carry the communication. One rule makes memory safe
+# without ``record_stream``: all memory belongs to the compute stream, which allocates and frees it; a side stream waits
+# for compute when its work is issued; compute waits for the work before it uses *or frees* what the work touches
+# (``Work.wait()`` makes the current stream wait and does not block the host). The caching allocator's own order then
+# does the rest. On the CPU the same code runs without streams and ``wait()`` blocks.
+
+
+class Communicator(AllGathers):
+    """Streams and reduce buffers that the groups below one root share."""
+
+    __slots__ = ("_averages", "_buffers", "_in_flight", "_pool_id", "_reduce_stream")
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._reduce_stream = self._module.Stream(device, priority=-1) if self._module else None
+        self._buffers: dict[tuple[torch.dtype, torch.device], ReduceBuffer] = {}
+        self._in_flight: dict[ReduceBuffer, tuple[FlatParamHandle, Reduction]] = {}
+        self._averages: list[tuple[FlatParamHandle, ReplicaAverage]] = []
+        self._pool_id = next(pool_ids)
+
+    def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
+        """Take the gradients into the handle's unsharded accumulation buffer (reduce dtype), without communication.
+        ``is_kept``: the group stays unsharded, for a forward that is running or for the next one."""
+        handle.pending_gradients.follow_zero_grad()
+        grads, _ = self._take(handle, False)
+        if not is_kept:
+            self.reshard(handle)
+        accumulate(handle, grads)
+
+    def _take(self, handle: FlatParamHandle, awaits_publication: bool) -> tuple[list[torch.Tensor], list[int]]:
+        """The gradients, and which are missing; see ``Contributions.take``."""
+        contributions = handle.pending_gradients
+        add_up = None if contributions.tensor_parallel is None else partial(self._add_up, handle)
+        return contributions.take(handle.unsharded.params, awaits_publication, add_up)
+
+    @in_range("all_reduce over tensor-parallel ranks of")
+    def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
+        """Sum gradients over tensor-parallel ranks, before they are reduced or kept."""
+        with noticing_loss(transport.group, "the sum of gradients over tensor-parallel ranks"):
+            transport.all_reduce(flat, False, handle.label.of(indices)).wait()
+
+    def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
+        """Take the gradients and start their reduction; every rank calls this for the same handles in one order.
+
+        Parameters without a gradient on this rank contribute zeros. ``is_kept``: as for ``accumulate``. ``averages``:
+        over the replicas too, if there are any; else what is scattered waits for a reduction that does.
+
+        Returns:
+            Whether the result is added to a gradient that was there before.
+        """
+        if handle.mesh.has_whole:
+            return self._reduce_whole(handle, is_kept, averages)
+        contributions = handle.pending_gradients
+        if contributions.accumulation is not None:
+            contributions.follow_zero_grad()
+        grads, missing = self._take(handle, averages)
+        if not is_kept:
+            self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
+        reduction = contributions.reduction
+        buffer = None if reduction is None else reduction.buffer
+        if reduction is None or buffer is None or buffer.pool_id != self._pool_id:
+            buffer = self._buffer_for(handle)
+            reduction = handle.prepare_reduction(buffer)
+        if buffer in self._in_flight:
+            self._finish(buffer)
+        accumulation, earlier = contributions.accumulation, None
+        if accumulation is not None:
+            contributions.take_accumulation()
+            earlier = accumulation.scattered
+        if accumulation is not None and accumulation.flat is not None:
+            accumulation.add(grads)
+            buffer.free()  # nothing is in flight in it, and this reduction brings its own memory
+            reduction = handle.reduction_of(accumulation.flat)
+        else:
+            buffer.take(reduction)
+            if missing:
+                fill(reduction.views, grads, missing)
+            else:
+                copy_gradients(reduction.views, grads)
+        del grads, accumulation
+        if averages:
+            is_added = handle.gradient.prepare() is ADDED
+            reduction.set_destination(contributions.options, (handle.gradient.target, is_added, earlier))
+        else:
+            is_added = earlier is not None
+            reduction.set_destination(contributions.options, (None, False, earlier))
+        self._in_flight[buffer] = handle, reduction
+        self._start_reduce_scatter(handle, reduction)
+        if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:
+            self._go_on_with_replicas(handle, reduction)
+        return is_added
+
+    def _reduce_whole(self, handle: FlatParamHandle, is_kept: bool, averages: bool) -> bool:
+        """``reduce`` of a handle that every rank holds whole."""
+        if not averages:
+            self.accumulate(handle, is_kept)
+            return False
+        contributions = handle.pending_gradients
+        if contributions.accumulation is not None:
+            contributions.follow_zero_grad()
+        grads, missing = self._take(handle, False)
+        if not is_kept:
+            self.reshard(handle)
+        average = take_whole(handle, grads, missing)
+        self._start_average(handle, average)
+        self._averages.append((handle, average))
+        return average.is_added
+
+    @in_range("all_reduce")
+    def _start_average(self, handle: FlatParamHandle, average: ReplicaAverage) -> None:
+        if self._reduce_stream is None:
+            average.issue(handle.mesh, handle.label)
+            return
+        self._reduce_stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._reduce_stream):
+            average.issue(handle.mesh, handle.label)
+
+    def _go_on_with_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
+        """Issue the second stage behind the first, on the same stream."""
+        with self._module.stream(self._reduce_stream):
+            if reduction.work is not None:
+                reduction.work.wait()  # that stream waits, not the host
+            self._average_replicas(handle, reduction)
+
+    @in_range("reduce_scatter")
+    def _start_reduce_scatter(self, handle: FlatParamHandle, reduction: Reduction) -> None:
+        if self._reduce_stream is None:
+            reduction.issue()
+            return
+        self._reduce_stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._reduce_stream):
+            reduction.issue()
+
+    @in_range("all_reduce")
+    def _average_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
+        self._averages.append((handle, reduction.average_replicas()))
+
+    def _finish(self, buffer: ReduceBuffer, discards: bool = False) -> None:
+        """End the reduction that is in flight in ``buffer``."""
+        handle, reduction = pair = self._in_flight.pop(buffer)
+        try:
+            self._finish_reduction(handle, reduction, discards)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: it may still be in flight
+            self._in_flight[buffer] = pair
+            raise
+
+    @in_range("wait reduce_scatter")
+    def _finish_reduction(self, handle: FlatParamHandle, reduction: Reduction, discards: bool = False) -> None:
+        """Wait for a reduction; the result goes on to the replicas, or to where it is to go."""
+        work = reduction.work
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._failure("reduce-scatter", handle, error) from error
+            if self._reduce_stream is not None and handle.mesh.is_simulated:
+                self._wait_for_stream(self._reduce_stream)
+        if reduction.then is FINISH and not discards:
+            reduction.finish()
+        elif discards or reduction.output is None:  # it may have gone on to the replicas as soon as it was issued
+            reduction.discard()
+        elif reduction.then is AVERAGE_REPLICAS:
+            self._average_replicas(handle, reduction)
+        else:
+            keep_scattered(handle, reduction.take_scattered())
+
+    @in_range("wait all_reduce")
+    def _finish_average(self, handle: FlatParamHandle, average: ReplicaAverage, discards: bool = False) -> None:
+        if average.work is not None:
+            try:
+                average.work.wait()
+            except RuntimeError as error:
+                raise self._failure("all-reduce", handle, error) from error
+            if self._reduce_stream is not None and handle.mesh.is_simulated:
+                self._wait_for_stream(self._reduce_stream)
+        if not discards:
+            average.finish()
+
+    def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
+        """Do ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
+        dtype of the gradient: for functional mode."""
+        result = torch.empty_like(handle.shard, dtype=handle.gradient.dtype)
+        reduction.set_destination(handle.pending_gradients.options, (result, False, None))
+        self._start_reduce_scatter(handle, reduction)
+        if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:
+            self._go_on_with_replicas(handle, reduction)
+        self._finish_reduction(handle, reduction)
+        self._finish_averages()
+        handle.storage.synchronize()
+        return result
+
+    @in_range("publish")
+    def publish(self, handle: FlatParamHandle, has_others: bool) -> None:
+        """Show the gradients that were reduced to the user."""
+        handle.gradient.publish(handle.pending_gradients.take_used(), has_others)
+
+    def finish(self, discards: bool = False) -> None:
+        """Wait for every reduction in flight and free the buffers; ``discards``: the results are of no use."""
+        for buffer in self._buffers.values():
+            if buffer in self._in_flight:
+                self._finish(buffer, discards)
+            buffer.free()
+        if self._averages:
+            self._finish_averages(discards)
+
+    def _finish_averages(self, discards: bool = False) -> None:
+        """Wait for the replicas' averages that are in flight, in their order."""
+        while self._averages:
+            try:
+                self._finish_average(*self._averages[0], discards)
+            except Exception:  # as in ``_finish_reduction``
+                del self._averages[0]
+                raise
+            del self._averages[0]
+
+    def _buffer_for(self, handle: FlatParamHandle) -> ReduceBuffer:
+        key = (handle.pending_gradients.dtype, handle.storage.compute_device(handle.shard))
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = ReduceBuffer(*key, self._pool_id)
+        elif buffer in self._in_flight:
+            self._finish(buffer)
+        return buffer

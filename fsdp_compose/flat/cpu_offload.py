@@ -1,0 +1,185 @@
+"""Flat parameters whose shard and gradient live in host memory.
+
+Other classes in the place of those of ordinary models, so that nothing on the way of these asks where a shard is::
+
+    host     shard ------.                          .-> (added to) flat gradient     optimizer steps here
+             one copy    |                          |   one copy, in the dtype of the shard
+    device   [staging, cast] -> unsharded -> ... -> reduced
+                         all-gather, in place       reduce-scatter [, all-reduce]
+
+A cast happens on the device: from host memory half the bytes would go, but after a pass of the CPU over all elements,
+for which the host would wait. When the host may look: Note [Host memory].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..comm import DataParallelMesh, Label
+from .flat_param import FlatParamHandle
+from .gradient import GradientBuffer, ShardedGradient
+from .layout import FlatLayout
+from .reduction import FINISH, Destination, ReduceBuffer, Reduction, ReductionOptions
+from .shard_storage import HostCopies, HostShardStorage, host_copies
+from .unsharded import ShardSource, Unsharded
+
+# ---- on the way in
+
+
+class _HostSource(ShardSource):
+    """Shards in host memory: each rank copies its own into its slice of the buffer, and gathers in place.
+
+    Attributes:
+        allocate, free: the memory in which a shard waits on the device to be cast.
+    """
+
+    __slots__ = ("_staging",)
+
+    def _copy_into(self, own_slice: torch.Tensor, shard: torch.Tensor, is_alone: bool) -> Callable[[], object]:
+        self._staging: torch.Tensor | None = None
+        if shard.is_meta:
+            return partial(own_slice.copy_, shard)
+        copies = host_copies(own_slice.device)
+        if own_slice.dtype == shard.dtype:
+            return partial(copies.to_device, own_slice, shard)
+        self._staging = torch.empty(shard.numel(), dtype=shard.dtype, device=own_slice.device)
+        self._staging.untyped_storage().resize_(0)
+        return partial(_copy_and_cast, copies, self._staging, own_slice, shard)
+
+    def allocate(self) -> None:
+        if self._staging is not None and not self._staging.untyped_storage().nbytes():
+            self._staging.untyped_storage().resize_(self._staging.numel() * self._staging.element_size())
+
+    def free(self) -> None:
+        if self._staging is not None:
+            self._staging.untyped_storage().resize_(0)
+
+
+def _copy_and_cast(copies: HostCopies, staging: torch.Tensor, own_slice: torch.Tensor, shard: torch.Tensor) -> None:
+    copies.to_device(staging, shard)
+    own_slice.copy_(staging)
+
+
+class _UnshardedFromHost(Unsharded):
+    """Unsharded parameters whose shards are in host memory."""
+
+    __slots__ = ()
+
+    _source: _HostSource
+
+    def _needs_no_gather(self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh) -> bool:
+        return layout.shard_numel == 0
+
+    def _compute_device(self, shard: torch.Tensor, mesh: DataParallelMesh) -> torch.device:
+        return shard.device if shard.device.type == "meta" else mesh.device
+
+    def _source_of(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> ShardSource:
+        return _HostSource(shard, flat, mesh, label)
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._source.allocate()
+
+    def hide(self) -> None:
+        super().hide()
+        self._source.allocate()
+
+    def gather(self, segments: int) -> None:
+        self._source.allocate()  # unless the caller has, on the compute stream
+        super().gather(segments)
+        if self.work is None:
+            self._source.free()
+
+    def arrive(self) -> None:
+        super().arrive()
+        self._source.free()
+
+
+# ---- on the way out
+
+
+class _HostGradientBuffer(GradientBuffer):
+    """A flat gradient in host memory."""
+
+    storage: HostShardStorage
+
+    def live_in(self, storage: HostShardStorage) -> None:
+        self.storage = storage
+        if self.device.type != "meta":
+            self.device = torch.device("cpu")
+
+    def _empty(self) -> torch.Tensor:
+        return super()._empty() if self.device.type == "meta" else self.storage.memory(self.numel, self.dtype)
+
+
+class _GradientOnHost(ShardedGradient):
+    """A flat gradient in host memory, shown when all that was reduced has come there. Page-locked memory takes long to
+    come by: it is kept while there is no gradient."""
+
+    __slots__ = ()
+
+    buffer: _HostGradientBuffer
+    _memory = _HostGradientBuffer
+
+    def publish(self, is_used: bytes, has_others: bool = True) -> None:
+        self.buffer.storage.synchronize()
+        super().publish(is_used, has_others)
+
+    def forget_result(self) -> None:
+        self.buffer.storage.synchronize()
+        super().forget_result()
+
+    def discard(self) -> None:
+        self.buffer.storage.synchronize()
+        super().discard()
+
+
+class _ReductionToHost(Reduction):
+    """A reduction whose result goes to host memory, by way of memory of its own: the pooled buffer serves the next
+    reduction while it is copied."""
+
+    __slots__ = ("_storage",)
+
+    _storage: HostShardStorage
+
+    def land_in(self, storage: HostShardStorage) -> None:
+        self._storage, self.goes_direct = storage, False
+
+    def set_destination(self, options: ReductionOptions, destination: Destination) -> None:
+        target, is_added, earlier = destination
+        super().set_destination(options, (None if target is None else self._storage.landing(target), is_added, earlier))
+        if self.then is FINISH:
+            self.output = torch.empty_like(self._own_slice)
+
+
+class OffloadedFlatParamHandle(FlatParamHandle):
+    """A flat parameter whose shard and gradient, or gradient alone, live in host memory, in ``storage``, which
+    ``live_in`` sets."""
+
+    __slots__ = ("storage",)
+
+    storage: HostShardStorage
+
+    def live_in(self, storage: HostShardStorage) -> OffloadedFlatParamHandle:
+        self.storage = storage
+        return self
+
+    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
+        arguments = self.layout, mesh, self.kind, self.local_shards, self.tensor_parallel
+        return OffloadedFlatParamHandle(*arguments).live_in(self.storage)
+
+    def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
+        dtype, cls = self.kind.compute_dtype(shard.dtype), _UnshardedFromHost if self.storage.is_host else Unsharded
+        unsharded = cls(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
+        arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
+        gradient = _GradientOnHost(*arguments, keeps_memory=True, dtype=self.kind.gradient_dtype(shard.dtype))
+        gradient.buffer.live_in(self.storage)
+        return unsharded, gradient
+
+    def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
+        reduction = _ReductionToHost(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
+        reduction.land_in(self.storage)
+        return reduction

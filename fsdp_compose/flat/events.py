@@ -1,0 +1,149 @@
+"""Who listens to what groups do: methods that report it, and the spans that a profiler shows.
+
+A method that may be watched is, without listeners, itself: it is exchanged in its class for another version when the
+first listener comes, and put back when the last one has gone. So to be watched costs nothing while none listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from torch.profiler import record_function
+
+from .._torch import is_profiling
+
+
+class Group(Protocol):
+    """What a group is to listeners."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Handle(Protocol):
+    """What a ``FlatParamHandle`` is to listeners."""
+
+    @property
+    def owner(self) -> Callable[[], Group | None] | None: ...  # a weak reference
+
+    @property
+    def label(self) -> object: ...
+
+
+End = Callable[[], None]
+
+
+class Listener(Protocol):
+    """Hears what groups do."""
+
+    def begin(self, what: str, group: Group | None, name: str) -> End:
+        """A group does something from now on, until what is returned is called, by the same thread. ``group``: unless
+        there is none yet; ``name``: its name."""
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_listeners: list[Listener] = []
+_methods: list[_Watched] = []
+
+
+def listen(listener: Listener) -> None:
+    """``listener`` hears all that begins from now on, in all models of the process."""
+    _listeners.append(listener)
+    if len(_listeners) == 1:
+        _choose()
+
+
+def stop_listening(listener: Listener) -> None:
+    """It hears no more beginnings. Ends of what it has heard the beginnings of may still come."""
+    _listeners.remove(listener)
+    if not _listeners:
+        _choose()
+
+
+def begin(what: str, group: Group | None, name: str) -> End:
+    """Tell all listeners; call what is returned at the end."""
+    ends = [listener.begin(what, group, name) for listener in _listeners]
+
+    def end() -> None:
+        for item in reversed(ends):
+            item()
+
+    return end
+
+
+def watched(version: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[_F], _F]:
+    """A decorator for methods. ``version`` makes, of the method, the one that stands in its place while any listens."""
+
+    def decorate(method: _F) -> _F:
+        return _Watched(method, version)  # type: ignore[return-value]
+
+    return decorate
+
+
+class _Watched:
+    """Stands for a method until its class is made, which then has the method itself."""
+
+    def __init__(self, method: Callable[..., Any], version: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._plain, self._watched = method, version(method)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+        setattr(owner, name, self._plain)
+        _methods.append(self)
+
+    def choose(self, is_watched: bool) -> None:
+        setattr(self._owner, self._name, self._watched if is_watched else self._plain)
+
+
+def _choose() -> None:
+    for method in _methods:
+        method.choose(bool(_listeners))
+
+
+# ---- What groups do, as spans: for a profiler, and for whoever else listens.
+#
+# Around calls: ``all_gather layers.0``, ``wait all_gather``, ``reshard``, ``reduce_scatter``, ``wait reduce_scatter``,
+# ``all_reduce``, ``wait all_reduce``, ``publish``, ``all_reduce over tensor-parallel ranks of``. From hook to hook (see
+# ``group/hook_decorators``): ``forward``, ``recomputation``, ``backward``. In profiles their names begin with
+# ``fsdp_compose::``. Whether a profiler runs is asked once for each iteration, and once for each backward.
+
+
+def in_range(what: str, when: Callable[[Any], bool] | None = None) -> Callable[[_F], _F]:
+    """A decorator for methods whose first argument is a handle. ``when``: of a handle, whether it does anything."""
+
+    def version(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(communicator: object, handle: Handle, *args: Any) -> Any:
+            if when is not None and not when(handle):
+                return plain(communicator, handle, *args)
+            group = handle.owner() if handle.owner is not None else None
+            end = begin(what, group, str(handle.label) if group is None else group.name)
+            try:
+                return plain(communicator, handle, *args)
+            finally:
+                end()
+
+        return call
+
+    return watched(version)
+
+
+class _Profiler:
+    """The profiler of torch, as a listener."""
+
+    def begin(self, what: str, group: Group | None, name: str) -> End:
+        item = record_function(f"fsdp_compose::{what} {name}")
+        item.__enter__()
+        return partial(item.__exit__, None, None, None)
+
+
+_profiler = _Profiler()
+_is_listening = False
+
+
+def follow_profiler() -> None:
+    """From now on there are spans if a profiler runs; asked at the start of iterations and backwards."""
+    global _is_listening
+    if is_profiling() is not _is_listening:
+        _is_listening = not _is_listening
+        (listen if _is_listening else stop_listening)(_profiler)

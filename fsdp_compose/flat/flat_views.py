@@ -1,0 +1,152 @@
+"""Flat views: contiguous parts (segments) of a flat parameter, each one leaf parameter, for optimizers that ask for no
+shapes.
+
+``FlatParamHandle`` owns the segments of its flat parameter, ``optim/flat_parameters`` asks for them, and
+``ShardedGradient`` gives them their gradients. Nothing here communicates::
+
+    flat parameter   |a a a a|b b|-|c c c|-|      two ranks, sharded parameters a, b and c
+    whole            |x x x x x x x x x x x x|    stock DTensor, Shard(0): the shards are equal, padding included
+    a and b only     |x x x x|x x|                RaggedDTensor: rank 0 holds 6 elements, rank 1 none
+
+What tensor parallelism has cut is in flat views of its own: of the rest the ranks of its mesh have the same elements.
+Such a flat view is what they hold, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor, set_local_tensor
+from ..comm import DataParallelMesh
+from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
+from .layout import FlatLayout
+from .sharded_param import copy_attributes, shown_on
+
+FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # on the flat views that ``flat_parameters()`` has made
+
+
+class FlatSegment:
+    """Neighbouring sharded parameters of one flat parameter, as one 1-D parameter: a flat view.
+
+    Args:
+        layout: of the flat parameter.
+        mesh: the ranks.
+        sharded_params: the neighbours, as a range of indices; all of them: the whole shard, with its padding.
+        is_local: the flat view is a plain tensor of what this rank holds, instead of a DTensor.
+        shard: this rank's shard, of which the flat view shows a part.
+        cut: the dimensions of a mesh of their own over which tensor parallelism has cut all of them, if it has.
+        among_cut: it has cut others of the model: torch does not combine norms of stock DTensors with theirs.
+
+    Attributes:
+        start, stop: what it takes of the shard, in elements.
+        parameter: the flat view, a leaf parameter; permanently the same object.
+        gradient: what ``parameter.grad`` is when there is a gradient: a view of the flat gradient, if that has memory.
+    """
+
+    __slots__ = (
+        "_cut", "_is_stock", "_mesh", "_placement", "_shape", "gradient", "is_local", "is_whole", "parameter",
+        "sharded_params", "start", "stop",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        mesh: DataParallelMesh,
+        sharded_params: range,
+        is_local: bool,
+        shard: torch.Tensor,
+        cut: Sequence[tuple[DeviceMesh, int]] = (),
+        among_cut: bool = False,
+    ) -> None:
+        self.sharded_params, self.is_local = sharded_params, is_local
+        self.is_whole = len(sharded_params) == len(layout.params)
+        self._mesh, self._cut, self._is_stock = mesh, cut, self.is_whole and not cut and not among_cut
+        numel, last = layout.shard_numel, layout.params[sharded_params[-1]]
+        begin, end = layout.params[sharded_params[0]].offset, last.offset + last.numel
+        if cut:  # with the padding: ranks may have unequally much of the last one
+            following = layout.params[sharded_params.stop :]
+            end = following[0].offset if following else layout.flat_numel
+        if self.is_whole:
+            begin, end = 0, layout.flat_numel
+        before = mesh.shard_rank * numel
+        self.start, self.stop = min(max(begin - before, 0), numel), min(max(end - before, 0), numel)
+        self._shape = (prod([end - begin, *(tensor_mesh.size(dim) for tensor_mesh, dim in cut)]),)
+        self._placement = RaggedShard(layout.counts_of(begin, end), flat=True)
+        self.gradient: torch.Tensor | None = None
+        self.parameter = self._make_parameter(shard)
+        setattr(self.parameter, FLAT_ATTRIBUTE, True)
+
+    def rebind(self, shard: torch.Tensor) -> None:
+        """Make the parameter a view of another shard; its gradient is dropped."""
+        self.parameter.grad = None
+        fresh = self._make_parameter(shard)
+        torch.utils.swap_tensors(self.parameter, fresh)
+        copy_attributes(fresh, self.parameter)
+
+    def is_at(self, flat: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, the parameter or its gradient, still is a view of ``flat``, the shard or flat gradient:
+        its ``.data`` was not assigned to."""
+        address = local_of(tensor).data_ptr()
+        return self.start == self.stop or address == flat.data_ptr() + self.start * flat.element_size()
+
+    def is_among(self, is_used: bytes) -> bool:
+        """Whether ``is_used``, one byte for each sharded parameter, holds a 1 for one of this segment's."""
+        return 1 in is_used[self.sharded_params.start : self.sharded_params.stop]
+
+    def have_gradient(self, flat: torch.Tensor | None) -> None:
+        """``gradient`` is a view of ``flat``, the flat gradient, from now on, or nothing."""
+        self.gradient = None if flat is None else self.make_gradient(flat)
+
+    def make_gradient(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor for ``parameter.grad``, over a flat gradient."""
+        gradient = self.placed(flat[self.start : self.stop])
+        return shown_on(self.parameter.device, gradient) if isinstance(gradient, DTensor) else gradient
+
+    def _make_parameter(self, shard: torch.Tensor) -> nn.Parameter:
+        with torch.inference_mode(False), torch.no_grad():
+            local = shard[self.start : self.stop]
+            parameter = nn.Parameter(self.placed(local))
+            if not self.is_local:
+                set_local_tensor(parameter, local)
+        return parameter
+
+    def placed(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor sharded like the flat view, of which this rank has ``local``."""
+        if self.is_local:
+            return local
+        mesh, placements = self._mesh.mesh, self._mesh.placements(self._placement)
+        if self._cut:
+            tensor_mesh, dims = self._cut[0][0], [dim for _, dim in self._cut]
+            mesh = self._mesh.beside(tensor_mesh)
+            placements = (*placements, *(Shard(0) if dim in dims else Replicate() for dim in range(tensor_mesh.ndim)))
+        if not self._is_stock:
+            return RaggedDTensor(local, RaggedSpec.make(mesh, placements, self._shape, local.dtype))
+        meta, placements = TensorMeta(torch.Size(self._shape), (1,), local.dtype), self._mesh.placements(Shard(0))
+        tensor: torch.Tensor = make_dtensor(DTensor, local, DTensorSpec(mesh, placements, meta))
+        return tensor
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def check_segments_agree(segments: Sequence[FlatSegment], flags: Sequence[bool], names: Sequence[str]) -> None:
+    """Raise ValueError if ``requires_grad`` differs within a flat view."""
+    for segment in segments:
+        those = {
+            flag: names[i]
+            for i, flag in zip(segment.sharded_params, flags[segment.sharded_params.start :], strict=False)
+        }
+        if len(those) > 1:
+            raise ValueError(
+                f"requires_grad of {those[False]} is now False and that of {those[True]} "
+                "is True, but flat_parameters() has put both into one flat view, which an optimizer moves as a "
+                "whole: freeze parameters before flat_parameters(), or make two selections of them (where=...)"
+            )

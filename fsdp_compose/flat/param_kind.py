@@ -1,0 +1,275 @@
+"""What is decided for each parameter when it is sharded: its dtypes, and whether its class gathers it.
+
+Parameters that differ in any of this are in different flat parameters. This file also refuses what sharding would
+break: classes of tensors that cannot be cut, and parameters that share memory with others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .._torch import is_wrapper
+from .extensions import (
+    Extension,
+    check_composite,
+    check_protocol,
+    composite_extension_of,
+    extension_of,
+    has_protocol,
+    is_composite,
+)
+from .policy import MixedPrecisionPolicy
+
+
+def kind_of(
+    fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy, module: nn.Module | None = None
+) -> ParameterKind:
+    """The kind of a parameter that is about to be sharded; ``module``: where it stands, if it is to be gathered.
+
+    Raises:
+        ValueError: see ``MixedPrecisionPolicy.compute_dtype_of``.
+    """
+    compute, reduce = policy.compute_dtype_of(fqn, param), policy.reduce_dtype
+    own = replace(policy, param_dtype=compute, param_dtype_override_fn=None)
+    extension = None
+    if module is not None:
+        make = composite_extension_of if is_composite(param) else extension_of
+        extension = make(param, module, own)
+    gradient = own_grad_dtype(param)
+    if is_any_grad_dtype(param) and param.is_floating_point():
+        gradient = reduce or compute  # what arrives from the reduction
+    return ParameterKind(compute, reduce, gradient, extension)
+
+
+@dataclass(frozen=True)
+class ParameterKind:
+    """What was decided for one parameter when it was sharded. Parameters of one flat parameter are of one kind.
+
+    Attributes:
+        compute: of the unsharded parameter; ``None``: the original dtype, also after ``module.to()`` has changed it.
+        reduce: of the reduction of its gradient; ``None``: that of the gradient.
+        gradient: of the sharded gradient (``grad_dtype``); ``None``: the original dtype.
+        extension: the all-gather of its class; one that has one is by itself.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    gradient: torch.dtype | None = None
+    extension: Extension | None = None
+
+    def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
+        """The dtype of the parameters with this shard."""
+        return shard.dtype if self.extension is None else self.extension.dtype_of(shard)
+
+    def compute_dtype(self, original: torch.dtype) -> torch.dtype:
+        """The dtype of the unsharded parameter, if the sharded one is ``original``."""
+        return self.compute if self.compute is not None and original.is_floating_point else original
+
+    def gradient_dtype(self, original: torch.dtype) -> torch.dtype:
+        """The dtype of the sharded gradient."""
+        return original if self.gradient is None else self.gradient
+
+    def reduction_dtype(self, original: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient is reduced."""
+        if self.reduce is not None and original.is_floating_point:
+            return self.reduce
+        return self.gradient_dtype(original)
+
+    def of_a_copy(self, memo: dict[int, Any]) -> ParameterKind:
+        """Of the copy of a parameter, while a model is copied; ``memo``: see ``copy.deepcopy``."""
+        return self if self.extension is None else replace(self, extension=self.extension.of_a_copy(memo))
+
+    def in_group(self, own: MixedPrecisionPolicy, other: MixedPrecisionPolicy) -> ParameterKind:
+        """The kind in a group of another policy than its ``own`` group's: what was decided for this parameter alone
+        stays."""
+        compute = other.param_dtype if self.compute == own.param_dtype else self.compute
+        return replace(self, compute=compute, reduce=other.reduce_dtype)
+
+
+def own_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
+    """The dtype that gradients of ``param`` were given, if it is another than its own."""
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", None)  # subclasses may lack it
+    return None if dtype == param.dtype else dtype
+
+
+def is_any_grad_dtype(param: torch.Tensor) -> bool:
+    """Whether gradients of ``param`` may be of any dtype: ``grad_dtype`` was set to ``None``; unset, it is a dtype."""
+    return getattr(param, "grad_dtype", param.dtype) is None
+
+
+def expect_gradient(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let ``param`` have gradients of ``dtype``, also the one that it has."""
+    if dtype != getattr(param, "grad_dtype", dtype):
+        gradient, param.grad = param.grad, None
+        param.grad_dtype = dtype
+        if gradient is not None:
+            param.grad = gradient.to(dtype)
+
+
+# ---- Parameters that are tensors of other classes: which can be sharded, and how.
+#
+# Plain data with a class on top (attributes, ``__torch_function__``) keeps its class inside forward. A wrapper around
+# one tensor of its own shape and dtype (torchao's weights for float8 and int8 training) is sharded as that tensor. If
+# its class has an all-gather of its own, forward sees what that makes of it (``extensions``), else the tensor inside,
+# with a warning. A wrapper around anything else (NF4 and other quantised weights) is more than its elements: if it is
+# frozen and its class can cut it, it is sharded as the tensors inside (``extensions``), else refused.
+
+
+_warned: set[type] = set()
+
+
+def plain_tensor(param: torch.Tensor) -> torch.Tensor:
+    """The tensor whose elements are those of ``param``, outside autograd."""
+    return _inner(param) if is_wrapper(param) else param.detach()
+
+
+def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None:
+    """Raise ValueError if ``param`` cannot be sharded; warn, once a class, if forward will see another class.
+    ``is_gathered``: there is an all-gather, which replicated parameters have none of."""
+    cls = type(param)
+    if not is_wrapper(param):
+        if param.layout != torch.strided or param.is_quantized:
+            kind = "quantized" if param.is_quantized else param.layout
+            raise ValueError(
+                f"fully_shard(): the parameter {fqn} is {kind}, which cannot be sharded: make it a dense tensor, or "
+                "leave it out by ignored_params"
+            )
+        check_protocol(param, fqn)
+        return
+    if is_composite(param):
+        check_protocol(param, fqn)
+        check_composite(param, fqn, is_gathered)
+        return
+    check_protocol(param, fqn)
+    if cls not in _warned and not (is_gathered and has_protocol(param)):
+        _warned.add(cls)
+        why = "no all-gather of its own (fsdp_pre_all_gather)" if is_gathered else "nothing to gather: it is replicated"
+        warnings.warn(
+            f"fully_shard(): the parameter {fqn} is a {cls.__name__}, with {why}: forward sees the tensor that it "
+            f"wraps, in {param.dtype} or the policy's param_dtype, without the class (this is said once per class)",
+            stacklevel=6,  # where the user calls fully_shard()
+        )
+
+
+def _inner(param: torch.Tensor) -> torch.Tensor:
+    """The one tensor inside a wrapper."""
+    (name,), _ = param.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner: torch.Tensor = getattr(param, name)
+    return inner.detach()
+
+
+# ---- Different parameters, or a parameter and a buffer, in the same memory: refused, since sharding would break them
+# up.
+#
+# ``nn.Parameter(embedding.weight.data)`` is a parameter of its own, which changes with every step of the other one. A
+# shard is a copy, so that this would end without a word; nor are they tied weights, which have one gradient and one
+# optimizer state. Views of one storage that do not overlap (loaded checkpoints, flattened buffers) are in order.
+#
+# A group's own tensors are compared by ``fully_shard``. Those of different groups are compared at the first forward, by
+# what each group has noted of the memory that its parameters had. Tensors on the meta device have no memory.
+
+
+@dataclass(frozen=True)
+class Region:
+    """The memory of a tensor. ``storage`` stays unique, and comparable, when the storage is freed.
+
+    Attributes:
+        name: of the tensor.
+        is_sharded: it is a parameter of a group.
+        storage: weak.
+        start, stop: the bytes of the storage between which all elements are.
+        shape, strides: with the bytes of an element as the last dimension; in bytes.
+    """
+
+    name: str
+    is_sharded: bool
+    storage: StorageWeakRef
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every byte between start and stop belongs to it."""
+        return self.stop - self.start == torch.Size(self.shape).numel()
+
+
+def region_of(name: str, tensor: torch.Tensor, is_sharded: bool) -> Region | None:
+    """Where a tensor is; ``None`` if it has no memory that could be shared."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or is_wrapper(tensor):
+        return None
+    if not tensor.numel():
+        return None
+    size = tensor.element_size()
+    shape, strides = (*tensor.shape, size), (*[stride * size for stride in tensor.stride()], 1)
+    start = int(tensor.storage_offset()) * size
+    stop = start + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    return Region(name, is_sharded, StorageWeakRef(tensor.untyped_storage()), start, stop, shape, strides, tensor.dtype)
+
+
+def regions_of(tensors: Iterable[tuple[str, torch.Tensor]], are_sharded: bool) -> list[Region]:
+    """The regions of tensors that have one."""
+    found = [region_of(name, tensor, are_sharded) for name, tensor in tensors]
+    return [region for region in found if region is not None]
+
+
+def refuse_shared_memory(regions: Sequence[Region]) -> None:
+    """Raise if a sharded parameter overlaps with another region, or with itself.
+
+    Raises:
+        ValueError: it does.
+    """
+    last: Region | None = None
+    active: list[tuple[int, Region]] = []
+    overlaps: list[tuple[int, int]] = []
+    # In the order of memory, which may differ between ranks; reported is the first overlap in the order of the regions.
+    for index, region in sorted(enumerate(regions), key=lambda item: (item[1].storage.cdata, item[1].start)):
+        if last is None or region.storage.cdata != last.storage.cdata:
+            active = []
+        active = [item for item in active if item[1].stop > region.start]
+        if region.is_sharded and region.stop - region.start < torch.Size(region.shape).numel():
+            overlaps.append((index, index))
+        for other_index, other in active:
+            if (region.is_sharded or other.is_sharded) and _overlap(other, region):
+                overlaps.append((min(index, other_index), max(index, other_index)))
+        active.append((index, region))
+        last = region
+    if overlaps:
+        first, second = min(overlaps)
+        raise ValueError(_message(regions[first], regions[second]))
+
+
+def _overlap(a: Region, b: Region) -> bool:
+    """Whether two regions of one storage, whose ends overlap, have a byte in common."""
+    if a.is_dense and b.is_dense:
+        return True
+    start = min(a.start, b.start)
+    bytes_of_a = torch.zeros(max(a.stop, b.stop) - start, dtype=torch.bool)
+    bytes_of_a.as_strided(a.shape, a.strides, a.start - start).fill_(True)
+    return bool(bytes_of_a.as_strided(b.shape, b.strides, b.start - start).any())
+
+
+def _message(a: Region, b: Region) -> str:
+    if a is b:
+        return (
+            f"fully_shard(): elements of the parameter {a.name} share memory with each other (an expanded tensor), and "
+            "would be separated by sharding: give it memory of its own, .clone()"
+        )
+    if not a.is_sharded:
+        a, b = b, a
+    is_same = (a.start, a.shape, a.strides, a.dtype) == (b.start, b.shape, b.strides, b.dtype)
+    other = "the parameter" if b.is_sharded else "the buffer, or parameter that is not sharded,"
+    tie = f"make them one parameter ({b.name} = {a.name}, tied weights), or " if is_same and b.is_sharded else ""
+    return (
+        f"fully_shard(): the parameter {a.name} and {other} {b.name} are different tensors in the same memory, so that "
+        "a change of one changes the other. Sharding would give each memory of its own, without a word: "
+        f"{tie}give one of them memory of its own before fully_shard(), .clone()"
+    )

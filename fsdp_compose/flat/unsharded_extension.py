@@ -1,0 +1,296 @@
+"""The unsharded side of a flat parameter whose only parameter is gathered by its class; see ``extensions``.
+
+What is gathered is not the shard but what the class makes of it, of other dtypes and shapes; what forward computes with
+is what the class makes of the result: an object that stays the same, whose memory comes and goes. Nothing of this is on
+the way of other flat parameters, which are ``Unsharded`` of the plain kind::
+
+    shard (its padding too)  -pre->  inputs  -all-gather->  memory  -post->  unsharded parameter
+    |rows|                           |....|                 |....|....|      views of the memory, or memory of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .._torch import preserved_versions, same_storage
+from ..comm import DataParallelMesh, Label, Work, mesh_of_this_rank
+from ..ragged import show_as, writes
+from .extensions import RELEASES, Extension
+from .layout import FlatLayout
+from .sharded_param import copy_attributes
+from .tensor_parallel import TensorParallel
+from .unsharded import Unsharded, UnshardedMemory, error_of_late_access
+
+
+def make_unsharded(
+    extension: Extension | None,
+    shard: torch.Tensor,
+    layout: FlatLayout,
+    mesh: DataParallelMesh,
+    dtype: torch.dtype,
+    label: Label,
+    tensor_parallel: TensorParallel | None,
+) -> Unsharded:
+    """The unsharded side of a flat parameter; for the arguments see ``Unsharded``."""
+    if extension is None:
+        return Unsharded(shard, layout, mesh, dtype, label, tensor_parallel)
+    return ExtendedUnsharded(extension, shard, layout, mesh, dtype, label)
+
+
+class ExtendedMemory(UnshardedMemory):
+    """The memory of all tensors that are gathered for one parameter, hidden at first.
+
+    Args:
+        inputs: what one rank gives.
+        world_size: how many ranks do.
+        error: see ``UnshardedMemory``.
+
+    Attributes:
+        parts: of each tensor.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, inputs: Sequence[torch.Tensor], world_size: int, error: str, device: torch.device) -> None:
+        wholes = [item.new_empty(item.numel() * world_size, requires_grad=False) for item in inputs]
+        self.parts = [UnshardedMemory(whole, error) for whole in wholes]
+        self.shown = self.hidden = torch.empty(0, device=device)  # stands for them where versions are compared
+        self.storage = self.shown.untyped_storage()
+        self.is_guarded = all(part.is_guarded for part in self.parts)
+
+    def refuse_no_access(self) -> None:
+        """What forward sees has memory of its own, which cannot refuse access."""
+        self.is_guarded = False
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a view of the memory."""
+        return any(same_storage(tensor.untyped_storage(), part.storage) for part in self.parts)
+
+    def rename(self, error: str) -> None:
+        for part in self.parts:
+            part.rename(error)
+
+    def show(self) -> None:
+        for part in self.parts:
+            part.show()
+
+    def hide(self) -> None:
+        for part in self.parts:
+            part.hide()
+
+    def free(self) -> None:
+        for part in self.parts:
+            part.free()
+
+    def restore(self) -> None:
+        """Allocate what was freed."""
+        for part in self.parts:
+            part.allocate()
+
+    def nbytes(self) -> int:
+        return sum(part.nbytes() for part in self.parts)
+
+
+class _Works:
+    """Several collectives in flight."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _Form:
+    """What the class of a parameter makes of it: what is gathered, and what forward sees.
+
+    Args:
+        extension: the all-gather of the class.
+        shard, layout, mesh, label: of the flat parameter, which has equal rows on every rank.
+        dtype: to compute in.
+
+    Attributes:
+        mesh: the ranks.
+        memory: what the all-gathers write to.
+        param: the unsharded parameter.
+        extension: as given.
+        bearer: has the attributes that the user has set on the parameter; the class has attributes of its own there.
+    """
+
+    __slots__ = (
+        "_dtype", "_face", "_inner", "_inputs", "_instance", "_label", "_metadata", "_num_padded",
+        "_shard_mesh", "bearer", "extension", "memory", "mesh", "param",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        extension: Extension,
+        shard: torch.Tensor,
+        layout: FlatLayout,
+        mesh: DataParallelMesh,
+        dtype: torch.dtype,
+        label: Label,
+    ) -> None:
+        self.mesh, self.extension, self._dtype, self._label = mesh, extension, dtype, label
+        self._shard_mesh = mesh.shard_mesh()
+        self._num_padded = layout.flat_numel // layout.params[0].row_numel
+        self._instance = extension.over_shard(shard)
+        self._face: Any = None
+        self.bearer = nn.Parameter(shard.new_empty(0), requires_grad=False)
+        self._inner: list[tuple[torch.Tensor, int]] = []  # memory of the result's own, and its bytes
+        if shard.is_meta:  # another one takes its place before anything is gathered
+            self._inputs, self._metadata = [shard], None
+        else:
+            # What it is of is known before the ranks meet, what is in it is not.
+            # The class is asked on this rank alone; the shape of what it makes of several tensors depends on how many
+            # ranks there are.
+            is_alone = mesh.shard_world_size > 1 and not extension.is_composite
+            self._prepare(mesh_of_this_rank(shard.device.type) if is_alone else self._shard_mesh)
+        error = error_of_late_access(mesh.rank, label)
+        self.memory = ExtendedMemory(self._inputs, mesh.shard_world_size, error, shard.device)
+        self.param = self.bearer if shard.is_meta else self._make()
+        self._inputs = []
+
+    def belong_to(self, sharded: nn.Parameter) -> None:
+        """``sharded`` is the parameter's other side."""
+        self._face = sharded
+
+    def _prepare(self, mesh: DeviceMesh) -> None:
+        """Let the class make what is gathered."""
+        if isinstance(self._face, DTensor):  # with what was set on the class there
+            vars(self._instance).update(self.extension.own_attributes(self._face._local_tensor))
+        inputs, self._metadata = self.extension.inputs(self._instance, mesh)
+        self._inputs = [item.detach().contiguous() for item in inputs]
+
+    def _make(self) -> nn.Parameter:
+        """Let the class make the unsharded parameter, whose memory is free then."""
+        self.memory.show()
+        result, inner = self.extension.make(self._instance, self._outputs(), self._metadata, self._dtype)
+        if result.shape != self.extension.shape:
+            raise ValueError(
+                f"{self.extension.cls.__name__}.fsdp_post_all_gather() returned a tensor of shape "
+                f"{tuple(result.shape)} for the parameter {self._label}, which has {tuple(self.extension.shape)}"
+            )
+        self._inner = [(item, item.untyped_storage().nbytes()) for item in inner if not self.memory.holds(item)]
+        if self.extension.releases and (len(self._inner) < len(inner) or not inner):
+            raise ValueError(
+                f"{self.extension.cls.__name__} has what it gathers of the parameter {self._label} freed early "
+                f"({RELEASES}), but fsdp_post_all_gather() returned views of what was gathered, or no inner tensors"
+            )
+        if self._inner:
+            self.memory.refuse_no_access()
+        self.free()
+        return nn.Parameter(result, requires_grad=False)
+
+    def _outputs(self) -> tuple[torch.Tensor, ...]:
+        """What was gathered of each input, without the rows that are padding."""
+        wholes = [
+            part.shown.view(-1, *given.shape[1:]) for part, given in zip(self.memory.parts, self._inputs, strict=True)
+        ]
+        num_rows = self.extension.shape[0]
+        return tuple([whole[:num_rows] if whole.shape[0] == self._num_padded else whole for whole in wholes])
+
+    def gather(self, is_allocated: bool) -> Work | None:
+        """Let the class make what is gathered, and issue the all-gathers of it; ``None``: they are complete."""
+        self._prepare(self._shard_mesh)
+        if not is_allocated or self.extension.releases:
+            self.memory.restore()
+        pairs = [(part.hidden, item.view(-1)) for part, item in zip(self.memory.parts, self._inputs, strict=True)]
+        # As in ``unsharded``: on an accelerator the work of one rank still orders the copy before compute.
+        if self.mesh.shard_world_size == 1 and self.memory.shown.device.type == "cpu":
+            for hidden, flat in pairs:
+                hidden.copy_(flat)
+            return None
+        return _Works([self.mesh.transport.all_gather(*pair, self._label) for pair in pairs if pair[0].numel()])
+
+    def show(self) -> None:
+        """The all-gathers are complete: let the class fill the parameter."""
+        self.memory.show()
+        for tensor, nbytes in self._inner:
+            tensor.untyped_storage().resize_(nbytes)
+        with preserved_versions([self.param, *(tensor for tensor, _ in self._inner)]):
+            self.extension.fill(self._instance, self._outputs(), self._metadata, self._dtype, self.param)
+        self._inputs, self._metadata = [], None
+        if self.extension.releases:
+            self.memory.free()
+
+    def free(self) -> None:
+        self.memory.free()
+        for tensor, _ in self._inner:
+            tensor.untyped_storage().resize_(0)
+
+    def nbytes(self) -> int:
+        """The bytes that are allocated."""
+        return self.memory.nbytes() + sum(tensor.untyped_storage().nbytes() for tensor, _ in self._inner)
+
+
+class ExtendedUnsharded(Unsharded):
+    """The parameter that ``forward`` computes with, made by its class of what it has gathered.
+
+    Args:
+        extension: the all-gather of the class.
+        shard, layout, mesh, dtype, label: as for ``Unsharded``; the layout has equal rows on every rank.
+    """
+
+    __slots__ = ("form",)
+
+    shows_shards = False
+
+    def __init__(
+        self,
+        extension: Extension,
+        shard: torch.Tensor,
+        layout: FlatLayout,
+        mesh: DataParallelMesh,
+        dtype: torch.dtype,
+        label: Label,
+    ) -> None:
+        self.dtype, self._shard, self.part, self.never_freed = dtype, shard, None, False
+        with torch.inference_mode(False), torch.no_grad():
+            self.form = _Form(extension, shard, layout, mesh, dtype, label)
+            self.memory = self.form.memory
+        self._begin([self.form.param], [self.form.param], False)
+
+    @property
+    def bearers(self) -> Sequence[nn.Parameter]:
+        return [self.form.bearer]
+
+    def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
+        show_as(sharded_params[0], self.form.extension)
+        self.form.belong_to(sharded_params[0])
+        copy_attributes(sharded_params[0], self.form.bearer)
+        copy_attributes(self.form.bearer, self.form.param)
+
+    def gather_on(self, mesh: DataParallelMesh) -> None:
+        self.form.mesh = mesh
+
+    def keep_storage(self, keeps: bool) -> None:
+        assert not keeps, "the caller has refused it"
+
+    def allocate(self) -> None:
+        self.form.memory.restore()
+        self.is_allocated = True
+
+    def gather(self, segments: int) -> None:
+        self.gathered = self._shard._version, segments, writes.count
+        with torch.inference_mode(False), torch.no_grad():
+            self.work = self.form.gather(self.is_allocated)
+        self.is_allocated = True
+        if self.work is None:
+            self.arrive()
+
+    def arrive(self) -> None:
+        self.work = None
+        with torch.inference_mode(False), torch.no_grad():
+            self.form.show()
+
+    def free(self) -> None:
+        self.form.free()
+        self.is_allocated = self.left_by_forward = False

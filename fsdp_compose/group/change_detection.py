@@ -1,0 +1,319 @@
+"""What the user may do to a model between two iterations or inside forward, detected by passes over plain lists.
+
+A ``ChangeDetector`` is built when a root is set up, and again after every change that it has noticed. The passes are on
+the hot path (each top-level forward, every parameter), so they only compare; the slow path in ``runtime/lazy_init``
+finds out who changed what. Three rarer changes are here too: parameters that a loader has assigned, buffers that were
+never written after ``to_empty()``, and groups that sleep in host memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
+from typing import Any, NoReturn
+
+import torch
+import torch.nn as nn
+
+from .._torch import PlainAttributes, backwards, non_persistent_buffers
+from ..flat import handle_of, is_sharded_like, local_elements, note_write, take_content
+from ..ragged import RaggedDTensor, requires_grad_writes
+from .kept_tensors import BatchedKeptTensors
+from .parameter_swap import Held, ParameterSwap
+from .replaced_params import remember_sharded_param
+from .state import ParameterDetector, _FSDPState
+
+_data_ptr = torch.Tensor.data_ptr
+_unsharded_version = attrgetter("unsharded.memory.shown._version")
+_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
+
+
+class ChangeDetector:
+    """A picture of the parameters and modules of all groups of a root."""
+
+    def __init__(self, states: Sequence[_FSDPState]) -> None:
+        handles = [handle for state in states for handle in state._handles]
+        self._slots = Held([item for state in states for item in state.swap.watched_dicts()])
+        self._sharded_params = [sharded for handle in handles for sharded in handle.sharded_params]
+        self._memory = _Memory(self._sharded_params)
+        self._unsharded = [param for handle in handles for param in handle.unsharded.params]
+        self._no_grads = [None] * len(self._sharded_params)
+        self._flags = [flag for handle in handles for flag in handle.unsharded.flags]
+        self._unsharded_slots = Held([item for state in states for item in state.swap.unsharded_dicts()])
+        self._handles = handles
+        self._num_toggles = self._ended_backward = -1
+        self._dtensors = [param for handle in handles for param in handle.unsharded.dtensors]
+        self._versions = self._present_versions()
+        self._has_meta = any(handle.unsharded.is_meta for handle in handles)
+        self._keepers = {id(state.swap.kept): weakref.ref(state) for state in states[1:]}
+        self._quiet = BatchedKeptTensors([state.swap.kept for state in states[1:]])
+
+    def is_unchanged(self) -> bool:
+        """Whether every slot holds what it held, every parameter is where it was and requires grad as it did, and no
+        gradient was left on an unsharded parameter."""
+        with PlainAttributes():
+            return (
+                not self._has_meta
+                and self._slots.is_same()
+                and not self.was_toggled()
+                and self._memory.is_same()
+                and (self._ended_backward == backwards.count or not self.has_unsharded_grads())
+            )
+
+    def newly_kept(self) -> list[tuple[_FSDPState, list[torch.Tensor]]]:
+        """The tensors that a forward has kept on modules of groups that had kept nothing in the forwards before."""
+        kept = [(self._keepers[id(item)](), item.new_ones()) for item in self._quiet.changed()]
+        return [(state, tensors) for state, tensors in kept if state is not None]
+
+    def backward_has_ended(self) -> None:
+        """All gradients of the present backward were taken: none is left until another one begins."""
+        self._ended_backward = backwards.count
+
+    def follow_addresses(self) -> None:
+        """The memory of sharded parameters is elsewhere now, with the same elements."""
+        self._memory.follow_addresses()
+
+    def has_unsharded_grads(self) -> bool:
+        """Whether autograd has left a gradient on some unsharded parameter, not taken yet."""
+        with PlainAttributes():
+            return [*map(_grad, self._unsharded)] != self._no_grads  # "==" looks at identities first
+
+    def has_grads(self) -> bool:
+        """Whether some sharded parameter has a gradient."""
+        with PlainAttributes():
+            return [*map(_grad, self._sharded_params)] != self._no_grads
+
+    def was_toggled(self) -> bool:
+        """Whether ``requires_grad`` of a sharded parameter was set, and differs from that of its unsharded one."""
+        count = requires_grad_writes.count
+        if count == self._num_toggles:
+            return False
+        if any([handle.was_toggled() for handle in self._handles]):
+            return True
+        self._num_toggles = count
+        return False
+
+    def _present_versions(self) -> list[int]:
+        """Of the unsharded parameters; DTensors count their own."""
+        return [*map(_unsharded_version, self._handles), *[param._version for param in self._dtensors]]
+
+    def was_forward_unchanged(self) -> bool:
+        """Whether no forward replaced, added, removed, froze, thawed or wrote to an unsharded parameter."""
+        with PlainAttributes():
+            return (
+                self._unsharded_slots.is_same()
+                and self._present_versions() == self._versions
+                and [*map(_requires_grad, self._unsharded)] == self._flags
+            )
+
+
+class _Memory:
+    """Where the elements of sharded parameters are. One that is given other memory gets another local tensor, which
+    itself may be pointed elsewhere too."""
+
+    __slots__ = ("_addresses", "_filled", "_locals", "_params")
+
+    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self._params = params
+        self._locals = [*map(local_elements, params)]
+        self._filled = [local for local in self._locals if local.numel()]
+        self._addresses = [*map(_data_ptr, self._filled)]
+
+    def follow_addresses(self) -> None:
+        self._addresses = [*map(_data_ptr, self._filled)]
+
+    def is_same(self) -> bool:
+        return (
+            all(map(is_, map(local_elements, self._params), self._locals))
+            and [*map(_data_ptr, self._filled)] == self._addresses
+        )
+
+
+# ---- Parameters that were put in the place of a group's own and are sharded alike, as loaders make them
+# (``DTensor.from_local(local, p.device_mesh, p.placements)``): the group's own take their elements and their places,
+# and an optimizer that holds the others gets the group's own.
+
+
+def take_over_assigned(swap: ParameterSwap) -> None:
+    """Do so in the modules of a group. Local."""
+    for params, name, handle, index in swap.slots():
+        own, given = handle.sharded_params[index], params.get(name)
+        if not isinstance(given, RaggedDTensor) or handle_of(given) is not None:
+            continue  # a parameter of the model itself in another's place is a tie
+        if is_sharded_like(given, own):
+            take_content(own, given)
+            note_write(own)
+            own.requires_grad_(given.requires_grad)
+            remember_sharded_param(given, own)  # type: ignore[arg-type]
+            params[name] = own
+
+
+# ---- Non-persistent buffers of modules that are sharded on the meta device: what was never written is not computed
+# with.
+#
+# ``to_empty()`` gives them memory, and no state dict holds them, so nothing would ever fill them in: rotary frequencies
+# are whatever was in that memory, on every rank something else. So ``fully_shard`` puts a ``MetaBuffer`` in the place
+# of each, which turns into a tensor of poison (NaN, the least integer, or the largest where there is no sign) where an
+# empty one is asked for; and the first forward refuses poison. A buffer that was written to, or replaced, is the
+# user's.
+
+
+_POISONED = "_fsdp_compose_poison"
+
+
+class MetaBuffer(torch.Tensor):
+    """A tensor on the meta device that remembers that it has no elements."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with PlainAttributes():
+            result = function(*args, **(kwargs or {}))
+        if function is not torch.empty_like or result.is_meta or result.dtype == torch.bool:
+            return result
+        result.fill_(_poison(result.dtype))
+        setattr(result, _POISONED, 0 if result.is_inference() else result._version)
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with PlainAttributes():
+            memo[id(self)] = twin = torch.empty_like(self).as_subclass(MetaBuffer)
+        return twin
+
+
+def detect_meta_buffers(modules: Iterable[nn.Module]) -> None:
+    """Notice when the non-persistent buffers of these modules that are on the meta device get memory."""
+    for module in modules:
+        for name, buffer in _non_persistent(module):
+            if type(buffer) is torch.Tensor and buffer.is_meta:
+                setattr(module, name, buffer.as_subclass(MetaBuffer))
+
+
+def refuse_unwritten_buffers(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError if a buffer was given memory by ``to_empty()`` and never written to."""
+    found = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in modules
+        for name, buffer in _non_persistent(module)
+        if _is_poison(buffer)
+    ]
+    if found:
+        raise ValueError(
+            f"{len(found)} non-persistent buffer(s) were on the meta device and were not written since to_empty(): "
+            f"{', '.join(found[:5])}{' ...' if len(found) > 5 else ''}. No state dict holds them: compute them again "
+            "(the module's own initialisation), or assign them, before the first forward"
+        )
+
+
+def _non_persistent(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    names = non_persistent_buffers(module)
+    return [item for item in module.named_buffers(recurse=False, remove_duplicate=False) if item[0] in names]
+
+
+def _is_poison(buffer: torch.Tensor) -> bool:
+    version = getattr(buffer, _POISONED, None)
+    if version is None or not buffer.numel():
+        return False
+    if not buffer.is_inference() and buffer._version != version:
+        return False  # written to since; perhaps with that very value
+    poison = _poison(buffer.dtype)
+    return bool((buffer.isnan() if poison != poison else buffer == poison).all())
+
+
+def _poison(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).min or torch.iinfo(dtype).max
+
+
+# ---- Groups whose shards are in host memory for a while (``offload()``): their forwards raise.
+#
+# Looked for where a root is set up. A root that is set up has its picture of what the user changes, which each of its
+# forwards looks at, exchanged for one that raises: so no forward of a model that is awake asks.
+
+
+_asleep: weakref.WeakSet[_FSDPState] = weakref.WeakSet()
+
+
+class _SleepingDetector:
+    """Stands in for the detector of a root some of whose groups sleep."""
+
+    def __init__(self, original: ParameterDetector, state: _FSDPState) -> None:
+        self.original = original
+        self._name = state.name
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(sleeping_error(self._name))
+
+    def is_unchanged(self) -> bool:
+        self._refuse()
+
+    def has_unsharded_grads(self) -> bool:
+        self._refuse()
+
+    def backward_has_ended(self) -> None:
+        self._refuse()
+
+    def was_toggled(self) -> bool:
+        self._refuse()
+
+    def has_grads(self) -> bool:
+        self._refuse()
+
+    def newly_kept(self) -> list[tuple[_FSDPState, list[torch.Tensor]]]:
+        self._refuse()
+
+    def was_forward_unchanged(self) -> bool:
+        self._refuse()
+
+    def follow_addresses(self) -> None:
+        self._refuse()
+
+
+def put_to_sleep(states: Iterable[_FSDPState]) -> None:
+    """From now on forwards of these groups, and of roots that have them, raise."""
+    for state in states:
+        _asleep.add(state)
+        for owner in _owners(state):
+            if owner.detector is not None and not isinstance(owner.detector, _SleepingDetector):
+                owner.set_detector(_SleepingDetector(owner.detector, state))
+
+
+def wake(states: Iterable[_FSDPState]) -> None:
+    """They may run again; their shards have the same elements as before, at other addresses."""
+    states = [*states]
+    for state in states:
+        _asleep.discard(state)
+    for state in states:
+        for owner in _owners(state):
+            if isinstance(owner.detector, _SleepingDetector):
+                is_awake = owner.root is None or not any(item in _asleep for item in owner.root.live_states())
+                if is_awake:
+                    owner.set_detector(owner.detector.original)
+            if owner.detector is not None and not isinstance(owner.detector, _SleepingDetector):
+                owner.detector.follow_addresses()
+
+
+def is_sleeping(state: _FSDPState) -> bool:
+    return state in _asleep
+
+
+def refuse_sleeping(states: Iterable[_FSDPState]) -> None:
+    """Raise RuntimeError if one of them is asleep."""
+    for state in states:
+        if state in _asleep:
+            raise RuntimeError(sleeping_error(state.name))
+
+
+def sleeping_error(name: str) -> str:
+    return (
+        f"the parameters of the fully_shard group {name} are in host memory since offload(model): call onload(model) "
+        "before they are used"
+    )
+
+
+def _owners(state: _FSDPState) -> list[_FSDPState]:
+    """The states that hold the detector of the group's root."""
+    if state.root is None:
+        return []
+    found = [part[0]() for part in state.root.parts]
+    return [owner for owner in found if owner is not None]

@@ -1,0 +1,387 @@
+"""Two aids for jobs that hang: agreement before every collective, and a line that a rank logs when it stands still.
+
+Agreement is on with ``FSDP_COMPOSE_DEBUG=1``, set on all ranks before the first forward.
+
+A rank that leaves the common path (it skips the backward of a NaN loss, or a step; it runs one forward more, for its
+log) enters another collective than the others. gloo ends the process where their sizes differ, pairs them without a
+word where they do not, and waits where there is no partner. So ranks that run under this variable meet before each
+collective, and before each control exchange, through the key-value store: each tells what it is about to do, and how
+many optimizer steps it has made. If these differ, nothing is issued, and every rank raises one error, which tells what
+each of them was about to do. Since whatever was issued had been agreed on, the next forward can go on from there.
+
+An iteration that was interrupted on some ranks only is a difference too: ranks that are about to throw away what it
+left (``recovery``) come to the same rendezvous first, so that the others do not wait for them in vain."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import repeat
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._torch import group_timeout, is_destroyed
+from ..comm import RECOVERY_TIMEOUT, DataParallelMesh, Transport, is_on, last_of_every_rank, meet, note
+from ..flat import Communicator, FlatParamHandle, Reduction
+from .collective_order import ENDS, CollectiveLog
+from .optimizer_steps import STEPS_DIFFER, name_ranks, num_steps, restart_counts
+from .state import Root, state_of
+
+Sum = tuple[list[int], list[str]]
+"""The ranks, and the parameters of whose gradients each of them has a term."""
+
+_PURPOSE = "agreeing on the next collective"
+_RECOVERY = "throwing away what an interrupted iteration left"
+_HINT = (
+    "Every rank must run the same forwards, backwards and optimizer steps in the same order: where one rank would skip "
+    "(a loss that is NaN, an empty batch) or do more (a forward for its log), let all ranks decide together, by "
+    "all-reducing a flag"
+)
+
+
+class LockstepCommunicator(Communicator):
+    """Notes each collective, and agrees on it with the other ranks, before it is issued."""
+
+    __slots__ = ()
+
+    def unshard(self, handle: FlatParamHandle) -> None:
+        self.announce(handle, "all-gather")
+        super().unshard(handle)
+
+    def unshard_parts(self, handle: FlatParamHandle) -> None:
+        self.announce(handle, "all-gather of parts")
+        super().unshard_parts(handle)
+
+    def refresh(self, handle: FlatParamHandle) -> None:
+        if not handle.unsharded.never_freed:
+            self.announce(handle, "all-gather")
+        super().refresh(handle)
+
+    def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
+        sums = [terms for _, terms in _sums_of(handle)]
+        if handle.mesh.has_whole:
+            self.announce(handle, "all-reduce" if averages else "accumulation", sums)
+        else:
+            self.announce(handle, "reduce-scatter" if averages else "reduce-scatter without all-reduce", sums)
+        return super().reduce(handle, is_kept, averages)
+
+    def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
+        """Nothing is communicated, but sums over tensor-parallel ranks; these alone agree, for others may have used
+        other groups."""
+        state = state_of(handle)
+        root: Root | None = None if state is None else state.root
+        for group, terms in _sums_of(handle):
+            try:
+                _agree(group, f"{_describe(handle, 'accumulation')}", root, [terms])
+            except RuntimeError:
+                if root is not None:
+                    root.forward.fail()
+                raise
+        super().accumulate(handle, is_kept)
+
+    def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
+        note(handle.mesh.peers, f"all-reduce over tensor-parallel ranks of {handle.label.of(indices)}")
+        super()._add_up(handle, transport, flat, indices)
+
+    def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
+        self.announce(handle, "all-gather")
+        return super().all_gather_copy(handle, shard)
+
+    def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
+        self.announce(handle, "reduce-scatter")
+        return super().reduce_copy(handle, reduction)
+
+    def announce(self, handle: FlatParamHandle, what: str, sums: Sequence[Sum] = ()) -> None:
+        """A collective, just noted in the order, is about to be issued, and before it ``sums``."""
+        if not handle.mesh.has_peers:
+            return
+        text, state = _describe(handle, what), state_of(handle)
+        root: Root | None = None if state is None else state.root
+        label = "" if root is None else f" of {root.label}"
+        note(handle.mesh.peers, text if root is None else f"{text}, collective {root.order.count}")
+        try:
+            _agree((handle.mesh if root is None else root.mesh).peers, f"{text}{label}", root, sums)
+        except RuntimeError:
+            if root is not None:
+                root.order.trace.pop()  # it is not issued
+                root.forward.fail()
+            raise
+
+    def announce_exchange(self, root: object, code: int) -> None:
+        assert isinstance(root, Root)
+        mesh = root.mesh
+        if mesh.has_peers:
+            what = ENDS.get(code, "a reduction in functional mode")
+            try:
+                _agree(mesh.peers, f"{what} of {root.label}", root)
+            except RuntimeError:
+                root.forward.fail()
+                raise
+
+    def announce_recovery(self, root: object) -> None:
+        """Before all ranks throw away what an iteration left that was interrupted on this one: those that are
+        elsewhere learn of it, and raise; then they are expected here."""
+        assert isinstance(root, Root)
+        mesh = root.mesh
+        while mesh.has_peers and _compare(mesh.peers, _RECOVERY, None, timeout=RECOVERY_TIMEOUT):
+            pass
+
+    def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
+        failure = super()._failure(what, handle, error)
+        return RuntimeError(f"{failure}{last_of_every_rank(handle.mesh.peers)}")
+
+
+def _describe(handle: FlatParamHandle, what: str) -> str:
+    """A collective of a handle, as text: the same on every rank that is about to issue it."""
+    state = state_of(handle)
+    root, phase = None if state is None else state.root, "outside forward"
+    if root is not None and root.backward is not None:
+        phase = "backward"
+    elif root is not None and (root.forward.depth or root.rounds is not None):  # a rank at its end serves others
+        phase = "forward"
+    names, name = handle.names, "?" if state is None else state.name
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{what} of {name} ({names[0]}{others}) in {phase}"
+
+
+def announce_first_forward(mesh: DataParallelMesh) -> None:
+    """Before the ranks compare a model that runs for the first time."""
+    if is_on():
+        _agree(mesh.peers, "the first forward of a model", None)
+
+
+def _sums_of(handle: FlatParamHandle) -> list[tuple[dist.ProcessGroup, Sum]]:
+    """Which gradients are about to be summed over tensor-parallel ranks, also where none are."""
+    own = handle.tensor_parallel
+    if own is None:
+        return []
+    found = own.terms([param.grad for param in handle.unsharded.params])
+    groups = [(transport.group, [handle.name_of(i) for i in indices]) for transport, indices in found]
+    return [(group, (dist.get_process_group_ranks(group), names)) for group, names in groups if group.size() > 1]
+
+
+def _agree(group: dist.ProcessGroup, what: str, root: Root | None, sums: Sequence[Sum] = ()) -> None:
+    verdict = _compare(group, what, root, sums)
+    if verdict:
+        raise RuntimeError(verdict)
+
+
+def _compare(
+    group: dist.ProcessGroup,
+    what: str,
+    root: Root | None,
+    sums: Sequence[Sum] = (),
+    timeout: timedelta | None = None,
+) -> str:
+    """Meet all ranks of ``group``, each of which is about to do something; return, as text, how they differ."""
+    steps = None if root is None else num_steps(root)
+    payload = json.dumps([what, steps, sums])
+    verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout)
+    if verdict.startswith(STEPS_DIFFER) and root is not None:
+        restart_counts(root)  # on all ranks: each difference is told once
+    return verdict
+
+
+def _judge(payloads: list[str]) -> str:
+    whats, steps, sums = zip(*[json.loads(payload) for payload in payloads], strict=True)
+    if len(set(whats)) > 1:
+        return (
+            f"the ranks are about to do different things, and nothing of it was begun: {_listing(whats)}. {_HINT}. The "
+            "next forward goes on from here, if all ranks run it"
+        )
+    if len({count for count in steps if count is not None}) > 1:
+        counts = [f"{count} optimizer step(s)" for count in steps]
+        return (
+            f"{STEPS_DIFFER} before {whats[0]}: {_listing(counts)} (of those "
+            "since the first forward, or since the last such error, of optimizers with sharded parameters). The shards "
+            f"of the parameters are no longer of one step: load a checkpoint. {_HINT}"
+        )
+    return next(filter(None, map(_difference_of_sums, sums, repeat(sums))), "")
+
+
+def _difference_of_sums(ours: Sequence[Sum], all_sums: Sequence[Sequence[Sum]]) -> str:
+    """How other ranks differ in what they sum together with a rank that is about to make these sums."""
+    for ranks, names in ours:
+        others = [other_names for sums in all_sums for other_ranks, other_names in sums if other_ranks == ranks]
+        differing = [item for item in others if item != names]
+        if differing:
+            return (
+                "gradients are about to be summed over the tensor-parallel ranks "
+                f"{ranks}, of other parameters on some of them, and nothing of it was begun: of {names or 'none'}, and "
+                f"of {differing[0] or 'none'}. These ranks must get the same batch and run the same modules. {_HINT}"
+            )
+    return ""
+
+
+def _listing(texts: Sequence[Any]) -> str:
+    """Which ranks have which text: those that few ranks have first."""
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, text in enumerate(texts):
+        ranks[text].append(rank)
+    order = sorted(Counter(texts).items(), key=lambda item: item[1])
+    return "; ".join(f"{name_ranks(ranks[text])}: {text}" for text, _ in order)
+
+
+# ---- Ranks that stand still say where, without being asked: what they have issued last, and what their program is at.
+#
+# A rank that waits for another one in a collective hangs until the process group's timeout, and then is told, at best,
+# that it was waiting. Which rank is late, and where that one is, no rank knows alone. So a thread of each rank looks, a
+# few times a minute, whether anything was issued since; if not for long, it logs one line (``fsdp_compose``, WARNING),
+# which ends in JSON. ``python -m fsdp_compose hang LOGS...`` puts the lines of all ranks together.
+#
+# The thread reads what the order of collectives notes anyway (``collective_order``): training has no more to do, and
+# nothing is communicated. What a GPU has not done yet is not seen, only what its host has issued.
+
+
+HANG_SECONDS_ENV = "FSDP_COMPOSE_HANG_SECONDS"
+SECONDS = 60.0  # inside an iteration, if the variable says nothing; 0 turns it off
+BETWEEN = 5  # times as long between iterations, where programs save, evaluate and load
+POSITION_MARK = "fsdp_compose position: "  # before the JSON
+_LOOKS = 6  # in the time of patience
+
+_logger = logging.getLogger("fsdp_compose")
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_COMPILERS = {f"{_TORCH}{name}" for name in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")}
+_Seen = tuple[tuple[int, int], float, bool]  # what there was, since when, whether that was told
+
+
+def patience() -> float:
+    """Seconds that a rank may stand still inside an iteration."""
+    try:
+        return max(0.0, float(os.environ.get(HANG_SECONDS_ENV, SECONDS)))
+    except ValueError:
+        raise ValueError(
+            f"{HANG_SECONDS_ENV} is {os.environ[HANG_SECONDS_ENV]!r}: it takes seconds, for example 60, or 0 for never"
+        ) from None
+
+
+class _Watcher(threading.Thread):
+    """Looks after all process groups."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(name="fsdp_compose: standing still", daemon=True)
+        self._seconds = seconds
+        self._ends = threading.Event()
+        self._seen: weakref.WeakKeyDictionary[CollectiveLog, _Seen] = weakref.WeakKeyDictionary()
+
+    def end(self) -> None:
+        self._ends.set()
+
+    def run(self) -> None:
+        while not self._ends.wait(self._seconds / _LOOKS):
+            self._look_around()  # which holds no process group while this thread waits
+
+    def _look_around(self) -> None:
+        known: list[tuple[dist.ProcessGroup, CollectiveLog]] = []
+        with contextlib.suppress(RuntimeError):  # another thread adds one at this moment
+            known = CollectiveLog.known()
+        for group, order in known:
+            if not is_destroyed(group):
+                with contextlib.suppress(RuntimeError, ValueError):  # it changes, or is destroyed, at this moment
+                    self._look(group, order)
+
+    def _look(self, group: dist.ProcessGroup, order: CollectiveLog) -> None:
+        now, issued = time.monotonic(), (order.num_collectives, len(order.trace))
+        before, since, is_told = self._seen.get(order, ((-1, -1), now, False))
+        if issued != before or _is_compiling():
+            self._seen[order] = issued, now, False
+            return
+        phases = [phase for root in order.roots() if (phase := root.phase())]
+        limit = min(self._seconds * (1 if phases else BETWEEN), group_timeout(group).total_seconds() / 2)
+        if not is_told and order.num_roots and group.size() > 1 and now - since >= limit:
+            self._seen[order] = before, since, True
+            _logger.warning(_told(position(group, order, phases, now - since)))
+
+
+def position(group: dist.ProcessGroup, order: CollectiveLog, phases: list[str], seconds: float) -> dict[str, object]:
+    """Where this rank is, as plain values."""
+    frame = _main_frame()
+    return {
+        "rank": group.rank(),
+        "size": group.size(),
+        "ranks": _as_ranges(dist.get_process_group_ranks(group)),
+        "number": order.count,
+        "last": order.last_as_text(),
+        "phase": ", ".join(phases),
+        "program": _place(frame, is_own=False),
+        "waits_in": _place(frame, is_own=True),
+        "seconds": round(seconds),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
+
+
+def _told(place: dict[str, object]) -> str:
+    last = f"the last was {place['last']}" if place["last"] else "none since the last exchange of all ranks"
+    return (
+        f"rank {place['rank']} of {place['size']} has issued no collective for {place['seconds']} s, "
+        f"{'in ' + str(place['phase']) if place['phase'] else 'between iterations'}: {place['number']} so far, {last}; "
+        f"the program is at {place['program']}. If it hangs, put the logs of all ranks together: "
+        f"python -m fsdp_compose hang LOGS...\n{POSITION_MARK}{json.dumps(place)}"
+    )
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _is_compiling() -> bool:
+    """Whether the program waits for ``torch.compile``, which may take minutes."""
+    frame = _main_frame()
+    while frame is not None:
+        if frame.f_code.co_filename in _COMPILERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _place(frame: FrameType | None, is_own: bool) -> str:
+    """The innermost line of a stack that is of this package, or of the user's; empty if there is none."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        own = name.startswith(_OWN)
+        if own == is_own and not name.startswith((_TORCH, "<")):
+            shown = name.removeprefix(_OWN) if own else str(Path(*Path(name).parts[-2:]))
+            return f"{shown}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _as_ranges(ranks: list[int]) -> str:
+    """``0-3,8``."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+_watcher: _Watcher | None = None
+
+
+def look_after_standstill() -> None:
+    """Called when a root is set up: from now on this rank says where it is when it stands still."""
+    global _watcher
+    seconds = patience()
+    if seconds and (_watcher is None or not _watcher.is_alive()):  # a fork has no threads
+        _watcher = _Watcher(seconds)
+        _watcher.start()
+        atexit.register(_watcher.end)

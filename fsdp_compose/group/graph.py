@@ -1,0 +1,222 @@
+"""What graphs that ``torch.compile`` captures need to know of a group, and what they bring to it.
+
+A graph reads everything from one plain object in the ``__dict__`` of the group's modules: the tensors that it takes as
+inputs, and one string. That string is all that it is guarded on: it names what the graph does (``GraphPlan``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from .._torch import DTensorSpec
+from ..flat import (
+    CapturedShard,
+    FlatParamHandle,
+    GatherPlan,
+    GraphInputs,
+    captured_flat,
+    deliver_gradients,
+    plan_id,
+    specs_of,
+)
+from .state import _FSDPState, state_of
+
+CAPTURED = "_fsdp_compose_captured"  # in the module's __dict__
+
+Slots = tuple[tuple[tuple[str, ...], tuple[tuple[str, int, int], ...]], ...]
+"""By module, as a path from the group's: the name of each parameter, its flat parameter, and its index there."""
+
+
+Placed = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
+"""Mesh, placements, shape and stride of a DTensor."""
+
+
+class GraphPlan(NamedTuple):
+    """What a graph does for one module of a group; of plain constants.
+
+    Attributes:
+        numbers: of the flat parameters, as ``plan_id`` gives them.
+        reshards: the gather is repeated in backward.
+        input_dtype, output_dtype: what inputs and outputs are cast to, if to anything.
+        slots: where parameters are shown.
+        others: the other modules of the group, by their place in it.
+        gathered: by flat parameter, whether its parameters are in memory of their own.
+    """
+
+    numbers: tuple[int, ...]
+    reshards: bool
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    slots: Slots
+    others: tuple[int, ...]
+    gathered: tuple[bool, ...]
+
+
+_plans: dict[tuple[GraphPlan, ...], str] = {}
+_by_key: dict[str, tuple[GraphPlan, ...]] = {}
+
+
+class CapturedGroup:
+    """One group, as graphs see it.
+
+    Attributes:
+        key: names the plans, one for each module.
+        inputs: of graphs, by flat parameter.
+        held: what the first module of several has gathered, for the others; within a capture only.
+        pending: the modules of several that are still to come, by their place in the group; likewise.
+        shards: the leaves, by flat parameter.
+        placed: by flat parameter, what ``DTensor.from_local`` is told of each parameter that tensor parallelism has
+            cut, and ``None`` for the others; empty if there is none of those.
+    """
+
+    def __init__(self, state: _FSDPState, note: Callable[[torch.Tensor], None]) -> None:
+        """``note`` is called when a graph has brought a gradient."""
+        self.shards: list[CapturedShard] = []
+        self.inputs: tuple[GraphInputs, ...] = ()
+        self.key = ""
+        self.placed: tuple[tuple[Placed | None, ...], ...] = ()
+        self.held: Any = None
+        self.pending: tuple[int, ...] = ()
+        self._slots = [_slots_below(module, state) for module in state.live_modules()]
+        self._followed: object = None
+        self._plans: list[tuple[object, list[GatherPlan], str]] = []
+        self._state = weakref.ref(state)
+        self._note = note
+        self.follow()
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> None:
+        """A copy of the module makes its own when it is captured."""
+
+    def follow(self) -> None:
+        """Let the next graphs do what options, parameters and the root make of the group now."""
+        state = self._state()
+        if state is None:
+            return
+        handles = state._handles
+        flags = [handle.unsharded.flags for handle in handles]
+        present = (state.options, state.place, [handle.mesh for handle in handles], [*map(_identity, handles)], flags)
+        if present == self._followed:
+            return
+        self._followed = present
+        has_same_shards = [id(shard.shard) for shard in self.shards] == [*map(_identity, handles)]
+        if not has_same_shards:
+            self._plans = []
+        plan = next((item for item in self._plans if item[0] == present), None)  # as accumulation comes and goes
+        if plan is None:
+            plan = (present, *self._plan(state))
+            self._plans = [*self._plans[-3:], plan]
+        _, flats, self.key = plan
+        if has_same_shards:
+            for shard, flat in zip(self.shards, flats, strict=True):
+                shard.follow(flat)
+        else:
+            self.shards = [CapturedShard(handle, flat, self._note) for handle, flat in zip(handles, flats, strict=True)]
+        self.placed = ()
+        if any(handle.tensor_parallel is not None for handle in handles):
+            self.placed = tuple(
+                tuple(map(_placed, specs_of(handle.tensor_parallel, len(handle.fqns)))) for handle in handles
+            )
+        self.inputs = tuple(shard.inputs for shard in self.shards)
+
+    def _plan(self, state: _FSDPState) -> tuple[list[GatherPlan], str]:
+        """What the next graphs do with each flat parameter, and the key of that."""
+        options = state.options
+        flats = [
+            captured_flat(handle, options.requires_gradient_sync, options.requires_all_reduce, options.reduction)
+            for handle in state._handles
+        ]
+        policy = options.mp_policy
+        plans = tuple(
+            GraphPlan(
+                tuple(map(plan_id, flats)),
+                state.place.reshards_after_forward,
+                policy.param_dtype if policy.cast_forward_inputs else None,
+                policy.output_dtype,
+                slots,
+                tuple(other for other in range(len(self._slots)) if other != index),
+                tuple(flat.is_gathered for flat in flats),
+            )
+            for index, slots in enumerate(self._slots)
+        )
+        key = _plans.setdefault(plans, str(len(_plans)))
+        _by_key[key] = plans
+        return flats, key
+
+    def knows(self, place: torch.Tensor) -> bool:
+        """Whether what a graph has brought there will be taken."""
+        return any([place is known for shard in self.shards for known in shard.places()])
+
+    def bring(self) -> tuple[bool, bool]:
+        """Lead what graphs have brought where an eager backward would; no reduction of the group is in flight. Whether
+        gradients of earlier backwards have changed by it, and whether something is yet to be reduced."""
+        has_added = is_due = False
+        state = self._state()
+        for handle, shard in zip([] if state is None else state._handles, self.shards, strict=True):
+            if shard.has_grad():
+                added, due = deliver_gradients(handle, shard)
+                has_added, is_due = has_added or added, is_due or due
+        if is_due and state is not None:
+            state.persistent.reduce(False)
+        return has_added, is_due
+
+    def drop(self) -> None:
+        """Forget what graphs have brought."""
+        for shard in self.shards:
+            shard.drop()
+
+
+def hold(group: CapturedGroup, views: Any, pending: tuple[int, ...]) -> None:
+    """Keep what the first module of several has gathered, for those that are ``pending``; or nothing more. Traced."""
+    group.held, group.pending = views, pending
+
+
+def _placed(spec: DTensorSpec | None) -> Placed | None:
+    if spec is None:
+        return None
+    assert spec.tensor_meta is not None
+    return spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride
+
+
+def _identity(handle: FlatParamHandle) -> int:
+    return id(handle.shard)
+
+
+def graph_plan_of(key: str, index: int) -> GraphPlan:
+    """The plan for the module of this place in its group."""
+    return _by_key[key][index]
+
+
+def _slots_below(module: nn.Module, state: _FSDPState) -> Slots:
+    paths = {id(item._parameters): tuple(name.split(".")) if name else () for name, item in module.named_modules()}
+    handles = {handle: number for number, handle in enumerate(state._handles)}
+    found: dict[tuple[str, ...], list[tuple[str, int, int]]] = {}
+    for parameters, name, handle, index in state.swap.slots():
+        path = paths.get(id(parameters))
+        if path is not None:
+            found.setdefault(path, []).append((name, handles[handle], index))
+    return tuple((path, tuple(entries)) for path, entries in found.items())
+
+
+def captured_leaves(handle: FlatParamHandle) -> list[nn.Parameter]:
+    """The leaves at which graphs bring gradients of a flat parameter."""
+    state = state_of(handle)
+    captured = None if state is None else state.persistent.captured
+    if state is None or not isinstance(captured, CapturedGroup):
+        return []
+    shard = captured.shards[state._handles.index(handle)]
+    return shard.places()
+
+
+def is_capturable(handles: Sequence[FlatParamHandle]) -> bool:
+    """Whether graphs can do what these need."""
+    return all(
+        handle.kind.extension is None and not handle.storage.has_host_gradients and handle.unsharded.shows_shards
+        for handle in handles
+    )

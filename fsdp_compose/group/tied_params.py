@@ -1,0 +1,191 @@
+"""Parameters tied across groups: one parameter in modules of several groups, each sharded by a call of its own.
+
+A call that meets a parameter which an earlier call has sharded puts the sharded parameter into its slot (``registry``).
+Here, at the first forward of the root, the parameter moves to the innermost group around all modules that use it: which
+keeps it unsharded from the first use to the last, and reduces its gradient once, after all of them::
+
+    root (head)                 root (embed.weight = head.weight, head.bias)
+     |- embed (weight) ---.      |- embed ()
+     |- blocks ...         > ->  |- blocks ...
+     `- head.weight = -----'
+
+A module shows the parameters of one group: what else stands in a module with a tied parameter moves with it. The
+sharded parameters stay the same objects, so that optimizers need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.nn as nn
+
+from ..flat import ManagedParameter, ParameterKind, handle_of, owner_of, shard_again
+from .registry import group_modules, partition, prepare_swap
+from .state import _FSDPState, state_of
+
+
+@dataclass(frozen=True)
+class Move:
+    """Parameters, with their names in the root, that go to another group."""
+
+    sharded_params: dict[nn.Parameter, str]
+    target: _FSDPState
+
+
+def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
+    """Find what must move before the root's first forward. Local; changes nothing.
+
+    Args:
+        root: the module whose forward begins iterations.
+        states: every group below it, outer ones first.
+
+    Raises:
+        ValueError: no group is around all modules that share a parameter; or the parameter has a gradient.
+    """
+    group_around = {module: state for state in states for module in group_modules(state.live_modules())}
+    names = {module: name for name, module in root.named_modules()}
+    # Where each parameter stands, and what stands in each module.
+    places: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for module in group_around:
+        for name, param in module._parameters.items():
+            if param is not None and handle_of(param) is not None:
+                prefix = names.get(module, type(module).__name__)  # of a group of modules, one may be outside the root
+                fqn = f"{prefix}.{name}" if prefix else name
+                places.setdefault(param, {})[module] = fqn
+    inside: dict[nn.Module, list[nn.Parameter]] = {}
+    for param, at in places.items():
+        for module in at:
+            inside.setdefault(module, []).append(param)
+    moves: list[Move] = []
+    seen: set[nn.Parameter] = set()
+    for param, at in places.items():
+        if param in seen or (len(at) == 1 and _group_of(param) is group_around[next(iter(at))]):
+            continue
+        together = _together(param, places, inside)
+        seen |= together.keys()
+        modules = {module for sharded in together for module in places[sharded]}
+        target = _innermost_around(modules, states, root)
+        if target is None or any(_group_of(sharded) not in states for sharded in together):
+            raise ValueError(
+                f"{_names_of_ties(together, places, states)}: tied weights of modules in different fully_shard groups, "
+                "and no fully_shard'ed module whose forward runs contains all of these groups: call fully_shard() on "
+                "their common parent too (and run that one first), or shard them in one call, fully_shard([a, b])"
+            )
+        moved = {sharded: fqn for sharded, fqn in together.items() if _group_of(sharded) is not target}
+        for sharded, fqn in moved.items():
+            place = handle_of(sharded)
+            if place is not None and place[0].segments:
+                raise ValueError(
+                    f"{fqn} is tied across fully_shard groups, or stands in a module with a parameter that is, and "
+                    "moves to another group at this first forward; but flat_parameters() has put it into a flat "
+                    "view already: call flat_parameters() after a first forward"
+                )
+            if sharded.grad is not None:
+                raise ValueError(
+                    f"{fqn} is tied across fully_shard groups, or stands in a module with a parameter that is, and has "
+                    "a gradient, which would be lost now that it moves to another group: call zero_grad() first"
+                )
+        if moved:
+            moves.append(Move(moved, target))
+    return moves
+
+
+def _together(
+    param: nn.Parameter, places: dict[nn.Parameter, dict[nn.Module, str]], inside: dict[nn.Module, list[nn.Parameter]]
+) -> dict[nn.Parameter, str]:
+    """The parameters that must be in one group with ``param``, each with a name: a module shows those of one group."""
+    found: dict[nn.Parameter, str] = {}
+    waiting = [param]
+    while waiting:
+        sharded = waiting.pop()
+        if sharded not in found:
+            found[sharded] = next(iter(places[sharded].values()))
+            waiting += [other for module in places[sharded] for other in inside[module]]
+    return found
+
+
+def _names_of_ties(
+    together: Iterable[nn.Parameter],
+    places: dict[nn.Parameter, dict[nn.Module, str]],
+    states: Sequence[_FSDPState],
+) -> str:
+    found: list[str] = []
+    for sharded in together:
+        is_elsewhere = _group_of(sharded) not in states
+        if is_elsewhere or len(places[sharded]) > 1:
+            found += places[sharded].values()
+        if is_elsewhere:
+            group, fqn = owner_of(sharded) or ("?", "?")
+            found.append(f"{fqn} of the sharded {group}")
+    return " and ".join(found)
+
+
+def _innermost_around(modules: set[nn.Module], states: Sequence[_FSDPState], root: nn.Module) -> _FSDPState | None:
+    """The innermost group through whose modules every way from the root to ``modules`` leads: a module that stands in
+    several places may be called in each of them."""
+    around = None
+    for state in states:
+        tops = state.live_modules()
+        inside = {item for top in tops for item in top.modules()}
+        if modules <= inside and modules.isdisjoint(_reachable(root, without=set(tops))):
+            around = state
+    return around
+
+
+def _reachable(module: nn.Module, without: set[nn.Module]) -> set[nn.Module]:
+    """The modules below ``module`` that can be reached past those in ``without``."""
+    found: set[nn.Module] = set()
+    waiting = [module]
+    while waiting:
+        present = waiting.pop()
+        if present not in found and present not in without:
+            found.add(present)
+            waiting += present.children()
+    return found
+
+
+def apply_moves(moves: Iterable[Move]) -> None:
+    """Plan the flat parameters of the groups concerned anew, with the present elements.
+
+    Ranks: all ranks of the mesh; every parameter of these groups is all-gathered once.
+    """
+    for move in moves:
+        donors = [group for group in dict.fromkeys(map(_group_of, move.sharded_params)) if group is not None]
+        # They keep the sharded parameters' gradient hooks until the target has them.
+        before = [donor._handles for donor in donors]
+        for donor in donors:
+            _plan_anew(donor, [sharded for sharded in _sharded_params_of(donor) if sharded not in move.sharded_params])
+        _plan_anew(move.target, [*_sharded_params_of(move.target), *move.sharded_params])
+        del before
+
+
+def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> None:
+    names = {id(sharded): "?" for sharded in sharded_params}
+    tops = state.live_modules()
+    for i, top in reversed([*enumerate(tops)]):
+        prefix = f"{i}." if len(tops) > 1 else ""  # as group_modules() has it: names must be unique in the group
+        names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
+    managed = [
+        ManagedParameter(names[id(sharded)], sharded, kind=_kind_in(state, sharded)) for sharded in sharded_params
+    ]
+    parts = partition(managed, state.options)
+    arguments = state.mesh, state.options.granularity, state.options.offload
+    state.set_flat_params([shard_again(part, *arguments) for part in parts])
+    prepare_swap(state)
+
+
+def _kind_in(state: _FSDPState, sharded: nn.Parameter) -> ParameterKind:
+    """The kind of a parameter that is about to be in the group of ``state``."""
+    place, group = handle_of(sharded), _group_of(sharded)
+    assert place is not None and group is not None
+    return place[0].kind.in_group(group.options.mp_policy, state.options.mp_policy)
+
+
+def _sharded_params_of(state: _FSDPState) -> list[nn.Parameter]:
+    return [sharded for handle in state._handles for sharded in handle.sharded_params]
+
+
+def _group_of(sharded: nn.Parameter) -> _FSDPState | None:
+    place = handle_of(sharded)
+    return None if place is None else state_of(place[0])

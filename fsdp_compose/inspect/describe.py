@@ -1,0 +1,252 @@
+"""``describe(model)``: which rank holds what, and in how many bytes.
+
+The facts are read off the model's groups: nothing is computed, changed or communicated. ``describe_formats`` shows
+them without knowing any model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from ..comm import DataParallelMesh
+from ..flat import FlatLayout, FlatParamHandle
+from ..group import GroupOptions, _FSDPState, sharded_parameters, states_to_run
+from .describe_formats import (
+    FlatParameterFacts,
+    GroupFacts,
+    ModelFacts,
+    OtherParameter,
+    ParameterFacts,
+    Part,
+    as_page,
+    as_terminal_text,
+    as_text,
+    can_use_terminal,
+)
+
+# ---- The facts of a model are read off its groups: nothing is computed, changed or communicated.
+
+
+_Holders = Sequence[tuple[int, ...]]  # for each shard the ranks that hold it
+_Names = Mapping[int, tuple[str, ...]]  # of a parameter, by its id: all that the model has for it
+
+
+def collect(model: nn.Module) -> ModelFacts:
+    """The facts of ``model`` as this rank knows them: of shards of all ranks, since all have one layout.
+
+    Raises:
+        RuntimeError: modules show full parameters in the place of the sharded ones.
+    """
+    states = [state for state, _ in states_to_run(model)]
+    _refuse_summoned(states)
+    found: dict[int, list[str]] = {}
+    params: dict[int, nn.Parameter] = {}
+    module_names: dict[nn.Module, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        module_names.setdefault(module, prefix)
+        for name, param in sharded_parameters(module).items():
+            if param is not None:
+                found.setdefault(id(param), []).append(f"{prefix}.{name}" if prefix else name)
+                params[id(param)] = param
+    names = {key: tuple(value) for key, value in found.items()}
+    managed = {id(param) for state in states for handle in state._handles for param in handle.sharded_params}
+    return ModelFacts(
+        name=type(model).__name__,
+        rank=dist.get_rank() if dist.is_initialized() else 0,
+        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        groups=tuple(_group(state, names, module_names) for state in states),
+        others=tuple(_other(names[key][0], param) for key, param in params.items() if key not in managed),
+    )
+
+
+def _refuse_summoned(states: Sequence[_FSDPState]) -> None:
+    for state in states:
+        if any(handle.summoned is not None for handle in state._handles):
+            raise RuntimeError(
+                f"rank {state.mesh.rank}: describe() inside summon_full_params(): modules of the group {state.name} "
+                "show full parameters, not those that it would describe: leave the context first"
+            )
+
+
+def _other(fqn: str, param: nn.Parameter) -> OtherParameter:
+    numel = param.numel()
+    dtype, requires_grad = _dtype(param.dtype), param.requires_grad
+    return OtherParameter(fqn, tuple(param.shape), numel, dtype, requires_grad, numel * param.element_size())
+
+
+def _group(state: _FSDPState, names: _Names, module_names: Mapping[nn.Module, str]) -> GroupFacts:
+    modules, mesh = state.live_modules(), state.mesh.mesh
+    holders = shard_ranks(state.mesh)
+    return GroupFacts(
+        names=tuple(module_names.get(module, "?") for module in modules),
+        classes=tuple(type(module).__name__ for module in modules),
+        is_replicated=state.options.bucket_bytes is not None,
+        mesh_shape=tuple(mesh.shape),
+        mesh_dims=tuple(mesh.mesh_dim_names or ()),
+        device=str(state.mesh.device),
+        shard_ranks=holders,
+        policy=_policy(state.options),
+        options=_options(state, module_names),
+        flat_parameters=tuple(_flat_parameter(handle, names, holders) for handle in state._handles),
+    )
+
+
+def shard_ranks(mesh: DataParallelMesh) -> tuple[tuple[int, ...], ...]:
+    """For each shard the ranks that hold it."""
+    by_replica = mesh.mesh.mesh.reshape(-1, mesh.shard_world_size)
+    return tuple(tuple(by_replica[:, shard].tolist()) for shard in range(mesh.shard_world_size))
+
+
+def _flat_parameter(handle: FlatParamHandle, names: _Names, holders: _Holders) -> FlatParameterFacts:
+    layout, kind, shard, unsharded = handle.layout, handle.kind, handle.shard, handle.unsharded
+    itemsize, num_shards = shard.element_size(), layout.world_size
+    counts = [tuple(layout.counts(index)) for index in range(len(layout.params))]
+    is_plain = kind.extension is None and not unsharded.never_freed
+    return FlatParameterFacts(
+        dtype=_dtype(shard.dtype),
+        compute=_dtype(unsharded.dtype),
+        reduce=_dtype(handle.pending_gradients.dtype),
+        gradient=_dtype(handle.gradient.dtype),
+        gathered_by=None if kind.extension is None else kind.extension.name,
+        home="host memory" if handle.storage.is_host else str(shard.device),
+        num_shards=num_shards,
+        shard_numel=layout.shard_numel,
+        shard_bytes=layout.shard_numel * itemsize,
+        held_bytes=tuple(sum(count[shard] for count in counts) * itemsize for shard in range(num_shards)),
+        padding_bytes=layout.padding_numel * itemsize,
+        unsharded_bytes=layout.flat_numel * unsharded.dtype.itemsize if is_plain else None,
+        parameters=tuple(_parameter(handle, index, names, holders) for index in range(len(layout.params))),
+    )
+
+
+def _parameter(handle: FlatParamHandle, index: int, names: _Names, holders: _Holders) -> ParameterFacts:
+    layout, placed, param = handle.layout, handle.layout.params[index], handle.sharded_params[index]
+    fqn, *tied = names.get(id(param)) or (handle.name_of(index),)
+    is_composite = handle.kind.extension is not None and handle.kind.extension.is_composite
+    return ParameterFacts(
+        fqn=fqn,
+        tied=tuple(tied),
+        shape=tuple(param.shape),
+        numel=param.numel(),
+        local_shape=tuple(param.shape) if is_composite else placed.shape,
+        dtype=_dtype(param.dtype),
+        requires_grad=param.requires_grad,
+        offset=placed.offset,
+        granule=placed.granule,
+        placements=tuple(map(str, getattr(param, "placements", ()))),
+        parts=tuple(_parts_of_bytes(param, layout, holders) if is_composite else _parts(layout, index, holders)),
+    )
+
+
+def _parts(layout: FlatLayout, index: int, holders: _Holders) -> Iterator[Part]:
+    placed = layout.params[index]
+    has_rows, row = placed.row_aligned and placed.shape, placed.row_numel
+    for shard, local in layout.local_shards_of(index).items():
+        start, stop = local.param_start, local.param_start + local.numel
+        rows = (start // row, stop // row) if has_rows else None
+        yield Part(holders[shard], start, stop, rows, local.shard_start, local.shard_start + local.numel)
+
+
+def _parts_of_bytes(param: nn.Parameter, layout: FlatLayout, holders: _Holders) -> Iterator[Part]:
+    """Of a parameter that is kept as several tensors: equal rows on all ranks, each as bytes that fill its shard."""
+    row, rows = param.numel() // param.shape[0], param.shape[0] // layout.world_size
+    for shard, ranks in enumerate(holders):
+        first, last = shard * rows, (shard + 1) * rows
+        yield Part(ranks, first * row, last * row, (first, last), 0, layout.shard_numel)
+
+
+def _policy(options: GroupOptions) -> dict[str, str]:
+    policy = options.mp_policy
+    chosen = {name: getattr(policy, name) for name in ("param_dtype", "reduce_dtype", "output_dtype")}
+    facts = {name: _dtype(dtype) for name, dtype in chosen.items() if dtype is not None}
+    if not policy.cast_forward_inputs:
+        facts["cast_forward_inputs"] = "False"
+    if policy.param_dtype_override_fn is not None:
+        facts["param_dtype_override_fn"] = _name(policy.param_dtype_override_fn)
+    return facts
+
+
+def _options(state: _FSDPState, module_names: Mapping[nn.Module, str]) -> dict[str, str]:
+    options, default = state.options, GroupOptions()
+    reshards: object = options.reshard_after_forward
+    if reshards is None:
+        is_known = state.root is not None
+        reshards = state.place.reshards_after_forward if is_known else "if it is not the root's"
+    facts = {"reshard_after_forward": str(reshards)}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name not in ("mp_policy", *facts) and value != getattr(default, field.name):
+            facts[field.name] = _text(value, module_names)
+    return facts
+
+
+def _text(value: Any, module_names: Mapping[nn.Module, str]) -> str:
+    if isinstance(value, tuple):  # modules to gather ahead
+        modules = [item() if isinstance(item, weakref.ref) else item for item in value]
+        return ", ".join(module_names.get(module, "?") or "(root)" for module in modules if module is not None)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        chosen = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return ", ".join(f"{name}={_text(item, module_names)}" for name, item in chosen.items())
+    return _name(value) if callable(value) else str(value)
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- ``describe()``
+
+
+FORMATS = ("text", "json", "html")
+
+
+def describe(model: nn.Module, format: str = "text") -> str:
+    """Describe the layout of a sharded model: for each group its ranks, dtypes and options, and for each parameter of
+    each flat parameter its place, and the rank that holds each part. ``print(describe(model))``.
+
+    Ranks: any; nothing is communicated, and nothing changes. Before the first forward too; only then is it known which
+    group is the root's, on which the default of ``reshard_after_forward`` depends.
+
+    Args:
+        model: a module, of which some submodules are sharded or replicated. Names are relative to it.
+        format: ``"text"``: tables, by ``rich`` with colours where that is installed and output goes to a terminal;
+            ``"json"``: all facts, for programs (sizes in elements and bytes, ranks by their numbers in the default
+            process group; parts of parameters from the first element to before the last one); ``"html"``: a page with a
+            picture of each flat parameter, which loads nothing from anywhere.
+
+    Returns:
+        The description.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: there is no such format.
+        RuntimeError: called inside ``summon_full_params``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"describe(): expected an nn.Module, got {type(model).__name__}")
+    if format not in FORMATS:
+        raise ValueError(f"describe(format={format!r}): expected one of {', '.join(map(repr, FORMATS))}")
+    facts = collect(model)
+    if format == "html":
+        return as_page(facts)
+    if format == "json":
+        totals = {
+            "numel": facts.numel,
+            "kept_bytes": facts.kept_bytes,
+            "padding_bytes": facts.padding_bytes,
+            "flat_bytes": facts.flat_bytes,
+        }
+        return json.dumps({**asdict(facts), "totals": totals}, indent=1)
+    return as_terminal_text(facts) if can_use_terminal() else as_text(facts)

@@ -1,0 +1,187 @@
+"""What may be wrong with a model or a job: gradients that are not reduced; who waits for whom, from the logs of ranks.
+
+Both only read: ``check`` reads a model; ``explain_hang`` and the command ``hang`` read what ranks have logged."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+
+from ..flat import SHARDED_PARAM_ATTRIBUTE
+from ..group import HANG_SECONDS_ENV, POSITION_MARK, get_state, modules_to_run, states_to_run
+
+# ---- ``check(model)``: the trainable parameters of a model whose gradients are not reduced.
+
+
+@dataclass(frozen=True)
+class UnreducedParameter:
+    """A trainable parameter whose gradients differ from rank to rank.
+
+    Attributes:
+        fqn: its name in the model.
+        reason: why its gradients are not reduced, and what to do.
+    """
+
+    fqn: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.fqn}: {self.reason}"
+
+
+def check(model: nn.Module) -> list[UnreducedParameter]:
+    """List the trainable parameters of ``model`` whose gradients are not reduced over the ranks. Local.
+
+    They train differently on every rank, silently, unless the user reduces their gradients. Parameters that another
+    composable API manages (torch's ``replicate``) are that API's, and not listed.
+
+    Args:
+        model: a module, of which some submodules are sharded.
+
+    Returns:
+        The parameters found, in the order of ``model.named_parameters()``; empty if all is well.
+    """
+    groups = states_to_run(model)
+    managed = {id(sharded) for state, _ in groups for handle in state._handles for sharded in handle.sharded_params}
+    ignored = {id(param) for state, _ in groups for param in state.ignored}
+    below = {id(item) for module in model.modules() if get_state(module) is not None for item in module.modules()}
+    found: dict[int, UnreducedParameter] = {}
+    for prefix, module in modules_to_run(model):
+        for name, param in module._parameters.items():
+            if param is None or not param.requires_grad or id(param) in managed or id(param) in found:
+                continue
+            if id(param) in ignored:
+                reason = "passed as ignored_params: reduce its gradients yourself, or freeze it"
+            elif SHARDED_PARAM_ATTRIBUTE in param.__dict__:
+                reason = (
+                    "tied to a parameter that was sharded elsewhere, and no longer the same tensor: shard the modules "
+                    "that share it in one call, fully_shard([a, b])"
+                )
+            elif id(module) in below:
+                reason = "added or replaced after fully_shard(): build the module first, then shard it"
+            else:
+                reason = "no fully_shard() call covers it: call fully_shard() on a module above it"
+            found[id(param)] = UnreducedParameter(f"{prefix}.{name}" if prefix else name, reason)
+    return list(found.values())
+
+
+# ---- Who waits for whom: the lines that ranks have logged when they stood still, put together.
+#
+# Pure: reads text. (What the lines are, and who writes them: ``group/debug``.)
+
+
+Position = dict[str, Any]
+
+
+def positions_in(lines: Iterable[str]) -> list[Position]:
+    """Those that lines of logs tell, whatever stands before them in a line."""
+    found = []
+    for line in lines:
+        _, mark, rest = line.partition(POSITION_MARK)
+        if mark:
+            try:
+                found.append(json.JSONDecoder().raw_decode(rest)[0])
+            except json.JSONDecodeError:
+                continue  # lines of several ranks that were written into one another
+    return found
+
+
+def explain_hang(positions: Iterable[Position]) -> str:
+    """Who waits for whom.
+
+    Args:
+        positions: of all ranks, in the order in which each has logged them.
+
+    Returns:
+        A text of some lines, for each process group: the ranks that are behind, where these are, and what the others
+        wait in; ranks of which nothing is known.
+    """
+    groups: dict[tuple[str, int], dict[int, Position]] = defaultdict(dict)
+    for position in positions:
+        groups[position["ranks"], position["size"]][position["rank"]] = position  # the last one counts
+    if not groups:
+        return (
+            f"no rank has said where it is: none has stood still for long enough ({HANG_SECONDS_ENV}), or these are "
+            "not the logs of the ranks' stderr"
+        )
+    return "\n\n".join(_explain(ranks, size, by_rank) for (ranks, size), by_rank in groups.items())
+
+
+def _explain(ranks: str, size: int, by_rank: dict[int, Position]) -> str:
+    lines = [f"process group of ranks {ranks} ({len(by_rank)} of {size} have said where they are)"]
+    silent = [rank for rank in range(size) if rank not in by_rank]
+    if silent:
+        lines.append(
+            f"  {_ranks(silent)} said nothing: dead, their logs are not here, or still at work. Look there first"
+        )
+    by_number: dict[int, list[int]] = defaultdict(list)
+    for rank, position in sorted(by_rank.items()):
+        by_number[position["number"]].append(rank)
+    behind = min(by_number)
+    if len(by_number) > 1:
+        ahead = [rank for rank in by_rank if rank not in by_number[behind]]
+        lines.append(f"  {_ranks(by_number[behind])} behind: the others wait for {_them(by_number[behind])}")
+        lines += _where(by_number[behind], by_rank)
+        lines.append(f"  {_ranks(ahead)} waiting")
+        lines += _where(ahead, by_rank)
+        return "\n".join(lines)
+    lasts = {position["last"] for position in by_rank.values()}
+    if len(lasts) > 1:
+        lines.append("  the ranks have issued equally many collectives, but different ones:")
+    elif silent:
+        lines.append(f"  those that have spoken are at the same place: they wait for {_them(silent)}")
+    else:
+        lines.append(
+            "  all are at the same place: no rank is behind. What was issued does not end (the network, a device), or "
+            "the ranks wait for something else, below"
+        )
+    lines += _where([*by_rank], by_rank)
+    return "\n".join(lines)
+
+
+def _where(ranks: Sequence[int], by_rank: dict[int, Position]) -> list[str]:
+    """What ranks are at, those at the same place in one line."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        places[_place(by_rank[rank])].append(rank)
+    return [
+        f"    {_ranks(sharing)} {place} (for {max(by_rank[rank]['seconds'] for rank in sharing)} s; "
+        f"{', '.join(sorted({by_rank[rank]['host'] for rank in sharing})[:3])})"
+        for place, sharing in places.items()
+    ]
+
+
+def _place(position: Position) -> str:
+    phase = position["phase"] or "between iterations"
+    last = position["last"] or "none since the last exchange of all ranks"
+    waits_in = f", in {position['waits_in']}" if position["waits_in"] else ""
+    return f"{position['number']} collectives; {phase}; last: {last}; program at {position['program'] or '?'}{waits_in}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {_list(ranks)}:"
+
+
+def _them(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_list(ranks)}"
+
+
+def _list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:16]))
+    return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"
+
+
+def explain_logs(paths: Sequence[Path]) -> str:
+    """``explain_hang`` of log files, and of all files in folders (as ``torchrun --log-dir`` makes them)."""
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
+    lines: list[str] = []
+    for file in files:
+        if file.is_file():
+            lines += file.read_text(errors="replace").splitlines()
+    return explain_hang(positions_in(lines))

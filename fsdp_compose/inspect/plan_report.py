@@ -1,0 +1,577 @@
+"""What ``plan()`` returns: the facts of a plan as plain data, and their forms: text, JSON, a picture, advice.
+
+The facts say what a training step takes on one rank, for each number of ranks; bytes are of one rank.
+``simulated_step`` finds them, and ``api/planning`` builds what is simulated. The end of this file checks
+how a plan is asked for on a command line. Nothing here touches a model."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .describe_formats import ModelFacts, bytes_of
+
+PARAMETERS, GATHERED, GRADIENTS, REDUCTIONS, OPTIMIZER, ACTIVATIONS, TEMPORARY, OTHER = KINDS = (
+    "parameters",
+    "gathered",
+    "gradients",
+    "reductions",
+    "optimizer",
+    "activations",
+    "temporary",
+    "other",
+)
+"""Of memory: shards, and parameters in no group; unsharded parameters; gradients that ``.grad`` shows; what reductions
+read; the optimizer's state; what forward, and forwards that are repeated in backward, make; what backward and the
+optimizer's step make and need no longer; the batch, buffers and all else."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The bytes that there are when there are most, while one thing is done.
+
+    Attributes:
+        doing: ``building``, ``forward``, ``backward`` or ``optimizer``.
+        bytes_by_kind: see ``KINDS``.
+    """
+
+    doing: str
+    bytes_by_kind: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.bytes_by_kind.values())
+
+
+@dataclass(frozen=True)
+class CollectiveFacts:
+    """One collective of a step.
+
+    Attributes:
+        kind: ``all-gather``, ``reduce-scatter``, ``all-reduce`` or ``gather``.
+        group: the name of the group that it is for.
+        nbytes: of the whole tensor.
+        num_ranks: among which it is.
+    """
+
+    kind: str
+    group: str
+    nbytes: int
+    num_ranks: int
+
+    @property
+    def part_bytes(self) -> int:
+        """Of one rank's part."""
+        return self.nbytes // self.num_ranks
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends at least, in rings: the parts of all others, in an all-reduce twice."""
+        return (self.nbytes - self.part_bytes) * (2 if self.kind == "all-reduce" else 1)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What could be done better.
+
+    Attributes:
+        about: a word for what it is about: ``small shards``, ``one large group``, ``tied``, ``replicate``, ``padding``,
+            ``activations``, ``unreduced`` or ``computed``.
+        text: it, with the figures that it follows from.
+    """
+
+    about: str
+    text: str
+
+
+@dataclass(frozen=True)
+class WorldFacts:
+    """A training step on one rank of many.
+
+    Attributes:
+        world_size: how many ranks.
+        layout: where parameters lie, see ``describe``.
+        moments: when there are most bytes, in each phase of a step as they are once training runs.
+        building: the same, while the model is built and sharded.
+        collectives: of flat parameters, in one step, in their order.
+        recomputes: forwards were repeated in backward.
+        unreduced: trainable parameters whose gradients are not averaged, with why.
+        computed: operations of which no shape was known without computing them.
+    """
+
+    world_size: int
+    layout: ModelFacts
+    moments: tuple[Moment, ...]
+    building: Moment
+    collectives: tuple[CollectiveFacts, ...]
+    recomputes: bool
+    unreduced: tuple[str, ...]
+    computed: tuple[str, ...]
+    advice: tuple[Advice, ...] = ()
+
+    @cached_property
+    def peak(self) -> Moment:
+        """When there are most bytes in a step."""
+        return max(self.moments, key=lambda moment: moment.nbytes)
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """A plan.
+
+    Attributes:
+        optimizer, batch: what was asked for, in words.
+        worlds: a step for each number of ranks, in the order in which they were asked for.
+    """
+
+    optimizer: str
+    batch: str
+    worlds: tuple[WorldFacts, ...]
+
+
+# ---- A plan as plain text, and as JSON.
+
+
+_COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+def as_text(plan: PlanFacts) -> str:
+    layout = plan.worlds[0].layout
+    batch = f"; {plan.batch} on each rank" if plan.batch else ""
+    lines = [
+        f"{layout.name}: {layout.num_parameters:,} parameters of {layout.numel:,} elements, {len(layout.groups)} "
+        f"groups; {plan.optimizer}{batch}",
+        "",
+        "memory of one rank when there is most, in a step",
+        *_table([_memory_heading(), *map(_memory_row, plan.worlds)]),
+        "",
+        "collectives of a step: how many, of how many bytes in all",
+        *_table([_collective_heading(), *map(_collective_row, plan.worlds)]),
+        "",
+        "layout",
+        *_table([_layout_heading(), *map(_layout_row, plan.worlds)]),
+    ]
+    said: dict[str, list[str]] = {}
+    for world in plan.worlds:
+        for item in world.advice:
+            said.setdefault(item.text, []).append(f"{world.world_size:,}")
+    advice = [f"  {', '.join(sizes)} ranks: {text}" for text, sizes in said.items()]
+    return "\n".join([*lines, *(["", "advice", *advice] if advice else [])])
+
+
+def as_json(plan: PlanFacts) -> str:
+    """All facts; with the peaks."""
+    worlds = []
+    for world in plan.worlds:
+        facts = asdict(world)
+        for moment, found in zip((*facts["moments"], facts["building"]), (*world.moments, world.building), strict=True):
+            moment["nbytes"] = found.nbytes
+        worlds.append(facts | {"peak": {"doing": world.peak.doing, "nbytes": world.peak.nbytes}})
+    return json.dumps({"optimizer": plan.optimizer, "batch": plan.batch, "worlds": worlds}, indent=1)
+
+
+def mesh_of(world: WorldFacts) -> str:
+    """The meshes of the groups."""
+    shapes = {"x".join(map(str, group.mesh_shape)) for group in world.layout.groups}
+    return ", ".join(sorted(shapes)) or "-"
+
+
+def _memory_heading() -> list[str]:
+    return ["ranks", "mesh", "peak", "in", *KINDS, "building"]
+
+
+def _memory_row(world: WorldFacts) -> list[str]:
+    peak = world.peak
+    kinds = [bytes_of(peak.bytes_by_kind[kind]) if peak.bytes_by_kind[kind] else "-" for kind in KINDS]
+    start = [f"{world.world_size:,}", mesh_of(world), bytes_of(peak.nbytes), peak.doing]
+    return [*start, *kinds, bytes_of(world.building.nbytes)]
+
+
+def _collective_heading() -> list[str]:
+    return ["ranks", *(f"{kind}s" for kind in _COLLECTIVES), "sent by a rank", "least part"]
+
+
+def _collective_row(world: WorldFacts) -> list[str]:
+    cells = [f"{world.world_size:,}"]
+    for kind in _COLLECTIVES:
+        found = [item.nbytes for item in world.collectives if item.kind == kind]
+        cells.append(f"{len(found):,} of {bytes_of(sum(found))}" if found else "-")
+    if not world.collectives:
+        return [*cells, "-", "-"]
+    sent = sum(item.sent_bytes for item in world.collectives)
+    return [*cells, bytes_of(sent), bytes_of(min(item.part_bytes for item in world.collectives))]
+
+
+def _layout_heading() -> list[str]:
+    return ["ranks", "flat parameters", "kept by a rank", "padding of all", "in rows", "in elements"]
+
+
+def _layout_row(world: WorldFacts) -> list[str]:
+    layout = world.layout
+    params = [param for flat in layout.flat_parameters for param in flat.parameters]
+    in_elements = sum(any(part.rows is None for part in param.parts) for param in params)
+    sizes = bytes_of(layout.kept_bytes), bytes_of(layout.padding_bytes)
+    return [
+        f"{world.world_size:,}",
+        f"{len(layout.flat_parameters):,}",
+        *sizes,
+        f"{len(params) - in_elements:,}",
+        f"{in_elements:,}",
+    ]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+# ---- A plan as a picture, by matplotlib: for each number of ranks a bar of the memory at the peak, by kind.
+
+
+SUFFIXES = (".png", ".svg", ".pdf")
+_COLORS = ("#4c78a8", "#72b7b2", "#f58518", "#eeca3b", "#54a24b", "#b279a2", "#ff9da6", "#bab0ac")
+
+
+def check_picture(path: Path) -> None:
+    """Whether a picture can be written there, said before anything is done for it.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the name ends in something else; there is no such folder.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib, which is not installed: pip install 'fsdp-compose[see]'")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"--plot {path}: expected a name that ends in {', '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+
+
+def save_picture(plan: PlanFacts, path: Path) -> None:
+    """Write it, whole or not at all. For what it raises see ``check_picture``."""
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2.5 + 1.2 * max(3, len(plan.worlds)), 5), layout="constrained")
+    axes = figure.add_subplot()
+    largest = max(world.peak.nbytes for world in plan.worlds)
+    unit, name = next((size, name) for size, name in _UNITS if largest >= size or size == 1)
+    below = [0.0] * len(plan.worlds)
+    places = range(len(plan.worlds))
+    for kind, color in zip(KINDS, _COLORS, strict=True):
+        heights = [world.peak.bytes_by_kind[kind] / unit for world in plan.worlds]
+        if any(heights):
+            axes.bar(places, heights, bottom=below, label=kind, color=color, width=0.7)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    for place, height in zip(places, below, strict=True):
+        axes.text(place, height, f"{height:,.1f}", ha="center", va="bottom", fontsize="small")
+    axes.set_xticks(places, [f"{world.world_size:,}" for world in plan.worlds])
+    axes.set_ylim(0, 1.08 * max(below))  # room for the sums
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(f"{name} of one rank at the peak")
+    axes.set_title(f"{plan.worlds[0].layout.name}, {plan.optimizer}", loc="left", fontsize="medium")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    aside = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        figure.savefig(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+
+
+# ---- What ``plan()`` returns: the facts, and their forms.
+
+
+@dataclass(frozen=True)
+class Plan(PlanFacts):
+    """A plan, made by ``plan()``: ``print(plan(...))``. Its facts are in ``worlds``, see docs/planning.md."""
+
+    def text(self) -> str:
+        """Tables of memory, collectives and layout, and advice."""
+        return as_text(self)
+
+    def json(self) -> str:
+        """All facts, for programs."""
+        return as_json(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a picture of the memory by kind, for each number of ranks: ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: the name ends in something else, or there is no such folder.
+        """
+        save_picture(self, Path(path))
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+# ---- Advice, read off the facts: each rule is a function of one number of ranks, and says what its figures are.
+
+
+SMALL_PART = 1 << 20
+"""Bytes from each rank below which an all-gather takes the time of its latency: about 100 GB/s times 10 us."""
+_LARGE_GROUP = 0.5  # of all parameters
+_LARGE_SHARE = 0.25  # of the peak
+_SMALL_STATE = 0.1  # of the peak
+_MUCH_PADDING = 0.01  # of all shards
+_MANY_ACTIVATIONS = 0.6  # of the peak
+_MOST_NAMES = 3
+
+
+def advise(facts: WorldFacts) -> WorldFacts:
+    """The same, with advice."""
+    rules = (_small_shards, _replicas, _large_group, _ties, _padding, _activations, _unreduced, _computed)
+    return replace(facts, advice=tuple(item for rule in rules for item in rule(facts)))
+
+
+def _small_shards(facts: WorldFacts) -> Iterator[Advice]:
+    parts: dict[str, int] = {}
+    gathers = [item for item in facts.collectives if item.kind == "all-gather" and item.num_ranks > 1]
+    for item in gathers:
+        parts[item.group] = max(parts.get(item.group, 0), item.part_bytes)
+    small = {name: part for name, part in parts.items() if part < SMALL_PART}
+    if not small or (len(small) == 1 and len(parts) > 1):  # one alone, of what is left at the root, is no loss
+        return
+    smallest = min(small, key=lambda name: small[name])
+    typical = sorted(small.values())[len(small) // 2]
+    text = (
+        f"{len(small)} of {len(parts)} groups gather less than {SMALL_PART >> 20} MiB from each rank (the least: "
+        f"{smallest}, {bytes_of(small[smallest])}): that takes the time of its latency, not of its bytes."
+    )
+    num_together = -(-SMALL_PART // max(1, typical))
+    if num_together <= len(small):
+        text += f" Make one group of {num_together} neighbours: fully_shard([block, ..., block])."
+    num_ranks = max(item.num_ranks for item in gathers)
+    num_shards = _shards_that_are_long(typical * num_ranks, num_ranks)
+    if num_shards > 1:
+        extra = _state_bytes(facts) * (num_ranks // num_shards - 1)
+        text += (
+            f" Or let {num_shards} ranks share the shards, in replicas (--mesh *x{num_shards}): "
+            f"{bytes_of(extra)} more on each rank."
+        )
+    elif num_together > len(small):
+        text += " Together they are no longer: let every rank have them whole, replicate()."
+    yield Advice("small shards", text)
+
+
+def _shards_that_are_long(whole: int, num_ranks: int) -> int:
+    """The largest factor of ``num_ranks`` into as many parts as which ``whole`` can be cut without small ones."""
+    return max(n for n in range(1, num_ranks + 1) if num_ranks % n == 0 and (n == 1 or whole // n >= SMALL_PART))
+
+
+def _state_bytes(facts: WorldFacts) -> int:
+    """What a rank keeps of parameters, gradients and the optimizer's state."""
+    return sum(
+        max(moment.bytes_by_kind[kind] for moment in facts.moments) for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)
+    )
+
+
+def _replicas(facts: WorldFacts) -> Iterator[Advice]:
+    num_ranks = max((item.num_ranks for item in facts.collectives if item.kind == "all-gather"), default=1)
+    whole = _state_bytes(facts) * num_ranks
+    if num_ranks > 1 and whole <= _SMALL_STATE * facts.peak.nbytes:
+        num_gathers = sum(item.kind == "all-gather" for item in facts.collectives)
+        yield Advice(
+            "replicate",
+            f"parameters, gradients and optimizer state take {bytes_of(whole)} if every rank has them whole, and the "
+            f"peak is {bytes_of(facts.peak.nbytes)}: replicate the dimension of {num_ranks} ranks (replicate(), or "
+            f"another --mesh), which saves {num_gathers} all-gathers a step.",
+        )
+
+
+def _large_group(facts: WorldFacts) -> Iterator[Advice]:
+    groups = facts.layout.groups
+    sizes = [sum(flat.flat_bytes for flat in group.flat_parameters) for group in groups]
+    gathered: dict[str, int] = {}
+    for item in facts.collectives:
+        if item.kind == "all-gather":
+            gathered[item.group] = max(gathered.get(item.group, 0), item.nbytes)
+    for group, nbytes in zip(groups, sizes, strict=True):
+        share, held = nbytes / max(1, sum(sizes)), gathered.get(group.name, 0)
+        if share > _LARGE_GROUP and held > _LARGE_SHARE * facts.peak.nbytes:
+            yield Advice(
+                "one large group",
+                f"the group {group.name} has {share:.0%} of the parameters: it takes {bytes_of(held)} while it is "
+                f"gathered, of a peak of {bytes_of(facts.peak.nbytes)}, and nothing of it is gathered while something "
+                "else computes. Make groups of the modules inside (--wrap ClassName).",
+            )
+
+
+def _ties(facts: WorldFacts) -> Iterator[Advice]:
+    for group in facts.layout.groups:
+        for flat in group.flat_parameters:
+            for param in flat.parameters:
+                if param.tied:
+                    yield Advice(
+                        "tied",
+                        f"{' = '.join((param.fqn, *param.tied))} is one parameter of the group {group.name}, which is "
+                        "gathered from the first of its uses to the last"
+                        + (f": {bytes_of(flat.unsharded_bytes)}." if flat.unsharded_bytes else "."),
+                    )
+
+
+def _padding(facts: WorldFacts) -> Iterator[Advice]:
+    padding, whole = facts.layout.padding_bytes, facts.layout.flat_bytes
+    if padding > _MUCH_PADDING * whole:
+        yield Advice(
+            "padding",
+            f"{padding / whole:.1%} of all shards are padding ({bytes_of(padding)}): the groups are small for so many "
+            "ranks, or granules large.",
+        )
+
+
+def _activations(facts: WorldFacts) -> Iterator[Advice]:
+    activations = facts.peak.bytes_by_kind[ACTIVATIONS]
+    if activations > _MANY_ACTIVATIONS * facts.peak.nbytes and not facts.recomputes:
+        yield Advice(
+            "activations",
+            f"activations are {activations / facts.peak.nbytes:.0%} of the peak ({bytes_of(activations)}), which more "
+            "ranks do not change: a smaller batch on each rank does, or activation checkpointing.",
+        )
+
+
+def _unreduced(facts: WorldFacts) -> Iterator[Advice]:
+    if facts.unreduced:
+        more = f"; and {len(facts.unreduced) - _MOST_NAMES} more" if len(facts.unreduced) > _MOST_NAMES else ""
+        yield Advice(
+            "unreduced", f"gradients that no group averages: {'; '.join(facts.unreduced[:_MOST_NAMES])}{more}."
+        )
+
+
+def _computed(facts: WorldFacts) -> Iterator[Advice]:
+    if facts.computed:
+        yield Advice(
+            "computed",
+            f"of {', '.join(facts.computed)} torch does not know the shape without computing it: what depends on its "
+            "elements may be otherwise in a real run.",
+        )
+
+
+# ---- What a plan is asked for, in the words of a command line, checked before anything is built.
+
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16,
+}  # fmt: skip
+REST = "*"  # of a mesh: what the number of ranks leaves
+
+
+def load_factory(text: str) -> Callable[..., Any]:
+    """The function that ``module:name`` names, or ``path/to/file.py:name``.
+
+    Raises:
+        ValueError: there is no such module, file or function. (What the module raises when it is imported goes on.)
+    """
+    place, colon, name = text.rpartition(":")
+    if not (place and colon and name.isidentifier()):
+        raise ValueError(f"--model {text}: expected module:factory, or path/to/file.py:factory")
+    module = _file(Path(place), text) if place.endswith(".py") else _module(place, text)
+    found = getattr(module, name, None)
+    if not callable(found):
+        offered = [key for key, value in vars(module).items() if _can_be_factory(value, module)]
+        others = f"; it has {', '.join(offered[:8])}" if offered else ""
+        what = "is no function" if hasattr(module, name) else "does not exist"
+        raise ValueError(f"--model {text}: {name} {what} in {place}{others}")
+    return found
+
+
+def _can_be_factory(value: object, module: ModuleType) -> bool:
+    return inspect.isfunction(value) and value.__module__ == module.__name__ and not value.__name__.startswith("_")
+
+
+def _module(name: str, text: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module was found, and imports what there is not
+        raise ValueError(
+            f"--model {text}: there is no module {error.name} on the path of Python, to which the current folder "
+            "belongs; a file is named by its path, with .py"
+        ) from None
+
+
+def _file(path: Path, text: str) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"--model {text}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "it is a file of Python's"
+    module = importlib.util.module_from_spec(spec)
+    known = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module  # as in an import: dataclasses and pickles look for it
+    sys.path.insert(0, str(path.parent))  # as when Python runs it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if known is None:
+            del sys.modules[path.stem]
+        else:
+            sys.modules[path.stem] = known
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def world_sizes_of(text: str) -> tuple[int, ...]:
+    """``8,64,1024`` as numbers.
+
+    Raises:
+        ValueError: one is none, or less than 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"--world-size {text}: expected numbers of ranks, for example 8,64,1024")
+    return tuple(map(int, parts))
+
+
+def mesh_shape_of(text: str | None, world_size: int) -> tuple[int, ...]:
+    """The shape of a mesh of ``world_size`` ranks: ``8``, or ``2x4`` for 2 replicas of 4 shards; one number may be
+    ``*``, for what is left of the ranks.
+
+    Raises:
+        ValueError: it is no such text, or not of so many ranks.
+    """
+    if text is None:
+        return (world_size,)
+    parts = text.lower().split("x")
+    is_size = [part == REST or (part.isdecimal() and int(part) > 0) for part in parts]
+    if len(parts) > 2 or not all(is_size) or parts.count(REST) > 1:
+        raise ValueError(
+            f"--mesh {text}: expected the number of shards, or RxS for R replicas of S shards, of which one may be * "
+            "for what is left of the ranks: *x8"
+        )
+    given = math.prod(int(part) for part in parts if part != REST)
+    if world_size % given or (REST not in parts and given != world_size):
+        there = f"a multiple of {given}" if REST in parts else str(given)
+        raise ValueError(f"--mesh {text}: it is of {there} ranks, and --world-size is {world_size}")
+    return tuple(world_size // given if part == REST else int(part) for part in parts)
+
+
+def dtype_of(text: str | None, option: str) -> torch.dtype | None:
+    """
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    if text is None or text in DTYPES:
+        return None if text is None else DTYPES[text]
+    raise ValueError(f"{option} {text}: expected one of {', '.join(DTYPES)}")

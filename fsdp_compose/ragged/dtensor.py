@@ -1,0 +1,639 @@
+"""``RaggedDTensor``, a ``DTensor`` sharded by a ``RaggedShard``: changes of layout, serialization, checkpoint hooks.
+
+Users, optimizers and checkpoints see a group's parameters as this class. Stock DTensor cannot carry a ``RaggedShard``:
+sharding propagation rebuilds even ``Shard`` placements, and gives wrong values silently. So no operation on a
+``RaggedDTensor`` reaches it with one: the class owns its dispatch, and the table of handlers, which ``ops`` fills,
+decides. Nothing here knows of groups or of training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate, repeat
+from math import prod
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from .._torch import (
+    DTensorSpec,
+    TensorMeta,
+    admit_placements,
+    allow_in_foreach,
+    local_tensor,
+    make_dtensor,
+    set_local_tensor,
+)
+from ..comm import Label, device_for, transport_of
+from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, hook_owners, note_write_of_all_ranks, requires_grad_writes
+from .placement import RaggedShard, RaggedSpec
+
+# ---- How ``torch.distributed.checkpoint`` saves and loads a tensor of which each rank holds one range: as boxes.
+
+
+class CheckpointedDTensor(OwnedDTensor):
+    """The hooks of ``torch.distributed.checkpoint``."""
+
+    _spec: RaggedSpec
+
+    def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """This rank's elements as boxes of the whole tensor, each with a view of the local memory."""
+        base, (start, _) = self._spec.inner_offsets, self._spec.element_range
+        local = local_tensor(self).detach().view(-1)
+        return [
+            (
+                ChunkStorageMetadata(
+                    offsets=torch.Size([a + b for a, b in zip(base, box.offsets, strict=True)]),
+                    sizes=torch.Size(box.sizes),
+                ),
+                local[box.start - start : box.start - start + prod(box.sizes)].view(box.sizes),
+            )
+            for box in self._spec.boxes()
+        ]
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(local_tensor(self))
+        if hasattr(properties, "strides"):  # torch 2.14: those of the whole tensor
+            properties.strides = self.stride()
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk, _ in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Asked for on every rank, also where there is nothing to load, when torch.distributed.checkpoint is about to
+        # write to the local memory.
+        note_write_of_all_ranks(local_tensor(self))
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for chunk, view in self._chunks():
+            if chunk.offsets == index.offset:
+                return view
+        raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
+
+
+# ---- Names by which files that were written earlier know what has moved: they load, also where torch allows names only
+# that it knows to be safe.
+
+
+def known_as(item: Any, module: str) -> None:
+    """Let pickles find ``item``, a class or a function that runs no code of theirs, in ``module``, which is gone."""
+    vars(sys.modules.setdefault(module, ModuleType(module))).setdefault(item.__name__, item)
+    torch.serialization.add_safe_globals([(item, f"{module}.{item.__name__}")])
+
+
+# ---- ``RaggedDTensor``
+
+
+class RaggedDTensor(CheckpointedDTensor):
+    """A tensor of which every rank holds one contiguous range of elements; see ``RaggedShard``.
+
+    Every operation either gives the value that it would give on the full tensor or raises. Element-wise operations,
+    ``foreach`` and fused optimizer kernels, copies and conversions run on the local shards; full reductions (norms,
+    sums) communicate once and are complete; slices of dim 0 and reshapes are views; everything else all-gathers, with
+    one warning per operation. What would change the shape or the memory of a ``RaggedDTensor`` raises.
+
+    Ranks: what communicates must be called by all ranks of the mesh, as with any DTensor.
+
+    Build one with ``RaggedDTensor.from_local`` or ``distribute_ragged``.
+    """
+
+    __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
+    # No __slots__: torch's checkpoint staging copies the attributes that type(tensor).__slots__ names.
+
+    _local_tensor: torch.Tensor
+    _spec: RaggedSpec
+    is_part = False  # a view of a part of another one
+
+    @staticmethod
+    def __new__(
+        cls: type[RaggedDTensor], local: torch.Tensor, spec: RaggedSpec, *, requires_grad: bool = False
+    ) -> RaggedDTensor:
+        return make_dtensor(cls, local, spec, requires_grad)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Everything has been done by ``__new__``."""
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
+    ) -> RaggedDTensor:
+        """A ``RaggedDTensor`` over this rank's local shard, whose memory it shares. No communication.
+
+        Args:
+            local: this rank's local shard: contiguous, of the shape that the ``RaggedShard`` gives it.
+            mesh: the ranks.
+            placements: one for each mesh dimension, exactly one of them a ``RaggedShard``.
+            shape: of the whole tensor.
+
+        Raises:
+            ValueError: the placements do not fit the mesh or the shape, or ``local`` does not fit them.
+        """
+        spec = RaggedSpec.make(mesh, placements, shape, local.dtype)
+        if tuple(local.shape) != spec.local_shape or not local.is_contiguous():
+            raise ValueError(
+                f"RaggedDTensor.from_local(): got a local tensor of shape {tuple(local.shape)}"
+                f"{'' if local.is_contiguous() else ' that is not contiguous'}; a tensor of shape {tuple(shape)} "
+                f"placed {list(placements)} has a contiguous local tensor of shape {spec.local_shape} on rank "
+                f"{spec.rank}"
+            )
+        return RaggedDTensor(local, spec)
+
+    # ---- movement
+
+    def all_gather(self) -> DTensor:
+        """All-gather the local shards: a plain DTensor, replicated over the ragged mesh dimension. Differentiable: see
+        ``full_tensor``.
+
+        Ranks: all ranks of the ragged mesh dimension.
+        """
+        inner = self._gather_as_parameter()
+        if inner is not None:
+            return self.around(inner)
+        result: DTensor = _Gather.apply(self, True)
+        return result
+
+    def around(self, inner: torch.Tensor) -> DTensor:
+        """A plain DTensor over what all ranks of the ragged mesh dimension together have; differentiable."""
+        spec = self._spec
+        return DTensor.from_local(
+            inner, spec.mesh, spec.gathered_placements, run_check=False, shape=self.shape, stride=self.stride()
+        )
+
+    def _gather_as_parameter(self) -> torch.Tensor | None:
+        """The inner tensor, if this is a parameter of a group and autograd records."""
+        if not (gather_parameter and self.requires_grad and self.is_leaf and torch.is_grad_enabled()):
+            return None
+        return gather_parameter[0](self)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, on every rank. Ranks: all ranks of the mesh.
+
+        Differentiable: each rank computes with the whole tensor on its own data, and the gradient of the sharded one is
+        the average over the ranks, as everywhere in data-parallel training (that of a term which is the same on every
+        rank is its own average). Of a parameter of a ``fully_shard`` group it is reduced together with the group's
+        other gradients. ``grad_placements`` says otherwise, as for any DTensor: ``[Replicate()]`` takes the gradient to
+        be the same on every rank, ``[Partial()]`` adds the ranks' gradients up.
+        """
+        if grad_placements is not None:
+            explicit: DTensor = _Gather.apply(self, False)
+            return explicit.full_tensor(grad_placements=grad_placements)
+        inner = self._gather_as_parameter()
+        if inner is None:
+            return self.all_gather().full_tensor()
+        return inner if self._spec.is_only_ragged else self.around(inner).full_tensor()
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
+    ) -> DTensor:
+        """The same tensor in another layout: ``Replicate``, ``Shard``, or another ``RaggedShard``.
+
+        The way back, from a plain DTensor, is ``distribute_ragged``. Ranks: all ranks of the mesh.
+        """
+        if placements is None:
+            raise ValueError("RaggedDTensor.redistribute(): expected placements")
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise NotImplementedError("RaggedDTensor.redistribute(): moving to another mesh is not supported")
+        if tuple(placements) == self._spec.placements:
+            return self
+        if any(isinstance(item, RaggedShard) for item in placements):
+            return distribute_ragged(self, placements=placements)
+        return self.all_gather().redistribute(placements=placements, **kwargs)
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's local shard, sharing memory. Differentiable: its gradient arrives as a ``RaggedDTensor``."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            result: torch.Tensor = _ToLocal.apply(self)
+            return result
+        return local_tensor(self)
+
+    # ---- views with gradients
+
+    # Autograd fills the gradients of parts that got none with plain zeros, and keeps indices as they are: stock DTensor
+    # mixes with neither. So each part is a view by itself, and indices are made DTensors.
+
+    def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return super().unbind(dim)
+        return tuple(self.select(dim, i) for i in range(self.shape[dim]))
+
+    def split(self, split_size: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        parts = super().split(split_size, dim)
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return parts
+        stops = [*accumulate(part.shape[dim] for part in parts)]
+        return tuple(self.narrow(dim, a, b - a) for a, b in zip([0, *stops], stops, strict=False))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        if chunks < 1 or not (torch.is_grad_enabled() and self.requires_grad and self.shape[dim]):
+            return super().chunk(chunks, dim)
+        return self.split(-(-self.shape[dim] // chunks), dim)
+
+    def __getitem__(self, indices: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.requires_grad:
+            parts = indices if isinstance(indices, tuple) else (indices,)
+            indices = tuple(self._replicate(item) if type(item) is torch.Tensor else item for item in parts)
+        return super().__getitem__(indices)
+
+    def _replicate(self, same: torch.Tensor) -> DTensor:
+        placements = [Replicate()] * self.device_mesh.ndim
+        return DTensor.from_local(same, self.device_mesh, placements, run_check=False)
+
+    # ---- attributes
+
+    def _set_requires_grad(self, value: bool) -> None:
+        requires_grad_writes.note()
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    # Reading calls nothing of Python.
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
+
+    def requires_grad_(self, requires_grad: bool = True) -> RaggedDTensor:
+        """Set ``requires_grad``, in place."""
+        self.requires_grad = requires_grad
+        return self
+
+    def detach_(self) -> RaggedDTensor:
+        """Take it out of its graph; a leaf does not require grad any more."""
+        requires_grad_writes.note()
+        return super().detach_()  # type: ignore[return-value]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor outside autograd, sharing memory. An equally sharded ``RaggedDTensor`` can be assigned, or the
+        whole values, the same on every rank, as a plain tensor, of which this rank's local shard is copied. Inside a
+        forward of the model what is assigned is copied into the parameter's own memory, so that the forward goes on
+        with it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if type(value) is torch.Tensor and value.shape == self.shape and value.layout == torch.strided:
+            value = RaggedDTensor(shard_whole(value, self._spec), self._spec.with_dtype(value.dtype))
+        if not isinstance(value, RaggedDTensor) or not self._spec.is_sharded_like(value._spec):
+            layout = value.placements if isinstance(value, DTensor) else type(value).__name__
+            raise TypeError(
+                f".data of a sharded parameter of shape {tuple(self.shape)}, placed {list(self.placements)}, cannot "
+                f"be set to a {tuple(value.shape)} tensor ({layout}): copy_() into the parameter under "
+                "torch.no_grad(), or assign a tensor made by distribute_ragged()"
+            )
+        if value.dtype != self.dtype or value.device != self.device:
+            raise TypeError(
+                f".data of a sharded parameter ({self.dtype}, {self.device}) cannot be set to {value.dtype} on "
+                f"{value.device}: convert the module with module.to()"
+            )
+        owner = hook_owners.get(id(self))
+        if owner is not None and owner.is_forward_running():
+            with torch.no_grad():
+                self.copy_(value)
+        else:
+            set_local_tensor(self, local_tensor(value))
+
+    def detach(self) -> RaggedDTensor:
+        """The tensor outside autograd, sharing memory. Errors about that of a parameter name the parameter."""
+        result: RaggedDTensor = super().detach()  # type: ignore[assignment]
+        owner = self.__dict__.get(OWNER_ATTRIBUTE)
+        if owner is not None:
+            result.__dict__[OWNER_ATTRIBUTE] = owner
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"RaggedDTensor(shape={tuple(self.shape)}, placements={list(self.placements)}, rank {self._spec.rank} "
+            f"holds {local_tensor(self)})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
+        """As of any tensor; of a parameter, like ``nn.Parameter``'s, without its gradient."""
+        if not isinstance(self, torch.nn.Parameter):
+            return super().__deepcopy__(memo)
+        twin: Any = memo.get(id(self))
+        if twin is None:
+            local = local_tensor(self).detach().clone()
+            twin = torch.nn.Parameter(RaggedDTensor(local, self._spec), requires_grad=self.requires_grad)
+            set_local_tensor(twin, local)
+            memo[id(self)] = twin
+            for key, value in self.__dict__.items():
+                twin.__dict__.setdefault(key, copy.deepcopy(value, memo))
+        return twin
+
+    # ---- torch.compile
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, outer_size: Any, outer_stride: Any) -> RaggedDTensor:
+        placements, meta, _, requires_grad = context
+        spec = RaggedSpec(inner["device_mesh"], placements, TensorMeta(outer_size, outer_stride, meta.dtype))
+        return RaggedDTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    # ---- dispatch
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = handlers.get(func)
+        if handler is None:
+            handler = handlers[func] = choose_handler[0](func)
+        return handler(func, args, kwargs or {})
+
+
+# As the base class has it: torch asks for it at most accesses, by a name that the interpreter's cache of methods does
+# not know, so that all classes before the one that has it are searched.
+RaggedDTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# Filled by ``ops``: the handler of each operator met so far, and what chooses one for another.
+handlers: dict[Any, Handler] = {}
+choose_handler: list[Callable[[Any], Handler]] = []
+
+# How parameters of groups are gathered where autograd records, or ``None`` for a tensor that is none; set by
+# ``runtime/differentiable_gather``.
+gather_parameter: list[Callable[[Any], torch.Tensor | None]] = []
+
+# ---- movement between layouts
+
+
+def distribute_ragged(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> RaggedDTensor:
+    """Shard a tensor by a ``RaggedShard``: ``distribute_tensor`` and ``redistribute`` to a ragged layout.
+
+    Ranks: all ranks of the mesh.
+
+    Args:
+        tensor: a plain tensor (the whole one, of which ``src_data_rank``'s values count), or a DTensor in any layout.
+        mesh: the ranks; that of ``tensor`` if it is a DTensor.
+        placements: one for each mesh dimension, exactly one of them a ``RaggedShard``.
+        src_data_rank: as in ``torch.distributed.tensor.distribute_tensor``: ``None`` means that every rank has the same
+            values, and nothing is communicated.
+
+    Returns:
+        A detached ``RaggedDTensor`` with memory of its own.
+
+    Raises:
+        ValueError: the placements do not fit the mesh or the shape.
+    """
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh if mesh is None else mesh
+            if mesh != tensor.device_mesh:
+                raise NotImplementedError("distribute_ragged(): moving to another mesh is not supported")
+        if mesh is None or placements is None:
+            raise ValueError("distribute_ragged(): expected a mesh and placements")
+        spec = RaggedSpec.make(mesh, placements, tensor.shape, tensor.dtype)
+        if isinstance(tensor, RaggedDTensor):
+            if tensor._spec.is_sharded_like(spec):
+                return RaggedDTensor(local_tensor(tensor).clone(), spec)
+            tensor = tensor.all_gather()
+        if not isinstance(tensor, DTensor):
+            # A copy: distribute_tensor broadcasts into the memory it is given.
+            whole = tensor.detach() if src_data_rank is None else tensor.detach().clone()
+            tensor = distribute_tensor(whole, mesh, spec.gathered_placements, src_data_rank=src_data_rank)
+        else:
+            tensor = tensor.redistribute(placements=spec.gathered_placements)
+        return RaggedDTensor(shard_inner(local_tensor(tensor), spec), spec)
+
+
+def make_view(local: torch.Tensor, spec: RaggedSpec, is_part: bool) -> RaggedDTensor:
+    """A view of another one over ``local``; ``is_part``: of a part of it."""
+    view = RaggedDTensor(local, spec)
+    view.is_part = is_part
+    return view
+
+
+def rebind(tensor: RaggedDTensor, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
+    """Make ``tensor``, the same object, one over ``local``; sharded by ``spec``, if that is given."""
+    set_local_tensor(tensor, local)
+    if spec is not None:
+        tensor._spec = spec
+
+
+def shard_inner(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's local shard of the inner tensor, with memory of its own."""
+    start, stop = spec.element_range
+    return inner.detach().reshape(-1)[start:stop].clone().view(spec.local_shape)
+
+
+def shard_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """This rank's local shard of the whole tensor, with memory of its own."""
+    return shard_inner(inner_of_whole(whole, spec), spec)
+
+
+def inner_of_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+    """The part of the whole tensor that the ``RaggedShard`` shards: a view."""
+    places = zip(spec.inner_offsets, spec.inner_shape, strict=True)
+    return whole[tuple([slice(offset, offset + size) for offset, size in places])]
+
+
+_LABEL = Label(["a RaggedDTensor"])
+
+
+def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
+    """The inner tensor, from the local shards of all ranks of the ragged mesh dimension."""
+    spec, local = tensor._spec, local_tensor(tensor)
+    group, shape = spec.group, spec.inner_shape
+    ranges = spec.ragged.element_ranges(shape)
+    home, local = local.device, local.to(device_for(group, local.device))
+    flat = local.new_empty(prod(shape))
+    if len(ranges) == 1 or local.device.type == "meta":
+        flat[slice(*ranges[spec.rank])] = local.reshape(-1)
+    else:
+        transport_of(group, local.device).gather(flat, local.reshape(-1), ranges, True, _LABEL)
+    return flat.to(home).view(shape)
+
+
+def gathered(tensor: RaggedDTensor) -> DTensor:
+    """As ``all_gather``, below autograd."""
+    spec = tensor._spec
+    plain = DTensorSpec(spec.mesh, spec.gathered_placements, spec.tensor_meta)
+    result: DTensor = make_dtensor(DTensor, gather_local_shards(tensor), plain)
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    """A ragged tensor -> the whole one. ``averages``: each rank's gradient is its own, else the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor, averages: bool) -> DTensor:
+        ctx.placements, ctx.averages = tensor._spec.placements, averages
+        return gathered(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, None]:
+        return _Scatter.apply(grad, ctx.placements, ctx.averages), None
+
+
+class _Scatter(torch.autograd.Function):
+    """The gradient of a gathered tensor -> that of the ragged one. Its own derivative is the gathering without another
+    division: terms computed from an average are the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: DTensor, placements: Sequence[Placement], averages: bool) -> RaggedDTensor:
+        return distribute_ragged(averaged(grad) if averages else grad, placements=placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: RaggedDTensor) -> tuple[Any, None, None]:
+        return _Gather.apply(grad, True), None, None
+
+
+def averaged(grad: DTensor) -> Any:
+    """The average over the ranks of a gradient that each of them has computed by itself; in fp32 where it has less."""
+    placements = [Partial("avg") if item.is_replicate() else item for item in grad.placements]
+    local = local_tensor(grad)
+    if local.dtype.itemsize == 2:
+        local = local.float()
+    each = DTensor.from_local(
+        local, grad.device_mesh, placements, run_check=False, shape=grad.shape, stride=grad.stride()
+    )
+    return each.redistribute(placements=grad.placements).to(grad.dtype)
+
+
+def scatter_average(grad: torch.Tensor, like: RaggedDTensor) -> RaggedDTensor:
+    """The average over the ranks of gradients of the inner tensor, sharded like a ragged tensor. Ranks: all ranks of
+    the mesh."""
+    spec = like._spec
+    result: RaggedDTensor = _Scatter.apply(like.around(grad), spec.placements, True)
+    return result
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:
+        ctx.spec = tensor._spec
+        local = local_tensor(tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> RaggedDTensor:
+        return RaggedDTensor(grad.contiguous(), ctx.spec.with_dtype(grad.dtype))
+
+
+def inference_mode_of(tensor: torch.Tensor) -> Any:
+    """A context in which a view of ``tensor`` can be made: views of ordinary tensors are none of inference mode."""
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    return torch.inference_mode(tensor.is_inference())
+
+
+allow_in_foreach(RaggedDTensor)
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedSpec])
+known_as(RaggedDTensor, "fsdp_compose.ragged")
+known_as(RaggedSpec, "fsdp_compose.ragged_spec")
+known_as(RaggedShard, "fsdp_compose.placement")
+
+
+# ---- ``RaggedShard`` placements given to torch's own functions: ``DTensor.from_local``, ``distribute_tensor``, and the
+# setters of ``torch.distributed.checkpoint.state_dict`` give a ``RaggedDTensor``.
+#
+# Stock DTensor refuses such a placement, or takes it for an even ``Shard``; code that is given ``parameter.placements``
+# must get what these say.
+
+
+def _is_ours(placements: Any) -> bool:
+    return any(map(isinstance, placements, repeat(RaggedShard)))  # every from_local() of torch's asks
+
+
+def _from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
+) -> torch.Tensor:
+    """``DTensor.from_local``, below autograd."""
+    spec = RaggedSpec.make(mesh, placements, _whole_shape(local, placements) if shape is None else shape, local.dtype)
+    if tuple(local.shape) != spec.local_shape:
+        raise ValueError(
+            f"DTensor.from_local(): got a local tensor of shape {tuple(local.shape)}; a tensor of shape "
+            f"{tuple(spec.shape)} placed {list(placements)} has a local tensor of shape {spec.local_shape} on rank "
+            f"{spec.rank}"
+        )
+    # Contiguous, as everything that a RaggedDTensor holds; a fresh tensor, as autograd wants it.
+    local = local.contiguous()
+    return RaggedDTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+
+
+def _whole_shape(local: torch.Tensor, placements: Sequence[Placement]) -> Sequence[int]:
+    """The shape of the whole tensor: what rows say, or that of the tensor whose placements these are.
+
+    Raises:
+        ValueError: neither is known.
+    """
+    ragged = next(item for item in placements if isinstance(item, RaggedShard))
+    if not ragged.flat and all(item is ragged or item.is_replicate() for item in placements):
+        return (ragged.num_placed, *local.shape[1:])
+    if ragged.of_shape is None:
+        raise ValueError(
+            f"DTensor.from_local(): {list(placements)} do not tell the shape of the whole tensor: give shape= and "
+            "stride=, those of the whole tensor"
+        )
+    return ragged.of_shape
+
+
+def _as_placed(grad: DTensor, placements: Sequence[Placement]) -> DTensor:
+    if grad.placements == tuple(placements):
+        return grad
+    return distribute_ragged(grad, placements=placements)
+
+
+def _distribute(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement],
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """``distribute_tensor``."""
+    if isinstance(tensor, RaggedDTensor) and not _is_ours(placements):
+        _, fqn = tensor.__dict__.get(OWNER_ATTRIBUTE, ("", ""))
+        raise ValueError(
+            f"distribute_tensor(): {f'the parameter {fqn}' if fqn else 'the tensor'} is sharded already, placed "
+            f"{list(tensor.placements)}, and cannot be placed {list(placements)} as well: parallelize_module() comes "
+            "before fully_shard(), and redistribute() gives a sharded tensor another layout"
+        )
+    if not tensor.is_leaf:
+        raise RuntimeError("distribute_tensor(): expected a leaf tensor, got the result of an operation")
+    if isinstance(tensor, DTensor):
+        if tensor.placements != tuple(placements) or (mesh is not None and tensor.device_mesh != mesh):
+            raise ValueError(
+                f"distribute_tensor(): got a DTensor placed {list(tensor.placements)}: use redistribute(), or "
+                f"distribute_ragged(), to place it {list(placements)}"
+            )
+        return tensor
+    if mesh is not None and tensor.device.type != mesh.device_type and not tensor.is_meta:
+        tensor = tensor.detach().to(mesh.device_type).requires_grad_(tensor.requires_grad)
+    made = distribute_ragged(tensor, mesh, placements, src_data_rank=src_data_rank)
+    made.requires_grad_(tensor.requires_grad)
+    return made
+
+
+def _fill(sharded: RaggedDTensor, whole: torch.Tensor) -> RaggedDTensor:
+    """A whole tensor in the layout of a sharded one: in its memory, or in new memory if it is on the meta device."""
+    spec = sharded._spec
+    if tuple(whole.shape) != tuple(spec.shape):
+        raise ValueError(
+            f"a tensor of shape {tuple(whole.shape)} was given for a sharded one of shape {tuple(spec.shape)}"
+        )
+    local = shard_whole(whole.detach(), spec)
+    if sharded.is_meta:
+        return RaggedDTensor(local, spec.with_dtype(whole.dtype))
+    assert local.numel() == prod(spec.local_shape)
+    sharded.to_local().copy_(local)
+    return sharded
+
+
+admit_placements(_is_ours, _from_local, _as_placed, _distribute, _fill)

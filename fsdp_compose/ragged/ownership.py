@@ -1,0 +1,173 @@
+"""What a ``RaggedDTensor`` knows of the group that it is a parameter of, and how often it was written to.
+
+The flat parameter sets the owner; ``RaggedDTensor`` and its operations ask it. Counting the writes tells every rank
+alike whether a gathered copy is out of date. Nothing here reads or writes elements."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+
+from .._import_checks import PLAIN_SHARDED_PARAMS
+from .._torch import is_swapping_tensors
+
+# ---- What sharded parameters, and tensors made of them, know of the group that they belong to.
+
+
+# Where a sharded parameter, or one that was replaced by one, remembers its owner: (name of the group, FQN).
+OWNER_ATTRIBUTE = "_fsdp_compose_owner"
+# Where a sharded tensor remembers how it shows its local tensor; see ``subclass_views``.
+SHOWN_ATTRIBUTE = "_fsdp_compose_shown_as"
+
+
+def describe_owner(tensor: Any) -> str:
+    """Which sharded tensor was mixed with a plain one, and what to do instead: the end of an error."""
+    owner = getattr(tensor, OWNER_ATTRIBUTE, None)
+    if owner is None:
+        return (
+            "a sharded one: make both DTensors (fsdp_compose.distribute_ragged()), or use .to_local() or "
+            ".full_tensor() of the sharded one"
+        )
+    group, fqn = owner
+    return (
+        f"the sharded parameter {fqn} of the fully_shard group {group}, which is whole only while that group's own "
+        "forward runs. Call that forward (or another method, registered with register_forward_method()); do not shard "
+        "by itself a module whose parameters another module computes with; or use .full_tensor(). Outside forward "
+        "(.grad, optimizer state) make the other one sharded too: fsdp_compose.distribute_ragged(tensor, "
+        "p.device_mesh, p.placements). In functional mode activation checkpointing must recompute whole groups"
+    )
+
+
+# The keepers of the gradient hooks (``GradientHooks``) of parameters whose gradients arrive without autograd, by the id
+# of the parameter, which outlives everything else in it when ``module.to()`` exchanges its content.
+hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class OwnedDTensor(DTensor):
+    """A DTensor that may be a parameter of a group: what would find no memory or no gradient there asks the group."""
+
+    is_composite = False  # its local tensor is the bytes of several; see ``subclass_views``
+
+    def data_ptr(self) -> int:
+        """0, which torch's own code understands. Of a sharded parameter, or what is detached from it, it raises for all
+        others: what they read, compare or save there would be nothing."""
+        self._refuse_address("data_ptr()")
+        return super().data_ptr()
+
+    def storage(self) -> Any:
+        """As ``data_ptr``."""
+        self._refuse_address("storage()")
+        return super().storage()
+
+    def _refuse_address(self, what: str) -> None:
+        owner = self.__dict__.get(OWNER_ATTRIBUTE)
+        if owner is None or sys._getframe(2).f_globals.get("__name__", "").startswith("torch."):
+            return
+        group, fqn = owner
+        raise RuntimeError(
+            f"{what} of the parameter {fqn} of the fully_shard group {group}: each rank holds a part of it, "
+            ".to_local(), and none the whole. To save a model as whole tensors (save_pretrained(), safetensors) gather "
+            "them on all ranks, inside summon_full_params(model, writeback=False), or by "
+            "fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
+            "which is then given to the saving function as its state_dict"
+        )
+
+    def share_memory_(self) -> NoReturn:
+        """Raises: torch would crash, looking for memory behind the wrapper."""
+        raise NotImplementedError(
+            f"share_memory_() of a sharded tensor of shape {tuple(self.shape)}: give other processes .full_tensor() of "
+            "it, or what this rank holds, .to_local()"
+        )
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        owner = hook_owners.get(id(self))
+        return super().register_hook(hook) if owner is None else owner.register(self, hook, after_accumulation=False)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        owner = hook_owners.get(id(self))
+        if owner is None:
+            return super().register_post_accumulate_grad_hook(hook)
+        return owner.register(self, hook, after_accumulation=True)
+
+    # Ways to find the node that accumulates the gradient of a leaf: p.view_as(p).grad_fn.next_functions[0][0].
+
+    def view_as(self, other: torch.Tensor) -> torch.Tensor:
+        self._refuse_accumulator(other)
+        return super().view_as(other)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        self._refuse_accumulator(other)
+        return super().expand_as(other)
+
+    def _refuse_accumulator(self, other: torch.Tensor) -> None:
+        owner = hook_owners.get(id(self)) if other is self and torch.is_grad_enabled() else None
+        if owner is not None and not is_swapping_tensors():
+            owner.refuse_accumulator(self)
+
+
+# ---- Writes to sharded parameters: how a gathered copy is known to be out of date, alike on every rank.
+#
+# An all-gather may be issued ahead of its use (prefetch, ``unshard()``), or its result kept from an earlier use. If the
+# sharded parameters were written to in between, the group must be gathered again, by all ranks or by none. Two numbers
+# tell, each compared in constant time for a whole flat parameter:
+#
+# - the version of the shard, which every write that torch can see raises, and - the number of writes that the ranks
+# make together: operations on sharded parameters (``RaggedDTensor`` dispatches them on every rank, also on those that
+# hold no elements), steps of optimizers, loading.
+#
+# Both have changed: the ranks wrote together, and gather again. Only the version has: this rank wrote to its own memory
+# (``to_local()``), of which other ranks may know nothing, and that is an error. What raises no version at all
+# (``.data`` of a tensor that ``to_local()`` returned, kernels that write to an address) cannot be seen here.
+
+
+class _Writes:
+    """The number of writes so far that all ranks have made together."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+writes = _Writes()
+
+
+class _RequiresGradWrites:
+    """How often ``requires_grad`` of a sharded parameter was set."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def note(self) -> None:
+        self.count += 1
+
+
+class _EveryLook:
+    """The same where setting it cannot be seen: another number whenever it is looked at."""
+
+    _count = itertools.count()
+
+    @property
+    def count(self) -> int:
+        return next(self._count)
+
+    def note(self) -> None: ...
+
+
+requires_grad_writes: _RequiresGradWrites | _EveryLook = _EveryLook() if PLAIN_SHARDED_PARAMS else _RequiresGradWrites()
+
+
+def note_write_of_all_ranks(tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """All ranks have written to these local tensors, or to their shares of the same tensors; inside a dispatch no
+    version has counted it."""
+    increment_version(tensors)
+    writes.count += 1

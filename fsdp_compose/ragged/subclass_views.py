@@ -1,0 +1,361 @@
+"""Sharded tensors of which others see the local tensor (``_local_tensor``) as an instance of a class of the user's,
+over the same memory: functions that look for one, and set attributes on it, find it. What this package computes with is
+the plain local tensor, by ``local_tensor()``.
+
+Two kinds. A ``ClassedDTensor`` has the elements of its class in one tensor of its own shape, and every operation is
+that of the elements. Of a ``CompositeDTensor`` the class has several tensors, of other shapes, and an element-wise
+operation would mean nothing; its plain local tensor is their bytes, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from .._torch import allow_in_foreach, is_swapping_tensors, local_tensor, make_dtensor, set_local_tensor
+from .dtensor import RaggedDTensor
+from .ownership import OWNER_ATTRIBUTE, SHOWN_ATTRIBUTE, note_write_of_all_ranks
+from .placement import RaggedSpec
+
+aten = torch.ops.aten
+
+
+class LocalClass(Protocol):
+    """How local tensors are shown."""
+
+    def over(self, local: torch.Tensor) -> Any:
+        """An instance of the class over a plain local tensor."""
+
+
+class CompositeClass(LocalClass, Protocol):
+    """How the several tensors of a class lie in bytes."""
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+
+    def gather(self, local: torch.Tensor) -> Any:
+        """The whole, in memory of its own. Ranks: all that have parts."""
+
+    def part_in_own_memory(self, local: torch.Tensor) -> Any:
+        """An instance over a plain local tensor, whose tensors are copies, each in memory of its own."""
+
+    def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write this rank's part of a whole instance of the class into the bytes ``local``."""
+
+    def write_rows(self, local: torch.Tensor, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """The same of pieces, each with its first row, of a whole that was cut otherwise."""
+
+    def is_like(self, other: CompositeClass) -> bool:
+        """Whether both have the same bytes for the same instance."""
+
+
+class _Shown:
+    """The instance that stands for a local tensor, made anew when there is another local tensor."""
+
+    __slots__ = ("_instance", "_local", "is_read", "local_class")
+
+    def __init__(self, local_class: Any) -> None:
+        self.local_class = local_class
+        self.is_read = False  # by torch.distributed.checkpoint, which asks in the same way for what it writes to
+        self._local: torch.Tensor | None = None
+        self._instance: Any = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Shown:
+        return _Shown(self.local_class)
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("a sharded tensor that shows its local tensor by a class cannot be pickled: pickle .detach()")
+
+    def instance(self, local: torch.Tensor) -> Any:
+        if local is not self._local:
+            with torch.no_grad():
+                self._instance = self.local_class.over(local.detach())
+            self._local = local
+        return self._instance
+
+
+def _shown_local(tensor: torch.Tensor) -> Any:
+    """What others find as its local tensor. (``module.to()`` exchanges attributes by name, after the class.)"""
+    local = local_tensor(tensor)
+    return local if is_swapping_tensors() else shown_by(tensor).instance(local)
+
+
+def shown_by(tensor: torch.Tensor) -> _Shown:
+    """How a tensor shows its local tensor."""
+    shown: _Shown = tensor.__dict__[SHOWN_ATTRIBUTE]
+    return shown
+
+
+_LOCAL_TENSOR = property(_shown_local, set_local_tensor)  # in the place of the attribute of a DTensor
+
+
+class ClassedDTensor(RaggedDTensor):
+    """A sharded tensor whose ``_local_tensor`` is an instance of a class; made by ``show_as``."""
+
+    __module__ = "fsdp_compose"
+
+    _local_tensor = _LOCAL_TENSOR
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {key: _plain(value) for key, value in (kwargs or {}).items()}
+        return RaggedDTensor.__torch_dispatch__(func, types, _plain(args), kwargs)
+
+
+def _plain(value: Any) -> Any:
+    """Without the class, also in lists."""
+    if isinstance(value, ClassedDTensor):
+        plain = RaggedDTensor(local_tensor(value), value._spec)
+        owner = value.__dict__.get(OWNER_ATTRIBUTE)
+        if owner is not None:
+            plain.__dict__[OWNER_ATTRIBUTE] = owner
+        return plain
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+def show_as(tensor: torch.Tensor, local_class: LocalClass) -> None:
+    """Let a sharded tensor, the same object, show its local tensor by ``local_class`` from now on; a composite one does
+    so anyway."""
+    if not isinstance(tensor, RaggedDTensor) or isinstance(tensor, CompositeDTensor):
+        return
+    shown = tensor.__dict__.get(SHOWN_ATTRIBUTE)
+    if shown is None or shown.local_class is not local_class:
+        tensor.__dict__[SHOWN_ATTRIBUTE] = _Shown(local_class)
+    if type(tensor) is RaggedDTensor:
+        tensor.__class__ = ClassedDTensor
+
+
+class CompositeDTensor(RaggedDTensor):
+    """A sharded tensor of a class that keeps several tensors; each rank has equally many rows. Its parts can be copied,
+    moved to checkpoints and gathered; it cannot train, nor be computed with."""
+
+    __module__ = "fsdp_compose"
+    is_composite = True
+
+    @staticmethod
+    def made(local: torch.Tensor, spec: RaggedSpec, composite: CompositeClass) -> CompositeDTensor:
+        """One over the bytes that this rank has."""
+        nothing = torch.empty((), dtype=spec.dtype, device=local.device).expand(spec.local_shape)
+        tensor: CompositeDTensor = make_dtensor(CompositeDTensor, nothing, spec)
+        set_local_tensor(tensor, local)
+        tensor.__dict__[SHOWN_ATTRIBUTE] = _Shown(composite)
+        return tensor
+
+    _local_tensor = _LOCAL_TENSOR
+
+    @property
+    def composite(self) -> CompositeClass:
+        """How its tensors lie in the bytes."""
+        composite: CompositeClass = shown_by(self).local_class
+        return composite
+
+    def with_local(self, local: torch.Tensor) -> CompositeDTensor:
+        return CompositeDTensor.made(local, self._spec, self.composite)
+
+    def part_of(self, whole: torch.Tensor) -> CompositeDTensor:
+        """This rank's part of a whole instance of the class, sharded like this one.
+
+        Raises:
+            TypeError: it is no instance.
+        """
+        if whole.shape != self.shape or type(whole).__name__ != self.composite.name:
+            raise TypeError(
+                f"{self._what()} takes the values of another one that is sharded alike, or of a whole "
+                f"{self.composite.name} of its shape; got a {type(whole).__name__} of shape {tuple(whole.shape)}"
+            )
+        local = torch.zeros_like(local_tensor(self))
+        with torch.no_grad():
+            self.composite.write(local, whole.detach())
+        return self.with_local(local)
+
+    def _what(self) -> str:
+        owner = self.__dict__.get(OWNER_ATTRIBUTE)
+        name = "" if owner is None else f" {owner[1]} of the fully_shard group {owner[0]}"
+        return f"the sharded {self.composite.name}{name} of shape {tuple(self.shape)}"
+
+    # ---- movement
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's part, an instance of the class, sharing memory."""
+        result: torch.Tensor = self._local_tensor
+        return result
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole, an instance of the class, on every rank. Ranks: all ranks of the mesh."""
+        with torch.no_grad():
+            whole: torch.Tensor = self.composite.gather(local_tensor(self).detach())
+        return whole
+
+    def all_gather(self) -> NoReturn:
+        """Raises: there is no DTensor of it that is whole on every rank."""
+        raise NotImplementedError(f"{self._what()} has no other layout: use .full_tensor()")
+
+    def redistribute(self, *_: Any, **__: Any) -> NoReturn:
+        """As ``all_gather``."""
+        self.all_gather()
+
+    # ---- attributes
+
+    def _set_requires_grad(self, value: bool) -> None:
+        if value:
+            raise NotImplementedError(f"{self._what()} cannot train: it stays frozen (requires_grad=False)")
+        super()._set_requires_grad(value)
+
+    requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor outside autograd, sharing memory. One that is sharded alike can be assigned, or a whole instance
+        of the class, whose values are copied."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        given = value if self._is_alike(value) else self.part_of(value)
+        set_local_tensor(self, local_tensor(given))
+
+    def _is_alike(self, value: Any) -> bool:
+        return (
+            isinstance(value, CompositeDTensor)
+            and value._spec.is_sharded_like(self._spec)
+            and value.composite.is_like(self.composite)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompositeDTensor:
+        twin: Any = memo.get(id(self))
+        if twin is None:
+            twin = self.with_local(local_tensor(self).detach().clone())
+            memo[id(self)] = twin
+            for key, value in self.__dict__.items():
+                twin.__dict__.setdefault(key, value)
+        return twin
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{self._what()} cannot be pickled: save .to_local(), or .full_tensor(), or by torch.distributed.checkpoint"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"CompositeDTensor({self._what()}, placements={list(self.placements)}, rank {self._spec.rank})"
+
+    # ---- checkpoints: each rank's part is one box, in the user's class
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Of this rank's part."""
+        return torch.Size(self._spec.local_shape)
+
+    def write_rows(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Take the values of this rank's rows from pieces, each with its first row, that were cut for another number of
+        ranks.
+
+        Raises:
+            ValueError: they cannot be cut for these ranks.
+        """
+        with torch.no_grad():
+            self.composite.write_rows(local_tensor(self), pieces)
+
+    def _box(self) -> ChunkStorageMetadata:
+        spec, width = self._spec, max(1, self.numel() // self.shape[0])
+        offsets = [spec.element_range[0] // width, *[0] * (self.dim() - 1)]
+        return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(spec.local_shape))
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        shown_by(self).is_read = True
+        box, properties = self._box(), TensorProperties(dtype=self.dtype)
+        data = TensorWriteData(chunk=box, properties=properties, size=self.size())
+        return [WriteItem(index=MetadataIndex(fqn, box.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        shown_by(self).is_read = False
+        note_write_of_all_ranks(local_tensor(self))
+        return [self._box()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        if index.offset is not None and self._box().offsets != index.offset:
+            raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
+        if shown_by(self).is_read:  # torch.save() refuses tensors of several dtypes in one storage
+            part: torch.Tensor = self.composite.part_in_own_memory(local_tensor(self).detach())
+            return part
+        return self.to_local()
+
+    # ---- dispatch
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        first = args[0] if args else None
+        if handler is None or not isinstance(first, CompositeDTensor):
+            own = next(item for item in _flattened((args, kwargs or {})) if isinstance(item, CompositeDTensor))
+            raise NotImplementedError(
+                f"{func} of {own._what()}: only forward of its module computes with it. Outside, use .full_tensor(), "
+                "or this rank's part, .to_local()"
+            )
+        return handler(first, *args[1:], **(kwargs or {}))
+
+
+def with_local(tensor: RaggedDTensor, local: torch.Tensor) -> RaggedDTensor:
+    """One that is sharded like ``tensor``, over another local tensor."""
+    if isinstance(tensor, CompositeDTensor):
+        return tensor.with_local(local)
+    spec = tensor._spec
+    return RaggedDTensor(local, spec if spec.dtype == local.dtype else spec.with_dtype(local.dtype))
+
+
+def _flattened(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _flattened(item)
+    else:
+        yield value
+
+
+def _detach(tensor: CompositeDTensor) -> CompositeDTensor:
+    return tensor.with_local(local_tensor(tensor))
+
+
+def _clone(tensor: CompositeDTensor, **_: Any) -> CompositeDTensor:
+    return tensor.with_local(local_tensor(tensor).clone())
+
+
+def _converted(tensor: CompositeDTensor, **options: Any) -> CompositeDTensor:
+    dtype, device = options.get("dtype") or tensor.dtype, torch.device(options.get("device") or tensor.device)
+    if dtype != tensor.dtype or device.type != tensor.device.type:
+        raise NotImplementedError(
+            f"{tensor._what()} cannot be made {dtype} on {device}: it stays {tensor.dtype} on {tensor.device}. Convert "
+            "other modules by themselves, or .full_tensor() of this one"
+        )
+    return _clone(tensor)
+
+
+def _empty_like(tensor: CompositeDTensor, **options: Any) -> CompositeDTensor:
+    return _converted(tensor, **options)
+
+
+def _copy_into(target: CompositeDTensor, source: torch.Tensor, *_: Any) -> CompositeDTensor:
+    given = source if target._is_alike(source) else target.part_of(source)
+    local = local_tensor(target)
+    local.copy_(local_tensor(given))
+    note_write_of_all_ranks(local)
+    return target
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _converted,
+    aten.empty_like.default: _empty_like,
+    aten.copy_.default: _copy_into,
+}
+
+allow_in_foreach(ClassedDTensor)

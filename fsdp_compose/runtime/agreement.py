@@ -1,0 +1,232 @@
+"""Whether all ranks have done the same: the exchange, and the error that all of them raise together if not.
+
+The exchange takes place at the end of a backward, at the end of a forward that has looked for writes, and before each
+reduction in functional mode; graphs that ``torch.compile`` has captured are compared before they run. What is compared
+is in ``group/collective_order``; the bytes travel in ``comm/control_exchange``."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from .._torch import call_after_compilation, tracing_attempt
+from ..comm import ControlExchange, first_difference, known_journal, last_of_every_rank, meet
+from ..flat import summary_of
+from ..group import (
+    GraphPlan,
+    Root,
+    _FSDPState,
+    first_difference_of_traces,
+    graph_plan_of,
+    raise_different_steps,
+    steps_to_compare,
+    steps_were_compared,
+)
+
+# ---- The error that all ranks raise together once they know that they have not issued the same collectives.
+
+
+def raise_different_order(root: Root, code: int) -> None:
+    """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it.
+
+    Args:
+        code: of what this rank is about to do.
+    """
+    group = root.mesh.peers
+    lasts = last_of_every_rank(group)
+    lines = root.order.trace_as_text(root, code)
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        difference = first_difference_of_traces(ours, theirs)
+        assert difference is not None, "digests of the codes differ"
+        position, a, b = difference
+        return (
+            f"the ranks issued different collectives in this iteration: collective {position} was {a} on "
+            f"rank 0 and {b} on rank {rank}. No gradient was published. Ranks must run the same "
+            "fully_shard groups in the same order: shard modules that only some ranks use (experts, modalities) with "
+            "fully_shard(optional=True), or in one group with their parent, or run all of them on every rank; run "
+            f"several models in the same order on every rank{lasts}"
+        )
+
+    details = "\n".join(lines)
+    codes = [line.partition("\t")[0] for line in lines]  # what they name may be gone on some ranks only
+    digest = hashlib.sha256("\n".join(codes).encode()).hexdigest()
+    journal = known_journal(group)
+    if journal is not None:
+        journal.wait(journal.count)  # another rank may wait for a collective of ours: tell what this one has entered
+    try:
+        meet(group, "comparing collectives", digest, lambda _: "", details, explain)
+    except RuntimeError as error:
+        if journal is not None and journal.difference:
+            raise RuntimeError(journal.difference) from error
+        raise
+    finally:
+        if journal is not None:
+            journal.go_on()
+        root.order.close()  # all ranks know: other models shall not hear of it again
+    raise RuntimeError("the ranks issued different collectives in this iteration; no gradient was published")
+
+
+# ---- The exchange
+
+
+def begin_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
+    """Send off what this rank has done, and what it is about to do (``code``). Ranks: all."""
+    root.communicator.announce_exchange(root, code)
+    exchange.start(root.order.hash(root, code), steps_to_compare(root))
+
+
+def end_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
+    """Wait for the other ranks.
+
+    Raises:
+        RuntimeError: on every rank, they have issued other collectives, or made other numbers of optimizer steps; or a
+            rank did not come.
+    """
+    try:
+        is_same = exchange.wait()
+    except RuntimeError:
+        root.order.close()  # as on the other ranks
+        raise
+    if not is_same:
+        raise_different_order(root, code)
+    if not exchange.steps_agree:
+        raise_different_steps(root)
+    root.order.close()
+    steps_were_compared(root)
+
+
+# ---- Whether all ranks have captured the same collectives: compared when a graph with others than before was compiled,
+# before it runs.
+#
+# What graphs issue is not in the order of collectives that is exchanged at the end of a backward. Ranks whose graphs
+# differ would wait for each other, each for another collective; so they compare. Graphs that differ in shapes alone are
+# not compared: ranks may compile those at different times.
+
+
+_compared: weakref.WeakKeyDictionary[Root, set[str]] = weakref.WeakKeyDictionary()
+
+
+class VersionsBefore:
+    """The versions of groups that graphs may run, before they do."""
+
+    def __init__(self, states: Iterable[_FSDPState]) -> None:
+        self._before = [(weakref.ref(state), state.shard_versions()) for state in states]
+
+    def add(self, state: _FSDPState) -> None:
+        """A graph is about to run this group for the first time."""
+        if state not in [ref() for ref, _ in self._before]:
+            self._before.append((weakref.ref(state), state.shard_versions()))
+
+    def check_forward(self) -> None:
+        """Raise if the forward has written to sharded parameters: a graph does not know that the parameters that it
+        gathers and those that forward writes to have the same memory, and may read them earlier, or later."""
+        for ref, versions in self._before:
+            state = ref()
+            if state is not None and state.shard_versions() != versions:
+                raise RuntimeError(
+                    f"a forward has written to sharded parameters of the fully_shard group {state.name}, which "
+                    "torch.compile runs in a graph: it may have computed with the values before. Write to parameters "
+                    "outside forward, or leave the module that does it out of the graph (torch.compiler.disable) and "
+                    "compile the sharded modules one by one"
+                )
+
+    def check_backward(self) -> None:
+        """Raise if they have changed since."""
+        for ref, versions in self._before:
+            state = ref()
+            if state is not None:
+                state.check_versions(versions)
+
+
+class _Capture:
+    """What one attempt of Dynamo to trace a frame has met.
+
+    Attributes:
+        attempt: which one; ``None`` if there was none.
+        groups: of which a forward was traced, in order: the group, the key of its plans, its module's place in it,
+            and whether gradients are wanted.
+    """
+
+    __slots__ = ("attempt", "groups")
+
+    def __init__(self, attempt: object = None) -> None:
+        self.attempt = attempt
+        self.groups: list[tuple[_FSDPState, str, int, bool]] = []
+
+
+class _Present:
+    capture = _Capture()
+
+
+def note_capture(state: _FSDPState, key: str, index: int) -> None:
+    """Called while Dynamo traces a forward of a module of a group: the one of this place in it."""
+    attempt = tracing_attempt()
+    if _Present.capture.attempt is not attempt:  # it begins anew after each break of the graph
+        _Present.capture = _Capture(attempt)
+        call_after_compilation(_compare)
+    root = state.root
+    if root is not None:
+        versions = root.forward.record.captured
+        if not isinstance(versions, VersionsBefore):
+            versions = VersionsBefore(())
+            root.forward.record.note_captured(versions)
+        versions.add(state)
+    _Present.capture.groups.append((state, key, index, torch.is_grad_enabled()))
+
+
+def _compare() -> None:
+    """Raise, on every rank, if ranks have captured different collectives; or if not all modules of a group of several
+    have run."""
+    capture, _Present.capture = _Present.capture, _Capture()
+    if not capture.groups:
+        return
+    _check_complete(capture)
+    root = capture.groups[0][0].root
+    if root is None or not root.mesh.has_peers or root.mesh.is_simulated:
+        return
+    lines = [_line(state, graph_plan_of(key, index), has_grad) for state, key, index, has_grad in capture.groups]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    known = _compared.setdefault(root, set())
+    if digest in known:
+        return
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        difference = first_difference(ours.split("\n"), theirs.split("\n"))
+        assert difference is not None, "digests differ"
+        number, a, b = difference
+        return (
+            f"torch.compile: the ranks have captured graphs with different collectives: group {number} is {a} on rank "
+            f"0 and {b} on rank {rank}. They would wait for each other, so none was run. Let forward take the same way "
+            "through the fully_shard'ed modules on every rank"
+        )
+
+    meet(root.mesh.peers, "comparing captured graphs", digest, lambda _: "", "\n".join(lines), explain)
+    known.add(digest)
+
+
+def _check_complete(capture: _Capture) -> None:
+    counts: dict[_FSDPState, Counter[int]] = {}
+    for state, _, index, _ in capture.groups:
+        counts.setdefault(state, Counter())[index] += 1
+    for state, found in counts.items():
+        modules = state.live_modules()
+        if len({found[index] for index in range(len(modules))}) > 1:
+            names = ", ".join(type(module).__name__ for module in modules)
+            raise RuntimeError(
+                f"torch.compile: a graph runs only some of the modules of the fully_shard group {state.name} ({names}),"
+                " or some more often than others; what it has gathered for them could not be freed. Shard modules that "
+                "do not always run together by calls of their own"
+            )
+
+
+def _line(state: _FSDPState, plan: GraphPlan, has_grad: bool) -> str:
+    what = "; ".join(summary_of(number) for number in plan.numbers)
+    return (
+        f"{state.name} ({what}{', gathered again in backward' if plan.reshards and has_grad else ''}"
+        f"{'' if has_grad else ', without gradients'})"
+    )

@@ -1,0 +1,317 @@
+"""The default mode: the group's own memory is filled for a forward and freed after it; hooks refill it in backward.
+
+The previous group has usually started the all-gather (see ``group_ops``), so the forward only waits for it. Under grad
+mode the forward leaves a ``DefaultUse``, whose hooks do the same in backward. Without grad mode it leaves none, because
+no backward comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.utils._pytree import tree_leaves
+
+from .._torch import hook_gradient, is_checkpoint_recomputing
+from ..flat import FlatParamHandle
+from ..group import (
+    Backward,
+    ForwardRecord,
+    HookedUse,
+    Root,
+    _FSDPState,
+    begins_backward,
+    begins_forward,
+    ends_backward,
+    never_traced,
+)
+from ..ragged import requires_grad_writes
+from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
+from .group_ops import (
+    follow_requires_grad_writes,
+    following_in_backward,
+    following_in_forward,
+    prefetch_backward,
+    prefetch_forward,
+    reduce,
+    reshard,
+    reshard_until_backward,
+    unshard_again,
+    unshard_for_use,
+    wait_for_unshard,
+)
+from .inputs_outputs import hook_outputs
+from .optional import (
+    check_place,
+    gather_for_backward,
+    gather_for_forward,
+    gather_for_recomputation,
+    gather_optional,
+    mark_ready_to_reduce,
+    refuse_unannounced,
+)
+from .untracked_writes import writes_to_unsharded
+
+# ---- A use in the default mode: one forward of one group under grad mode, and the two hooks of its backward.
+#
+# The autograd graph holds it through hooks on inputs and outputs, so that backward knows which forward it undoes: the
+# gradient of an output calls ``pre_backward``, those of all aliased inputs ``post_backward``.
+#
+# Note [When are all gradients there?]. The aliases of the inputs are the first nodes that a use adds to the graph, and
+# autograd runs ready nodes latest first. So when one of them runs, every other node of the use has run: the first alias
+# to receive its gradient is the post-backward. (Only aliases on the group's own device count: each device has a queue
+# of its own.) A group that is used again in the same or an earlier forward waits for that use (``outstanding``). What
+# this cannot see (no input requires grad, a use that never comes) is reduced at the end of backward, in a fixed order;
+# a gradient that arrives after the reduction is noticed there and reduced again, on all ranks. Counting accumulated
+# gradients instead would let ranks that use different parameters issue collectives in different orders.
+
+
+_Tensor = torch.Tensor
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class DefaultUse:
+    """One forward of one group under grad mode, as backward sees it."""
+
+    __slots__ = (
+        "__weakref__",
+        "_backward",
+        "_has_ended",
+        "_is_outstanding",
+        "_position",
+        "_record",
+        "_state",
+        "_versions",
+        "active_backward",
+        "containers",
+        "has_alias",
+        "outer",
+    )
+
+    has_check = False
+
+    def __init__(self, state: _FSDPState, record: ForwardRecord, outer: HookedUse | None) -> None:
+        self._state = state
+        self._record = record
+        self.outer = outer
+        self._has_ended = False
+        self.containers: list[tuple[Any, set[int]]] | None = None
+        self.has_alias = False  # some input requires grad
+        self._position = 0
+        self._is_outstanding = False  # the state's list of outstanding uses has, or had, this one
+        # The backward that reached this use last, and the one that it has not finished.
+        self._backward: Backward | None = None
+        self.active_backward: Backward | None = None
+        self._versions = state.shard_versions()
+
+    @property
+    def state(self) -> _FSDPState:
+        """The group."""
+        return self._state
+
+    @property
+    def device_type(self) -> str:
+        return self._state.mesh.device.type
+
+    # ---- forward
+
+    def abandon(self) -> None:
+        self._has_ended = True
+
+    def check(self) -> None:
+        """``check_after_forward`` looks at all groups in the default mode together."""
+
+    def find_writes(self) -> dict[FlatParamHandle, list[int]]:
+        return writes_to_unsharded(self._state)
+
+    def hook_outputs(self, module: nn.Module, output: Any, is_recomputed: bool) -> bool:
+        state, self._has_ended = self._state, True
+        root = state.root
+        if root is not None and not is_recomputed:
+            root.forward.latest[state.place.index] = self
+        # The fast path: one tensor, and no other way out.
+        is_alone = isinstance(output, _Tensor) and state.swap.kept.is_unchanged and self.containers is None
+        if not (is_alone and output.requires_grad and self.hook_output(output)):
+            has_hooks, has_gaps = hook_outputs(state, self, output)
+            if has_gaps:
+                keep_unsharded(state, module, output)
+                state.persistent.note_unhooked(self._versions)
+            elif not has_hooks:
+                return False
+        if is_recomputed:
+            self._position = 0
+            return True
+        hooked, progress = self._record.hooked, state.progress
+        self._position = len(hooked)
+        if root is None or root.rounds is None or state.place.index not in root.rounds.enclosing_groups:
+            hooked.append(state.place.index)
+        progress.awaiting_backward.append(self._record.number)
+        self._is_outstanding = True
+        return True
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of an input that requires grad, whose gradient tells that this group's backward is done.
+
+        Not the input itself: its gradient may be complete much later (skip connections), and the hook of a leaf can
+        come before its gradient is accumulated.
+        """
+        self.has_alias = True
+        # tensor[...] is cheaper than a view, forward and backward; jagged tensors have views alone.
+        alias = tensor.view(tensor.shape) if tensor.is_nested else tensor[...]
+        hook_gradient(alias, self.post_backward)
+        return alias
+
+    def watch_container(self, container: list[Any] | dict[Any, Any]) -> None:
+        """Remember a list or dict among the inputs: forward may put tensors in there."""
+        if self.containers is None:
+            self.containers = []
+        self.containers.append((container, {id(item) for item in tree_leaves(container)}))
+
+    def tensors_put_into_inputs(self) -> list[torch.Tensor]:
+        """Tensors that require grad and that forward has put into lists or dicts that it was given; asked once."""
+        containers, self.containers = self.containers or (), None
+        return [
+            item
+            for container, before in containers
+            for item in tree_leaves(container)
+            if isinstance(item, _Tensor) and item.grad_fn is not None and id(item) not in before
+        ]
+
+    def hook_output(self, tensor: torch.Tensor) -> bool:
+        """Hook an output for pre-backward; ``False`` if backward could enter the group past such a hook."""
+        base = tensor._base
+        if tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
+            return False  # a parameter, or a view of one (to_local() of a DTensor is one of what requires no grad)
+        hook_gradient(tensor, self.pre_backward)
+        if base is not None and base.requires_grad:
+            hook_gradient(base, self.pre_backward)  # an in-place operation on a view drops the view's own hook
+        return True
+
+    # ---- backward
+
+    @begins_backward
+    @never_traced
+    def pre_backward(self, _grad: torch.Tensor) -> None:
+        state = self._state
+        root = state.root
+        assert root is not None
+        backward = root.backward
+        if backward is None:
+            backward = begin_backward(root)
+        elif _is_grad_enabled():
+            refuse_double_backward()  # of a backward inside the one that is running
+        if self.active_backward is backward:
+            return
+        progress = state.backward
+        if self._backward is backward:
+            progress.iterate()  # by autograd.grad() in a hook, say: this use had been left already
+        self._backward = self.active_backward = backward
+        outer = self.outer
+        if outer is not None and outer.active_backward is not backward:
+            outer.reach(_grad)
+        if state.shard_versions() != self._versions:
+            state.check_versions(self._versions)
+        if self._record.captured is not None:
+            self._record.captured.check_backward()
+        if not progress.was_reached:
+            if root.forward.depth:
+                refuse_unseen_backward(root, state)
+            elif not state.progress.running_forwards:
+                state.refuse_unseen_backward()
+        if progress.reach(self._record.number):
+            state.swap.show_unsharded()
+        rounds = root.rounds
+        if rounds is None:
+            unshard_again(root, state)
+            prefetch_backward(root, state, self._record, self._position)
+        else:
+            ahead = following_in_backward(root, state, self._record, self._position)
+            gather_for_backward(root, rounds, state, self._record.number, ahead)
+        wait_for_unshard(root, state)
+
+    def reach(self, grad: torch.Tensor) -> None:
+        """A backward has come to a use inside this one, past its outputs: it may go on to layers before that."""
+        if self._has_ended:
+            self.pre_backward(grad)
+
+    @ends_backward
+    @never_traced
+    def post_backward(self, _grad: torch.Tensor) -> None:
+        state, number = self._state, self._record.number
+        root = state.root
+        assert root is not None
+        if self.active_backward is None or self.active_backward is not root.backward:
+            return  # another alias of this use came before, or no hook of its outputs did
+        self.active_backward = None
+        awaiting, progress = state.progress.awaiting_backward, state.backward
+        if self._is_outstanding:
+            self._is_outstanding = False
+            if number in awaiting:
+                awaiting.remove(number)
+        if not progress.leave():
+            return
+        state.swap.show_sharded()
+        if progress.is_iterated:
+            return  # stays gathered, to be reduced once, at the end of this backward
+        if len(state.modules) > 1 and number in awaiting:
+            return  # stays gathered for the group's other modules, as in forward
+        for earlier in awaiting:
+            if earlier <= number:
+                if not state.options.keeps_after_backward():
+                    (reshard_until_backward if state.place.reshards_partially else reshard)(root, state)
+                return
+        if root.rounds is not None and root.rounds.is_on:
+            mark_ready_to_reduce(root, root.rounds, state)
+        else:
+            reduce(root, state)
+
+
+# ---- The mode
+
+
+class DefaultMode:
+    """See the module's opening paragraph."""
+
+    __slots__ = ()
+
+    @begins_forward
+    def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[DefaultUse | None, DefaultUse | None]:
+        forward, has_grad_mode = root.forward, _is_grad_enabled()
+        rounds = root.rounds
+        if rounds is not None and not is_recomputed:
+            check_place(root, rounds, state)
+        use = DefaultUse(state, forward.record, forward.innermost) if has_grad_mode else None
+        if not is_recomputed:
+            forward.enter(use)
+            if has_grad_mode and state.persistent.num_toggles != requires_grad_writes.count:
+                if rounds is None or state.place.index not in rounds.enclosing_groups:
+                    follow_requires_grad_writes(root, state)
+            if rounds is None:
+                unshard_for_use(root, state)
+                prefetch_forward(root, state)
+            elif state.place.index in rounds.enclosing_groups:
+                gather_optional(root, rounds, state, use)
+            else:
+                gather_for_forward(root, rounds, state, following_in_forward(root, state))
+            if len(state.modules) > 1 and not state.progress.pending_modules:
+                state.progress.pending_modules.update([id(ref()) for ref in state.modules])
+        elif rounds is not None and rounds.is_on:
+            gather_for_recomputation(root, rounds, state, use)
+        elif state.backward.active_uses:
+            unshard_again(root, state)  # its backward computes with what was gathered
+        else:
+            unshard_for_use(root, state)
+        if rounds is not None and not rounds.is_on:
+            refuse_unannounced(rounds, state)
+        wait_for_unshard(root, state)
+        watcher = use
+        if is_recomputed and use is not None:
+            forward.begin_use(use)
+            # For a backward that already waits for this group: the original graph has the hooks.
+            if state.backward.active_uses and is_checkpoint_recomputing():
+                watcher = None
+        state.swap.show_unsharded()
+        return use, watcher
+
+
+DEFAULT = DefaultMode()

@@ -1,0 +1,128 @@
+"""Functional mode: a forward gathers by an operation that autograd differentiates, and modules show what it has made.
+
+So autograd does by itself what hooks do in the default mode (see ``differentiable_gather``). A recomputation is in the
+mode of the group's last forward, wherever the user has left the mode since.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .._torch import in_transform, temporarily_clear_interpreter_stack
+from ..flat import FlatParamHandle, local_of, placed, specs_of, whole_like_original
+from ..group import Root, _FSDPState, begins_forward
+from .differentiable_gather import Gather, refuse_accumulated
+from .functional_call import GivenValues, functional_call_params, is_functional_call
+from .group_ops import reshard, wait_for_unshard
+from .untracked_writes import written
+
+
+class FunctionalMode:
+    """Functional mode for one forward of a group; with the values that ``functional_call()`` has given it, if any."""
+
+    __slots__ = ("_given",)
+
+    def __init__(self, state: _FSDPState) -> None:
+        self._given = functional_call_params(state) if is_functional_call(state) else GivenValues({})
+
+    @begins_forward
+    def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[FunctionalUse, None]:
+        with temporarily_clear_interpreter_stack():  # whatever torch.func makes of the forward, this is none of it
+            refuse_accumulated(state)
+            _refuse_extensions(state)
+            _refuse_optional(root, state)
+            if not is_recomputed:
+                root.forward.enter(None)
+                if not state.progress.running_forwards:
+                    reshard(root, state)  # what unshard() has gathered ahead is of no use here
+                    wait_for_unshard(root, state)  # nor what stays unsharded
+        return FunctionalUse(root, state, self._given), None
+
+
+def _refuse_extensions(state: _FSDPState) -> None:
+    """Raise if the class of a parameter gathers it in a form of its own, which autograd could not differentiate."""
+    for handle in state._handles:
+        if handle.kind.extension is not None:
+            raise NotImplementedError(
+                f"the parameter {handle.name_of(0)} of the fully_shard group {state.name} is a "
+                f"{handle.kind.extension.cls.__name__}, gathered by its class (fsdp_pre_all_gather), which functional "
+                "mode, torch.func and functional_call() cannot differentiate: use the default mode"
+            )
+
+
+def _refuse_optional(root: Root, state: _FSDPState) -> None:
+    if root.rounds is not None:
+        raise NotImplementedError(
+            f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with the "
+            "values of functional_call()) in a model with optional groups, which only the default mode can gather on "
+            "ranks that skip them: leave functional mode, or shard the model without optional=True"
+        )
+
+
+class FunctionalUse:
+    """One forward of one group in functional mode."""
+
+    __slots__ = ("_before", "_given", "_has_addresses", "_shard_versions", "_shown", "_state", "_whole", "outer")
+
+    has_check = True
+
+    def __init__(self, root: Root, state: _FSDPState, given: GivenValues) -> None:
+        self._state, self.outer = state, root.forward.innermost
+        handles = [handle for handle in state._handles if not given.are_full(handle)]
+        gather = Gather(root, state, handles)
+        params = [param for handle in handles for param in handle.unsharded.params]
+        parts = [part for handle in handles for part in given.sharded_parts(handle)]
+        whole = gather.apply(parts)
+        specs = [spec for handle in handles for spec in specs_of(handle.tensor_parallel, len(handle.fqns))]
+        shown_as = [item if spec is None else placed(item, spec) for item, spec in zip(whole, specs, strict=True)]
+        restored = [*map(whole_like_original, gather.sharded_params, shown_as)]
+        names = [name for handle in handles for name in handle.names]
+        self._has_addresses = not in_transform()  # tensors of a transform of torch.func have none
+        self._before = [*zip(names, restored, map(self._marks, shown_as), strict=True)]
+        self._given, self._shard_versions = given, state.shard_versions()
+        self._whole = {id(p): item for p, item in zip(params, whole, strict=True)}
+        shown = {id(p): item for p, item in zip(params, restored, strict=True)}
+        self._shown = state.swap.show_instead({**shown, **given.full_values(state._handles)})
+
+    def abandon(self) -> None:
+        """Nothing waits for it."""
+
+    def check(self) -> None:
+        """Raise if forward has written to a gathered parameter, or replaced one: the change would be lost."""
+        state = self._state
+        state.swap.check_shown(self._shown)
+        for name, tensor, before in self._before:
+            if self._marks(tensor) != before:
+                raise RuntimeError(
+                    f"the parameter {name} of the fully_shard group {state.name} was modified in place inside forward, "
+                    "or its .data assigned to; the edit is lost, since the sharded parameters are authoritative. "
+                    "Modify parameters outside forward, or keep what changes in forward in a buffer"
+                )
+
+    def hook_outputs(self, module: nn.Module, output: Any, is_recomputed: bool) -> bool:
+        return True  # autograd finds them by itself
+
+    def find_writes(self) -> dict[FlatParamHandle, list[int]]:
+        return {handle: written(handle, flat) for handle, flat in self._gathered().items()}
+
+    def _marks(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Marks that change with a write to the tensor, or with other memory for it."""
+        local = local_of(tensor)
+        return (tensor._version, *((local.data_ptr(), local.stride()) if self._has_addresses else ()))
+
+    def _gathered(self) -> dict[FlatParamHandle, torch.Tensor]:
+        """The flat tensors that were gathered from shards that were not written to since."""
+        state = self._state
+        if state.shard_versions() != self._shard_versions:
+            return {}
+        found = {}
+        for handle in state._handles:
+            first = self._whole.get(id(handle.unsharded.params[0]))
+            parts = zip(self._given.sharded_parts(handle), handle.sharded_params, strict=True)
+            if first is not None and all(part is sharded for part, sharded in parts):
+                flat = torch.empty(0, dtype=handle.unsharded.dtype, device=handle.storage.compute_device(handle.shard))
+                found[handle] = flat.set_(first.untyped_storage(), 0, (handle.layout.flat_numel,))  # type: ignore[call-overload]
+        return found

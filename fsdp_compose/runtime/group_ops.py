@@ -1,0 +1,268 @@
+"""The steps of one group: unshard, prefetch, reshard, reduce, and what follows from a change of ``requires_grad``.
+
+Hooks and modes call these functions; each notes what it issues in the log of its process group, and leaves streams and
+memory to ``Communicator``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..flat import FlatParamHandle, is_stale
+from ..group import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    SCATTER_ALONE,
+    ForwardRecord,
+    Modules,
+    ParameterSwap,
+    Root,
+    _FSDPState,
+    entry_of_flags,
+    get_state,
+)
+from ..ragged import requires_grad_writes
+
+
+def unshard(root: Root, state: _FSDPState) -> None:
+    """Start the all-gathers of a group, if it is not unsharded, ahead of a forward."""
+    for handle in state._handles:
+        if not handle.unsharded.is_allocated:
+            root.order.trace.append(state.code | ALL_GATHER)
+            if handle.unsharded.part is None:
+                root.communicator.unshard(handle)
+            else:
+                _unshard_with_parts(root, state, handle)
+
+
+def unshard_again(root: Root, state: _FSDPState) -> None:
+    """As ``unshard``, for a backward: what forward has computed with."""
+    for handle in state._handles:
+        if not handle.unsharded.is_allocated:
+            root.order.trace.append(state.code | ALL_GATHER)
+            part = handle.unsharded.part
+            if part is not None and part.is_kept:
+                root.communicator.unshard_parts(handle)
+            else:
+                root.communicator.unshard(handle)
+
+
+def _unshard_with_parts(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
+    """Gather for a forward what may have stayed in parts: these, if the ranks have written to no shard since."""
+    part = handle.unsharded.part
+    if part is not None and part.is_kept and state.options.reshards_partially_until_step() and not is_stale(handle):
+        root.communicator.unshard_parts(handle)
+    else:
+        root.communicator.unshard(handle)
+
+
+def unshard_for_use(root: Root, state: _FSDPState) -> None:
+    """As ``unshard``, for a forward that is about to compute: what was gathered ahead, or kept, before the ranks wrote
+    to the sharded parameters is gathered again."""
+    for handle in state._handles:
+        if not handle.unsharded.is_allocated:
+            root.order.trace.append(state.code | ALL_GATHER)
+            if handle.unsharded.part is None:
+                root.communicator.unshard(handle)
+            else:
+                _unshard_with_parts(root, state, handle)
+        elif (handle.shard._version != handle.unsharded.gathered[0] or handle.segments) and is_stale(handle):
+            root.order.trace.append(state.code | ALL_GATHER)
+            root.communicator.refresh(handle)
+
+
+def wait_for_unshard(root: Root, state: _FSDPState) -> None:
+    for handle in state._handles:
+        if handle.unsharded.work is not None:
+            root.communicator.wait(handle)
+
+
+def reshard(root: Root, state: _FSDPState) -> None:
+    """Free the unsharded parameters of a group, unless a forward of it is running."""
+    for handle in state._handles:
+        if handle.unsharded.is_allocated and not state.progress.running_forwards:
+            root.communicator.reshard(handle)
+
+
+def reshard_until_backward(root: Root, state: _FSDPState) -> None:
+    """As ``reshard``, between a forward and its backward of a group that keeps parts."""
+    for handle in state._handles:
+        if handle.unsharded.is_allocated and not state.progress.running_forwards:
+            root.communicator.reshard_to_part(handle)
+
+
+def _drop_parts(state: _FSDPState) -> None:
+    """Free what stayed for a backward, unless that of an earlier forward is to come, or a forward before the step."""
+    if not state.progress.awaiting_backward and not state.options.reshards_partially_until_step():
+        for handle in state._handles:
+            handle.unsharded.drop_part()
+
+
+def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
+    """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them. A group of
+    which a forward is running (the backward runs inside it) stays unsharded. ``with_frozen``: also the flat parameters
+    of which no part requires grad."""
+    backward, progress, options = root.backward, state.backward, state.options
+    assert backward is not None
+    if backward.shown and state.swap in backward.shown:
+        hide_shown(root, state.swap)
+    is_kept = state.place.stays_after_backward or bool(state.progress.running_forwards)
+    is_synced = options.requires_gradient_sync
+    averages = options.requires_all_reduce or state.mesh.replicate_group is None
+    handles = state._handles
+    if progress.num_early and not progress.is_reduced:
+        handles = handles[progress.num_early :]
+    progress.reduce()
+    if state.persistent.has_unsynced is (is_synced and averages):
+        state.persistent.reduce(is_synced and averages)
+    if state.mesh.part_transport is not None:
+        _drop_parts(state)
+    communicator = root.communicator
+    for handle in handles:
+        contributions = handle.pending_gradients
+        has_earlier = contributions.accumulation is not None
+        if not (contributions.is_trainable or with_frozen or (has_earlier and is_synced)):
+            if not is_kept:
+                communicator.reshard(handle)
+        elif is_synced:
+            root.order.trace.append(state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
+            if has_earlier or not averages:
+                backward.add()  # before it is taken: what raises after that has lost it
+            if communicator.reduce(handle, is_kept, averages):
+                backward.add()
+        else:
+            backward.add()
+            communicator.accumulate(handle, is_kept)
+
+
+def reduce_early(root: Root, state: _FSDPState) -> None:
+    """Reduce the next flat parameter of a group, all gradients of which are there, before the others. It stays
+    unsharded."""
+    backward, handle = root.backward, state._handles[state.backward.num_early]
+    assert backward is not None
+    state.backward.reduce_early()
+    if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
+        root.order.trace.append(state.code | REDUCE_SCATTER)
+        if handle.pending_gradients.accumulation is not None:
+            backward.add()  # before it is taken, as above
+        if root.communicator.reduce(handle, True, True):
+            backward.add()
+
+
+def hide_shown(root: Root, only: ParameterSwap | None = None) -> None:
+    """No longer show groups that were shown since backward began."""
+    shown = {} if root.backward is None else root.backward.shown
+    for swap in [*shown] if only is None else [only]:
+        del shown[swap]
+        swap.show_sharded()
+
+
+def stays_unsharded(root: Root, state: _FSDPState) -> bool:
+    """Whether the forward that is running, inside which a backward ends, needs the group as it is."""
+    forward, progress = root.forward, state.progress
+    begun, previous = forward.record.begun, forward.previous.begun
+    is_next = len(previous) > len(begun) and previous[len(begun)] == state.place.index  # forward prefetch
+    return bool(
+        is_next or progress.running_forwards or progress.pending_modules or not state.place.reshards_after_forward
+    )
+
+
+def follow_requires_grad(root: Root, state: _FSDPState) -> None:
+    """Take over what the user did to ``requires_grad`` of the sharded parameters. Noted in the trace: when a rank does
+    it alone, ranks differ at the end of backward."""
+    for handle in state._handles:
+        handle.follow_requires_grad()
+        root.order.trace.append(_code_of_flags(state, handle))
+
+
+def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
+    """Before a forward of a group under grad mode, when some ``requires_grad`` was set since its last one."""
+    count = requires_grad_writes.count
+    if any([handle.was_toggled() for handle in state._handles]):
+        follow_requires_grad(root, state)
+    state.persistent.follow_toggles(count)
+
+
+def follow_requires_grad_writes_before_backward(root: Root) -> None:
+    """As autograd does, give no gradient to what was frozen since forward. What is reduced does not change by it."""
+    for state in root.live_states():
+        for handle in state._handles:
+            if handle.was_toggled():
+                was_trainable = handle.pending_gradients.is_trainable
+                follow_requires_grad(root, state)
+                handle.pending_gradients.train(handle.pending_gradients.is_trainable or was_trainable)
+
+
+def follow_requires_grad_writes_of_forward(root: Root, states: list[_FSDPState]) -> None:
+    for state in states:
+        for handle in state._handles:
+            if handle.unsharded.was_toggled():
+                handle.follow_unsharded_requires_grad()
+                root.order.trace.append(_code_of_flags(state, handle))
+
+
+def _code_of_flags(state: _FSDPState, handle: FlatParamHandle) -> int:
+    return entry_of_flags(state.code, f"{handle.name_of(0)}{handle.unsharded.flags}")
+
+
+# ---- Prefetch: the all-gather of the group that comes next starts while this one computes.
+#
+# Which one comes next, the last iteration tells in forward, and this forward in backward; or the user has said so.
+
+
+Start = Callable[[Root, _FSDPState], None]
+
+
+def prefetch_forward(root: Root, state: _FSDPState, start: Start = unshard) -> None:
+    """Start the all-gather of the group that came next in the last iteration, if this one goes the same way."""
+    forward, index = root.forward, state.place.index
+    begun, previous = forward.record.begun, forward.previous.begun
+    i = len(begun)
+    begun.append(index)
+    if state.options.forward_prefetch is not None:
+        _prefetch(root, state.options.forward_prefetch, start)
+    elif i + 1 < len(previous) and previous[i] == index:
+        following = root.states[previous[i + 1]]()
+        if following is not None:
+            start(root, following)
+
+
+def prefetch_backward(
+    root: Root, state: _FSDPState, record: ForwardRecord, position: int, start: Start = unshard_again
+) -> None:
+    """Start the all-gather of the group whose forward ended before that of ``state``, which was the one at ``position``
+    of those that ``record`` has hooked."""
+    hints = state.options.backward_prefetch
+    if hints is not None:
+        _prefetch(root, hints, start)
+    elif position and record.states is root.states:
+        previous = root.states[record.hooked[position - 1]]()
+        if previous is not None:
+            start(root, previous)
+
+
+def following_in_forward(root: Root, state: _FSDPState) -> list[_FSDPState]:
+    """The groups that ``prefetch_forward`` would gather; likewise to be called once in a forward of ``state``."""
+    found: list[_FSDPState] = []
+    prefetch_forward(root, state, lambda _, other: found.append(other))
+    return _mandatory(root, found)
+
+
+def following_in_backward(root: Root, state: _FSDPState, record: ForwardRecord, position: int) -> list[_FSDPState]:
+    """The groups that ``prefetch_backward`` would gather."""
+    found: list[_FSDPState] = []
+    prefetch_backward(root, state, record, position, lambda _, other: found.append(other))
+    return _mandatory(root, found)
+
+
+def _mandatory(root: Root, states: list[_FSDPState]) -> list[_FSDPState]:
+    """Those that no rank may skip: the user may have named others."""
+    return [state for state in states if root.rounds is None or state.place.index not in root.rounds.enclosing_groups]
+
+
+def _prefetch(root: Root, modules: Modules, start: Start) -> None:
+    """Start the all-gathers of the groups that the user wants to be gathered ahead; of this root's alone."""
+    for ref in modules:
+        module = ref()
+        other = None if module is None else get_state(module)
+        if other is not None and other.root is root:
+            start(root, other)

@@ -1,0 +1,656 @@
+"""The first forward of a root: it is set up, and the ranks compare what they have.
+
+Called by the outermost forward, and again after ``fully_shard`` calls and changes that a ``ChangeDetector`` has
+noticed. In the order of this file: whether gradients are averaged over the same ranks, whether ranks hold the same,
+advice about groups that are too small, taking over what the user has changed, and setting up a root."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from statistics import median
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from .._torch import current_graph_task_id, in_transform
+from ..comm import Carrier, ControlExchange, DataParallelMesh, Names, as_transferable, first_difference, is_on, meet
+from ..flat import (
+    Communicator,
+    FlatParamHandle,
+    describe,
+    handle_of,
+    reflatten,
+    refuse_shared_memory,
+    regions_of,
+    specs_of,
+)
+from ..group import (
+    ChangeDetector,
+    CollectiveLog,
+    LockstepCommunicator,
+    Move,
+    Root,
+    _FSDPState,
+    announce_first_forward,
+    apply_moves,
+    contexts_of,
+    count_steps,
+    find_moves,
+    group_modules,
+    judge_places,
+    look_after_standstill,
+    modules_to_run,
+    prepare_swap,
+    rebind_live_optimizers,
+    refuse_sleeping,
+    refuse_unwritten_buffers,
+    roots_together,
+    take_over_assigned,
+    unsharded_tensors,
+    widest_mesh,
+)
+from .backward import watch_buckets
+from .group_ops import follow_requires_grad
+from .optional import check_optional, rounds_of
+from .recovery import recover
+
+# ---- Whether the gradients of the groups below one root are averaged over the same ranks.
+#
+# The data ranks of a root are those of the largest data-parallel mesh below it: each has a batch of its own, so every
+# gradient must be averaged over all of them. A group may be on fewer, if all of its parameters are DTensors on a mesh
+# that makes up for it (expert parallelism): their gradients have come together over that mesh in backward, as sums.
+# Then the average over the group's ranks is too large by a factor that is known, and applied by the reduction::
+#
+#     4 data ranks            0 1 2 3
+#     experts on meshes of    0 1 | 2 3      tokens go between these in forward, gradients in backward: a sum
+#     sharded over            0 2 | 1 3      the reduction averages over these, and divides by 4 / 2
+
+
+_Found = Sequence[tuple[_FSDPState, str]]
+
+
+def mesh_of_root(found: _Found) -> DataParallelMesh:
+    """The mesh of the most peers among those of some groups (with their names), which run below one root, for all of
+    which the groups work together from now on.
+
+    Raises:
+        ValueError: a group is on other ranks than the rest; names a parameter of it.
+    """
+    data = max((state.mesh.ranks() for state, _ in found), key=len)
+    for state, name in found:
+        for handle in state._handles:
+            _check_data_ranks(handle, name, data)
+    widest = widest_mesh([state for state, _ in found])
+    peers = {*dist.get_process_group_ranks(widest.peers)}
+    for state, name in found:
+        if state.mesh.peers is widest.peers:
+            continue
+        own = {*dist.get_process_group_ranks(state.mesh.peers)}
+        if not state.mesh.is_simulated and not own <= peers:
+            raise ValueError(
+                "the fully_shard groups below one root have meshes of which none contains the others: "
+                f"{name or '(root)'} is on the ranks {sorted(own)}, the meshes of its DTensors included, and others "
+                f"are on {sorted(peers)}"
+            )
+    for state, _ in found:
+        state.run_among(widest.peers, len(data) // len(state.mesh.ranks()))
+    return widest_mesh([state for state, _ in found])
+
+
+def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) -> None:
+    mesh = handle.mesh
+    own = mesh.ranks()
+    if own == data:
+        return
+    for fqn, spec in zip(handle.fqns, specs_of(handle.tensor_parallel, len(handle.fqns)), strict=True):
+        if spec is None or frozenset(mesh.beside(spec.mesh).mesh.flatten().tolist()) != data:
+            where = f"{name}.{fqn}" if name else fqn
+            if spec is not None:
+                where += f", placed {list(spec.placements)} on the ranks {spec.mesh.mesh.tolist()},"
+            raise ValueError(
+                f"the fully_shard groups below one root have different meshes: {where} is on the "
+                f"ranks {sorted(own)}, so its gradient would be averaged over these, and others are on {sorted(data)}. "
+                "Use meshes of the same ranks for all groups of a model (they may be sharded over some of them and "
+                "replicated over the rest: a mesh of two dimensions); or make all parameters of the group "
+                "DTensors on the rest of the ranks (expert parallelism)"
+            )
+
+
+# ---- Whether ranks that must have the same have it: compared at the first forward or, of groups that ``replicate`` has
+# made, taken from the first rank.
+#
+# Ranks that hold the same elements of a parameter: replicas, and tensor-parallel ranks, of what tensor parallelism has
+# not cut. They get the same gradients, so what is different at the start stays different: each trains another model,
+# and the one that is saved is none of them. And the batches of tensor-parallel ranks, which compute one forward
+# together.
+
+
+_CHUNK = 1 << 20  # elements that are looked at together: what is made for it stays small
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_DIGEST_LENGTH = 32  # characters
+_PERIOD = 65_521  # of the weights of elements: their order counts
+
+
+def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None:
+    """Ranks: all peers of ``mesh``, with equal groups.
+
+    Raises:
+        RuntimeError: on every rank, replicas differ; names the first parameter that does, and the ranks.
+    """
+    compared = [state for state in states if state.options.bucket_bytes is None]
+    parts = [*_parts_with_replicas(compared)]
+    if not parts:
+        return
+    sums: dict[str, list[list[int]]] = {}
+    for place, handle, ranges, _ in parts:
+        sums.setdefault(place, []).extend(_checksum(handle.shard[start:stop]) for start, stop in ranges)
+    purpose = "first forward: comparing replicas"
+    digests = [(place, _digest(found)) for place, found in sums.items()]
+    difference = meet(mesh.peers, purpose, json.dumps(digests), _first_difference)
+    if not difference:
+        return
+    where, *differing = json.loads(difference)
+    each = {}
+    for place, handle, _, indices in parts if mesh.rank in differing else ():
+        views = handle.views_of(handle.shard)
+        for i in indices if place == where else ():
+            each[handle.name_of(i)] = _checksum(views[i])
+    difference = meet(mesh.peers, purpose, json.dumps([*each.items()]), _first_difference)
+    name, first, other = json.loads(difference)
+    raise RuntimeError(
+        f"first forward: {name} has different elements on ranks {first} and {other}, which hold "
+        "replicas of it: they would train different models. Start from equal parameters: seed all ranks alike, load a "
+        "checkpoint, or call broadcast_replicas(model) after fully_shard()"
+    )
+
+
+def broadcast_first_replica(states: Sequence[_FSDPState]) -> None:
+    """Give all ranks the first rank's parameters and buffers of the groups that ``replicate`` has made.
+
+    Ranks: all peers, with equal groups.
+    """
+    for state in states:
+        group = state.mesh.replicate_group
+        if state.options.bucket_bytes is None or group is None or state.mesh.is_simulated:
+            continue
+        for handle in state._handles:
+            with torch.no_grad():
+                dist.broadcast(as_transferable(handle.shard), group=group, group_src=0)
+        for buffer in _buffers(state):
+            dist.broadcast(as_transferable(buffer), group=group, group_src=0)
+
+
+def _buffers(state: _FSDPState) -> Iterator[torch.Tensor]:
+    """The buffers of a group's modules, each as contiguous memory; what is taken is written back."""
+    for module in group_modules(state.live_modules()):
+        for buffer in module._buffers.values():
+            if buffer is None or isinstance(buffer, DTensor) or buffer.layout != torch.strided or not buffer.numel():
+                continue
+            memory = buffer.detach().contiguous()
+            yield memory
+            if memory.data_ptr() != buffer.data_ptr():
+                with torch.no_grad():
+                    buffer.copy_(memory)
+
+
+_Part = tuple[str, FlatParamHandle, list[tuple[int, int]], list[int]]
+"""Parameters that lie on the same ranks: what names their place alike on ranks that must hold the same, and only there;
+the ranges of the shard that they are in; and their indices."""
+
+
+def _digest(numbers: object) -> str:
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:_DIGEST_LENGTH]
+
+
+def _parts_with_replicas(states: Sequence[_FSDPState]) -> Iterator[_Part]:
+    """Those of groups, which are the same on all ranks. Places on one mesh have one number in front."""
+    numbers: dict[DeviceMesh, int] = {}
+    for state in states:
+        for handle in state._handles:
+            number = numbers.setdefault(handle.mesh.mesh, len(numbers))
+            for place, of, ranges, indices in _parts_of(handle):
+                yield f"{number} {place}", of, ranges, indices
+
+
+def _parts_of(handle: FlatParamHandle) -> Iterator[_Part]:
+    mesh, own = handle.mesh, handle.tensor_parallel
+    if handle.shard.device.type == "meta":
+        return
+    if own is None:
+        if mesh.peers.size() > mesh.shard_world_size:
+            everything = [(0, handle.shard.numel())]
+            yield f"{mesh.shard_rank}", handle, everything, [*range(len(handle.fqns))]
+        return
+    by_place: dict[str, list[int]] = {}
+    for i in range(len(handle.fqns)):
+        by_place.setdefault(own.place(i), []).append(i)
+    for place, indices in by_place.items():
+        sharded = prod(device_mesh.size(dim) for device_mesh, dim in own.sharded_dims(indices[0]))
+        if mesh.peers.size() > mesh.shard_world_size * sharded:
+            ranges = [handle.local_shards[i][:2] for i in indices]
+            yield f"{mesh.shard_rank} {place}", handle, ranges, indices
+
+
+def warn_of_different_inputs(root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Say, on every rank, if ranks that run one forward together (tensor parallelism) were given different tensors.
+
+    Ranks: all peers of the root, at its first forward.
+    """
+    mesh = root.data_mesh
+    if not mesh.has_peers or mesh.peers.size() == mesh.data_world_size or in_transform():
+        return
+    given = [
+        _checksum(leaf)
+        for leaf in tree_leaves((args, kwargs))
+        if type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_meta
+    ]
+    payload = json.dumps([(f"{mesh.data_rank}", _digest(given))])
+    difference = meet(mesh.peers, "first forward: comparing inputs", payload, _first_difference)
+    if difference:
+        _, first, other = json.loads(difference)
+        warnings.warn(
+            f"first forward: ranks {first} and {other} were given different inputs. They are tensor-parallel ranks "
+            "of one data-parallel rank, which compute one forward together: give all of them the same batch (that "
+            "of the data-parallel rank, mesh['dp'].get_local_rank()), unless the model was made for parts of one "
+            "(sequence or context parallelism)",
+            stacklevel=2,
+        )
+
+
+def _first_difference(payloads: list[str]) -> str:
+    """What two ranks have at the same place that differs, with the ranks; empty if there is nothing."""
+    seen: dict[str, tuple[int, object]] = {}
+    for rank, payload in enumerate(payloads):
+        for place, value in json.loads(payload):
+            first, expected = seen.setdefault(place, (rank, value))
+            if value != expected:
+                return json.dumps([place, first, rank])
+    return ""
+
+
+def _checksum(elements: torch.Tensor) -> list[int]:
+    """Two sums over the bits of ``elements``, one of which weighs them by their places."""
+    total, weighed = 0, 0
+    with torch.no_grad():
+        for chunk in _integers(elements):
+            total += int(chunk.sum())
+            weights = torch.ones_like(chunk).cumsum_(0).remainder_(_PERIOD)
+            weighed = weighed * 31 + int(weights.mul_(chunk).sum())
+    mask = (1 << 64) - 1
+    return [total & mask, weighed & mask]
+
+
+def _integers(elements: torch.Tensor) -> Iterator[torch.Tensor]:
+    bits = elements.detach().reshape(-1).view(_INTEGERS[elements.element_size()])
+    for chunk in bits.split(_CHUNK):
+        yield chunk.long()
+
+
+# ---- Advice at the first forward among very many ranks: groups whose collectives take longer to begin than to move
+# data.
+#
+# An all-gather of a group needs a message from every rank to every other, or as many hops. Below about 1 MiB a rank the
+# time of these no longer falls with the size. Then either groups are too small, or too many ranks share each.
+
+
+MIN_RANKS = 256  # sharing a group: fewer do not need advice
+SHORT_BYTES = 1 << 20  # of a shard
+_MOST_UNSHARDED_BYTES = 4 << 30  # of merged groups: they are gathered whole
+_FEWEST_RANKS = 8  # of one machine
+_log = logging.getLogger("fsdp_compose")
+
+
+class GroupSize(NamedTuple):
+    """A group, and bytes of this rank's shard of it, as they are gathered."""
+
+    name: str
+    shard_bytes: int
+
+
+def advise(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None:
+    """Log, on the first rank, what to merge or to shard over fewer ranks, if anything."""
+    if mesh.rank != 0:
+        return
+    by_ranks: dict[int, list[GroupSize]] = {}
+    for state in states:
+        gathered = [handle for handle in state._handles if handle.mesh.shard_world_size >= MIN_RANKS]
+        size = sum(handle.layout.shard_numel * handle.unsharded.dtype.itemsize for handle in gathered)
+        if gathered:
+            by_ranks.setdefault(gathered[0].mesh.shard_world_size, []).append(GroupSize(state.name, size))
+    for num_ranks, groups in by_ranks.items():
+        text = advice(groups, num_ranks)
+        if text:
+            _log.warning("%s", text)
+
+
+def advice(groups: Sequence[GroupSize], num_ranks: int) -> str:
+    """Empty if there is nothing to say.
+
+    Args:
+        groups: all that are sharded over the same ``num_ranks`` ranks.
+    """
+    short = [group for group in groups if group.shard_bytes < SHORT_BYTES]
+    if 2 * len(short) < len(groups) or not short:
+        return ""  # the embeddings or the norm of a model alone: nothing to gain
+    typical = max(1, int(median(group.shard_bytes for group in short)))
+    first = short[0]
+    text = (
+        f"{len(short)} of {len(groups)} fully_shard groups have less than 1 MiB on each of {num_ranks} ranks (half of "
+        f"them at most {_in_words(typical)}; {first.name or 'the root'}: {_in_words(first.shard_bytes)}), so their "
+        "collectives take longer to begin than to move data"
+    )
+    remedies = [_hybrid(typical, num_ranks), _merging(typical, num_ranks, len(short))]
+    return f"{text}. {' Or '.join(remedy for remedy in remedies if remedy)}"
+
+
+def _hybrid(shard_bytes: int, num_ranks: int) -> str:
+    """Hybrid sharding over as many ranks as give each 1 MiB."""
+    shards = num_ranks
+    while shards % 2 == 0 and shards > _FEWEST_RANKS and shard_bytes * num_ranks < SHORT_BYTES * shards:
+        shards //= 2
+    if shards == num_ranks or shard_bytes * num_ranks < SHORT_BYTES * shards:
+        return ""
+    return (
+        f"Hybrid sharding is due, if memory allows it: a mesh of ({num_ranks // shards}, {shards}), named "
+        f"('replicate', 'shard'), gives each rank {_in_words(shard_bytes * num_ranks // shards)} of a group, "
+        f"{num_ranks // shards} times as much as now."
+    )
+
+
+def _merging(shard_bytes: int, num_ranks: int, num_short: int) -> str:
+    """As many neighbours in one group as give each rank 1 MiB, or as memory allows."""
+    most = max(1, _MOST_UNSHARDED_BYTES // (shard_bytes * num_ranks))
+    together = min(-(-SHORT_BYTES // shard_bytes), most, num_short)
+    if together < 2:
+        return ""
+    return (
+        f"Merge {together} neighbours into one group, fully_shard([block, next_block, ...]): it is gathered whole, in "
+        f"{_in_words(together * shard_bytes * num_ranks)}."
+    )
+
+
+def _in_words(num_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} bytes"
+
+
+# ---- Take over into the shards what the user has changed between two iterations, or refuse it.
+
+
+def take_over(root: Root, states: list[_FSDPState]) -> None:
+    for item in states:
+        for handle in item._handles:
+            if handle.unsharded.has_grad():
+                _refuse_stray_gradients(item)
+            if handle.was_toggled():
+                follow_requires_grad(root, item)
+            else:
+                handle.follow_requires_grad()
+        take_over_assigned(item.swap)
+        item.swap.check_slots()
+        if any(handle.was_moved() for handle in item._handles):
+            _reflatten(root, item)
+    _refuse_meta(states)
+    detect_again(root)
+
+
+def detect_again(root: Root) -> None:
+    """Take a new picture of what the user may change."""
+    for part in root.parts:
+        owner = part[0]()
+        if owner is not None:
+            owner.set_detector(ChangeDetector([state for ref in part if (state := ref()) is not None]))
+
+
+def _refuse_meta(states: list[_FSDPState]) -> None:
+    for state in states:
+        if any(handle.unsharded.is_meta for handle in state._handles):
+            raise ValueError(
+                f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
+                "model.to_empty(device=...) and initialise them before the first forward"
+            )
+
+
+def refuse_late_grad_dtype(states: Sequence[_FSDPState]) -> None:
+    """Raise if ``grad_dtype`` of a parameter was set after its flat parameter was made, which it decides about."""
+    for state in states:
+        for handle in state._handles:
+            for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
+                wanted, expected = getattr(sharded, "grad_dtype", handle.gradient.dtype), handle.gradient.dtype
+                if sharded.requires_grad and wanted != expected:
+                    raise RuntimeError(
+                        f"grad_dtype of {fqn} was set to {wanted}, and its gradients are sharded in {expected}: set it "
+                        "before fully_shard()"
+                    )
+
+
+def _refuse_stray_gradients(state: _FSDPState) -> None:
+    for handle in state._handles:
+        handle.drop_iteration(is_tainted=False)
+    raise RuntimeError(
+        f"a backward reached parameters of the fully_shard group {state.name} without passing any of its module's "
+        "outputs, and their gradients were not reduced (they are thrown away now). Let forward return every tensor "
+        "that a loss is computed from, or keep it as an attribute of the module"
+    )
+
+
+def _reflatten(root: Root, state: _FSDPState) -> None:
+    for handle in state._handles:
+        if handle.was_moved():
+            root.communicator.wait(handle)
+            reflatten(handle)
+    state.apply_options()
+    state.swap.rebuild()
+    state.persistent.have_new_parameters()
+    watch_buckets(state)
+
+
+# ---- Setting up a root
+
+
+class _Tree:
+    """Counts the ``fully_shard`` calls: after each, roots look at their module tree again."""
+
+    generation = 0
+
+
+tree = _Tree()
+
+
+def tree_has_changed() -> None:
+    """Called when a group was added somewhere."""
+    tree.generation += 1
+
+
+def _call_parameters(found: Sequence[tuple[_FSDPState, str]], roots: Iterable[nn.Module]) -> None:
+    """Call the parameters of groups, of which the modules have these names, as in their root; of a group of several
+    modules one may be outside the roots."""
+    called = {module: name for root in reversed([*roots]) for name, module in root.named_modules()}
+    for state, name in found:
+        modules = state.live_modules()
+        several = [called.get(module, type(module).__name__) for module in modules]
+        state.call_parameters(Names((name,) if len(modules) == 1 else tuple(several)))
+
+
+def initialise(state: _FSDPState, module: nn.Module) -> Root:
+    """Make ``state``, whose module begins a forward outside every other, the root of the groups below it; together with
+    the roots that share groups with it, if there are some.
+
+    All ranks of the mesh call this together; they compare what they have.
+
+    Raises:
+        ValueError: a trainable parameter below the root belongs to no group, or parameters are on the meta device.
+        RuntimeError: on every rank, the ranks have different models; or a rank did not come.
+    """
+    roots = roots_together(module)
+    names: dict[_FSDPState, str] = {}
+    for part in roots:
+        for item, name in part.groups:
+            names.setdefault(item, name)
+    found, states, owners = list(names.items()), list(names), [part.state for part in roots]
+    refuse_sleeping(states)
+    check_optional(owners, names)
+    earlier = contexts_of(states)
+    for context in earlier:
+        _make_joinable(context, module)
+    for item in states:
+        if not item.is_complete:
+            prepare_swap(item)
+        take_over_assigned(item.swap)
+    moves: list[Move] = []
+    for part in roots:
+        known = {sharded for move in moves for sharded in move.sharded_params}
+        moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.sharded_params)]
+    rebind_live_optimizers()
+    for part in roots:
+        _check_everything_is_managed(part.module, part.states)
+        refuse_unwritten_buffers(modules_to_run(part.module))
+        _refuse_shared_memory(part.module, part.groups)
+    mesh = mesh_of_root(found)
+    for index, (item, name) in enumerate(found):
+        item.set_position(name, index, is_outermost=item in owners)
+    _call_parameters(found, (part.module for part in roots))
+    order = CollectiveLog.of(mesh.peers)
+    model = ""
+    if mesh.has_peers:
+        model = _meet_first_forward(order, mesh, state, states, moves)
+    apply_moves(moves)
+    _call_parameters(found, (part.module for part in roots))
+    handles = [handle for item in states for handle in item._handles]
+    num_params = sum(len(item.fqns) for item in handles)
+    carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
+    exchange = ControlExchange(num_params, len(states), carrier)
+    forward_exchange = ControlExchange(num_params, len(states), carrier, end_of="forward")
+    rounds = rounds_of(states, carrier)
+    starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
+    for handle, start in starts.items():
+        handle.pending_gradients.write_used_to(exchange.used[start : start + len(handle.fqns)])
+    communicator = LockstepCommunicator(mesh.device) if is_on() else Communicator(mesh.device)
+    communicator.serve(handles)
+    number = order.register_root(state, states, model)
+    look_after_standstill()
+    advise(mesh, states)
+    parts = [part.states for part in roots]
+    num_forwards = max((context.num_forwards for context in earlier), default=0)
+    root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards, rounds)
+    root.used_starts.update(starts)
+    if mesh.has_peers:
+        count_steps(root)
+    take_over(root, states)  # what was changed since fully_shard()
+    refuse_late_grad_dtype(states)
+    broadcast_first_replica([item for item in states if item.root is None])
+    if mesh.has_peers:
+        compare_replicas(mesh, [item for item in states if item.root is None])
+    for item in states:
+        watch_buckets(item)
+        item.swap.note_children()
+        item.attach_root(root, keeps_awaiting=len(roots) > 1)
+    return root
+
+
+def _make_joinable(context: Root, module: nn.Module) -> None:
+    """The groups of a root are about to be those of another one, or of several together: between iterations only."""
+    is_in_backward = context.backward is not None and current_graph_task_id() != -1
+    if is_in_backward or (context.forward.depth and is_running(context.forward.caller)):
+        where = "backward" if is_in_backward else "forward"
+        raise RuntimeError(
+            f"the first forward of the fully_shard'ed {type(module).__name__} runs inside the {where} of another "
+            "fully_shard'ed module, which is not around it and shares groups with it: run one forward of it before, "
+            "outside"
+        )
+    if context.is_dead:
+        recover(context)
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is on the stack: tells a root that calls itself from a forward that was interrupted."""
+    current: FrameType | None = sys._getframe() if frame is not None else None
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
+
+
+def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) -> None:
+    handles = {handle for item in states for handle in item._handles}
+    ignored = {param for item in states for param in item.ignored}
+    stray = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, submodule in modules_to_run(module)
+        for name, param in submodule._parameters.items()
+        if param is not None and param.requires_grad and not _is_held(param, handles) and param not in ignored
+    ]
+    if stray:
+        raise ValueError(
+            f"{len(stray)} trainable parameter(s) below a fully_shard'ed module belong to no group, so their gradients "
+            f"would not be reduced: {', '.join(stray[:5])}{' ...' if len(stray) > 5 else ''}. They were added or "
+            "replaced after fully_shard(): build the module first, or pass them as ignored_params"
+        )
+
+
+def _refuse_shared_memory(module: nn.Module, found: Sequence[tuple[_FSDPState, str]]) -> None:
+    """Compare where the parameters of all groups were, and where all other tensors are."""
+    regions = [
+        replace(region, name=f"{name}.{region.name}" if name else region.name)
+        for state, name in found
+        for region in state.persistent.regions
+    ]
+    if regions:
+        fqns = {submodule: name for name, submodule in modules_to_run(module)}
+        refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, ()), are_sharded=False)])
+    for state, _ in found:
+        state.persistent.forget_regions()
+
+
+def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
+    """Whether ``param`` is one of the sharded parameters, or stands in the place of one."""
+    place = handle_of(param)
+    return place is not None and place[0] in handles
+
+
+def _meet_first_forward(
+    order: CollectiveLog, mesh: DataParallelMesh, state: _FSDPState, states: list[_FSDPState], moves: list[Move]
+) -> str:
+    """Compare the models of all ranks; a digest of it."""
+    lines = []
+    for item in states:
+        facts = [fact for handle in item._handles for fact in describe(handle)]
+        options = {**item.options.facts(item.place.is_outermost), **item.mesh.facts()}
+        lines += [json.dumps({"group": item.name, **fact}) for fact in (*facts, options)]
+    lines += [
+        json.dumps({"group": move.target.name, "tied parameters": [*move.sharded_params.values()]}) for move in moves
+    ]
+    details = "\n".join(lines)
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        difference = first_difference(ours.split("\n"), theirs.split("\n"))
+        assert difference is not None, "digests differ"
+        _, a, b = difference
+        return (
+            f"first forward: the ranks have different models. The first difference is between rank 0, which has {a}, "
+            f"and rank {rank}, which has {b}. Build the same model and call fully_shard() the same way on every rank"
+        )
+
+    digest = hashlib.sha256(details.encode()).hexdigest()
+
+    announce_first_forward(mesh)
+    place = order.place_of(state, states, digest)
+    verdict = meet(mesh.peers, "first forward", digest, judge_places, details, explain, aside=place)
+    if verdict:
+        raise RuntimeError(verdict)
+    return digest

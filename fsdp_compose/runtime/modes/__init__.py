@@ -1,1 +1,0 @@
-"""The modes in which a group's forward computes, one file each, behind one seam: ``mode``."""

@@ -1,0 +1,144 @@
+"""Writes to unsharded parameters inside forward that raise no version: through ``.data``, NumPy or an address.
+
+An unsharded parameter is a copy, so what forward writes to it is lost when the group is resharded. Where torch counts
+the write, ``ChangeDetector`` sees it. A write through ``.data`` (initialisation from the first batch, clipping of a
+critic's weights, codebooks by moving averages) changes memory and nothing else, and an assignment to ``.data`` gives
+the parameter other memory without a word. Both are found by looking: at where the parameters are, and at whether this
+rank's slice of the gathered memory still is, bit for bit, what its shard says. The slices of all ranks together are the
+whole: what is missed is a write that one rank makes, alone, to elements that others hold.
+
+That reads a shard, so it is not done at every use of a group but at the 1st, 2nd, 4th, 8th, ... under grad mode, and
+likewise without it; later at every ``_MAX_GAP``-th; and at all of them if ``FSDP_COMPOSE_DEBUG=1``. A forward that has
+looked at some group ends with an exchange, so that every rank raises what one rank has seen. Uses are counted alike on
+all ranks, from the first forward and again from an interruption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn as nn
+
+from .._torch import in_transform, same_storage, without_modes
+from ..comm import is_on
+from ..flat import FlatParamHandle, ShardStorage, local_of
+from ..group import END_OF_FORWARD, GroupUse, Root, _FSDPState
+from .agreement import begin_exchange, end_exchange
+
+_MAX_GAP = 97  # uses between two looks; a prime, for programs that write every so many steps
+_CHUNK = 1 << 20  # elements that are compared at a time: what is made for it stays small
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: GroupUse | None) -> None:
+    """At the end of a use of a group, whose turn it is, find the parameters that forward has written to. Inside a
+    transform of ``torch.func``, and before the last of the group's modules, it becomes the turn of the next use.
+
+    Args:
+        use: ``None`` in the default mode without grad mode.
+    """
+    progress, mode = state.progress, use is None
+    if in_transform() or progress.pending_modules - {id(module)}:
+        progress.uses_left[mode] = 1
+        return
+    gap = progress.look_gaps[mode]
+    progress.uses_left[mode], progress.look_gaps[mode] = gap, 1 if is_on() else min(2 * gap, _MAX_GAP)
+    if state.mesh.is_simulated:
+        return  # nothing is gathered
+    root.forward.note_written()
+    with torch.no_grad(), without_modes():
+        found = writes_to_unsharded(state) if use is None else use.find_writes()
+    for handle, indexes in found.items():
+        root.forward.note_written(handle, indexes)
+
+
+def writes_to_unsharded(state: _FSDPState) -> dict[FlatParamHandle, list[int]]:
+    """The unsharded parameters of a group that forward has written to, by index; those that it gave other memory are
+    put back."""
+    unsharded = [(item, item.unsharded) for item in state._handles if item.unsharded.shows_shards]
+    present = [handle for handle, item in unsharded if item.is_allocated and item.work is None]
+    return {handle: [*_put_back(handle), *_written_to_memory(handle)] for handle in present}
+
+
+def refuse_untracked_writes(root: Root) -> None:
+    """At the end of a top-level forward that has looked: raise, on every rank, if one rank has found something."""
+    states, exchange = root.live_states(), root.forward_exchange
+    written = root.forward.take_written()
+    used, starts = exchange.used, root.used_starts
+    used[:] = bytes(len(used))
+    for handle, indexes in written.items():
+        for i in indexes:
+            used[starts[handle] + i] = 1
+    begin_exchange(root, exchange, END_OF_FORWARD)
+    end_exchange(root, exchange, END_OF_FORWARD)
+    if not any(used):
+        return
+    names = [
+        f"{handle.label.names(fqn)}"
+        for handle, start in starts.items()
+        for fqn, is_written in zip(handle.fqns, used[start:], strict=False)
+        if is_written
+    ]
+    groups = [state.name for state in states if not written.keys().isdisjoint(state._handles)]
+    where = f"on this rank in group {', '.join(groups)}" if groups else "seen on another rank"
+    raise RuntimeError(
+        f"rank {states[0].mesh.rank}: unsharded parameters were modified in place inside forward, through .data "
+        f"or an address, or .data was assigned to: {', '.join(names)} ({where}). What was written would be lost when "
+        "their groups are resharded: the sharded parameters are authoritative. Modify these outside forward, under "
+        "torch.no_grad() or in summon_full_params(); keep what changes in forward (codebooks, averages) in buffers; "
+        "and run the first forward of modules that initialise themselves from data before fully_shard()"
+    )
+
+
+def _put_back(handle: FlatParamHandle) -> list[int]:
+    """Find the parameters that are not views of the gathered memory, each in its place, and make them be."""
+    present = map(local_of, handle.unsharded.params)
+    displaced = [
+        i
+        for i, (param, place) in enumerate(zip(present, handle.layout.params, strict=True))
+        if not same_storage(param.untyped_storage(), handle.unsharded.storage)
+        or param.storage_offset() != place.offset
+        or param.shape != place.shape
+        or not param.is_contiguous()
+    ]
+    if displaced:
+        views = handle.full_views_of(handle.unsharded.memory.shown)
+        for i in displaced:
+            handle.unsharded.put_back(i, views[i])
+    return displaced
+
+
+def _written_to_memory(handle: FlatParamHandle) -> list[int]:
+    segments = handle.segment_version() if handle.segments else handle.unsharded.gathered[1]
+    if handle.unsharded.never_freed or handle.unsharded.was_written_since_gather(segments):
+        return []  # it is the shard's own memory; or other writes are followed, or refused
+    return written(handle, handle.unsharded.memory.shown)
+
+
+def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
+    """The parameters of which this rank's slice of ``flat`` is not what was gathered from the shard."""
+    rank, numel = handle.mesh.shard_rank, handle.layout.shard_numel
+    own = flat[rank * numel : (rank + 1) * numel]
+    if not any(_differ(own, handle.shard, handle.storage)):
+        return []
+    # What lies between parameters belongs to none.
+    return [
+        i
+        for i, (start, stop, _) in enumerate(handle.local_shards)
+        if any(_differ(own[start:stop], handle.shard[start:stop], handle.storage))
+    ]
+
+
+def _differ(own: torch.Tensor, shard: torch.Tensor, storage: ShardStorage) -> Iterator[bool]:
+    """For each chunk, whether it differs in some bit; of NaNs that were cast, the bits depend on where they lie."""
+    for mine, source in zip(own.split(_CHUNK), shard.split(_CHUNK), strict=True):
+        expected = storage.on_device(source).to(mine.dtype)
+        bits = _INTEGERS[mine.dtype.itemsize]
+        if torch.equal(mine.view(bits), expected.view(bits)):
+            continue
+        if mine.dtype == shard.dtype:
+            yield True
+        else:
+            both_nan = mine.isnan() & expected.isnan()
+            yield bool(((mine.view(bits) != expected.view(bits)) & ~both_nan).any())
