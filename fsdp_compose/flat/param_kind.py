@@ -5,6 +5,7 @@ break: classes of tensors that cannot be cut, and parameters that share memory w
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -132,6 +133,12 @@ def plain_tensor(param: torch.Tensor) -> torch.Tensor:
 def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None:
     """Raise ValueError if ``param`` cannot be sharded; warn, once a class, if forward will see another class.
     ``is_gathered``: there is an all-gather, which replicated parameters have none of."""
+    annotations = sys.modules.get("spmd_types")  # optional; FSDP2 of torch 2.14 reads what it has noted
+    if annotations is not None and annotations.get_local_type(param):
+        raise ValueError(
+            f"fully_shard(): the parameter {fqn} has annotations of spmd_types, which are not followed here: make it a "
+            "DTensor on the mesh of the other dimensions, or leave it out by ignored_params"
+        )
     cls = type(param)
     if not is_wrapper(param):
         if param.layout != torch.strided or param.is_quantized:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, repeat
 from math import prod
 from types import ModuleType
@@ -61,8 +62,9 @@ class CheckpointedDTensor(OwnedDTensor):
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(local_tensor(self))
-        if hasattr(properties, "strides"):  # torch 2.14: those of the whole tensor
-            properties.strides = self.stride()
+        if hasattr(properties, "strides"):  # since torch 2.14: those of the whole tensor
+            whole: dict[str, Any] = {"strides": self.stride()}
+            properties = replace(properties, **whole)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
