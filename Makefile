@@ -5,6 +5,7 @@
 # make test-torch VERSION=2.15.0   run tests with another torch, in .venv-torch-VERSION
 # make lint    ruff and mypy                             make format  let ruff rewrite what lint would complain about
 # make docs    the documentation as a site, in site/: its blocks of code run first, and no link may be broken
+# make reference   write docs/reference from the docstrings
 # make wheel   build the wheel, and try it in clean environments, plain and with each extra
 # make faults  kill, stop, starve and damage real jobs   make clean   remove what the others made
 #
@@ -22,7 +23,7 @@ FAULTS_ARGS ?=
 BIN := .venv/bin
 LOOPBACK := $(if $(filter Darwin,$(shell uname -s)),lo0,lo)
 
-.PHONY: demo test test-compiled test-programs test-integrations test-torch docs wheel faults lint format clean
+.PHONY: demo test test-compiled test-programs test-integrations test-torch docs reference wheel faults lint format clean
 .NOTPARALLEL:
 
 demo: .venv/installed-examples
@@ -64,6 +65,9 @@ $(TORCH_ENV)/installed: pyproject.toml constraints.txt
 docs: .venv/installed-docs .venv/installed-test
 	$(BIN)/python -m pytest --quiet tests/whole/test_documentation.py
 	$(BIN)/python -m mkdocs build --strict --clean
+
+reference: $(BIN)/python
+	$(BIN)/python docs/generator/reference.py
 
 wheel: .venv/installed-release
 	$(BIN)/python tests/wheel.py
