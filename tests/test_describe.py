@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -30,6 +31,8 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.group.registry import states_to_run
+from fsdp_compose.inspect.describe import collect
+from fsdp_compose.inspect.describe_formats import names_of
 from tests import test_composite_parameters as composite_parameters
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, batches, gpt_loss, local_part, shard_gpt
@@ -125,7 +128,7 @@ def test_sums_agree_with_the_model(make: Callable[[], nn.Module]):
         totals, whole = facts["totals"], sum(other["nbytes"] for other in facts["others"])
         assert totals["kept_bytes"] == sum(handle.shard.nbytes for handle in handles) + whole
         for format in ("text", "html"):
-            text = describe(model, format=format)
+            text = describe(model, format=format, all_groups=True)
             assert all(name in text for name in params)
 
 
@@ -206,6 +209,80 @@ rank 1 of 4 keeps 592 B of 1,888 B, of which 128 B are padding
 in no group, whole on every rank; see check(model)
   2.weight (1, 40) float32, 160 B""",
     )
+
+
+def test_equal_groups_are_shown_once():
+    with fake_process_group(rank=1, world_size=4):
+        model = nn.Sequential(*[nn.Linear(4, 8 if i == 3 else 4) for i in range(6)])
+        for layer in model:
+            fully_shard(layer)
+        text = describe(model)
+        assert_expected_inline(
+            text,
+            """\
+Sequential: 6 groups, 6 flat parameters, 12 parameters of 140 elements
+rank 1 of 4 keeps 208 B of 832 B, of which 272 B are padding
+
+{0-2, 4-5} (Linear), 5 equal groups: sharded over ranks 0-3
+  mesh (4) on cpu; reshard_after_forward=if it is not the root's
+  float32: 4 shards of 32 B, 48 B of padding in all, 128 B unsharded
+    parameter  shape   dtype    elements  offset  held by
+    0.weight   (4, 4)  float32        16       0  rows 0-1 on 0 | 2-3 on 1
+    0.bias     (4,)    float32         4      16  rows 0-3 on 2
+
+3 (Linear): sharded over ranks 0-3
+  mesh (4) on cpu; reshard_after_forward=if it is not the root's
+  float32: 4 shards of 48 B, 32 B of padding in all, 192 B unsharded
+    parameter  shape   dtype    elements  offset  held by
+    3.weight   (8, 4)  float32        32       0  rows 0-2 on 0 | 3-5 on 1 | 6-7 on 2
+    3.bias     (8,)    float32         8      32  rows 0-3 on 2 | 4-7 on 3""",
+        )
+        everything = describe(model, all_groups=True)
+        assert len(facts_of(model)["groups"]) == 6
+        page, long_page = (describe(model, format="html", all_groups=each) for each in (False, True))
+    assert "equal groups" not in everything
+    assert all(f"{i}.{name}" in everything for i in range(6) for name in ("weight", "bias"))
+    assert (page.count("<svg"), long_page.count("<svg")) == (2, 6)
+
+
+def test_blocks_of_a_transformer_are_shown_once():
+    with fake_process_group(rank=0, world_size=2):
+        model = shard_gpt(GPT())
+        text = describe(model)
+    assert "blocks.0 ... blocks.2 (Block), 3 equal groups: sharded over ranks 0-1" in text
+    assert "blocks.0.qkv.weight" in text and "blocks.1.qkv.weight" not in text and "blocks.2.qkv.weight" not in text
+
+
+def test_groups_that_differ_in_options_or_in_what_is_tied_are_not_equal():
+    with fake_process_group(rank=0, world_size=2):
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+        model[4].weight = model[0].weight
+        for i, layer in enumerate(model):
+            fully_shard(layer, reshard_after_forward=i != 2)
+        titles = [line for line in describe(model).splitlines() if ": sharded over" in line]
+    assert titles == [
+        "0 (Linear): sharded over ranks 0-1",
+        "1, 3 (Linear), 2 equal groups: sharded over ranks 0-1",
+        "2 (Linear): sharded over ranks 0-1",
+        "4 (Linear): sharded over ranks 0-1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([("a.0",), ("a.1",), ("a.2",)], "a.0 ... a.2"),
+        ([("a.0.mlp",), ("a.2.mlp",), ("a.4.mlp",)], "a.{0, 2, 4}.mlp"),
+        ([("a.0",), ("a.1",)], "a.0, a.1"),
+        ([("encoder",), ("decoder",)], "encoder, decoder"),
+        ([("a.0.b.0",), ("a.1.b.1",)], "a.0.b.0, a.1.b.1"),
+        ([("",)], "(root)"),
+    ],
+)
+def test_names_of_equal_groups(names: list[tuple[str, ...]], expected: str):
+    with fake_process_group(rank=0, world_size=2):
+        (group,) = collect(fully_shard(nn.Linear(2, 2))).groups
+    assert names_of([replace(group, names=item) for item in names]) == expected
 
 
 class Tags(HTMLParser):

@@ -35,8 +35,8 @@ def test_error_of_a_mismatch_names_the_collective_of_every_rank(world_size):
             loss_of(model, local_part(inputs())).backward()
         text = same_on_every_rank(str(error.value))
     others = "ranks 0, 1" if world_size == 3 else "rank 0"
-    assert f"{others}: all-gather of experts.0 (experts.0.weight and 1 more) in forward" in text, text
-    assert f"rank {world_size - 1}: all-gather of experts.1 (experts.1.weight and 1 more) in forward" in text, text
+    assert f"{others}: all-gather of experts.0 in forward" in text, text
+    assert f"rank {world_size - 1}: all-gather of experts.1 in forward" in text, text
 
 
 @distributed(world_size=2)
@@ -54,8 +54,8 @@ def test_errors_of_an_interruption_on_one_rank_name_where_every_rank_was():
                 model(inputs())
         text = str(error.value)
     if dist.get_rank() == 1:
-        assert "rank 1: all-gather of blocks.0 (blocks.0.norm.weight and 5 more) in forward, collective 2" in text
-    assert "rank 0: all-gather of blocks.1 (blocks.1.norm.weight and 5 more) in forward" in text
+        assert "rank 1: all-gather of blocks.0 in forward, collective 2" in text
+    assert "rank 0: all-gather of blocks.1 in forward" in text
 
 
 @distributed(world_size=2)

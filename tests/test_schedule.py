@@ -52,37 +52,53 @@ def test_first_iteration():
     assert_expected_inline(
         schedule(),
         """\
-all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 0.weight and 1 more
-all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 1.weight and 1 more
-all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
-all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 1.weight and 1 more
-reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 0.weight and 1 more
-  wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for reduce-scatter 0.weight and 1 more""",
+all-gather 0 (32 x float32 among 4 ranks)
+  wait for all-gather 0
+all-gather 1 (32 x float32 among 4 ranks)
+  wait for all-gather 1
+all-gather 1 (32 x float32 among 4 ranks)
+all-gather 0 (32 x float32 among 4 ranks)
+  wait for all-gather 1
+reduce-scatter 1 (32 x float32 among 4 ranks)
+  wait for all-gather 0
+  wait for reduce-scatter 1
+reduce-scatter 0 (32 x float32 among 4 ranks)
+  wait for reduce-scatter 0""",
     )
+
+
+def test_flat_parameters_of_one_group_are_told_apart_by_their_parameters():
+    """Frozen and trainable ones are two flat parameters; the root's group, which has one, is called by its name."""
+    with fake_process_group(rank=1, world_size=4):
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+        model[0][1].requires_grad_(False)
+        fully_shard(model[0])
+        fully_shard(model)
+        with record_collectives(model) as lines, torch.no_grad():
+            model(torch.ones(2, 4))
+    assert {line.partition(" among")[0] for line in lines if line.startswith("all-gather")} == {
+        "all-gather 0.0.weight and 1 more (32 x float32",
+        "all-gather 0.1.weight and 1 more (32 x float32",
+        "all-gather (root) (32 x float32",
+    }
 
 
 def test_second_iteration_gathers_ahead():
     assert_expected_inline(
         schedule(1),
         """\
-all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
-all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 0.weight and 1 more
-  wait for all-gather 1.weight and 1 more
-all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
-all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 1.weight and 1 more
-reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 0.weight and 1 more
-  wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for reduce-scatter 0.weight and 1 more""",
+all-gather 0 (32 x float32 among 4 ranks)
+all-gather 1 (32 x float32 among 4 ranks)
+  wait for all-gather 0
+  wait for all-gather 1
+all-gather 1 (32 x float32 among 4 ranks)
+all-gather 0 (32 x float32 among 4 ranks)
+  wait for all-gather 1
+reduce-scatter 1 (32 x float32 among 4 ranks)
+  wait for all-gather 0
+  wait for reduce-scatter 1
+reduce-scatter 0 (32 x float32 among 4 ranks)
+  wait for reduce-scatter 0""",
     )
 
 
@@ -90,14 +106,14 @@ def test_without_resharding_backward_gathers_nothing():
     assert_expected_inline(
         schedule(1, reshard_after_forward=False),
         """\
-all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
-all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 0.weight and 1 more
-  wait for all-gather 1.weight and 1 more
-reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for reduce-scatter 0.weight and 1 more""",
+all-gather 0 (32 x float32 among 4 ranks)
+all-gather 1 (32 x float32 among 4 ranks)
+  wait for all-gather 0
+  wait for all-gather 1
+reduce-scatter 1 (32 x float32 among 4 ranks)
+  wait for reduce-scatter 1
+reduce-scatter 0 (32 x float32 among 4 ranks)
+  wait for reduce-scatter 0""",
     )
 
 
@@ -109,14 +125,14 @@ def test_functional_mode_gathers_again_for_no_backward():
     assert_expected_inline(
         "\n".join(lines),
         """\
-all-gather 0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 0.weight and 1 more
-all-gather 1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather 1.weight and 1 more
-reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for reduce-scatter 0.weight and 1 more""",
+all-gather 0 (32 x float32 among 4 ranks)
+  wait for all-gather 0
+all-gather 1 (32 x float32 among 4 ranks)
+  wait for all-gather 1
+reduce-scatter 1 (32 x float32 among 4 ranks)
+  wait for reduce-scatter 1
+reduce-scatter 0 (32 x float32 among 4 ranks)
+  wait for reduce-scatter 0""",
     )
 
 
@@ -133,10 +149,10 @@ def test_without_sync_backward_reduces_nothing_until_the_last():
     assert_expected_inline(
         "\n".join(line for line in lines if "reduce" in line),
         """\
-reduce-scatter 1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for reduce-scatter 1.weight and 1 more
-reduce-scatter 0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for reduce-scatter 0.weight and 1 more""",
+reduce-scatter 1 (32 x float32 among 4 ranks)
+  wait for reduce-scatter 1
+reduce-scatter 0 (32 x float32 among 4 ranks)
+  wait for reduce-scatter 0""",
     )
 
 
@@ -148,8 +164,8 @@ def test_full_parameters_are_gathered_once():
     assert_expected_inline(
         "\n".join(lines),
         """\
-gather 0.weight and 1 more on every rank
-gather 1.weight and 1 more on every rank""",
+gather 0 on every rank
+gather 1 on every rank""",
     )
 
 
@@ -189,7 +205,7 @@ def test_a_group_of_several_modules_is_gathered_once_each_way(reshard, num_gathe
                     item.cuts = how == "last alone"  # backward comes to one of the modules only
                     with no_sync(item) if how == "accumulated" and item is model else contextlib.nullcontext():
                         item(batch).square().mean().backward()
-        gathers = [line for line in lines if line.startswith("all-gather") and "first.weight" in line]
+        gathers = [line for line in lines if line.startswith("all-gather first ")]
         if how == "plain":
             assert len(gathers) == num_gathers, "\n".join(lines)
         if how != "accumulated":

@@ -75,38 +75,38 @@ def test_stack_of_blocks():
     assert_expected_inline(
         schedule(lambda: sharded(Stack())),
         """\
-all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
+all-gather blocks.0 (32 x float32 among 4 ranks)
 forward (root)
-  all-gather blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  all-gather blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.0
   forward blocks.0
   reshard blocks.0
-  all-gather blocks.2.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  all-gather blocks.2 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.1
   forward blocks.1
   reshard blocks.1
-  wait for all-gather blocks.2.weight and 1 more
+  wait for all-gather blocks.2
   forward blocks.2
   reshard blocks.2
-all-gather blocks.2.weight and 1 more (32 x float32 among 4 ranks)
+all-gather blocks.2 (32 x float32 among 4 ranks)
 backward (root)
-  all-gather blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.2.weight and 1 more
+  all-gather blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.2
   backward blocks.2
   reshard blocks.2
-  reduce-scatter blocks.2.weight and 1 more (32 x float32 among 4 ranks)
-  all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  reduce-scatter blocks.2 (32 x float32 among 4 ranks)
+  all-gather blocks.0 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.1
   backward blocks.1
   reshard blocks.1
-  wait for reduce-scatter blocks.2.weight and 1 more
-  reduce-scatter blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  wait for reduce-scatter blocks.2
+  reduce-scatter blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.0
   backward blocks.0
 reshard blocks.0
-wait for reduce-scatter blocks.1.weight and 1 more
-reduce-scatter blocks.0.weight and 1 more (32 x float32 among 4 ranks)
-wait for reduce-scatter blocks.0.weight and 1 more""",
+wait for reduce-scatter blocks.1
+reduce-scatter blocks.0 (32 x float32 among 4 ranks)
+wait for reduce-scatter blocks.0""",
     )
 
 
@@ -115,29 +115,29 @@ def test_without_resharding_after_forward():
     assert_expected_inline(
         schedule(lambda: sharded(Stack(), reshard_after_forward=False)),
         """\
-all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
+all-gather blocks.0 (32 x float32 among 4 ranks)
 forward (root)
-  all-gather blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  all-gather blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.0
   forward blocks.0
-  all-gather blocks.2.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  all-gather blocks.2 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.1
   forward blocks.1
-  wait for all-gather blocks.2.weight and 1 more
+  wait for all-gather blocks.2
   forward blocks.2
 backward (root)
   backward blocks.2
   reshard blocks.2
-  reduce-scatter blocks.2.weight and 1 more (32 x float32 among 4 ranks)
+  reduce-scatter blocks.2 (32 x float32 among 4 ranks)
   backward blocks.1
   reshard blocks.1
-  wait for reduce-scatter blocks.2.weight and 1 more
-  reduce-scatter blocks.1.weight and 1 more (32 x float32 among 4 ranks)
+  wait for reduce-scatter blocks.2
+  reduce-scatter blocks.1 (32 x float32 among 4 ranks)
   backward blocks.0
 reshard blocks.0
-wait for reduce-scatter blocks.1.weight and 1 more
-reduce-scatter blocks.0.weight and 1 more (32 x float32 among 4 ranks)
-wait for reduce-scatter blocks.0.weight and 1 more""",
+wait for reduce-scatter blocks.1
+reduce-scatter blocks.0 (32 x float32 among 4 ranks)
+wait for reduce-scatter blocks.0""",
     )
 
 
@@ -152,64 +152,64 @@ def test_accumulation():
     assert_expected_inline(
         schedule(lambda: sharded(Stack()), two_microbatches),
         """\
-all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
+all-gather blocks.0 (32 x float32 among 4 ranks)
 forward (root)
-  all-gather blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  all-gather blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.0
   forward blocks.0
   reshard blocks.0
-  all-gather blocks.2.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  all-gather blocks.2 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.1
   forward blocks.1
   reshard blocks.1
-  wait for all-gather blocks.2.weight and 1 more
+  wait for all-gather blocks.2
   forward blocks.2
   reshard blocks.2
-all-gather blocks.2.weight and 1 more (32 x float32 among 4 ranks)
+all-gather blocks.2 (32 x float32 among 4 ranks)
 backward (root)
-  all-gather blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.2.weight and 1 more
+  all-gather blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.2
   backward blocks.2
   reshard blocks.2
-  all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  all-gather blocks.0 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.1
   backward blocks.1
   reshard blocks.1
-  wait for all-gather blocks.0.weight and 1 more
+  wait for all-gather blocks.0
   backward blocks.0
 reshard blocks.0
-all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
+all-gather blocks.0 (32 x float32 among 4 ranks)
 forward (root)
-  all-gather blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  all-gather blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.0
   forward blocks.0
   reshard blocks.0
-  all-gather blocks.2.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  all-gather blocks.2 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.1
   forward blocks.1
   reshard blocks.1
-  wait for all-gather blocks.2.weight and 1 more
+  wait for all-gather blocks.2
   forward blocks.2
   reshard blocks.2
-all-gather blocks.2.weight and 1 more (32 x float32 among 4 ranks)
+all-gather blocks.2 (32 x float32 among 4 ranks)
 backward (root)
-  all-gather blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.2.weight and 1 more
+  all-gather blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.2
   backward blocks.2
   reshard blocks.2
-  reduce-scatter blocks.2.weight and 1 more (32 x float32 among 4 ranks)
-  all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  reduce-scatter blocks.2 (32 x float32 among 4 ranks)
+  all-gather blocks.0 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.1
   backward blocks.1
   reshard blocks.1
-  wait for reduce-scatter blocks.2.weight and 1 more
-  reduce-scatter blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  wait for reduce-scatter blocks.2
+  reduce-scatter blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.0
   backward blocks.0
 reshard blocks.0
-wait for reduce-scatter blocks.1.weight and 1 more
-reduce-scatter blocks.0.weight and 1 more (32 x float32 among 4 ranks)
-wait for reduce-scatter blocks.0.weight and 1 more""",
+wait for reduce-scatter blocks.1
+reduce-scatter blocks.0 (32 x float32 among 4 ranks)
+wait for reduce-scatter blocks.0""",
     )
 
 
@@ -218,41 +218,41 @@ def test_activation_checkpointing():
     assert_expected_inline(
         schedule(lambda: sharded(Stack(checkpoints=True))),
         """\
-all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
+all-gather blocks.0 (32 x float32 among 4 ranks)
 forward (root)
-  all-gather blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  all-gather blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.0
   forward blocks.0
   reshard blocks.0
-  all-gather blocks.2.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  all-gather blocks.2 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.1
   forward blocks.1
   reshard blocks.1
-  wait for all-gather blocks.2.weight and 1 more
+  wait for all-gather blocks.2
   forward blocks.2
   reshard blocks.2
-all-gather blocks.2.weight and 1 more (32 x float32 among 4 ranks)
+all-gather blocks.2 (32 x float32 among 4 ranks)
 backward (root)
-  all-gather blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.2.weight and 1 more
+  all-gather blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.2
   backward blocks.2
     recomputation blocks.2
   reshard blocks.2
-  reduce-scatter blocks.2.weight and 1 more (32 x float32 among 4 ranks)
-  all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  reduce-scatter blocks.2 (32 x float32 among 4 ranks)
+  all-gather blocks.0 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.1
   backward blocks.1
     recomputation blocks.1
   reshard blocks.1
-  wait for reduce-scatter blocks.2.weight and 1 more
-  reduce-scatter blocks.1.weight and 1 more (32 x float32 among 4 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  wait for reduce-scatter blocks.2
+  reduce-scatter blocks.1 (32 x float32 among 4 ranks)
+  wait for all-gather blocks.0
   backward blocks.0
     recomputation blocks.0
 reshard blocks.0
-wait for reduce-scatter blocks.1.weight and 1 more
-reduce-scatter blocks.0.weight and 1 more (32 x float32 among 4 ranks)
-wait for reduce-scatter blocks.0.weight and 1 more""",
+wait for reduce-scatter blocks.1
+reduce-scatter blocks.0 (32 x float32 among 4 ranks)
+wait for reduce-scatter blocks.0""",
     )
 
 
@@ -281,44 +281,44 @@ def test_hybrid():
     assert_expected_inline(
         schedule(make),
         """\
-all-gather blocks.0.weight and 1 more (24 x float32 among 2 ranks)
+all-gather blocks.0 (24 x float32 among 2 ranks)
 forward (root)
-  all-gather blocks.1.weight and 1 more (24 x float32 among 2 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  all-gather blocks.1 (24 x float32 among 2 ranks)
+  wait for all-gather blocks.0
   forward blocks.0
   reshard blocks.0
-  all-gather blocks.2.weight and 1 more (24 x float32 among 2 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  all-gather blocks.2 (24 x float32 among 2 ranks)
+  wait for all-gather blocks.1
   forward blocks.1
   reshard blocks.1
-  wait for all-gather blocks.2.weight and 1 more
+  wait for all-gather blocks.2
   forward blocks.2
   reshard blocks.2
-all-gather blocks.2.weight and 1 more (24 x float32 among 2 ranks)
+all-gather blocks.2 (24 x float32 among 2 ranks)
 backward (root)
-  all-gather blocks.1.weight and 1 more (24 x float32 among 2 ranks)
-  wait for all-gather blocks.2.weight and 1 more
+  all-gather blocks.1 (24 x float32 among 2 ranks)
+  wait for all-gather blocks.2
   backward blocks.2
   reshard blocks.2
-  reduce-scatter blocks.2.weight and 1 more (24 x float32 among 2 ranks)
-  all-gather blocks.0.weight and 1 more (24 x float32 among 2 ranks)
-  wait for all-gather blocks.1.weight and 1 more
+  reduce-scatter blocks.2 (24 x float32 among 2 ranks)
+  all-gather blocks.0 (24 x float32 among 2 ranks)
+  wait for all-gather blocks.1
   backward blocks.1
   reshard blocks.1
-  wait for reduce-scatter blocks.2.weight and 1 more
-  all-reduce blocks.2.weight and 1 more (12 x float32 among 2 ranks)
-  reduce-scatter blocks.1.weight and 1 more (24 x float32 among 2 ranks)
-  wait for all-gather blocks.0.weight and 1 more
+  wait for reduce-scatter blocks.2
+  all-reduce blocks.2 (12 x float32 among 2 ranks)
+  reduce-scatter blocks.1 (24 x float32 among 2 ranks)
+  wait for all-gather blocks.0
   backward blocks.0
 reshard blocks.0
-wait for reduce-scatter blocks.1.weight and 1 more
-all-reduce blocks.1.weight and 1 more (12 x float32 among 2 ranks)
-reduce-scatter blocks.0.weight and 1 more (24 x float32 among 2 ranks)
-wait for reduce-scatter blocks.0.weight and 1 more
-all-reduce blocks.0.weight and 1 more (12 x float32 among 2 ranks)
-wait for all-reduce blocks.2.weight and 1 more
-wait for all-reduce blocks.1.weight and 1 more
-wait for all-reduce blocks.0.weight and 1 more""",
+wait for reduce-scatter blocks.1
+all-reduce blocks.1 (12 x float32 among 2 ranks)
+reduce-scatter blocks.0 (24 x float32 among 2 ranks)
+wait for reduce-scatter blocks.0
+all-reduce blocks.0 (12 x float32 among 2 ranks)
+wait for all-reduce blocks.2
+wait for all-reduce blocks.1
+wait for all-reduce blocks.0""",
     )
 
 
@@ -331,7 +331,7 @@ def test_functional_mode_and_full_parameters():
 
     text = schedule(lambda: sharded(Stack()), both)
     assert "backward" not in text and text.count("forward blocks.") == 3 and text.count("reduce-scatter ") == 6
-    assert text.endswith("gather blocks.2.weight and 1 more on every rank")
+    assert text.endswith("gather blocks.2 on every rank")
 
 
 def test_collectives_of_a_compiled_model_are_seen():

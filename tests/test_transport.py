@@ -122,6 +122,20 @@ def test_sums_of_messages_are_made_in_the_order_of_ranks(world_size):
     assert torch.equal(shard, expected.chunk(world_size)[rank])
 
 
+def test_all_parameters_of_a_group_are_called_by_its_name():
+    label = Label(["0.weight", "0.bias", "1.weight"])
+    assert (label.text, label.group) == ("0.weight and 2 more", "the fully_shard group with 0.weight and 2 more")
+    names = Names(("norm", "head"))
+    label.rename(names)  # some of them
+    assert (label.text, label.group) == ("norm.weight and 2 more", "the fully_shard group with norm.weight and 2 more")
+    label.rename(names, "norm")
+    assert (label.text, label.group) == ("norm", "the fully_shard group norm")
+    assert (label.of([1]).text, label.of([1, 2]).text) == ("norm.bias", "norm.bias and 1 more")
+    assert label.names("1.weight") == "head.weight"
+    alone = Label(["weight"], Names(("head",)), "head")
+    assert (alone.text, alone.group) == ("head.weight", "the fully_shard group head")
+
+
 @distributed(world_size=(2, 3))
 def test_many_in_flight_are_waited_for_in_any_order(world_size):
     rank, moved = dist.get_rank(), Messages(world())

@@ -71,23 +71,33 @@ class Label:
 
     Attributes:
         names: how they are called.
-        text: the label in messages.
+        whole_group: the name of their group, if they are all of its parameters; else empty.
+        text: the label in messages: the group's name, if they are all of its parameters and several.
     """
 
-    __slots__ = ("_fqns", "names", "text")
+    __slots__ = ("_fqns", "names", "text", "whole_group")
 
-    def __init__(self, fqns: Sequence[str], names: Names = IN_GROUP) -> None:
+    def __init__(self, fqns: Sequence[str], names: Names = IN_GROUP, whole_group: str = "") -> None:
         """``fqns``: the names in the group; at least one."""
         self._fqns = fqns
-        self.rename(names)
+        self.rename(names, whole_group)
 
-    def rename(self, names: Names) -> None:
-        more = f" and {len(self._fqns) - 1} more" if len(self._fqns) > 1 else ""
-        self.names, self.text = names, f"{names(self._fqns[0])}{more}"
+    def rename(self, names: Names, whole_group: str = "") -> None:
+        self.names, self.whole_group = names, whole_group
+        self.text = whole_group if whole_group and len(self._fqns) > 1 else self._parameters()
 
     def of(self, indices: Sequence[int]) -> Label:
         """For some of them."""
         return Label([self._fqns[i] for i in indices], self.names)
+
+    @property
+    def group(self) -> str:
+        """The group that they are in, for errors."""
+        return f"the fully_shard group {self.whole_group or f'with {self._parameters()}'}"
+
+    def _parameters(self) -> str:
+        more = f" and {len(self._fqns) - 1} more" if len(self._fqns) > 1 else ""
+        return f"{self.names(self._fqns[0])}{more}"
 
     def __str__(self) -> str:
         return self.text

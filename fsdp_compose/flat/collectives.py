@@ -157,10 +157,7 @@ class AllGathers:
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         group = handle.mesh.peers
-        failure = (
-            f"rank {handle.mesh.rank}: the {what} of the fully_shard group with {handle.name_of(0)} "
-            f"({len(handle.fqns)} parameters) failed: "
-        )
+        failure = f"rank {handle.mesh.rank}: the {what} of {handle.label.group} failed: "
         failure += difference_of(group) or f"another rank died, or did not enter the same collective. {error}"
         give_up(group, failure)
         return RuntimeError(failure)

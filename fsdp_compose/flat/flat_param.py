@@ -165,10 +165,10 @@ class FlatParamHandle:
         unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, dtype, self.label, own)
         return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(shard.dtype))
 
-    def call_parameters(self, names: Names) -> None:
-        """``names``: how they are called in the root."""
-        if names != self.label.names:
-            self.label.rename(names)
+    def call_parameters(self, names: Names, whole_group: str) -> None:
+        """``names``: how they are called in the root; ``whole_group``: as in ``Label``."""
+        if (names, whole_group) != (self.label.names, self.label.whole_group):
+            self.label.rename(names, whole_group)
             self.unsharded.memory.rename(error_of_late_access(self.mesh.rank, self.label))
 
     def change_transports(self, change: Callable[[Transport], Transport]) -> None:
@@ -461,9 +461,8 @@ def check_segments(handle: FlatParamHandle) -> None:
     themselves, were given other memory."""
     if not handle.snapshot.has_locals():
         raise RuntimeError(
-            f"the parameters of the fully_shard group with {handle.name_of(0)} were moved, converted or "
-            "assigned to since the last forward, and flat views follow at the next one: run a forward before the "
-            "optimizer's step"
+            f"the parameters of {handle.label.group} were moved, converted or assigned to since the last forward, and "
+            "flat views follow at the next one: run a forward before the optimizer's step"
         )
     if not all(segment.is_at(handle.shard, segment.parameter) for segment in handle.segments):
         raise RuntimeError(

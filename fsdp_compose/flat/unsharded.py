@@ -470,9 +470,9 @@ class Unsharded:
 def error_of_late_access(rank: int, label: Label) -> str:
     """The error for those who read parameters while they are sharded."""
     return (
-        f"rank {rank}: the unsharded {label} of a fully_shard group were used while they are sharded. A parameter that "
-        "was kept in forward (as an attribute, in a list, by a hook) must be cloned there; and every tensor that a "
-        "loss is computed from must be returned by forward, or kept as an attribute of its module"
+        f"rank {rank}: unsharded parameters of {label.group} were used while they are sharded. A parameter that was "
+        "kept in forward (as an attribute, in a list, by a hook) must be cloned there; and every tensor that a loss is "
+        "computed from must be returned by forward, or kept as an attribute of its module"
     )
 
 

@@ -154,9 +154,8 @@ def _describe(handle: FlatParamHandle, what: str) -> str:
         phase = "backward"
     elif root is not None and (root.forward.depth or root.rounds is not None):  # a rank at its end serves others
         phase = "forward"
-    names, name = handle.names, "?" if state is None else state.name
-    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{what} of {name} ({names[0]}{others}) in {phase}"
+    name, label = "?" if state is None else state.name, handle.label
+    return f"{what} of {name if label.whole_group else f'{name} ({label})'} in {phase}"
 
 
 def announce_first_forward(mesh: DataParallelMesh) -> None:

@@ -232,8 +232,9 @@ class _FSDPState(ComposableState):
     def call_parameters(self, names: Names) -> None:
         """``names``: how the group's parameters are called in the root, for messages."""
         self.swap.call_parameters(names)
+        whole_group = self.name if len(self._handles) == 1 else ""
         for handle in self._handles:
-            handle.call_parameters(names)
+            handle.call_parameters(names, whole_group)
             for sharded, name in zip(handle.sharded_params, handle.names, strict=True):
                 mark_owner(sharded, self.name, name)
 

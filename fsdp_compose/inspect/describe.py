@@ -212,7 +212,7 @@ def _dtype(dtype: torch.dtype) -> str:
 FORMATS = ("text", "json", "html")
 
 
-def describe(model: nn.Module, format: str = "text") -> str:
+def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False) -> str:
     """Describe the layout of a sharded model: for each group its ranks, dtypes and options, and for each parameter of
     each flat parameter its place, and the rank that holds each part. ``print(describe(model))``.
 
@@ -225,6 +225,8 @@ def describe(model: nn.Module, format: str = "text") -> str:
             ``"json"``: all facts, for programs (sizes in elements and bytes, ranks by their numbers in the default
             process group; parts of parameters from the first element to before the last one); ``"html"``: a page with a
             picture of each flat parameter, which loads nothing from anywhere.
+        all_groups: show every group. By default, groups that differ only in their names, such as the blocks of a
+            transformer, are shown once, with the parameters of the first. ``"json"`` has all groups in any case.
 
     Returns:
         The description.
@@ -240,7 +242,7 @@ def describe(model: nn.Module, format: str = "text") -> str:
         raise ValueError(f"describe(format={format!r}): expected one of {', '.join(map(repr, FORMATS))}")
     facts = collect(model)
     if format == "html":
-        return as_page(facts)
+        return as_page(facts, all_groups)
     if format == "json":
         totals = {
             "numel": facts.numel,
@@ -249,4 +251,4 @@ def describe(model: nn.Module, format: str = "text") -> str:
             "flat_bytes": facts.flat_bytes,
         }
         return json.dumps({**asdict(facts), "totals": totals}, indent=1)
-    return as_terminal_text(facts) if can_use_terminal() else as_text(facts)
+    return as_terminal_text(facts, all_groups) if can_use_terminal() else as_text(facts, all_groups)

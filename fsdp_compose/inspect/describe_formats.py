@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from io import StringIO
 
@@ -206,13 +206,67 @@ def sizes_of(facts: ModelFacts) -> str:
     )
 
 
-def group_title(group: GroupFacts) -> str:
+EqualGroups = Sequence[GroupFacts]
+"""One group, or several that differ in names alone: a form of a description shows the first."""
+
+
+def collapsed(groups: Sequence[GroupFacts], all_groups: bool) -> list[EqualGroups]:
+    """Equal groups together, where the first of them is; with ``all_groups`` each alone."""
+    if all_groups:
+        return [[group] for group in groups]
+    found: list[tuple[GroupFacts, list[GroupFacts]]] = []
+    for group in groups:
+        nameless = _without_names(group)
+        equal = next((members for facts, members in found if facts == nameless), None)
+        if equal is None:
+            found.append((nameless, [group]))
+        else:
+            equal.append(group)
+    return [members for _, members in found]
+
+
+def _without_names(group: GroupFacts) -> GroupFacts:
+    """The facts, with parameters called as in their module."""
+
+    def in_module(fqn: str) -> str:
+        prefixes = ((f"{name}.", number) for number, name in enumerate(group.names))
+        return next((f"{number}.{fqn[len(prefix) :]}" for prefix, number in prefixes if fqn.startswith(prefix)), fqn)
+
+    flats = []
+    for flat in group.flat_parameters:
+        params = [
+            replace(param, fqn=in_module(param.fqn), tied=tuple(map(in_module, param.tied)))
+            for param in flat.parameters
+        ]
+        flats.append(replace(flat, parameters=tuple(params)))
+    return replace(group, names=(), flat_parameters=tuple(flats))
+
+
+def names_of(groups: EqualGroups) -> str:
+    """``blocks.0 ... blocks.31`` for neighbours in a list; ``blocks.{0, 2, 4}.mlp`` for others that differ in one
+    number; all names if they differ otherwise, or are two."""
+    names = [group.name for group in groups]
+    paths = [name.split(".") for name in names]
+    if len({len(path) for path in paths}) == 1 and len(names) > 2:
+        differing = [i for i, parts in enumerate(zip(*paths)) if len({*parts}) > 1]
+        if len(differing) == 1 and all(path[differing[0]].isdigit() for path in paths):
+            (place,) = differing
+            numbers = [int(path[place]) for path in paths]
+            if numbers == [*range(numbers[0], numbers[0] + len(numbers))]:
+                return f"{names[0]} ... {names[-1]}"
+            return ".".join([*paths[0][:place], f"{{{ranges_of(numbers)}}}", *paths[0][place + 1 :]])
+    return ", ".join(names)
+
+
+def group_title(groups: EqualGroups) -> str:
+    group = groups[0]
     ranks = ranges_of([rank for ranks in group.shard_ranks for rank in ranks])
     how = "replicated on" if group.is_replicated else "sharded over"
     num_shards, num_replicas = len(group.shard_ranks), len(group.shard_ranks[0])
     if num_replicas > 1 and num_shards > 1:
         how = f"{num_replicas} replicas of {num_shards} shards on"
-    return f"{group.name} ({', '.join(group.classes)}): {how} ranks {ranks}"
+    number = f", {len(groups)} equal groups" if len(groups) > 1 else ""
+    return f"{names_of(groups)} ({', '.join(group.classes)}){number}: {how} ranks {ranks}"
 
 
 def group_details(group: GroupFacts) -> str:
@@ -306,10 +360,11 @@ def _count(number: int, what: str) -> str:
 _TO_THE_RIGHT = ("elements", "offset")
 
 
-def as_text(facts: ModelFacts) -> str:
+def as_text(facts: ModelFacts, all_groups: bool) -> str:
     lines = [title_of(facts), sizes_of(facts)]
-    for group in facts.groups:
-        lines += ["", group_title(group), f"  {group_details(group)}"]
+    for groups in collapsed(facts.groups, all_groups):
+        group = groups[0]
+        lines += ["", group_title(groups), f"  {group_details(group)}"]
         for flat in group.flat_parameters:
             lines.append(f"  {flat_title(flat)}")
             lines += [f"    {line}" for line in table([row_of(param, facts.rank) for param in flat.parameters])]
@@ -340,7 +395,7 @@ def can_use_terminal() -> bool:
     return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
 
 
-def as_terminal_text(facts: ModelFacts) -> str:
+def as_terminal_text(facts: ModelFacts, all_groups: bool) -> str:
     from rich.console import Console
     from rich.text import Text
 
@@ -348,9 +403,10 @@ def as_terminal_text(facts: ModelFacts) -> str:
     with console.capture() as capture:
         console.print(Text(title_of(facts), style="bold"))
         console.print(Text(sizes_of(facts)))
-        for group in facts.groups:
+        for groups in collapsed(facts.groups, all_groups):
+            group = groups[0]
             console.print()
-            console.print(Text(group_title(group), style="bold cyan"))
+            console.print(Text(group_title(groups), style="bold cyan"))
             console.print(Text(group_details(group), style="dim"))
             for table in _tables(group, facts.rank):
                 console.print(table)
@@ -395,10 +451,11 @@ _WIDTH, _HEIGHT, _STEP, _LABEL = 900, 18, 24, 110  # pixels: of a bar, its heigh
 _MOST_BARS = 16
 
 
-def as_page(facts: ModelFacts) -> str:
+def as_page(facts: ModelFacts, all_groups: bool) -> str:
     body = [f"<h1>{escape(title_of(facts))}</h1>", f"<p>{escape(sizes_of(facts))}</p>"]
-    for group in facts.groups:
-        body += [f"<h2>{escape(group_title(group))}</h2>", f'<p class="details">{escape(group_details(group))}</p>']
+    for groups in collapsed(facts.groups, all_groups):
+        group = groups[0]
+        body += [f"<h2>{escape(group_title(groups))}</h2>", f'<p class="details">{escape(group_details(group))}</p>']
         for flat in group.flat_parameters:
             body += [f"<h3>{escape(flat_title(flat))}</h3>", picture(flat, group), _table(flat, facts.rank)]
     if facts.others:
