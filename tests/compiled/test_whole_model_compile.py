@@ -1105,5 +1105,8 @@ def test_what_the_code_of_inductor_calls():
     backwards = ["m AG wait m flatten m RS wait AG wait m flatten m RS wait", "m flatten RS wait m flatten RS wait m"]
     if harness.TORCH >= (2, 15):  # Inductor schedules otherwise
         forward = "AG m wait AG m wait m"
-        backwards = ["AG m wait m flatten RS m wait AG wait m flatten RS m wait", "m flatten RS m flatten wait RS m wait"]
+        backwards = [
+            "AG m wait m flatten RS m wait AG wait m flatten RS m wait",
+            "m flatten RS m flatten wait RS m wait",
+        ]
     assert calls == {True: [forward, backwards[0]], False: [forward, backwards[1]]}
