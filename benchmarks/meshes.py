@@ -41,7 +41,7 @@ DTYPES = {"float32": 4}
 
 @dataclass(frozen=True)
 class Case:
-    """A row of ``fsdp_compose.STRATEGIES``, and what FSDP2 has for it.
+    """A row of ``fsdp_compose.strategies.STRATEGIES``, and what FSDP2 has for it.
 
     Attributes:
         shape: of our mesh.

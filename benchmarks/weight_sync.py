@@ -31,8 +31,9 @@ from report import column
 from systems import FSDP2, OURS, wrap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compose import apply_changes, changed_since, full_parameters, snapshot_parameters
+from fsdp_compose import full_parameters
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
+from fsdp_compose.sync import apply_changes, changed_since, snapshot_parameters
 
 SENT = torch.bfloat16
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)

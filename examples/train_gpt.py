@@ -36,8 +36,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from fsdp_compose import STRATEGIES, MixedPrecisionPolicy, fully_shard
+from fsdp_compose import MixedPrecisionPolicy, fully_shard
 from fsdp_compose.checkpoint import get_state_dict, load, save, set_state_dict
+from fsdp_compose.strategies import STRATEGIES
 
 VOCABULARY = 256  # a token is a byte
 SUFFIXES = (".py", ".txt")  # of the files read from a directory

@@ -1,5 +1,9 @@
 """fsdp_compose: fully sharded data parallel training on flat parameters, as functions on ordinary modules."""
 
+import sys
+import warnings
+from operator import attrgetter
+
 from ._import_checks import explain_missing  # first: the others need that torch
 
 try:
@@ -7,6 +11,8 @@ try:
 except (ImportError, AttributeError) as error:
     raise explain_missing(error) from error
 from . import _import_checks as _import_checks  # before torch's init_process_group() is called
+from . import strategies as strategies
+from . import sync as sync
 from .api import (
     UnshardHandle,
     broadcast_replicas,
@@ -15,14 +21,15 @@ from .api import (
     functional_mode,
     keep_unsharded,
     no_sync,
-    offload,
-    onload,
+    offload_model,
+    onload_model,
     plan,
     reduce_gradients,
     register_forward_method,
+    register_fsdp_forward_method,
     replicate,
     reshard,
-    serve_optional,
+    set_all_reduce_hook,
     set_force_sum_reduction_for_comms,
     set_functional_mode,
     set_gradient_divide_factor,
@@ -36,58 +43,65 @@ from .api import (
     set_reshard_after_backward,
     set_reshard_after_forward,
     summon_full_params,
+    sync_optional_groups,
     unshard,
 )
 from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
-from .group import STRATEGIES, Kept, Strategy
-from .inspect import Plan, Trace, TraceEvent, UnreducedParameter, check, describe, record_collectives, trace
-from .optim import clip_grad_norm_, declare_elementwise, flat_parameters, offload_states
+from .inspect import (
+    FSDPGroup,
+    Plan,
+    Trace,
+    TraceEvent,
+    UnreducedParameter,
+    describe,
+    find_unreduced_parameters,
+    fsdp_groups,
+    record_collectives,
+    trace,
+)
+from .optim import clip_grad_norm_, declare_elementwise, flat_parameters, offload_optimizer_states
 from .ragged import RaggedDTensor, RaggedShard, distribute_ragged
 from .ragged import RaggedSpec as RaggedSpec  # pickles name it here
-from .sync import ChangedElements, ParameterSnapshot, apply_changes, changed_since, full_parameters, snapshot_parameters
+from .sync import full_parameters
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
-    "STRATEGIES",
     "CPUOffloadPolicy",
-    "ChangedElements",
-    "Kept",
+    "FSDPGroup",
     "MixedPrecisionPolicy",
-    "ParameterSnapshot",
     "Plan",
     "RaggedDTensor",
     "RaggedShard",
-    "Strategy",
     "Trace",
     "TraceEvent",
     "UnreducedParameter",
     "UnshardHandle",
-    "apply_changes",
     "broadcast_replicas",
-    "changed_since",
-    "check",
     "clip_grad_norm_",
     "compile",
     "declare_elementwise",
     "describe",
     "distribute_ragged",
+    "find_unreduced_parameters",
     "flat_parameters",
+    "fsdp_groups",
     "full_parameters",
     "fully_shard",
     "functional_mode",
     "keep_unsharded",
     "no_sync",
-    "offload",
-    "offload_states",
-    "onload",
+    "offload_model",
+    "offload_optimizer_states",
+    "onload_model",
     "plan",
     "record_collectives",
     "reduce_gradients",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "replicate",
     "reshard",
-    "serve_optional",
+    "set_all_reduce_hook",
     "set_force_sum_reduction_for_comms",
     "set_functional_mode",
     "set_gradient_divide_factor",
@@ -100,8 +114,35 @@ __all__ = [
     "set_requires_gradient_sync",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
-    "snapshot_parameters",
     "summon_full_params",
+    "sync_optional_groups",
     "trace",
     "unshard",
 ]
+
+# What 0.2 called these, by the old name: where they are now. They go in 0.4.
+_OLD_NAMES = {
+    "check": "find_unreduced_parameters",
+    "offload": "offload_model",
+    "onload": "onload_model",
+    "offload_states": "offload_optimizer_states",
+    "serve_optional": "sync_optional_groups",
+    "STRATEGIES": "strategies.STRATEGIES",
+    "Kept": "strategies.Kept",
+    "Strategy": "strategies.Strategy",
+    "ChangedElements": "sync.ChangedElements",
+    "ParameterSnapshot": "sync.ParameterSnapshot",
+    "apply_changes": "sync.apply_changes",
+    "changed_since": "sync.changed_since",
+    "snapshot_parameters": "sync.snapshot_parameters",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _OLD_NAMES[name]
+    warnings.warn(
+        f"fsdp_compose.{name} is now fsdp_compose.{new}; the old name works until 0.4", DeprecationWarning, stacklevel=2
+    )
+    return attrgetter(new)(sys.modules[__name__])

@@ -46,6 +46,7 @@ from fsdp_compose.testing.ranks import end as end
 from fsdp_compose.testing.ranks import start as start_forked
 
 ROOT = Path(__file__).resolve().parents[1]
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 MOST_THREADS_LEFT = 24  # by tests, in one rank: of eight process groups, of which four last (lasting_mesh)
 
 Body = Callable[..., None]

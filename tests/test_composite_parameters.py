@@ -23,15 +23,15 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compose import (
     MixedPrecisionPolicy,
     broadcast_replicas,
-    check,
     clip_grad_norm_,
+    find_unreduced_parameters,
     flat_parameters,
     fully_shard,
     functional_mode,
     keep_unsharded,
     no_sync,
-    offload,
-    onload,
+    offload_model,
+    onload_model,
     record_collectives,
     replicate,
     summon_full_params,
@@ -345,15 +345,15 @@ def test_copies_summoned_parameters_and_moves(name):
     assert torch.equal(clone(x), model(x))
     clone.cpu().float()
     assert torch.equal(clone(x), model(x))
-    offload(clone)
-    onload(clone)
+    offload_model(clone)
+    onload_model(clone)
     with keep_unsharded(clone), torch.no_grad():
         unshard(clone.layers[0])
         assert torch.equal(clone(x), model(x)) and torch.equal(clone(x), model(x))
     with torch.no_grad():
         clone.layers[0].weight.data = reference.layers[0].weight
     assert torch.equal(clone(x), expected)
-    assert not check(clone)
+    assert not find_unreduced_parameters(clone)
 
 
 @pytest.mark.parametrize("name", CLASSES)

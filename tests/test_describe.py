@@ -206,7 +206,7 @@ rank 1 of 4 keeps 592 B of 1,888 B, of which 128 B are padding
     parameter  shape  dtype            elements  offset  held by
     1.bias     (40,)  float32, frozen        40       0  rows 0-11 on 0 | 12-23 on 1 | 24-35 on 2 | 36-39 on 3
 
-in no group, whole on every rank; see check(model)
+in no group, whole on every rank; see find_unreduced_parameters(model)
   2.weight (1, 40) float32, 160 B""",
     )
 

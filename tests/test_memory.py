@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
-    STRATEGIES,
     MixedPrecisionPolicy,
     flat_parameters,
     fully_shard,
@@ -42,6 +41,7 @@ from fsdp_compose.comm.control_exchange import _control_groups
 from fsdp_compose.flat.flat_param import FlatParamHandle
 from fsdp_compose.group import debug as standstill
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
+from fsdp_compose.strategies import STRATEGIES
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
 from tests.test_invariants import environment

@@ -1,4 +1,4 @@
-"""``offload_states()``: optimizer state in host memory, the step on the device, chunk by chunk, with the same bits."""
+"""``offload_optimizer_states()``: state in host memory, the step on the device, chunk by chunk, with the same bits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fsdp_compose import (
     clip_grad_norm_,
     distribute_ragged,
     flat_parameters,
-    offload,
-    offload_states,
-    onload,
+    offload_model,
+    offload_optimizer_states,
+    onload_model,
 )
 from fsdp_compose.checkpoint import (
     StateDictOptions,
@@ -89,7 +89,7 @@ def test_the_step_is_the_ordinary_one_bit_for_bit(name, policy, flat):
     with TwoMemories() as memories:
         model, twin = pair(offload_policy=POLICIES[policy])
         params, expected = params_of(model, flat), params_of(twin, flat)
-        optimizer = offload_states(make(params, **arguments), chunk_bytes=SMALL)
+        optimizer = offload_optimizer_states(make(params, **arguments), chunk_bytes=SMALL)
         other = make(expected, **arguments)
         assert steps(model, optimizer, params) == steps(twin, other, expected)
         assert_equal(model, twin)
@@ -108,7 +108,7 @@ def test_chunks_are_bounded_and_each_element_goes_in_and_out_once(policy):
     with TwoMemories() as memories:
         model, _ = pair(offload_policy=POLICIES[policy])
         params = flat_parameters(model)
-        optimizer = offload_states(torch.optim.AdamW(params, foreach=True), chunk_bytes=SMALL)
+        optimizer = offload_optimizer_states(torch.optim.AdamW(params, foreach=True), chunk_bytes=SMALL)
         steps(model, optimizer, params, 1)
         gpt_loss(model, local_part(next(batches(1)))).backward()
         memories.forget_copies()
@@ -130,7 +130,7 @@ def test_an_optimizer_that_has_stepped_is_taken_over():
         params, expected = params_of(model, True), params_of(twin, True)
         optimizer, other = (torch.optim.AdamW(item, lr=1e-2) for item in (params, expected))
         assert steps(model, optimizer, params) == steps(twin, other, expected)
-        offload_states(optimizer, chunk_bytes=SMALL)
+        offload_optimizer_states(optimizer, chunk_bytes=SMALL)
         assert all(memories.is_on_host(optimizer.state[param]["exp_avg"]) for param in params)
         assert steps(model, optimizer, params) == steps(twin, other, expected)
         assert_equal(model, twin)
@@ -144,7 +144,7 @@ def test_checkpoints_are_as_always_and_what_is_loaded_goes_to_the_host(flat):
         model = shard_gpt(GPT())
         params = params_of(model, flat)
         optimizer = torch.optim.AdamW(params, lr=1e-2)
-        return model, offload_states(optimizer, chunk_bytes=SMALL) if streams else optimizer, params
+        return model, offload_optimizer_states(optimizer, chunk_bytes=SMALL) if streams else optimizer, params
 
     with TwoMemories() as memories:
         memories.refuses_host_collectives = False  # a device that NCCL alone serves is asked for in ``device_for``
@@ -169,7 +169,7 @@ def test_checkpoints_are_as_always_and_what_is_loaded_goes_to_the_host(flat):
 def test_schedulers_hooks_and_closures_see_one_step():
     model, twin = pair()
     params, expected = params_of(model, True), params_of(twin, True)
-    optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
+    optimizer = offload_optimizer_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
     other = torch.optim.AdamW(expected, lr=1e-2)
     seen: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -195,7 +195,7 @@ def test_schedulers_hooks_and_closures_see_one_step():
 def test_a_parameter_without_a_gradient_is_left_alone():
     model, twin = pair()
     params, expected = params_of(model, False), params_of(twin, False)
-    optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
+    optimizer = offload_optimizer_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
     other = torch.optim.AdamW(expected, lr=1e-2)
     for item, trains in ((model, optimizer), (twin, other)):
         gpt_loss(item, local_part(next(batches(1)))).backward()
@@ -210,11 +210,11 @@ def test_a_model_whose_optimizer_state_is_offloaded_sleeps_and_wakes():
     with TwoMemories() as memories:
         model, twin = pair()
         params, expected = params_of(model, True), params_of(twin, True)
-        optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
+        optimizer = offload_optimizer_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
         other = torch.optim.AdamW(expected, lr=1e-2)
         assert steps(model, optimizer, params) == steps(twin, other, expected)
-        offload(model)
-        onload(model)
+        offload_model(model)
+        onload_model(model)
         assert steps(model, optimizer, params) == steps(twin, other, expected)
         assert_equal(model, twin)
         assert all(memories.is_on_host(local_of(optimizer.state[param]["exp_avg"])) for param in params)
@@ -227,14 +227,14 @@ def test_gradients_in_host_memory_accumulate(unsynced, flat_among, world_size):
     with TwoMemories() as memories:
         model, twin = pair(offload_policy=POLICIES["state and gradients"], mp_policy=HALF)
         params, expected = params_of(model, flat), params_of(twin, flat)
-        optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
+        optimizer = offload_optimizer_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
         how = {"microbatches": 3, "unsynced": unsynced}
         assert train(model, optimizer, params, **how) == train(
             twin, torch.optim.AdamW(expected, lr=1e-2), expected, **how
         )
         assert_equal(model, twin)
-        offload(model, optimizer)
-        onload(model, optimizer)
+        offload_model(model, optimizer)
+        onload_model(model, optimizer)
         gpt_loss(model, local_part(next(batches(1)))).backward()
         with pytest.raises(AssertionError, match="mixes host and device memory"):  # on devices: torch's own error
             torch.optim.SGD(params, lr=0.1).step()
@@ -269,12 +269,12 @@ def test_plain_flat_views_of_shards_whose_gradients_are_in_host_memory_are_refus
 def test_what_cannot_be_streamed_is_refused():
     param = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(TypeError, match="expected a torch.optim.Optimizer"):
-        offload_states(param)
+        offload_optimizer_states(param)
     with pytest.raises(TypeError, match="Adafactor"):
-        offload_states(torch.optim.Adafactor([param]))
+        offload_optimizer_states(torch.optim.Adafactor([param]))
     optimizer = torch.optim.SGD([param], lr=0.1)
     with pytest.raises(ValueError, match="positive number of bytes"):
-        offload_states(optimizer, chunk_bytes=0)
+        offload_optimizer_states(optimizer, chunk_bytes=0)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(ValueError, match="before schedulers are built"):
-        offload_states(optimizer)
+        offload_optimizer_states(optimizer)

@@ -29,13 +29,13 @@ from fsdp_compose import (
     no_sync,
     replicate,
     reshard,
-    serve_optional,
     set_keep_unsharded_storage,
     set_modules_to_backward_prefetch,
     set_modules_to_forward_prefetch,
     set_reshard_after_backward,
     set_reshard_after_forward,
     summon_full_params,
+    sync_optional_groups,
     unshard,
 )
 from fsdp_compose.checkpoint import get_state_dict, set_state_dict
@@ -484,7 +484,7 @@ class Summing(VisionLanguage):
             h = h + self.projection(self.tower(x.sin()))
         if get_state(self) is not None:
             if self.serves:
-                serve_optional(self)
+                sync_optional_groups(self)
             dist.all_reduce(torch.ones(1))
         if self.ahead and get_state(self) is not None:
             unshard(self.get_submodule(self.ahead))
@@ -812,7 +812,9 @@ def test_a_rank_that_runs_no_forward_is_named_in_bounded_time(demands):
 def test_a_collective_of_the_users_own_without_serving_is_an_error_with_the_remedy():
     model, rank = shard(made(Summing)), dist.get_rank()
     model.serves = False
-    expected = r"rank 0 demands tower.*Call serve_optional\(model\)" if rank == 0 else "timed out|Timed out|closed"
+    expected = (
+        r"rank 0 demands tower.*Call sync_optional_groups\(model\)" if rank == 0 else "timed out|Timed out|closed"
+    )
     with pytest.raises(RuntimeError, match=expected):
         model(batch(0, rank), (1,) if rank == 0 else (0,))
 

@@ -58,6 +58,11 @@ def test_a_name_is_found_by_the_name_that_it_is_imported_as():
     assert reference.find("fsdp_compose.drop_in.register_fsdp_forward_method").node.name == "register_forward_method"
 
 
+def test_another_name_for_a_function_is_documented_as_the_function_is():
+    entry = reference.entry("fsdp_compose.set_all_reduce_hook")
+    assert "\nset_all_reduce_hook(\n    module: nn.Module," in entry and "Call `hook(gradient)`" in entry
+
+
 def test_a_docstring_becomes_markdown():
     docstring = (
         "Do ``this``::\n\n    with it:\n        pass\n\n    done()\n\nRanks: all,\nat once.\n\n"

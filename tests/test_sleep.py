@@ -1,4 +1,4 @@
-"""``offload()`` and ``onload()``: a whole model sleeps in host memory, and wakes up with the same bits."""
+"""``offload_model()`` and ``onload_model()``: a whole model sleeps in host memory, and wakes up with the same bits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from fsdp_compose import (
     fully_shard,
     keep_unsharded,
     no_sync,
-    offload,
-    onload,
+    offload_model,
+    onload_model,
 )
 from fsdp_compose.flat import local_of
 from fsdp_compose.group.registry import _get_fsdp_handles
@@ -98,9 +98,9 @@ def test_training_goes_on_with_the_same_bits_and_objects(options, flat):
     states = [id(tensor) for state in optimizer.state.values() for tensor in state.values()]
     collected = _collectives_of(model)
     for seed in (2, 3):
-        offload(model, optimizer)
+        offload_model(model, optimizer)
         assert allocated(model, optimizer) == 0
-        onload(model, optimizer)
+        onload_model(model, optimizer)
         assert ([*map(id, model.parameters())], [*map(id, params)]) == before
         assert states == [id(tensor) for state in optimizer.state.values() for tensor in state.values()]
         assert steps(model, optimizer, 2, seed) == steps(twin, other, 2, seed)
@@ -120,12 +120,12 @@ def test_what_is_one_storage_is_one_copy_each_way():
         steps(model, optimizer, 1, 1)
         gpt_loss(model, local_part(next(batches(1)))).backward()
         memories.forget_copies()
-        offload(model, optimizer)
+        offload_model(model, optimizer)
         shards = [handle.shard for handle in _get_fsdp_handles(model)]
         sizes = [shard.numel() * 4 for shard in shards]
         expected = sorted([size for size in sizes for _ in ("shard", "gradient", "exp_avg", "exp_avg_sq")])
         assert sorted(size for size in memories.copies[OUT] if size > 4) == expected  # 4: the count of steps
-        onload(model, optimizer)
+        onload_model(model, optimizer)
         assert sorted(size for size in memories.copies[IN] if size > 4) == expected
         assert not any(memories.is_on_host(param) for param in model.parameters() if local_of(param).numel())
 
@@ -137,8 +137,8 @@ def test_a_gradient_is_kept():
     for item in (model, twin):
         gpt_loss(item, local_part(next(batches(1)))).backward()
     grads = [param.grad for param in model.parameters()]
-    offload(model, optimizer)
-    onload(model, optimizer)
+    offload_model(model, optimizer)
+    onload_model(model, optimizer)
     assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
     optimizer.step()
     other.step()
@@ -151,10 +151,10 @@ def test_a_model_that_has_not_run_yet_sleeps_too(flat):
     model, twin = pair()
     optimizer = adamw(flat_parameters(model) if flat else model.parameters())
     other = adamw(flat_parameters(twin) if flat else twin.parameters())
-    offload(model, optimizer)
+    offload_model(model, optimizer)
     with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
         model(local_part(next(batches(1)))[:, :-1])
-    onload(model)
+    onload_model(model)
     assert steps(model, optimizer, 2, 1) == steps(twin, other, 2, 1)
     assert_equal(model, twin)
 
@@ -164,7 +164,7 @@ def test_while_asleep_nothing_runs_and_nothing_can_be_read():
     model, twin = pair()
     optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
     assert steps(model, optimizer, 1, 1) == steps(twin, other, 1, 1)
-    offload(model, optimizer)
+    offload_model(model, optimizer)
     ids = local_part(next(batches(1)))[:, :-1]
     for part, given in ((model, ids), (model.blocks[0], torch.ones(2, 3, 16))):
         with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
@@ -174,10 +174,10 @@ def test_while_asleep_nothing_runs_and_nothing_can_be_read():
     with pytest.raises(RuntimeError):
         _get_fsdp_handles(model)[0].shard.sum()
     with pytest.raises(RuntimeError, match="asleep already"):
-        offload(model)
-    onload(model)
+        offload_model(model)
+    onload_model(model)
     with pytest.raises(RuntimeError, match="was not called"):
-        onload(model)
+        onload_model(model)
     assert steps(model, optimizer, 2, 2) == steps(twin, other, 2, 2)
     assert_equal(model, twin)
 
@@ -187,10 +187,10 @@ def test_what_the_user_changes_while_the_model_sleeps_is_noticed():
     model, twin = pair()
     optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
     assert steps(model, optimizer, 1, 1) == steps(twin, other, 1, 1)
-    offload(model, optimizer)
+    offload_model(model, optimizer)
     model.head.weight.requires_grad_(False)
     twin.head.weight.requires_grad_(False)
-    onload(model, optimizer)
+    onload_model(model, optimizer)
     assert steps(model, optimizer, 2, 2) == steps(twin, other, 2, 2)
     assert_equal(model, twin)
 
@@ -201,8 +201,8 @@ def test_a_model_that_was_kept_unsharded_is_gathered_again():
     ids = local_part(next(batches(1)))[:, :-1]
     with torch.no_grad(), keep_unsharded(model):
         before = model(ids)
-        offload(model)
-        onload(model)
+        offload_model(model)
+        onload_model(model)
         assert torch.equal(model(ids), before)
     assert torch.equal(twin(ids), before)
 
@@ -215,10 +215,10 @@ def test_buffers_and_parameters_of_no_group_sleep_too():
     x = torch.randn(8, 4)
     model(x)
     expected = model[1].running_mean.clone(), ignored[0].detach().clone()
-    offload(model)
+    offload_model(model)
     for tensor in (model[1].running_mean, ignored[0]):
         assert tensor.untyped_storage().nbytes() == 0
-    onload(model)
+    onload_model(model)
     assert torch.equal(model[1].running_mean, expected[0]) and torch.equal(ignored[0], expected[1])
 
 
@@ -230,10 +230,10 @@ def test_what_lives_in_host_memory_stays_there():
         optimizer = adamw(model.parameters())
         steps(model, optimizer, 2, 1)
         memories.forget_copies()
-        offload(model, optimizer)
+        offload_model(model, optimizer)
         assert memories.copies == {IN: [], OUT: []}
         assert all(handle.shard.untyped_storage().nbytes() for handle in _get_fsdp_handles(model))
-        onload(model, optimizer)
+        onload_model(model, optimizer)
         steps(model, optimizer, 1, 2)
 
 
@@ -242,21 +242,21 @@ def test_it_is_refused_before_anything_changes():
     model, _ = pair()
     optimizer = adamw(model.parameters())
     with pytest.raises(TypeError, match="nn.Module"):
-        offload(optimizer)
+        offload_model(optimizer)
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizers"):
-        offload(model, [model])
+        offload_model(model, [model])
     with pytest.raises(ValueError, match="no fully_shard group"):
-        offload(nn.Linear(2, 2))
+        offload_model(nn.Linear(2, 2))
     steps(model, optimizer, 1, 1)
     with no_sync(model):
         gpt_loss(model, local_part(next(batches(1)))).backward()
     with pytest.raises(RuntimeError, match="accumulated without gradient sync"):
-        offload(model, optimizer)
+        offload_model(model, optimizer)
     gpt_loss(model, local_part(next(batches(1)))).backward()
-    offload(model)
+    offload_model(model)
     with pytest.raises(ValueError, match="was not given to offload"):
-        onload(model, optimizer)
-    onload(model)
+        onload_model(model, optimizer)
+    onload_model(model)
     optimizer.step()
 
 
@@ -265,7 +265,7 @@ def test_waking_up_can_be_tried_again():
     model, twin = pair()
     optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
     assert steps(model, optimizer, 1, 1) == steps(twin, other, 1, 1)
-    offload(model, optimizer)
+    offload_model(model, optimizer)
     original, calls = torch.empty, []
 
     def scarce(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -275,10 +275,10 @@ def test_waking_up_can_be_tried_again():
         return original(*args, **kwargs)
 
     with mock.patch.object(torch, "empty", scarce), pytest.raises(torch.OutOfMemoryError):
-        onload(model, optimizer)
+        onload_model(model, optimizer)
     with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
         model(local_part(next(batches(1)))[:, :-1])
-    onload(model, optimizer)
+    onload_model(model, optimizer)
     assert steps(model, optimizer, 2, 2) == steps(twin, other, 2, 2)
     assert_equal(model, twin)
 
@@ -288,7 +288,7 @@ def test_a_model_that_is_dropped_while_it_sleeps_is_freed():
     model, _ = pair()
     optimizer = adamw(model.parameters())
     steps(model, optimizer, 1, 1)
-    offload(model, optimizer)
+    offload_model(model, optimizer)
     reference = weakref.ref(model)
     del model, optimizer
     gc.collect()
@@ -303,7 +303,7 @@ def test_inside_forward_it_is_refused():
             self.inner = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            offload(self)
+            offload_model(self)
             return F.relu(self.inner(x))
 
     model = fully_shard(Sleeps())
@@ -316,9 +316,9 @@ def test_inside_forward_it_is_refused():
 def test_weights_for_other_programs_are_refused_by_name_while_the_model_sleeps():
     model = shard_gpt(GPT())
     gpt_loss(model, local_part(next(batches(1)))).backward()
-    offload(model)
+    offload_model(model)
     with pytest.raises(RuntimeError, match=r"are in host memory since offload\(model\)"), full_parameters(model) as it:
         next(it)
-    onload(model)
+    onload_model(model)
     with full_parameters(model) as buckets:
         assert sum(len(bucket) for bucket in buckets) == len([*model.named_parameters()])

@@ -13,8 +13,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import (
-    STRATEGIES,
-    Strategy,
     clip_grad_norm_,
     flat_parameters,
     fully_shard,
@@ -24,6 +22,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.checkpoint import get_state_dict, set_state_dict
 from fsdp_compose.group.options import R, S
+from fsdp_compose.strategies import STRATEGIES, Strategy
 from tests.harness import distributed
 from tests.models import GPT, adamw, batches, gpt_loss, local_part
 

@@ -1,4 +1,4 @@
-"""``summon_full_params``, ``register_forward_method``, ``check``, and copies of sharded models."""
+"""``summon_full_params``, ``register_forward_method``, ``find_unreduced_parameters``, and copies of sharded models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from fsdp_compose import (
     MixedPrecisionPolicy,
     RaggedDTensor,
-    check,
+    find_unreduced_parameters,
     fully_shard,
     no_sync,
     register_forward_method,
@@ -359,7 +359,7 @@ def test_check_lists_trainable_parameters_that_are_not_reduced():
     ignored = model.layers[2].linear.bias
     for layer in model.layers:
         fully_shard(layer, ignored_params=[ignored])
-    found = check(model)
+    found = find_unreduced_parameters(model)
     assert [(item.fqn, item.reason.split(":")[0]) for item in found] == [
         ("embed.weight", "no fully_shard() call covers it"),
         ("embed.bias", "no fully_shard() call covers it"),
@@ -370,9 +370,9 @@ def test_check_lists_trainable_parameters_that_are_not_reduced():
         ("outside.0.bias", "no fully_shard() call covers it"),
     ]
     fully_shard(model, ignored_params=[ignored])
-    assert [item.fqn for item in check(model)] == ["layers.2.linear.bias"]
+    assert [item.fqn for item in find_unreduced_parameters(model)] == ["layers.2.linear.bias"]
     model.layers[0].added = nn.Linear(2, 2)
-    assert [str(item).split(":")[:2] for item in check(model)][0] == [
+    assert [str(item).split(":")[:2] for item in find_unreduced_parameters(model)][0] == [
         "layers.0.added.weight",
         " added or replaced after fully_shard()",
     ]

@@ -18,14 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compose import (
-    ParameterSnapshot,
-    apply_changes,
-    changed_since,
     flat_parameters,
     full_parameters,
     fully_shard,
     replicate,
-    snapshot_parameters,
     summon_full_params,
 )
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -34,6 +30,7 @@ from fsdp_compose.comm import store as rendezvous
 from fsdp_compose.comm.gloo import TRANSPORT_ENV
 from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
+from fsdp_compose.sync import ParameterSnapshot, apply_changes, changed_since, snapshot_parameters
 from fsdp_compose.sync.changes import Form, as_bits, changed_elements, gather_elements
 from tests.harness import ROOT, distributed
 from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt, train

@@ -127,6 +127,8 @@ def _definition(module: list[str], name: str) -> tuple[Source, Definition]:
     if path is not None:
         source = _read(path)
         if (node := _defined_in(source.tree.body, name)) is not None:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
+                return _definition(module, node.value.id)  # another name for it
             return source, node
         for imported in ast.walk(source.tree):  # also in "if TYPE_CHECKING:", of what is imported when first used
             if isinstance(imported, ast.ImportFrom):

@@ -8,8 +8,9 @@ from .controls import no_sync as no_sync
 from .controls import reduce_as_set as reduce_as_set
 from .controls import reduce_gradients as reduce_gradients
 from .controls import register_forward_method as register_forward_method
+from .controls import register_fsdp_forward_method as register_fsdp_forward_method
 from .controls import reshard as reshard
-from .controls import serve_optional as serve_optional
+from .controls import set_all_reduce_hook as set_all_reduce_hook
 from .controls import set_force_sum_reduction_for_comms as set_force_sum_reduction_for_comms
 from .controls import set_functional_mode as set_functional_mode
 from .controls import set_gradient_divide_factor as set_gradient_divide_factor
@@ -22,9 +23,10 @@ from .controls import set_requires_all_reduce as set_requires_all_reduce
 from .controls import set_requires_gradient_sync as set_requires_gradient_sync
 from .controls import set_reshard_after_backward as set_reshard_after_backward
 from .controls import set_reshard_after_forward as set_reshard_after_forward
+from .controls import sync_optional_groups as sync_optional_groups
 from .controls import unshard as unshard
-from .model_offload import offload as offload
-from .model_offload import onload as onload
+from .model_offload import offload_model as offload_model
+from .model_offload import onload_model as onload_model
 from .planning import MakeOptimizer as MakeOptimizer
 from .planning import plan as plan
 from .replicas import broadcast_replicas as broadcast_replicas

@@ -96,13 +96,13 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
     return None
 
 
-def serve_optional(module: nn.Module) -> None:
+def sync_optional_groups(module: nn.Module) -> None:
     """Take part in gathering optional groups (``fully_shard(optional=True)``) that other ranks run, until all ranks are
     here: call it before a collective of your own inside forward, in which this rank would wait for one that still
     waits for it::
 
         features = self.vision(images) if images is not None else None   # on some ranks
-        serve_optional(self)                                             # on all
+        sync_optional_groups(self)                                             # on all
         dist.all_reduce(count)
 
     Does nothing where there are no optional groups.
@@ -116,7 +116,7 @@ def serve_optional(module: nn.Module) -> None:
         ValueError: ``fully_shard`` was not called on ``module``.
         RuntimeError: the ranks are at different points; another one has raised, or did not come.
     """
-    root = _own_state(module, "serve_optional").root
+    root = _own_state(module, "sync_optional_groups").root
     if root is not None and (root.forward.depth or root.backward is not None):
         serve_peers(root)
 
@@ -387,6 +387,9 @@ def set_post_reduction_hook(
     _set_reduction(module, recurse, hook=hook)
 
 
+set_all_reduce_hook = set_post_reduction_hook  # FSDP2's name for it
+
+
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module] | None) -> None:
     """Gather the groups of ``modules`` ahead when a forward of ``module``'s group begins, in place of the group that
     came next in the last iteration; several, to gather further ahead. ``None``: as before.
@@ -566,6 +569,9 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         module.__dict__[method_name] = _ForwardMethod(module, method.__func__, is_bound=True)
     else:
         module.__dict__[method_name] = _ForwardMethod(module, method, is_bound=False)
+
+
+register_fsdp_forward_method = register_forward_method  # FSDP2's name for it
 
 
 class _ForwardMethod(BoundToModule):

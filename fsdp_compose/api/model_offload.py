@@ -1,4 +1,4 @@
-"""``offload()`` and ``onload()``: a whole model sleeps in host memory, while something else needs the device.
+"""``offload_model()`` and ``onload_model()``: a model sleeps in host memory while something else needs the device.
 
 Each storage of the model and its optimizer is copied out as a whole, and then exchanges its pointer with an empty one
 that refuses access, as unsharded memory does. So every tensor, view and dict stays the object it was, and an optimizer
@@ -24,15 +24,15 @@ from ..group import _FSDPState, _get_fsdp_states, is_sleeping, put_to_sleep, ref
 Optimizers = Union[Optimizer, "Iterable[Optimizer]", None]
 
 
-def offload(module: nn.Module, optimizer: Optimizers = None, *, pin_memory: bool = True) -> None:
-    """Move a sharded model, and its optimizer's state, to host memory until ``onload``: to sleep, while another program
-    or another model uses the device.
+def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory: bool = True) -> None:
+    """Move a sharded model and its optimizer's state to host memory until ``onload_model``, while another program or
+    another model uses the device.
 
     Moved are shards, flat gradients, and all other parameters, buffers and gradients below ``module``; of each
     optimizer, the state. Gradients are kept: call ``zero_grad()`` before, if they are not needed. Gathered parameters
     and pooled buffers are freed. All tensors stay the objects they are; what reads their elements in between raises.
-    What lives in host memory already (``CPUOffloadPolicy``, ``offload_states``) stays as it is. Memory of process
-    groups (NCCL) is not the model's; ``torch.cuda.empty_cache()`` gives what was freed back to the device.
+    What lives in host memory already (``CPUOffloadPolicy``, ``offload_optimizer_states``) stays as it is. The memory of
+    process groups (NCCL) is not the model's; ``torch.cuda.empty_cache()`` returns what was freed to the device.
 
     Ranks: every rank, alike; no communication. Between iterations.
 
@@ -50,7 +50,7 @@ def offload(module: nn.Module, optimizer: Optimizers = None, *, pin_memory: bool
     optimizers = _checked(module, optimizer, "offload")
     states = _get_fsdp_states(module)
     if not states:
-        raise ValueError(f"offload(): there is no fully_shard group below this {type(module).__name__}")
+        raise ValueError(f"offload_model(): there is no fully_shard group below this {type(module).__name__}")
     for state in states:
         _refuse_unless_idle(state)
     handles = [handle for state in states for handle in state._handles]
@@ -64,29 +64,33 @@ def offload(module: nn.Module, optimizer: Optimizers = None, *, pin_memory: bool
     _sleeping[module] = sleeping
 
 
-def onload(module: nn.Module, optimizer: Optimizers = None) -> None:
-    """Bring back what ``offload`` has moved: the same elements, in the same tensors.
+def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
+    """Bring back what ``offload_model`` has moved: the same elements, in the same tensors.
 
     Ranks: every rank, alike; no communication.
 
     Args:
-        module: as given to ``offload``.
-        optimizer: as given to ``offload``, or nothing: they are remembered.
+        module: as given to ``offload_model``.
+        optimizer: as given to ``offload_model``, or nothing: they are remembered.
 
     Raises:
         TypeError: ``module`` is no module, or ``optimizer`` no optimizer.
-        ValueError: an optimizer was not given to ``offload``.
+        ValueError: an optimizer was not given to ``offload_model``.
         RuntimeError: the module is not asleep.
         torch.OutOfMemoryError: the device has too little memory now: free some, and call it again.
     """
     optimizers = _checked(module, optimizer, "onload")
     sleeping = _sleeping.get(module)
     if sleeping is None:
-        raise RuntimeError(f"onload(): offload() was not called on this {type(module).__name__}, or onload() was since")
+        raise RuntimeError(
+            f"onload_model(): offload_model() was not called on this {type(module).__name__}, or onload_model() has "
+            "been called since"
+        )
     for item in optimizers:
         if not any(item is known for known in sleeping.optimizers):
             raise ValueError(
-                f"onload(): this {type(item).__name__} was not given to offload(): give both calls the same ones"
+                f"onload_model(): this {type(item).__name__} was not given to offload_model(): give both calls the "
+                "same ones"
             )
     sleeping.end()
     del _sleeping[module]
@@ -110,22 +114,26 @@ def _checked(module: Any, optimizer: Any, caller: str) -> list[Optimizer]:
 def _refuse_unless_idle(state: _FSDPState) -> None:
     root = state.root
     if is_sleeping(state):
-        raise RuntimeError(f"offload(): the fully_shard group {state.name} is asleep already: call onload() first")
+        raise RuntimeError(
+            f"offload_model(): the fully_shard group {state.name} is asleep already: call onload_model() first"
+        )
     is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
     if state.progress.running_forwards or state.backward.active_uses or is_busy:
         raise RuntimeError(
-            f"offload(): a forward or backward of the fully_shard group {state.name} is running (or was interrupted: "
-            "run a forward first, which recovers from it)"
+            f"offload_model(): a forward or backward of the fully_shard group {state.name} is running (or was "
+            "interrupted: run a forward first, which recovers from it)"
         )
     for handle in state._handles:
         if handle.summoned is not None:
-            raise RuntimeError(f"offload(): called inside summon_full_params() of the fully_shard group {state.name}")
+            raise RuntimeError(
+                f"offload_model(): called inside summon_full_params() of the fully_shard group {state.name}"
+            )
         handle.pending_gradients.follow_zero_grad()
         if handle.pending_gradients.accumulation is not None:
             handle.pending_gradients.accumulation.show()
             raise RuntimeError(
-                f"offload(): gradients of {handle.name_of(0)} and its group were accumulated without gradient sync, "
-                "unsharded on each rank: run the last backward of the accumulation with sync, or call zero_grad()"
+                f"offload_model(): gradients of {handle.name_of(0)} and its group were accumulated without gradient "
+                "sync, unsharded on each rank: run the last backward of the accumulation with sync, or call zero_grad()"
             )
 
 
@@ -211,7 +219,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Sleeping:
-    """What ``offload`` has moved.
+    """What ``offload_model`` has moved.
 
     Args:
         states: the groups.

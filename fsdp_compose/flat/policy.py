@@ -26,7 +26,7 @@ class CPUOffloadPolicy:
         pin_memory: page-locked host memory, which is copied faster and beside compute; ``False`` where the host has
             too little of it. Without meaning where the device that computes is the CPU.
         parameters: ``False``: shards stay on the device, and gradients alone are in host memory. The optimizer must be
-            one that ``offload_states`` was called on, which brings both together.
+            one that ``offload_optimizer_states`` was called on, which brings both together.
     """
 
     pin_memory: bool = True

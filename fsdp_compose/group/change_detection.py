@@ -225,7 +225,7 @@ def _poison(dtype: torch.dtype) -> float | int:
     return torch.iinfo(dtype).min or torch.iinfo(dtype).max
 
 
-# ---- Groups whose shards are in host memory for a while (``offload()``): their forwards raise.
+# ---- Groups whose shards are in host memory for a while (``offload_model()``): their forwards raise.
 #
 # Looked for where a root is set up. A root that is set up has its picture of what the user changes, which each of its
 # forwards looks at, exchanged for one that raises: so no forward of a model that is awake asks.
@@ -306,8 +306,8 @@ def refuse_sleeping(states: Iterable[_FSDPState]) -> None:
 
 def sleeping_error(name: str) -> str:
     return (
-        f"the parameters of the fully_shard group {name} are in host memory since offload(model): call onload(model) "
-        "before they are used"
+        f"the parameters of the fully_shard group {name} are in host memory since offload_model(): call "
+        "onload_model(model) before they are used"
     )
 
 

@@ -29,7 +29,7 @@ ENDS = {
     END_OF_BACKWARD: "the end of backward",
     END_OF_FORWARD: "the end of forward",
     START_OF_BACKWARD: "the start of backward",
-    SERVE: "serve_optional()",
+    SERVE: "sync_optional_groups()",
 }
 _MAX_GROUPS = 1 << 24  # a code below END_OF_BACKWARD: a hash of the flags of requires_grad, and which group has them
 _FOLDED = 1 << 63  # a code from here on: a hash of many

@@ -2,10 +2,12 @@
 
 from .describe import describe as describe
 from .diagnose import UnreducedParameter as UnreducedParameter
-from .diagnose import check as check
 from .diagnose import explain_hang as explain_hang
 from .diagnose import explain_logs as explain_logs
+from .diagnose import find_unreduced_parameters as find_unreduced_parameters
 from .diagnose import positions_in as positions_in
+from .groups import FSDPGroup as FSDPGroup
+from .groups import fsdp_groups as fsdp_groups
 from .plan_report import Plan as Plan
 from .plan_report import advise as advise
 from .plan_report import check_picture as check_picture

@@ -369,7 +369,7 @@ def as_text(facts: ModelFacts, all_groups: bool) -> str:
             lines.append(f"  {flat_title(flat)}")
             lines += [f"    {line}" for line in table([row_of(param, facts.rank) for param in flat.parameters])]
     if facts.others:
-        lines += ["", "in no group, whole on every rank; see check(model)"]
+        lines += ["", "in no group, whole on every rank; see find_unreduced_parameters(model)"]
         lines += [f"  {other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}" for other in facts.others]
     return "\n".join(lines)
 
@@ -411,7 +411,9 @@ def as_terminal_text(facts: ModelFacts, all_groups: bool) -> str:
             for table in _tables(group, facts.rank):
                 console.print(table)
         if facts.others:
-            console.print(Text("\nin no group, whole on every rank; see check(model)", style="bold yellow"))
+            console.print(
+                Text("\nin no group, whole on every rank; see find_unreduced_parameters(model)", style="bold yellow")
+            )
             for other in facts.others:
                 console.print(Text(f"{other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}"))
     return capture.get().rstrip("\n")

@@ -1,6 +1,7 @@
 """What may be wrong with a model or a job: gradients that are not reduced; who waits for whom, from the logs of ranks.
 
-Both only read: ``check`` reads a model; ``explain_hang`` and the command ``hang`` read what ranks have logged."""
+Both only read: ``find_unreduced_parameters`` reads a model; ``explain_hang`` and the command ``hang`` read what ranks
+have logged."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import torch.nn as nn
 from ..flat import SHARDED_PARAM_ATTRIBUTE
 from ..group import HANG_SECONDS_ENV, POSITION_MARK, get_state, modules_to_run, states_to_run
 
-# ---- ``check(model)``: the trainable parameters of a model whose gradients are not reduced.
+# ---- ``find_unreduced_parameters(model)``: the trainable parameters of a model whose gradients are not reduced.
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class UnreducedParameter:
         return f"{self.fqn}: {self.reason}"
 
 
-def check(model: nn.Module) -> list[UnreducedParameter]:
+def find_unreduced_parameters(model: nn.Module) -> list[UnreducedParameter]:
     """List the trainable parameters of ``model`` whose gradients are not reduced over the ranks. Local.
 
     They train differently on every rank, silently, unless the user reduces their gradients. Parameters that another

@@ -35,7 +35,7 @@ from .._torch import (
 from ..comm import ALL_GATHER, ALL_REDUCE, GATHER, REDUCE_SCATTER, Label, Transport, Work
 from ..group import states_to_run
 from .describe import collect
-from .diagnose import check
+from .diagnose import find_unreduced_parameters
 from .plan_report import (
     ACTIVATIONS,
     GATHERED,
@@ -559,7 +559,7 @@ class _Simulation:
                 model.to_empty(device="cpu")
             optimizer = trained.optimizer(model)
             self._listen(model)
-            layout, unreduced = collect(model), tuple(map(str, check(model)))
+            layout, unreduced = collect(model), tuple(map(str, find_unreduced_parameters(model)))
             label_all(ledger, model.parameters(), PARAMETERS)
             recomputes = False
             for number in range(1, NUM_STEPS + 1):

@@ -1,9 +1,9 @@
 """Optimizer state in host memory, and the step on the device: chunk after chunk of the state is copied in, stepped and
 copied out.
 
-``offload_states`` exchanges an optimizer's ``step``. What it does to one chunk is the optimizer's own step, over a
-parameter that is a part of one of its own (a plain 1-D view), with that part of the state: so every optimizer that
-treats all elements alike can be streamed, in whatever implementation it chooses, and gives the bits it would give
+``offload_optimizer_states`` exchanges an optimizer's ``step``. What it does to one chunk is the optimizer's own step,
+over a parameter that is a part of one of its own (a plain 1-D view), with that part of the state: every optimizer
+that treats all elements alike can be streamed, in whatever implementation it chooses, and gives the bits it would give
 anyway. What is one number for each parameter (the count of steps) begins at the same value for every chunk, and moves
 once::
 
@@ -39,7 +39,9 @@ _ALIGNMENT = 1024  # elements: chunks end where vector instructions and fused ke
 _UNKNOWN_STATES = 2  # for each parameter, as long as there is no state to count
 
 
-def offload_states(optimizer: Optimizer, *, chunk_bytes: int = 64 << 20, pin_memory: bool = True) -> Optimizer:
+def offload_optimizer_states(
+    optimizer: Optimizer, *, chunk_bytes: int = 64 << 20, pin_memory: bool = True
+) -> Optimizer:
     """Keep the state of ``optimizer`` in host memory; its steps run on the device that computes, chunk by chunk.
 
     The bits are those of the ordinary step. On the device there are two chunks at most beside parameters and
@@ -71,17 +73,17 @@ def offload_states(optimizer: Optimizer, *, chunk_bytes: int = 64 << 20, pin_mem
 
     Example::
 
-        optimizer = offload_states(torch.optim.AdamW(flat_parameters(model), fused=True))
+        optimizer = offload_optimizer_states(torch.optim.AdamW(flat_parameters(model), fused=True))
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"offload_states(): expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise TypeError(f"offload_optimizer_states(): expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
-        raise ValueError(f"offload_states(chunk_bytes={chunk_bytes!r}): expected a positive number of bytes")
-    refuse_unless_elementwise(optimizer, "step on parts of its state (offload_states())")
+        raise ValueError(f"offload_optimizer_states(chunk_bytes={chunk_bytes!r}): expected a positive number of bytes")
+    refuse_unless_elementwise(optimizer, "step on parts of its state (offload_optimizer_states())")
     if "step" in optimizer.__dict__:
         raise ValueError(
-            f"offload_states(): step() of this {type(optimizer).__name__} was exchanged already, by an earlier call or "
-            "a learning-rate scheduler: call offload_states() once, before schedulers are built"
+            f"offload_optimizer_states(): step() of this {type(optimizer).__name__} was exchanged already, by an "
+            "earlier call or a scheduler: call offload_optimizer_states() once, before schedulers are made"
         )
     streamed = StreamedStep(chunk_bytes, pin_memory)
     streamed.take_over(optimizer)
@@ -151,7 +153,7 @@ class StreamedStep:
     """The step of an optimizer whose state is in host memory.
 
     Args:
-        chunk_bytes, pin_memory: see ``offload_states``.
+        chunk_bytes, pin_memory: see ``offload_optimizer_states``.
     """
 
     def __init__(self, chunk_bytes: int, pin_memory: bool) -> None:

@@ -191,7 +191,7 @@ def end_backward(root: Root, rounds: Rounds) -> None:
 
 
 def serve_peers(root: Root) -> None:
-    """See ``api.serve_optional``."""
+    """See ``api.sync_optional_groups``."""
     if root.rounds is not None:
         sync_point(root, root.rounds, SERVE)
 
@@ -298,7 +298,8 @@ def _make_round(
         raise RuntimeError(
             f"rank {root.mesh.peers.rank()} {what}, and another rank did not come to its next point: it died, made "
             "another number of forwards or backwards, or waits for this rank in a collective that is not "
-            f"fully_shard's. Call serve_optional(model), on all ranks, before such a collective. In detail: {error}"
+            "fully_shard's. Call sync_optional_groups(model), on all ranks, before such a collective. In detail: "
+            f"{error}"
         ) from error
     failed = rounds.failed
     if failed is not None:

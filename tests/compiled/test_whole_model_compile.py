@@ -1091,8 +1091,8 @@ def inductor_calls(code: str) -> str:
 
 @distributed(world_size=2)
 def test_what_the_code_of_inductor_calls():
-    """Each group is reduced before the gradients of the next one are flattened: whole gradients of several groups would
-    take more memory than an eager backward does."""
+    """The reduction of a group starts before the gradients of the next one are flattened, and at most two flat
+    gradients exist at a time, as in an eager backward: more would take more memory than that does."""
     from torch._inductor.utils import run_and_get_code
 
     calls = {}
@@ -1102,7 +1102,11 @@ def test_what_the_code_of_inductor_calls():
             _, codes = run_and_get_code(lambda: loss_of(model, batch).backward())  # noqa: B023
         calls[reshards] = [*map(inductor_calls, codes)]
     forward = "m AG wait m AG wait m"
-    assert calls == {
-        True: [forward, "m AG wait m flatten m RS wait AG wait m flatten m RS wait"],
-        False: [forward, "m flatten RS wait m flatten RS wait m"],
-    }
+    backwards = ["m AG wait m flatten m RS wait AG wait m flatten m RS wait", "m flatten RS wait m flatten RS wait m"]
+    if harness.TORCH >= (2, 15):  # Inductor schedules otherwise
+        forward = "AG m wait AG m wait m"
+        backwards = [
+            "AG m wait m flatten RS m wait AG wait m flatten RS m wait",
+            "m flatten RS m flatten wait RS m wait",
+        ]
+    assert calls == {True: [forward, backwards[0]], False: [forward, backwards[1]]}

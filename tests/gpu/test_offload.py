@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import CPUOffloadPolicy, clip_grad_norm_, flat_parameters, offload, offload_states, onload
+from fsdp_compose import (
+    CPUOffloadPolicy,
+    clip_grad_norm_,
+    flat_parameters,
+    offload_model,
+    offload_optimizer_states,
+    onload_model,
+)
 from fsdp_compose.flat import local_of
 from fsdp_compose.flat.shard_storage import HostCopies
 from fsdp_compose.group.registry import _get_fsdp_handles
@@ -88,7 +95,7 @@ def test_streamed_steps_are_the_ordinary_ones_bit_for_bit(arguments, policy):
     with process_group("nccl"):
         model, twin = build(offload_policy=POLICIES[policy]), build()
         params, expected = flat_parameters(model), flat_parameters(twin)
-        optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2, **arguments), chunk_bytes=1 << 14)
+        optimizer = offload_optimizer_states(torch.optim.AdamW(params, lr=1e-2, **arguments), chunk_bytes=1 << 14)
         other = torch.optim.AdamW(expected, lr=1e-2, **arguments)
         for batch in batches(4):
             for item in (model, twin):
@@ -116,9 +123,9 @@ def test_a_model_that_sleeps_leaves_the_device():
         steps(model, optimizer, 2)
         shards = [handle.shard.clone().cpu() for handle in _get_fsdp_handles(model)]
         awake = torch.cuda.memory_allocated()
-        offload(model, optimizer)
+        offload_model(model, optimizer)
         assert torch.cuda.memory_allocated() - nothing < (awake - nothing) / 4  # counts of steps, the exchange
-        onload(model, optimizer)
+        onload_model(model, optimizer)
         for handle, expected in zip(_get_fsdp_handles(model), shards, strict=True):
             assert torch.equal(handle.shard.cpu(), expected)
         steps(model, optimizer, 2)

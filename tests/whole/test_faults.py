@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import tempfile
@@ -40,7 +41,8 @@ def test_the_quick_battery_finds_promises_kept_and_broken_and_leaves_no_file(tmp
     (row,) = [line for line in printed.splitlines() if line.startswith("| bit flips")]
     _, _, ours, torchs, _ = row.split("|")
     assert ours.strip().startswith("as promised: ") and "damages noticed" in ours, printed
-    assert "not as promised" in torchs and "without a word" in torchs, "DCP has no checksums: the battery can tell"
+    noticed, total = map(int, re.search(r"not as promised\W+(\d+) of (\d+) damages noticed", torchs).groups())
+    assert noticed < total, "DCP has no checksums: the battery can tell"
     assert printed.splitlines()[-1] == "faults: 1 of 1 as promised"
     assert process.exitcode == 0, printed
     assert not list((tmp_path / "temporary").iterdir())
