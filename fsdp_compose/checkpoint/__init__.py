@@ -1,6 +1,17 @@
 """Checkpoints: state dicts of any parallelism under canonical names, and storing them.
 
 The names, arguments and meaning of ``torch.distributed.checkpoint.state_dict``; see docs/checkpoints.md.
+
+Loading has four steps. All ranks meet, so that none waits for one that is not there. Each rank plans by itself and
+changes nothing: what goes where, what is missing, what does not fit. They meet again and compare plans, so the verdict
+is the same everywhere. Only then are values moved into the layout they are needed in, and ``load_state_dict()`` of the
+module and of the optimizers gets them. So users' hooks see ordinary calls, and a rank that dies on the way leaves the
+others unchanged. Since hooks may raise on one rank only, ranks meet after the module, before an optimizer is changed,
+and at the end. The price is memory for this rank's share of what is moved.
+
+``torch.distributed.checkpoint`` loads into tensors that exist, and an optimizer that has not stepped has none. A step
+with zero gradients, which is torch's way, would change momenta and counts. So a stand-in steps on a tiny tensor whose
+sizes tell its dimensions apart (``optimizer_init``).
 """
 
 from .agreement import agree as agree

@@ -1,8 +1,13 @@
-"""Process groups, and what goes between ranks; knows no parameter and no module.
+"""Process groups, and everything that travels between ranks. Nothing here knows a parameter or a module.
 
-``mesh`` has the process groups, ``transport`` the collectives of flat tensors, ``gloo`` and ``shared_memory`` what
-replaces them there, ``control_exchange`` and ``store`` small exchanges and rendezvous, ``journal`` and ``failure`` what
-errors need to know.
+``mesh`` has the ranks that a group runs on, and ``transport`` spells each collective once. On gloo, ``gloo`` and
+``shared_memory`` replace the backend's own collectives, and ``journal`` numbers what ranks send, so that ranks that
+went different ways learn why they wait. ``control_exchange`` compares a few bytes once per backward. ``store`` has
+everything that goes through the key-value store: it is slow, but bounded in time, and works when collectives hang.
+
+How long a rank waits in a rendezvous: the timeout of the process group, a minute in recovery, and five seconds once a
+collective of the process group has failed. While it waits it checks, first after five seconds and then less and less
+often, whether gloo's connections to the missing ranks are closed: then they have died.
 """
 
 from .control_exchange import Carrier as Carrier

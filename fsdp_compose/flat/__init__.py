@@ -1,7 +1,17 @@
 """One flat parameter: its layout, its shard, the unsharded buffer, its gradient and their reduction; knows no module.
 
-``FlatParamHandle`` (``flat_param``) builds and holds the parts; ``Communicator`` (``collectives``) moves them between
-ranks when the runtime asks for it.
+``FlatParamHandle`` (``flat_param``) builds and holds the parts. ``Communicator`` (``collectives``) moves them between
+ranks when the runtime asks for it. Read ``layout`` first, then ``flat_param``, ``unsharded`` and ``gradient``.
+
+Parameters share a flat parameter if they agree in dtype, ``requires_grad`` and ``ParameterKind``. This is decided once,
+when ``fully_shard`` is called. So a parameter with a dtype of its own costs its group one more collective, and costs
+the others nothing. A parameter whose class has an all-gather of its own, or consists of several tensors, is a flat
+parameter by itself; its unsharded side has the methods of ``Unsharded``, so no other code asks which one it has.
+
+Unsharded parameters have a version counter of their own, so refilling their memory never looks to autograd like an
+edit: only storages are resized. The flat gradient has one owner, ``ShardedGradient``: ``.grad`` of the sharded
+parameters and of the flat views are views of it, and what the user does to one of them reaches the other when it next
+matters (before a forward, a backward, an optimizer step or our clipping).
 """
 
 from .accumulation import UnreducedGradient as UnreducedGradient

@@ -1,7 +1,17 @@
-"""The group that one ``fully_shard`` call makes, and what its modules show; the passes that notice what a user has
+"""The group that one ``fully_shard`` call makes, what its modules show, and the passes that notice what a user has
 changed.
 
-``state`` is the data: one ``_FSDPState`` a call, one ``Root`` for all that run together.
+``state`` is the data: one ``_FSDPState`` for each call, one ``Root`` for all groups that run together. Several root
+modules that share groups (actor and critic around one encoder) become one ``Root`` at the first forward of the second:
+one order of collectives, one exchange, one recovery.
+
+``fully_shard`` replaces each parameter once. Everything that still refers to the replaced one must mean the sharded
+one: an optimizer that was built before gets the sharded parameters at the next first forward, or in torch's global hook
+before its step; any other reference becomes a proxy (``replaced_params``). ``load_state_dict(assign=True)`` does not
+replace sharded parameters: they take over the content, dtype and memory.
+
+The code that watches optimizer steps is here and not in ``optim``, because the first forward looks for optimizers and
+the exchange compares the count of steps.
 """
 
 from .change_detection import ChangeDetector as ChangeDetector

@@ -1,4 +1,8 @@
-"""Questions that a user can ask a model."""
+"""Questions that a user can ask a model.
+
+Each question has one file that reads a model and one with the answer as plain data and its forms: ``describe`` and
+``describe_formats``, ``trace`` and ``trace_formats``, ``simulated_step`` and ``plan_report``.
+"""
 
 from .describe import describe as describe
 from .diagnose import UnreducedParameter as UnreducedParameter

@@ -1,7 +1,25 @@
-"""``RaggedDTensor``, a DTensor of which every rank holds one contiguous range; knows nothing of data parallelism.
+"""``RaggedDTensor``: a DTensor of which every rank holds one contiguous range. Nothing here knows data parallelism.
 
-``placement`` says how a tensor is sharded and what of it this rank holds, ``dtensor`` moves it between layouts, ``ops``
-gives it its operations.
+``placement`` says how a tensor is sharded and which part this rank holds, ``dtensor`` moves it between layouts, and
+``ops`` gives it its operations. On a mesh of two dimensions a ``RaggedShard`` shards what is local after the other
+placement (``[Replicate(), RaggedShard]``, ``[RaggedShard, Shard(d)]``), so no strided placement is needed.
+
+Stock DTensor must never see a ``RaggedShard``: it would rebuild an even ``Shard`` and give wrong values. So a
+``RaggedShard`` equals only an equal one, and stock ``DTensorSpec`` refuses it. An operation that raises because of
+elements (an integer division by zero) raises on every rank, before anything is written.
+
+Facts that are easy to miss:
+
+- Over a view into a flat buffer, torch would copy the local tensor's storage offset onto the wrapper, which has no
+  storage. The wrapper gets offset 0.
+- Inside ``__torch_dispatch__`` version counters stand still, and views do not share them. Both are set by hand: a step
+  between forward and backward is seen by the version of the shard.
+- Checkpoint staging copies the attributes that ``type(tensor).__slots__`` names, so the class has no ``__slots__``.
+- ``module.to()`` may exchange parameters attribute by attribute (``swap_tensors``), so a class that shows its local
+  tensor as something else must not do so then.
+- Full reductions are complete when they return: ``.item()`` on stock DTensor's pending ones gives the local value. A
+  NaN travels next to a maximum, because backends may lose it.
+- ``torch.optim`` and ``clip_grad_norm_`` compare types before their fast paths: the class is added to their lists.
 """
 
 from . import dtensor as dtensor  # lets torch's functions take its placements

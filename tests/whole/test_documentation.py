@@ -116,6 +116,22 @@ def test_environment_md_has_the_switches_that_the_package_reads():
     assert set(re.findall(r"^\| `(FSDP_COMPOSE_[A-Z0-9_]+)", page, re.MULTILINE)) == read_by_it
 
 
+def test_files_md_has_every_file_of_the_package():
+    package = ROOT / "fsdp_compose"
+    files = {str(path.relative_to(package)) for path in package.rglob("*.py") if path.name != "__init__.py"}
+    assert set(re.findall(r"^\| `(\S+\.py)`", (ROOT / "docs/files.md").read_text(), re.MULTILINE)) == files
+
+
+def test_design_md_names_tests_and_files_that_there_are():
+    text = (ROOT / "docs/design.md").read_text()
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    missing = set(re.findall(r"`(test_\w+\.py)`", text)) - tests
+    wings = re.findall(r"`((?:comm|ragged|flat|group|runtime|optim|checkpoint|sync|inspect|api)/\w+\.py)`", text)
+    missing |= {name for name in wings if not (ROOT / "fsdp_compose" / name).exists()}
+    assert len(wings) > 20 and not missing, f"no such files: {missing}"
+    assert len(text.split()) <= 2800
+
+
 def test_from_fsdp2_md_has_every_name_argument_and_method_of_torch():
     rows = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/howto/from_fsdp2.md").read_text(), re.MULTILINE))
     names = {name for name in fsdp.__all__ if not hasattr(fully_sharded_data_parallel, name)}
