@@ -66,7 +66,7 @@ docs: .venv/installed-docs .venv/installed-test
 	$(BIN)/python -m mkdocs build --strict --clean
 
 wheel: .venv/installed-release
-	$(BIN)/python tests/wheel.py
+	$(BIN)/python tests/whole/wheel.py
 
 faults: .venv/installed-test
 	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)

@@ -10,8 +10,7 @@ import torch
 from fsdp_compose import clip_grad_norm_
 from tests import harness
 from tests.compiled.test_whole_model_compile import compiled
-from tests.models import batches
-from tests.test_tensor_parallel import (
+from tests.flat.test_tensor_parallel import (
     assert_same,
     loss_of,
     mesh_of,
@@ -22,6 +21,7 @@ from tests.test_tensor_parallel import (
     share_of,
     train,
 )
+from tests.models import batches
 
 distributed = functools.partial(harness.distributed, timeout=200)
 

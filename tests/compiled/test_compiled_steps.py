@@ -12,9 +12,9 @@ import torch.nn as nn
 
 from fsdp_compose import flat_parameters, fully_shard
 from tests import harness
+from tests.behavior.test_features import Net, assert_close, inputs, mean_square, shard_layers, whole
 from tests.harness import fake_process_group
 from tests.models import local_part, pair
-from tests.test_features import Net, assert_close, inputs, mean_square, shard_layers, whole
 
 distributed = functools.partial(harness.distributed, timeout=120)
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose.group import HANG_SECONDS_ENV
+from tests.comm.test_hang import Lines, blocks_of_three
 from tests.harness import distributed
-from tests.test_hang import Lines, blocks_of_three
-from tests.test_optional import (
+from tests.runtime.test_optional import (
     VisionLanguage,
     assert_equal_gradients,
     batch,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from tests.harness import end, run_forked, start_forked
 from tests.models import GPT, shard_gpt
-from tests.test_optional import Failing, batch, loss_of, made, shard
-from tests.test_weight_sync import collected, consume, seeded
+from tests.runtime.test_optional import Failing, batch, loss_of, made, shard
+from tests.sync.test_weight_sync import collected, consume, seeded
 
 
 class Mortal(Failing):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import clip_grad_norm_, fully_shard, no_sync
 from tests.harness import distributed
-from tests.test_optional import DIM, Mlp, assert_equal_gradients, assert_equal_parameters, batch, unboxed
+from tests.runtime.test_optional import DIM, Mlp, assert_equal_gradients, assert_equal_parameters, batch, unboxed
 
 NUM_PROGRAMS = 4
 STEPS = 4
