@@ -29,9 +29,10 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.group.registry import _get_fsdp_handles, get_state
-from tests.behavior.test_features import Collectives, Net, Twins, inputs, mean_square, plain_sgd, shard_layers
 from tests.harness import distributed
-from tests.models import local_part
+from tests.internals import Collectives
+from tests.models import Net, inputs, shard_layers
+from tests.training import Twins, local_part, mean_square, plain_sgd
 
 
 def num_gathers(collectives: Collectives) -> int:

@@ -37,8 +37,9 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
 )
 from tests.harness import distributed
-from tests.models import GPT, adamw, gpt_loss, local_part, sgd
+from tests.models import GPT, gpt_loss
 from tests.models import batches as token_batches
+from tests.training import adamw, local_part, sgd
 
 SMALL = 2000  # bytes of a bucket: several of them in a GPT
 

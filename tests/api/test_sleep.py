@@ -30,7 +30,8 @@ from fsdp_compose import (
 from fsdp_compose.flat import local_of
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
-from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import adamw, local_part
 from tests.two_memories import IN, OUT, TwoMemories
 
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -25,7 +25,8 @@ from fsdp_compose import (
 from fsdp_compose.checkpoint import get_state_dict, set_state_dict
 from fsdp_compose.group.options import R, S
 from tests.harness import distributed
-from tests.models import GPT, adamw, batches, gpt_loss, local_part
+from tests.models import GPT, batches, gpt_loss
+from tests.training import adamw, local_part
 
 
 def apply(model: GPT, name: str) -> GPT:

@@ -26,10 +26,9 @@ from fsdp_compose import (
 )
 from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.behavior.test_features import DIM, Net, Twins, inputs, mean_square, plain_sgd, shard_layers, whole
-from tests.behavior.test_invariants import environment, same_on_every_rank
-from tests.harness import distributed
-from tests.models import assert_parameters_match, local_part, pair
+from tests.harness import distributed, environment, same_on_every_rank
+from tests.models import DIM, Net, inputs, shard_layers
+from tests.training import Twins, assert_parameters_match, local_part, mean_square, pair, plain_sgd, whole
 
 # ---- summon_full_params ----------------------------------------------------------------------------------------------
 

@@ -15,18 +15,9 @@ import torch.nn as nn
 from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, clip_grad_norm_, flat_parameters, fully_shard, no_sync
 from fsdp_compose.flat.accumulation import UnreducedGradient
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.behavior.test_features import (
-    Branches,
-    Net,
-    Twins,
-    inputs,
-    mean_square,
-    plain_sgd,
-    shard_branches,
-    shard_layers,
-)
 from tests.harness import distributed
-from tests.models import local_part
+from tests.models import Branches, Net, inputs, shard_branches, shard_layers
+from tests.training import Twins, local_part, mean_square, plain_sgd
 
 DROPS: dict[str, Callable[[nn.Module], None]] = {
     "zero_grad()": lambda model: model.zero_grad(),

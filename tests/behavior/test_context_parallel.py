@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import clip_grad_norm_, flat_parameters, fully_shard, functional_mode, no_sync
 from tests.harness import distributed
-from tests.models import Block, adamw
+from tests.models import Block
+from tests.training import adamw
 
 VOCAB, SEQ, BATCH, DIM = 29, 8, 8, 16
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
-from unittest import mock
 
 import expecttest
 import numpy as np
@@ -33,203 +31,34 @@ from fsdp_compose import (
     set_reshard_after_forward,
     unshard,
 )
-from fsdp_compose.comm.journal import Journal
 from fsdp_compose.flat.accumulation import UnreducedGradient
 from fsdp_compose.group.collective_order import KIND_BITS
-from fsdp_compose.group.registry import get_state, states_to_run
-from fsdp_compose.group.state import _FSDPState
+from fsdp_compose.group.registry import get_state
 from tests.harness import distributed, fake_process_group
-from tests.models import GLOBAL_BATCH, GPT, adamw, gpt_loss, local_part, mean_over_ranks, pair, shard_gpt
+from tests.internals import Collectives, states_of, unsharded_bytes
+from tests.models import (
+    DIM,
+    GPT,
+    Branches,
+    Layer,
+    Net,
+    gpt_loss,
+    inputs,
+    shard_branches,
+    shard_gpt,
+    shard_layers,
+)
 from tests.models import batches as token_batches
-
-DIM = 5  # divides by no world size above 1: local shards are uneven and some are empty
-
-
-class Layer(nn.Module):
-    def __init__(self, dim: int = DIM) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
-
-
-class Net(nn.Module):
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 2)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def shard_layers(model: nn.Module, **kwargs: Any) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
-
-
-def inputs(steps: int = 1, *shape: int) -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        yield torch.randn(GLOBAL_BATCH, *(shape or (DIM,)), generator=generator)
-
-
-def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-def whole(
-    model: nn.Module, of: Callable[[nn.Parameter], RaggedDTensor | None], like: nn.Module
-) -> dict[str, torch.Tensor | None]:
-    """The results of ``of`` for each parameter, put together from all ranks; ``None`` must be so on all of them.
-
-    Local shards are contiguous, and follow each other in rank order: nothing of the runtime is needed for it.
-    """
-    sharded = {name: of(param) for name, param in model.named_parameters()}
-    for name, param in like.named_parameters():
-        assert sharded[name] is None or sharded[name].shape == param.shape, name
-    mine = {name: None if t is None else _bytes_of(t.to_local().detach()) for name, t in sharded.items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)  # not of tensors, which take long to pickle
-    result: dict[str, torch.Tensor | None] = {}
-    for name, param in like.named_parameters():
-        parts = [theirs[name] for theirs in everyone]
-        missing = [rank for rank, part in enumerate(parts) if part is None]
-        assert len(missing) in (0, len(parts)), f"{name} is None on ranks {missing} only"
-        result[name] = None
-        if not missing:
-            joined = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8) if any(parts) else torch.empty(0)
-            result[name] = joined.view(sharded[name].dtype).view(param.shape)
-    return result
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
-def assert_close(got: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:
-    assert got.dtype == expected.dtype, f"{what}: {got.dtype}, expected {expected.dtype}"
-    difference = (got - expected).abs().max().item() if expected.numel() else 0.0
-    assert difference <= tolerance, f"{what} differs by {difference}"
-
-
-def plain_sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
-
-
-class Twins:
-    """A sharded model and an equal unsharded one. The same is done to both, and they must stay equal: the unsharded one
-    sees the whole batch, the sharded one on each rank its share. Losses are means over the batch."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        shard: Callable[[nn.Module], Any] = shard_layers,
-        make_optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
-        tolerance: float = 1e-5,
-    ) -> None:
-        self.sharded, self.reference = pair(model)
-        shard(self.sharded)
-        self.both = (self.reference, self.sharded)
-        self.optimizers = [make_optimizer(twin.parameters()) for twin in self.both]
-        self.tolerance = tolerance
-
-    def backward(self, loss_of: Callable[..., torch.Tensor], *batch: torch.Tensor) -> None:
-        """Forward and backward of both."""
-
-        def forward_and_backward(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(model, *batch)
-            loss.backward()
-            return loss
-
-        self.run(forward_and_backward, *batch)
-
-    def run(self, action: Callable[..., torch.Tensor], *batch: torch.Tensor) -> None:
-        """``action(model, *batch)`` on both; the losses it returns must agree."""
-        expected = action(self.reference, *batch)
-        got = action(self.sharded, *map(local_part, batch))
-        assert abs(mean_over_ranks(got) - expected.item()) <= self.tolerance
-
-    def backward_by_rank(self, loss_of: Callable[..., torch.Tensor], batch: torch.Tensor) -> None:
-        """As ``backward``, but ``loss_of(model, share, rank)`` does something else on each rank; the unsharded twin
-        plays all ranks in turn."""
-        world_size = dist.get_world_size()
-        for rank, share in enumerate(batch.chunk(world_size)):
-            (loss_of(self.reference, share, rank) / world_size).backward()
-        loss_of(self.sharded, local_part(batch), dist.get_rank()).backward()
-
-    def check_gradients(self) -> dict[str, torch.Tensor | None]:
-        got = whole(self.sharded, lambda param: param.grad, self.reference)
-        for name, param in self.reference.named_parameters():
-            grad = got[name]
-            assert (grad is None) == (param.grad is None), f"{name}: gradient {grad}, expected {param.grad}"
-            if grad is not None:
-                assert_close(grad, param.grad, self.tolerance, f"gradient of {name}")
-        return got
-
-    def check_parameters(self) -> None:
-        got = whole(self.sharded, lambda param: param, self.reference)
-        for name, param in self.reference.named_parameters():
-            assert_close(got[name], param.detach(), self.tolerance, name)
-
-    def step(self, set_to_none: bool = True) -> None:
-        """Optimizer step of both, after comparing the gradients and before comparing the parameters."""
-        self.check_gradients()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none)
-        self.check_parameters()
-
-    def train(self, loss_of: Callable[..., torch.Tensor] = mean_square, steps: int = 3, *shape: int) -> None:
-        for x in inputs(steps, *shape):
-            self.backward(loss_of, x)
-            self.step()
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the collectives issued inside, by name; also those made of messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __enter__(self) -> Collectives:
-        enter = Journal.enter
-
-        def count(journal: Journal, kind: str, *args: Any) -> int:
-            name = {"all-gather": "allgather_base", "reduce-scatter": "reduce_scatter_base"}.get(kind, kind)
-            self.count[name] += 1
-            return enter(journal, kind, *args)
-
-        self.patch = mock.patch.object(Journal, "enter", count)
-        self.patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *args: Any) -> None:
-        self.patch.stop()
-        super().__exit__(*args)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace == "c10d":
-            self.count[function._schema.name.removeprefix("c10d::").strip("_")] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def unsharded_bytes(module: nn.Module) -> int:
-    """Bytes of unsharded storage that ``module``'s own group holds now."""
-    state = get_state(module)
-    assert state is not None
-    return sum(handle.unsharded.memory.nbytes() for handle in state._handles)
-
-
-def states_of(model: nn.Module) -> list[_FSDPState]:
-    return [state for state, _ in states_to_run(model)]
-
+from tests.training import (
+    Twins,
+    adamw,
+    assert_close,
+    local_part,
+    mean_square,
+    pair,
+    plain_sgd,
+    whole,
+)
 
 # ---- what is in a group ----------------------------------------------------------------------------------------------
 
@@ -609,27 +438,6 @@ def test_backward_of_two_outputs_one_by_one():
 
 
 # ---- parameters that get no gradient ---------------------------------------------------------------------------------
-
-
-class Branches(nn.Module):
-    """Two layers and two side branches: in the root's group, and in one of its own. ``use`` names those that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.side = nn.ModuleDict({"a": nn.Linear(DIM, DIM), "b": nn.Linear(DIM, DIM)})
-
-    def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            for name in use:
-                x = x + self.side[name](x)
-        return x
-
-
-def shard_branches(model: Branches) -> None:
-    fully_shard(model.side["b"])
-    shard_layers(model)
 
 
 @distributed(world_size=(2, 3))

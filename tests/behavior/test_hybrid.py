@@ -35,21 +35,11 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_state_dict,
 )
-from tests.behavior.test_invariants import impatient, same_on_every_rank
 from tests.group.test_one_rank_differs import DIFFERENT, Loop, build
-from tests.harness import distributed, lasting_groups, lasting_mesh
-from tests.models import (
-    GPT,
-    adamw,
-    assert_gradients_match,
-    batches,
-    gpt_loss,
-    local_part,
-    pair,
-    sgd,
-    shard_gpt,
-    train,
-)
+from tests.harness import distributed, lasting_groups, lasting_mesh, same_on_every_rank
+from tests.internals import impatient
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import adamw, assert_gradients_match, local_part, pair, sgd, train
 
 SHAPES = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1), (1, 4)]}
 MESHES = [(shape, size) for size, shapes in SHAPES.items() for shape in shapes]

@@ -6,10 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -32,189 +30,34 @@ from fsdp_compose import (
     set_functional_mode,
     unshard,
 )
-from fsdp_compose.comm import failure, journal, store
+from fsdp_compose.comm import store
 from fsdp_compose.comm.control_exchange import Carrier
 from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.flat.accumulation import UnreducedGradient
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states
 from tests import harness
-from tests.models import assert_gradients_match, assert_parameters_match, local_part, pair
+from tests.harness import breakable_mesh, environment, our_warnings, same_on_every_rank
+from tests.internals import assert_nothing_is_unsharded, sharded_params
+from tests.models import DIM, IN, OUT, ROWS, SmallBlock, Stack, rows
+from tests.training import (
+    assert_gradients_match,
+    assert_no_gradients,
+    assert_parameters_match,
+    assert_trains_on,
+    local_part,
+    mean_square,
+    pair,
+    sgd,
+    stacks,
+    train_step,
+)
 
 distributed = functools.partial(harness.distributed, timeout=20)  # seconds; a body takes a fraction of one
-
-IN, DIM, OUT, ROWS = 3, 5, 2, 12  # sizes that 2 and 3 ranks do not divide; a global batch that they do
-
-
-class Trip(nn.Module):
-    """Passes its input on. Armed with an error, raises it the next time its forward, or its backward, is reached;
-    ``passes`` lets it go by so many times first. ``look`` is called in every forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.armed: dict[str, BaseException] = {}
-        self.passes = 0
-        self.look: Callable[[], None] = lambda: None
-
-    def arm(self, where: str, error: BaseException, passes: int = 0) -> None:
-        self.armed, self.passes = {where: error}, passes
-
-    def reached(self, where: str) -> None:
-        if where in self.armed:
-            if self.passes:
-                self.passes -= 1
-            else:
-                raise self.armed.pop(where)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.look()
-        self.reached("forward")
-        return PassThrough.apply(x, self)
-
-
-class PassThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, trip: Trip) -> torch.Tensor:
-        ctx.trip = trip
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.trip.reached("backward")
-        return grad, None
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.trip, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 7), Trip(), nn.Linear(7, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.trip(torch.tanh(self.up(self.norm(x)))))
-
-
-class Stack(nn.Module):
-    """``use_reentrant``: ``None`` for no activation checkpointing, else the kind."""
-
-    def __init__(self, blocks: int = 3, use_reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.embed, self.trip, self.head = nn.Linear(IN, DIM), Trip(), nn.Linear(DIM, OUT)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.trip(self.embed(x))
-        for block in self.blocks:
-            if self.use_reentrant is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return self.head(x)
-
-
-def stacks(**options: Any) -> tuple[Stack, Stack]:
-    """A sharded stack, a group for each block and one for the rest, and its unsharded equal."""
-    torch.manual_seed(0)
-    model, reference = pair(Stack(use_reentrant=options.pop("use_reentrant", None)))
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options), reference
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def inputs(step: int = 0, size: int = IN) -> torch.Tensor:
-    return torch.randn(ROWS, size, generator=torch.Generator().manual_seed(step))
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
-    loss_of(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def assert_trains_on(model: nn.Module, reference: nn.Module, steps: int = 2) -> None:
-    """Both models take the same steps from here and stay equal."""
-    optimizers = torch.optim.SGD(sharded_params(model), lr=0.1, momentum=0.9, weight_decay=0.01), sgd(reference)
-    for i in range(steps):
-        train_step(model, optimizers[0], local_part(inputs(100 + i)))
-        train_step(reference, optimizers[1], inputs(100 + i))
-    assert_parameters_match(model, reference, 1e-6)
-
-
-def assert_no_gradients(model: nn.Module) -> None:
-    present = [name for name, param in model.named_parameters() if param.grad is not None]
-    assert not present, f"gradients were published: {present}"
-
-
-def assert_nothing_is_unsharded(model: nn.Module) -> None:
-    for handle in _get_fsdp_handles(model):
-        assert not handle.unsharded.is_allocated and handle.unsharded.memory.nbytes() == 0, f"unsharded: {handle.fqns}"
-        assert handle.unsharded.work is None
-        assert all(param.grad is None for param in handle.unsharded.params)
-    roots = [state.root for state in _get_fsdp_states(model) if state.root is not None]
-    assert not any(root.communicator._in_flight for root in roots)
-
-
-def sharded_params(model: nn.Module) -> list[nn.Parameter]:
-    return [sharded for handle in _get_fsdp_handles(model) for sharded in handle.sharded_params]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor: of a sharded one, its local part."""
     return tensor.to_local() if isinstance(tensor, RaggedDTensor) else tensor
-
-
-def breakable_mesh() -> DeviceMesh:
-    """All ranks, through a process group of the test's own, whose collectives give up after 2 seconds: what breaks it
-    does no harm to other tests."""
-    return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
-
-
-@contextlib.contextmanager
-def impatient() -> Iterator[None]:
-    """Ranks that wait for each other tell so after 0.2 seconds, not after three: those of groups made inside."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal, "STALL_SECONDS", 0.2)
-        for module in (journal, failure):
-            patch.setattr(module, "PERIOD", 0.1)
-        yield
-
-
-def same_on_every_rank(text: str) -> str:
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    assert texts == [text] * len(texts)
-    return text
-
-
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def our_warnings() -> Iterator[list[str]]:
-    """The texts of the warnings about fully_shard'ed models, every time they are given."""
-    texts: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield texts
-    texts += [str(item.message) for item in caught if "fully_shard" in str(item.message)]
 
 
 # ---- 1. Collectives pair ---------------------------------------------------------------------------------------------
@@ -250,7 +93,7 @@ def test_ranks_with_different_models_raise_the_same_error_at_first_forward(world
         fully_shard(block)
     fully_shard(model)
     with pytest.raises(RuntimeError, match=f"different models.*rank 0.*rank {world_size - 1}.*Build the same") as error:
-        model(inputs())
+        model(rows())
     error.match(names.replace(".*blocks", f".*rank {world_size - 1}.*blocks"))
     same_on_every_rank(str(error.value))
     assert [id(param) for param in model.parameters()] == [
@@ -273,7 +116,7 @@ def test_ranks_that_shard_the_same_model_differently_raise_at_first_forward(diff
         model._modules = dict(reversed(model._modules.items()))
     fully_shard(model, **options)
     with pytest.raises(RuntimeError, match="first forward: the ranks have different models.*rank 0.*rank 1") as error:
-        model(inputs())
+        model(rows())
     same_on_every_rank(str(error.value))
 
 
@@ -285,7 +128,7 @@ def test_first_forward_names_a_rank_that_does_not_come_and_can_be_repeated(early
     with environment(**{TIMEOUT_ENV: "0.5"}):
         if dist.get_rank() == early:
             with pytest.raises(RuntimeError, match=rf"first forward: rank\(s\) {late} did not come.*{TIMEOUT_ENV}"):
-                model(inputs())
+                model(rows())
         else:
             time.sleep(1)
     with environment(**{TIMEOUT_ENV: "10"}):
@@ -309,7 +152,7 @@ def run_every_expert(model: Experts) -> None:
     """So often that the next forward does not look for unseen writes, whose exchange would come before backward's."""
     for choice in (0, 0, 1, 1, None):
         model.choice = choice
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
     model.zero_grad()
 
 
@@ -325,22 +168,22 @@ def experts(**options: Any) -> tuple[Experts, Experts]:
 @distributed(world_size=(2, 3))
 def test_ranks_that_run_different_groups_of_equal_shape_raise_before_a_gradient_is_published(world_size, steps_before):
     model, reference = experts()
-    optimizers = sgd(model), sgd(reference)
+    optimizers = sgd(model.parameters()), sgd(reference.parameters())
     for _ in range(steps_before):
         model.choice = reference.choice = None
-        train_step(model, optimizers[0], local_part(inputs()))
-        train_step(reference, optimizers[1], inputs())
+        train_step(model, optimizers[0], local_part(rows()))
+        train_step(reference, optimizers[1], rows())
     model.choice = int(dist.get_rank() == world_size - 1)
     words = rf"experts\.0 on rank 0.*experts\.1 on rank {world_size - 1}.*No gradient was published"
     with pytest.raises(RuntimeError, match=words) as error:
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
     error.match("same order.*one group with their parent")
     same_on_every_rank(str(error.value))
     assert_no_gradients(model)
     model.choice = reference.choice = 1
     with our_warnings() as texts:
-        train_step(model, optimizers[0], local_part(inputs(1)))
-    train_step(reference, optimizers[1], inputs(1))
+        train_step(model, optimizers[0], local_part(rows(1)))
+    train_step(reference, optimizers[1], rows(1))
     assert len(texts) == 1 and "interrupted" in texts[0]
     assert_parameters_match(model, reference, 1e-6)
     assert_nothing_is_unsharded(model)
@@ -350,14 +193,14 @@ def test_ranks_that_run_different_groups_of_equal_shape_raise_before_a_gradient_
 def test_the_first_difference_is_named_also_after_forwards_of_a_model_that_is_gone_on_some_ranks():
     kept = [experts()[0]]
     with torch.no_grad():
-        kept[0](local_part(inputs()))
+        kept[0](local_part(rows()))
     if dist.get_rank() == 1:
         kept.clear()
         gc.collect()
     model, _ = experts()
     model.choice = dist.get_rank()
     with pytest.raises(RuntimeError, match=r"experts\.0.* on rank 0 and .*experts\.1.* on rank 1"):
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
     assert_no_gradients(model)
 
 
@@ -365,11 +208,11 @@ def test_the_first_difference_is_named_also_after_forwards_of_a_model_that_is_go
 def test_ranks_that_leave_a_prefetched_path_raise_before_a_gradient_is_published():
     """All expect expert 0 and prefetch it, one runs expert 1: it issues one collective more than the others."""
     model, _ = experts(mesh=breakable_mesh())
-    train_step(model, sgd(model), local_part(inputs()))
+    train_step(model, sgd(model.parameters()), local_part(rows()))
     model.choice = dist.get_rank()
     words = r"\b(experts\.0|experts\.1|\(root\)).*(another rank|rank 0)|at the end of forward failed: "
     with pytest.raises(RuntimeError, match=words):
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
     assert_no_gradients(model)
 
 
@@ -377,15 +220,15 @@ def test_ranks_that_leave_a_prefetched_path_raise_before_a_gradient_is_published
 def test_gradients_that_a_failed_backward_was_added_to_are_dropped():
     model, reference = experts()
     run_every_expert(model)
-    loss_of(model, local_part(inputs())).backward()
+    mean_square(model, local_part(rows())).backward()
     model.choice = dist.get_rank()
     with pytest.raises(RuntimeError, match=r"experts\.0.*experts\.1"):
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
     model.choice = 0
     with our_warnings() as texts:
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
     assert len(texts) == 1 and "all gradients are None" in texts[0]
-    loss_of(reference, inputs()).backward()
+    mean_square(reference, rows()).backward()
     assert_gradients_match(model, reference, 1e-6)
 
 
@@ -393,21 +236,21 @@ def test_gradients_that_a_failed_backward_was_added_to_are_dropped():
 def test_one_backward_exchanges_once():
     with environment(FSDP_COMPOSE_TRANSPORT="collectives"):
         model, _ = stacks()
-    optimizer = sgd(model)
+    optimizer = sgd(model.parameters())
     data = _get_fsdp_states(model)[0].mesh.shard_group
     for _ in range(2):
-        train_step(model, optimizer, local_part(inputs()))
+        train_step(model, optimizer, local_part(rows()))
     carrier = Carrier.of(data)
     for step, num_looks in enumerate([0, 1, 0, 0, 0, 1]):  # the 3rd to 8th forward: the 4th and the 8th look
         before = carrier.num_exchanges, data._get_sequence_number_for_group()
-        train_step(model, optimizer, local_part(inputs(step)))
+        train_step(model, optimizer, local_part(rows(step)))
         assert carrier.num_exchanges - before[0] == 1 + num_looks
         # Forward gathers 4 groups, backward the 3 blocks again; every group is reduced once.
         assert data._get_sequence_number_for_group() - before[1] == 4 + 3 + 4
     for num_looks in (1, 1, 0, 1):
         before = carrier.num_exchanges
         with torch.no_grad():
-            model(local_part(inputs()))
+            model(local_part(rows()))
         assert carrier.num_exchanges == before + num_looks and not carrier.num_whole
 
 
@@ -453,11 +296,11 @@ def test_parameter_used_on_one_rank_has_gradients_on_all_and_one_used_nowhere_on
     assert 0 in numels, "a local shard should be empty on every rank"
     for step in range(3):
         loss = sum(
-            reference(part, branch_of(rank)).square().mean() for rank, part in enumerate(inputs(step).chunk(world_size))
+            reference(part, branch_of(rank)).square().mean() for rank, part in enumerate(rows(step).chunk(world_size))
         )
         (loss / world_size).backward()
         chosen = branch_of(dist.get_rank())
-        model(local_part(inputs(step)), chosen).square().mean().backward()
+        model(local_part(rows(step)), chosen).square().mean().backward()
         assert_gradients_match(model, reference, 1e-6)
         for name in ("never", "branches.0.weight", "scales.1"):
             assert model.get_parameter(name).grad is None
@@ -470,9 +313,9 @@ def test_parameter_used_on_one_rank_has_gradients_on_all_and_one_used_nowhere_on
 def test_every_rank_may_use_another_parameter():
     model, reference = pair(Branches())
     fully_shard(model)
-    for rank, part in enumerate(inputs().chunk(3)):
+    for rank, part in enumerate(rows().chunk(3)):
         (reference(part, rank).square().mean() / 3).backward()
-    model(local_part(inputs()), dist.get_rank()).square().mean().backward()
+    model(local_part(rows()), dist.get_rank()).square().mean().backward()
     assert_gradients_match(model, reference, 1e-6)
     assert model.never.grad is None and model.branches[0].weight.grad is not None
 
@@ -482,10 +325,10 @@ def test_parameter_used_in_an_accumulating_backward_of_one_rank_has_gradients_on
     model, reference = pair(Branches())
     fully_shard(model)
     for step, branches in enumerate([[2] + [-1] * (world_size - 1), [-1] * world_size]):
-        for rank, part in enumerate(inputs(step).chunk(world_size)):
+        for rank, part in enumerate(rows(step).chunk(world_size)):
             (reference(part, branches[rank]).square().mean() / world_size).backward()
         with no_sync(model) if step == 0 else contextlib.nullcontext():
-            model(local_part(inputs(step)), branches[dist.get_rank()]).square().mean().backward()
+            model(local_part(rows(step)), branches[dist.get_rank()]).square().mean().backward()
         if step == 0:  # the same on every rank, although one rank only has something of it
             unreduced = {name for name, param in model.named_parameters() if type(param.grad) is UnreducedGradient}
             assert unreduced == {name for name, param in reference.named_parameters() if param.grad is not None}
@@ -500,21 +343,21 @@ def test_autograd_grad_of_the_input_leaves_gradients_alone(world_size, reshard_a
 
     def input_gradient(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         batch = batch.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(loss_of(module, batch), batch)
+        (grad,) = torch.autograd.grad(mean_square(module, batch), batch)
         return grad
 
-    expected = local_part(input_gradient(reference, inputs())) * world_size
-    torch.testing.assert_close(input_gradient(model, local_part(inputs())), expected, rtol=0, atol=1e-6)
+    expected = local_part(input_gradient(reference, rows())) * world_size
+    torch.testing.assert_close(input_gradient(model, local_part(rows())), expected, rtol=0, atol=1e-6)
     assert_no_gradients(model)
-    loss_of(model, local_part(inputs())).backward()
-    loss_of(reference, inputs()).backward()
+    mean_square(model, local_part(rows())).backward()
+    mean_square(reference, rows()).backward()
     grads = [param.grad for param in model.parameters()]
     before = [grad.clone() for grad in grads]
-    input_gradient(model, local_part(inputs(1)))
+    input_gradient(model, local_part(rows(1)))
     for param, grad, value in zip(model.parameters(), grads, before):
         assert param.grad is grad and torch.equal(grad.full_tensor(), value.full_tensor())
-    loss_of(model, local_part(inputs(2))).backward()
-    loss_of(reference, inputs(2)).backward()
+    mean_square(model, local_part(rows(2))).backward()
+    mean_square(reference, rows(2)).backward()
     assert_gradients_match(model, reference, 1e-6)
     assert_nothing_is_unsharded(model)
 
@@ -569,10 +412,10 @@ def test_padding_stays_zero_while_the_reduce_buffer_changes_between_layouts(worl
 
     for bag in model:
         bag.look = look_at_buffers
-    optimizer = sgd(model)
+    optimizer = sgd(model.parameters())
     for step in range(4):
         with no_sync(model) if step == 2 else contextlib.nullcontext():
-            loss_of(model, local_part(inputs(step))).backward()
+            mean_square(model, local_part(rows(step))).backward()
         if step != 2:
             for handle in handles:
                 assert not padding_of(handle, handle.gradient.buffer.flat).any()
@@ -610,29 +453,29 @@ def after_nothing(model: nn.Module) -> None:
 
 
 def after_training(model: nn.Module) -> None:
-    batch = local_part(inputs()) if fully_shard.state(model) else inputs()
-    train_step(model, sgd(model), batch)
+    batch = local_part(rows()) if fully_shard.state(model) else rows()
+    train_step(model, sgd(model.parameters()), batch)
 
 
 def after_backward(model: nn.Module) -> None:
-    loss_of(model, inputs()).backward()
+    mean_square(model, rows()).backward()
     model.zero_grad()
 
 
 def after_eval(model: nn.Module) -> None:
     model.eval()
     with torch.no_grad():
-        model(inputs())
+        model(rows())
     model.train()
 
 
 def after_inference(model: nn.Module) -> None:
     with torch.inference_mode():
-        model(inputs())
+        model(rows())
 
 
 def after_forward_without_backward(model: nn.Module) -> None:
-    model(inputs())
+    model(rows())
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
@@ -648,10 +491,10 @@ def test_edit_outside_forward_takes_effect_in_the_next_forward(edit, before, res
         before(module)
         edit(module)
     with torch.no_grad():
-        torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
+        torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-6)
     for module in (model, reference):  # and again, after the eval forward that has just been
         edit(module)
-    torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-5)
     assert_trains_on(model, reference)
 
 
@@ -663,7 +506,7 @@ def test_edit_after_an_explicit_unshard_takes_effect(edit):
         unshard(module)
     edit(model)
     edit(reference)
-    torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
+    torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-6)
     assert_trains_on(model, reference)
 
 
@@ -679,10 +522,10 @@ def test_edit_after_an_explicit_unshard_takes_effect(edit):
 def test_edit_that_only_some_ranks_can_see_takes_effect_on_all(world_size, before, edit):
     """Small parameters have elements on one rank only: what a rank does about an edit must not depend on seeing it."""
     model, reference = stacks(reshard_after_forward=False, mesh=breakable_mesh())
-    model(inputs())
+    model(rows())
     if before == "an explicit unshard":
         with torch.no_grad():
-            model(inputs())
+            model(rows())
         for module in [*model.blocks, model]:
             unshard(module)
     for name in ("embed.bias", "blocks.0.norm.weight", "blocks.1.down.bias"):
@@ -693,7 +536,7 @@ def test_edit_that_only_some_ranks_can_see_takes_effect_on_all(world_size, befor
                 with torch.no_grad():
                     param.mul_(3)
     with torch.no_grad():
-        torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-5)
+        torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-5)
     assert_trains_on(model, reference)
 
 
@@ -702,16 +545,16 @@ def test_edit_that_only_some_ranks_can_see_takes_effect_on_all(world_size, befor
 @distributed(world_size=2)
 def test_other_memory_between_a_forward_and_its_backward_raises(reshard_after_forward, edit):
     model, reference = stacks(reshard_after_forward=reshard_after_forward)
-    first = loss_of(model, local_part(inputs(0)))
+    first = mean_square(model, local_part(rows(0)))
     edit(model)
     dtype = model.embed.weight.dtype
-    second = loss_of(model, local_part(inputs(1)).to(dtype))
+    second = mean_square(model, local_part(rows(1)).to(dtype))
     with pytest.raises(RuntimeError, match="modified.*between a forward and its backward"):
         (first + second).backward()
     edit(reference)
     with our_warnings():
-        loss_of(model, local_part(inputs(2)).to(dtype)).backward()
-    loss_of(reference, inputs(2).to(dtype)).backward()
+        mean_square(model, local_part(rows(2)).to(dtype)).backward()
+    mean_square(reference, rows(2).to(dtype)).backward()
     assert_gradients_match(model, reference, 1e-6)
 
 
@@ -735,8 +578,8 @@ def test_gradients_are_those_of_the_forward_or_backward_raises_when_parameters_m
     if kind == "flat views":
         flat_parameters(model)
     set_functional_mode(model, kind == "functional")
-    loss_of(reference, inputs(0)).backward()
-    loss = loss_of(model, local_part(inputs(0)))
+    mean_square(reference, rows(0)).backward()
+    loss = mean_square(model, local_part(rows(0)))
     MOVES[move](model)
     try:
         loss.backward()
@@ -750,9 +593,9 @@ def test_gradients_are_those_of_the_forward_or_backward_raises_when_parameters_m
             param.copy_(distribute_ragged(expected.to(param.dtype), param.device_mesh, param.placements))
     dtype = model.embed.weight.dtype
     with our_warnings():
-        model(local_part(inputs(1)).to(dtype)).square().mean().backward()
+        model(local_part(rows(1)).to(dtype)).square().mean().backward()
     reference.zero_grad()
-    reference.to(dtype)(inputs(1).to(dtype)).square().mean().backward()
+    reference.to(dtype)(rows(1).to(dtype)).square().mean().backward()
     assert_gradients_match(model, reference, 1e-6)
 
 
@@ -774,12 +617,12 @@ def test_edit_inside_forward_raises_with_the_name_and_is_undone(reshard_after_fo
     name = r"blocks\.1\b.*\bup\.weight" if place == "block" else r"head\.weight"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"{name}.*outside forward") as error:
-            model(inputs())
+            model(rows())
         error.match("modified in place inside forward")
     trip.look = lambda: None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
+        torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-6)
     assert_trains_on(model, reference)
 
 
@@ -813,7 +656,7 @@ def test_replaced_removed_or_added_parameter_raises_with_its_name(change, when):
     name = r"\bextra\b" if change is add else r"\bweight\b"
     for _ in range(2):  # it does not go through by trying again
         with pytest.raises((RuntimeError, ValueError), match=rf"blocks\.1\b.*\bup\.{name}.*fully_shard\(\)"):
-            loss_of(model, local_part(inputs())).backward()
+            mean_square(model, local_part(rows())).backward()
     module._parameters.clear()
     module._parameters.update(before)
     assert_trains_on(model, reference)
@@ -825,7 +668,7 @@ def test_trainable_module_added_after_training_raises_with_its_name():
     after_training(model)
     model.blocks[1].extra = nn.Linear(2, 2)
     with pytest.raises((RuntimeError, ValueError), match=r"blocks\.1\.extra\.weight"):
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
 
 
 @distributed(world_size=2)
@@ -834,7 +677,7 @@ def test_frozen_parameter_added_after_training_is_left_alone():
     for module in (model, reference):
         after_training(module)
         module.blocks[1].up.extra = nn.Parameter(torch.ones(7), requires_grad=False)
-    model(inputs())
+    model(rows())
     assert torch.equal(model.blocks[1].up.extra, torch.ones(7))
     after_training(model)
     after_training(reference)
@@ -862,11 +705,11 @@ def test_change_of_dtype_after_sharding(before, change):
         DTYPE_CHANGES[change](module)
     assert all(ours is sharded for ours, sharded in zip(model.parameters(), params))
     dtype = params[0].dtype
-    loss_of(model, local_part(inputs()).to(dtype)).backward()
-    loss_of(reference, inputs().to(dtype)).backward()
+    mean_square(model, local_part(rows()).to(dtype)).backward()
+    mean_square(reference, rows().to(dtype)).backward()
     assert all(param.grad.dtype == dtype for param in params)
     assert_gradients_match(model, reference, 1e-6)
-    for optimizer in (sgd(reference), torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)):
+    for optimizer in (sgd(reference.parameters()), torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)):
         optimizer.step()
         optimizer.zero_grad()
     assert_parameters_match(model, reference, 1e-6)
@@ -878,7 +721,7 @@ def test_model_moved_to_a_device_that_is_not_its_meshs_raises_at_the_next_forwar
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.to("meta")
     with pytest.raises(ValueError, match=r"parameters of the fully_shard group .* are still on the meta device"):
-        model(inputs())
+        model(rows())
     model.to_empty(device="cpu")
     model.load_state_dict(state)
     with our_warnings():
@@ -895,22 +738,22 @@ def test_model_is_sharded_on_the_meta_device_and_filled_by_to_empty(world_size, 
         fully_shard(block)
     fully_shard(model)
     with pytest.raises(ValueError, match=r"meta device.*to_empty"):
-        model(inputs())
+        model(rows())
     params = list(model.parameters())
-    optimizer = sgd(model) if optimizer_is_built == "before to_empty" else None
+    optimizer = sgd(model.parameters()) if optimizer_is_built == "before to_empty" else None
     model.to_empty(device="cpu")
     assert all(ours is sharded for ours, sharded in zip(model.parameters(), params, strict=True))
-    optimizer = optimizer or sgd(model)
+    optimizer = optimizer or sgd(model.parameters())
     reference = Stack()
     with torch.no_grad():
         for module in (model, reference):
             for i, param in enumerate(module.parameters()):
                 param.fill_(0.01 * (i + 1))
     assert_parameters_match(model, reference, 0)
-    theirs = sgd(reference)
+    theirs = sgd(reference.parameters())
     for step in range(2):
-        train_step(model, optimizer, local_part(inputs(step)))
-        train_step(reference, theirs, inputs(step))
+        train_step(model, optimizer, local_part(rows(step)))
+        train_step(reference, theirs, rows(step))
     assert_parameters_match(model, reference, 1e-6)
 
 
@@ -959,10 +802,10 @@ def test_optimizer_step_between_forward_and_backward_raises_on_every_rank(
     world_size, reshard_after_forward, stepped, named
 ):
     model, reference = stacks(reshard_after_forward=reshard_after_forward)
-    optimizers = [sgd(module.get_submodule(stepped)) for module in (model, reference)]
-    loss_of(model, local_part(inputs())).backward()
-    loss_of(reference, inputs()).backward()
-    loss = loss_of(model, local_part(inputs(1)))
+    optimizers = [sgd(module.get_submodule(stepped).parameters()) for module in (model, reference)]
+    mean_square(model, local_part(rows())).backward()
+    mean_square(reference, rows()).backward()
+    loss = mean_square(model, local_part(rows(1)))
     for optimizer in optimizers:
         optimizer.step()
     model.zero_grad()
@@ -980,8 +823,8 @@ def test_optimizer_step_between_forward_and_backward_raises_on_every_rank(
 @distributed(world_size=2)
 def test_second_backward_after_a_step_raises():
     model, _ = stacks()
-    optimizer = sgd(model)
-    loss = loss_of(model, local_part(inputs()))
+    optimizer = sgd(model.parameters())
+    loss = mean_square(model, local_part(rows()))
     loss.backward(retain_graph=True)
     loss.backward(retain_graph=True)
     optimizer.step()
@@ -996,12 +839,12 @@ def test_loading_between_forward_and_backward_raises(then, assign):
     model, reference = stacks()
     for _ in range(2):
         state = {name: value.detach() * 0.9 for name, value in model.state_dict().items()}
-        loss = loss_of(model, local_part(inputs()))
+        loss = mean_square(model, local_part(rows()))
         model.load_state_dict(state, assign=assign)
         reference.load_state_dict({name: value * 0.9 for name, value in reference.state_dict().items()})
         if then == "forward":
             with torch.no_grad():
-                model(local_part(inputs()))
+                model(local_part(rows()))
         with pytest.raises(RuntimeError, match=r"\(root\).*modified.*between a forward and its backward"):
             loss.backward()
         assert_no_gradients(model)
@@ -1019,7 +862,7 @@ def test_step_between_forward_and_backward_raises_where_outputs_cannot_be_hooked
     with our_warnings():
         model.read(model(batch)).sum().backward()
         value = model.read(model(batch)).sum()
-        sgd(model).step()
+        sgd(model.parameters()).step()
         with pytest.raises(RuntimeError, match=r"\(root\).*modified.*between a forward and its backward"):
             value.backward()
 
@@ -1031,7 +874,7 @@ def interrupt(model: Stack, where: str, place: int, error: BaseException, step: 
     """Lets ``error`` happen in ``where`` of block ``place``, and catches it as a user would."""
     model.blocks[place].trip.arm(where, error)
     with pytest.raises(type(error), match="by the user"):
-        loss_of(model, local_part(inputs(step))).backward()
+        mean_square(model, local_part(rows(step))).backward()
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
@@ -1054,15 +897,15 @@ def test_training_goes_on_after_an_interruption_of_three_ranks(place, reshard_af
 
 def check_interruption(kind: type[BaseException], where: str, place: int, reshard_after_forward: bool | None) -> None:
     model, reference = stacks(reshard_after_forward=reshard_after_forward)
-    optimizers = sgd(model), sgd(reference)
+    optimizers = sgd(model.parameters()), sgd(reference.parameters())
     params = list(model.parameters())
     for step, interruptions in enumerate([1, 0, 2, 0]):  # in the first iteration, and later twice in a row
         for _ in range(interruptions):
             interrupt(model, where, place, kind("by the user"))
             assert all(param.grad is None for param in params)
         with our_warnings() as texts:
-            train_step(model, optimizers[0], local_part(inputs(step)))
-        train_step(reference, optimizers[1], inputs(step))
+            train_step(model, optimizers[0], local_part(rows(step)))
+        train_step(reference, optimizers[1], rows(step))
         assert len(texts) == bool(interruptions) and all("interrupted" in text for text in texts), texts
         assert_nothing_is_unsharded(model)
         assert all(ours is sharded for ours, sharded in zip(model.parameters(), params, strict=True))
@@ -1078,7 +921,7 @@ def test_interruption_outside_of_every_block(where):
     for kind in (ValueError, KeyboardInterrupt):
         model.trip.arm(where, kind("by the user"))
         with pytest.raises(kind):
-            loss_of(model, local_part(inputs())).backward()
+            mean_square(model, local_part(rows())).backward()
     with our_warnings() as texts:
         assert_trains_on(model, reference)
     assert len(texts) == 1
@@ -1094,10 +937,10 @@ def test_interrupted_evaluation(kind):
     for mode in (torch.no_grad, torch.inference_mode):
         model.blocks[1].trip.arm("forward", kind("by the user"))
         with mode(), pytest.raises(kind):
-            model(inputs())
+            model(rows())
         with mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
+            torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-6)
         assert_nothing_is_unsharded(model)
     assert_trains_on(model, reference)
 
@@ -1123,8 +966,8 @@ def test_what_the_user_changes_after_an_interruption_takes_effect(change, where)
         change(twin)
     dtype = reference.head.weight.dtype
     with our_warnings():
-        loss_of(model, local_part(inputs(2)).to(dtype)).backward()
-    loss_of(reference, inputs(2).to(dtype)).backward()
+        mean_square(model, local_part(rows(2)).to(dtype)).backward()
+    mean_square(reference, rows(2).to(dtype)).backward()
     assert_gradients_match(model, reference, 1e-6)
 
 
@@ -1133,14 +976,14 @@ def test_what_the_user_changes_after_an_interruption_takes_effect(change, where)
 @distributed(world_size=2)
 def test_interrupted_recomputation(use_reentrant, kind):
     model, reference = stacks(use_reentrant=use_reentrant)
-    params, optimizers = list(model.parameters()), (sgd(model), sgd(reference))
+    params, optimizers = list(model.parameters()), (sgd(model.parameters()), sgd(reference.parameters()))
     for step, place in enumerate([1, 0, 2]):
         model.blocks[place].trip.arm("forward", kind("by the user"), passes=1)
         with pytest.raises(kind):
-            loss_of(model, local_part(inputs())).backward()
+            mean_square(model, local_part(rows())).backward()
         with our_warnings() as texts:
-            train_step(model, optimizers[0], local_part(inputs(step)))
-        train_step(reference, optimizers[1], inputs(step))
+            train_step(model, optimizers[0], local_part(rows(step)))
+        train_step(reference, optimizers[1], rows(step))
         assert len(texts) == 1
         assert_nothing_is_unsharded(model)
         assert all(ours is sharded for ours, sharded in zip(model.parameters(), params, strict=True))
@@ -1170,7 +1013,7 @@ def test_interruption_while_prefetched_groups_are_in_flight(kind):
     for param in [*sharded_params(model), *reference.parameters()]:
         param.data.mul_(1.5)  # what was gathered for the interrupted iteration is stale
     with our_warnings(), torch.no_grad():
-        torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
+        torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-6)
     assert_nothing_is_unsharded(model)
     assert_trains_on(model, reference)
     in_flight.clear()
@@ -1196,13 +1039,13 @@ def test_accumulated_gradients_are_dropped_only_if_the_interrupted_backward_had_
     model, reference = stacks()
     without_sync = no_sync if how == "no_sync" else lambda _: contextlib.nullcontext()
     with without_sync(model):
-        loss_of(model, local_part(inputs(0))).backward()
+        mean_square(model, local_part(rows(0))).backward()
         interrupt(model, where, place, kind("by the user"), step=1)
     with our_warnings() as texts:
-        loss_of(model, local_part(inputs(2))).backward()
+        mean_square(model, local_part(rows(2))).backward()
     assert len(texts) == 1 and ("all gradients are None" in texts[0]) == is_dropped, texts
     for step in [2] if is_dropped else [0, 2]:
-        loss_of(reference, inputs(step)).backward()
+        mean_square(reference, rows(step)).backward()
     assert_gradients_match(model, reference, 1e-6)
     for module in (model, reference):
         module.zero_grad()
@@ -1228,9 +1071,9 @@ def test_exception_handled_inside_forward_is_no_interruption():
     fully_shard(model)
     with our_warnings() as texts:
         for step in range(3):
-            for module, batch in ((model, local_part(inputs(step))), (reference, inputs(step))):
+            for module, batch in ((model, local_part(rows(step))), (reference, rows(step))):
                 module.blocks[1].trip.arm("forward", ValueError("handled"))
-                loss_of(module, batch).backward()
+                mean_square(module, batch).backward()
             assert_gradients_match(model, reference, 1e-6)
             assert model.blocks[1].up.weight.grad is not None if step < 0 else True
             model.zero_grad()
@@ -1244,12 +1087,12 @@ def test_forwards_without_backward_are_no_interruption():
     model, reference = stacks()
     with our_warnings() as texts:
         for _ in range(3):
-            model(inputs())
-        first, second = (model(local_part(inputs(i))).square().mean() for i in range(2))
+            model(rows())
+        first, second = (model(local_part(rows(i))).square().mean() for i in range(2))
         (first + second).backward()
     assert not texts
     for i in range(2):
-        loss_of(reference, inputs(i)).backward()
+        mean_square(reference, rows(i)).backward()
     assert_gradients_match(model, reference, 1e-6)
 
 
@@ -1279,13 +1122,13 @@ def test_root_that_calls_itself_is_no_interruption(nested):
 @distributed(world_size=2)
 def test_interleaved_roots_are_no_interruption():
     (first, first_reference), (second, second_reference) = stacks(), stacks()
-    optimizers = [sgd(model) for model in (first, second, first_reference, second_reference)]
+    optimizers = [sgd(model.parameters()) for model in (first, second, first_reference, second_reference)]
     with our_warnings() as texts:
         for step in range(3):
-            losses = loss_of(first, local_part(inputs(step))), loss_of(second, local_part(inputs(step + 9)))
+            losses = mean_square(first, local_part(rows(step))), mean_square(second, local_part(rows(step + 9)))
             (losses[0] * losses[1]).backward()  # one backward through both
-            for ours, theirs in zip(inputs(step).chunk(2), inputs(step + 9).chunk(2)):
-                (loss_of(first_reference, ours) * loss_of(second_reference, theirs) / 2).backward()
+            for ours, theirs in zip(rows(step).chunk(2), rows(step + 9).chunk(2)):
+                (mean_square(first_reference, ours) * mean_square(second_reference, theirs) / 2).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -1307,14 +1150,14 @@ def test_interruption_on_one_rank_names_the_absent_rank_in_time(where, recoverin
             with pytest.raises(
                 RuntimeError, match=rf"recovery.*rank\(s\) {1 - recovering} did not come.*{TIMEOUT_ENV}"
             ):
-                model(inputs())
+                model(rows())
             assert 1 <= time.monotonic() - begin < 3
         else:  # its collective has no partner
             with pytest.raises(
                 RuntimeError,
                 match=f"rank {1 - recovering}: the (all-gather|reduce-scatter) of the fully_shard|the control exchange",
             ):
-                loss_of(model, local_part(inputs())).backward()
+                mean_square(model, local_part(rows())).backward()
             assert_no_gradients(model)
 
 
@@ -1334,15 +1177,17 @@ def test_gradient_hooks_that_raise_in_different_groups_leave_no_gradient_on_any_
 
     def loss_with_term(module: Stack, batch: torch.Tensor) -> torch.Tensor:
         weight = module.blocks[1].up.weight
-        return (weight.full_tensor() if isinstance(weight, RaggedDTensor) else weight).sum() + loss_of(module, batch)
+        return (weight.full_tensor() if isinstance(weight, RaggedDTensor) else weight).sum() + mean_square(
+            module, batch
+        )
 
-    loss = loss_with_term if with_term else loss_of
+    loss = loss_with_term if with_term else mean_square
     with pytest.raises(ValueError, match="by the user"):
-        loss(model, local_part(inputs())).backward()
+        loss(model, local_part(rows())).backward()
     with our_warnings() as texts:
-        loss(model, local_part(inputs(1))).backward()
+        loss(model, local_part(rows(1))).backward()
     assert len(texts) == 1 and "all gradients are None" in texts[0]
-    loss(reference, inputs(1)).backward()
+    loss(reference, rows(1)).backward()
     assert_gradients_match(model, reference, 1e-6)
     model.zero_grad()
     reference.zero_grad()
@@ -1360,11 +1205,11 @@ def test_interruptions_at_different_places_are_one_error_on_every_rank():
         else:
             model.blocks[0].register_forward_pre_hook(raise_by_the_user)
         with pytest.raises(ValueError, match="by the user"):
-            model(inputs())
+            model(rows())
         words = r"different places on different ranks.*rank 0 after \d+, rank 1 after \d+.*Restart"
         for _ in range(2):
             with pytest.raises(RuntimeError, match=words):
-                model(inputs())
+                model(rows())
 
 
 def raise_by_the_user(*_: Any) -> None:
@@ -1379,16 +1224,16 @@ def test_interruptions_far_apart_name_the_absent_rank_and_never_hang():
         if dist.get_rank() == 0:
             interrupt(model, "forward", 0, ValueError("by the user"))
             with pytest.raises(RuntimeError, match=r"rank\(s\) 1 did not come"):
-                model(inputs())
+                model(rows())
             time.sleep(2)  # until rank 1's all-gather, which rank 0 never joined, has failed
         else:
             model.blocks[2].trip.arm("forward", ValueError("by the user"))
             with pytest.raises(RuntimeError, match="the all-gather of the fully_shard"):
-                model(inputs())
+                model(rows())
         with pytest.raises(
             RuntimeError, match="different places on different ranks|come to the rendezvous|restart the processes"
         ):
-            model(inputs())
+            model(rows())
 
 
 # ---- 9. Sharded parameters are in place whenever the user looks ------------------------------------------------------
@@ -1436,7 +1281,7 @@ def test_state_dict_inside_forward_sees_sharded_parameters(world_size, is_traini
     for trip in (model.trip, model.blocks[0].trip, model.blocks[1].trip):
         trip.look = look
     with torch.set_grad_enabled(is_training):
-        torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
+        torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-6)
     assert looks[0] is looks[1] is block_params[2] and looks[2] is not block_params[2]
     assert not isinstance(looks[2], RaggedDTensor) and looks[2].shape == (7, DIM)
     assert_trains_on(model, reference)
@@ -1449,7 +1294,7 @@ def test_state_dict_of_an_inner_module_of_a_group_sees_sharded_parameters(when):
     up, params = model.blocks[1].up, list(model.blocks[1].up.parameters())
     if when == "inside forward":
         model.blocks[1].trip.look = lambda: assert_shows_sharded(up, params)
-        model(inputs())
+        model(rows())
     else:
         interrupt(model, "forward", 1, KeyboardInterrupt("by the user"))
         assert_shows_sharded(up, params)
@@ -1461,10 +1306,10 @@ def test_load_state_dict_inside_forward_takes_effect_in_the_next(reshard_after_f
     model, reference = stacks(reshard_after_forward=reshard_after_forward)
     model.blocks[1].trip.look = lambda: edit_load_state_dict(model)
     with torch.no_grad():
-        model(inputs())
+        model(rows())
     model.blocks[1].trip.look = lambda: None
     edit_mul(reference)
-    torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
+    torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-6)
     assert_trains_on(model, reference)
 
 
@@ -1473,7 +1318,7 @@ def test_load_state_dict_between_forward_and_backward_raises_there():
     model, _ = stacks()
     model.blocks[1].trip.look = lambda: edit_load_state_dict(model)
     with pytest.raises(RuntimeError, match="modified.*between a forward and its backward"):
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "recomputation"])
@@ -1490,14 +1335,14 @@ def test_state_dicts_after_a_keyboard_interrupt_see_sharded_parameters(world_siz
         "forward" if in_forward else "backward", KeyboardInterrupt(), passes=where == "recomputation"
     )
     with pytest.raises(KeyboardInterrupt):
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
     assert_shows_sharded(model, params)
     assert_shows_sharded(model.blocks[1], block_params)
     edit_load_state_dict(model)
     edit_mul(reference)
     assert_shows_sharded(model, params)
     with our_warnings() as texts:
-        torch.testing.assert_close(model(inputs()), reference(inputs()), rtol=0, atol=1e-6)
+        torch.testing.assert_close(model(rows()), reference(rows()), rtol=0, atol=1e-6)
     assert len(texts) == 1
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     assert_trains_on(model, reference)
@@ -1588,20 +1433,20 @@ def gradients_or_an_error_that_names(
     group: str, model: nn.Module, reference: nn.Module, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]
 ) -> bool:
     """Three steps with equal gradients; or, on every rank, an error that names the group. Whether there was none."""
-    optimizers = sgd(model), sgd(reference)
+    optimizers = sgd(model.parameters()), sgd(reference.parameters())
     for step in range(3):
         try:
-            loss(model, local_part(inputs(step))).backward()
+            loss(model, local_part(rows(step))).backward()
         except RuntimeError as error:
             assert group in same_on_every_rank(str(error))
             return False
-        loss(reference, inputs(step)).backward()
+        loss(reference, rows(step)).backward()
         assert_gradients_match(model, reference, 1e-6)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        torch.testing.assert_close(loss(model, inputs()), loss(reference, inputs()), rtol=0, atol=1e-6)
+        torch.testing.assert_close(loss(model, rows()), loss(reference, rows()), rtol=0, atol=1e-6)
     assert_parameters_match(model, reference, 1e-6)
     return True
 
@@ -1622,7 +1467,7 @@ def test_block_that_returns_no_plain_tensor_is_reduced(kind, reshard_after_forwa
     fully_shard(model)
     with our_warnings() as texts:
         trained = gradients_or_an_error_that_names(
-            "layers.1", model, reference, lambda module, batch: loss_of(module, batch)
+            "layers.1", model, reference, lambda module, batch: mean_square(module, batch)
         )
     assert trained or kind in OPAQUE
     if kind in OPAQUE and trained:
@@ -1667,7 +1512,7 @@ def test_block_that_keeps_an_auxiliary_loss_is_reduced(kind, order, reshard_afte
     fully_shard(model)
 
     def loss(module: Layers, batch: torch.Tensor) -> torch.Tensor:
-        main = loss_of(module, batch)
+        main = mean_square(module, batch)
         aux = module.layers[1].aux + module.layers[3].aux
         return {"loss + aux": lambda: main + aux, "aux + loss": lambda: aux + main, "aux": lambda: aux}[order]()
 
@@ -1682,7 +1527,7 @@ def test_block_whose_output_the_loss_does_not_use_is_reduced(reshard_after_forwa
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward)
     fully_shard(model)
-    gradients_or_an_error_that_names("layers.1", model, reference, loss_of)
+    gradients_or_an_error_that_names("layers.1", model, reference, mean_square)
 
 
 @pytest.mark.parametrize("kind", ["object", "None"])
@@ -1711,7 +1556,7 @@ def test_first_backward_through_two_forwards_of_a_root_that_returns_no_plain_ten
     with our_warnings():
         for step in range(2):
             for module, share in ((model, local_part), (reference, lambda batch: batch)):
-                first, second = (share(inputs(2 * step + i, DIM)).requires_grad_() for i in range(2))
+                first, second = (share(rows(2 * step + i, DIM)).requires_grad_() for i in range(2))
                 loss = module.read(module(first)).square().mean()
                 (loss + module.read(module(second)).square().mean()).backward()
             assert_gradients_match(model, reference, 1e-6)
@@ -1724,7 +1569,7 @@ class Recomputing(Layer):
     def __init__(self, kind: str, use_reentrant: bool) -> None:
         super().__init__(kind)
         self.use_reentrant = use_reentrant
-        self.block = Block()
+        self.block = SmallBlock()
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(checkpoint(self.block, x, use_reentrant=self.use_reentrant))
@@ -1850,7 +1695,7 @@ def test_auxiliary_loss_of_a_frozen_block_whose_first_forwards_had_no_gradient()
     model, reference = pair(LateGradients())
     fully_shard(model.layer)
     fully_shard(model)
-    for module, x in ((model, local_part(inputs())), (reference, inputs())):
+    for module, x in ((model, local_part(rows())), (reference, rows())):
         (module(x).square().mean() + module.layer.auxiliary).backward()
     assert_gradients_match(model, reference, 1e-6)
 
@@ -1861,5 +1706,5 @@ def test_containers_that_forward_writes_to_are_the_callers():
     history: list[Any] = ["begin"]
     cache: dict[str, Any] = {}
     for step in range(2):
-        model(inputs(step), history=history, cache=cache)
+        model(rows(step), history=history, cache=cache)
     assert history == ["begin", 1, 2] and cache["last"].shape == (ROWS, IN)

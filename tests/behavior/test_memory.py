@@ -42,9 +42,9 @@ from fsdp_compose.comm.control_exchange import _control_groups
 from fsdp_compose.flat.flat_param import FlatParamHandle
 from fsdp_compose.group import debug as standstill
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
-from tests.behavior.test_invariants import environment
-from tests.harness import distributed, fake_process_group
-from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
+from tests.harness import distributed, environment, fake_process_group
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import adamw, local_part
 
 
 def handles_of(model: nn.Module) -> list[FlatParamHandle]:

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode, summon_full_params
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
-from tests.behavior.test_invariants import same_on_every_rank
-from tests.harness import distributed
-from tests.models import local_part
+from tests.harness import distributed, same_on_every_rank
+from tests.training import local_part
 
 VOCAB, DIM = 12, 8
 

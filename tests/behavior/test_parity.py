@@ -13,18 +13,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, no_sync
 from tests.harness import distributed
-from tests.models import (
-    GPT,
-    adamw,
-    assert_parameters_match,
-    batches,
-    gpt_loss,
-    local_part,
-    mean_over_ranks,
-    sgd,
-    shard_gpt,
-    train,
-)
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import adamw, assert_parameters_match, local_part, mean_over_ranks, sgd, train
 
 STEPS = 5
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}

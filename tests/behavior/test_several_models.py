@@ -11,9 +11,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_compose import fully_shard, functional_mode, set_requires_gradient_sync
-from tests.behavior.test_invariants import assert_no_gradients, breakable_mesh, same_on_every_rank
-from tests.harness import distributed
-from tests.models import local_part
+from tests.harness import breakable_mesh, distributed, same_on_every_rank
+from tests.training import assert_no_gradients, local_part
 
 
 def pair(widths, mesh=None, **options):

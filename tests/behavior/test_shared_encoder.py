@@ -16,7 +16,7 @@ import torch.nn as nn
 from fsdp_compose import RaggedDTensor, flat_parameters, fully_shard, functional_mode, no_sync, set_functional_mode
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
 from tests.harness import distributed
-from tests.models import assert_gradients_match, assert_parameters_match, mean_over_ranks
+from tests.training import assert_gradients_match, assert_parameters_match, mean_over_ranks
 
 
 class Encoder(nn.Module):

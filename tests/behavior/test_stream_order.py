@@ -26,7 +26,8 @@ from fsdp_compose import (
 from fsdp_compose.flat.shard_storage import host_copies
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
-from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import adamw, local_part
 from tests.vector_clocks import Clocks
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

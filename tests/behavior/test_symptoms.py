@@ -38,21 +38,23 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, distribute_ragged, fully_shard, no_sync
-from tests.behavior.test_features import Checkpointed, Net, Twins, mean_square, plain_sgd, shard_layers, states_of
-from tests.behavior.test_features import inputs as batches
-from tests.behavior.test_invariants import (
-    Experts,
-    assert_nothing_is_unsharded,
-    inputs,
-    loss_of,
-    our_warnings,
-    same_on_every_rank,
+from tests.behavior.test_features import Checkpointed
+from tests.behavior.test_invariants import Experts
+from tests.harness import distributed, our_warnings, same_on_every_rank
+from tests.internals import assert_nothing_is_unsharded, states_of
+from tests.models import Net, inputs, rows, shard_layers
+from tests.training import (
+    Twins,
+    assert_gradients_match,
+    assert_parameters_match,
+    local_part,
+    mean_square,
+    pair,
+    plain_sgd,
     sgd,
     stacks,
     train_step,
 )
-from tests.harness import distributed
-from tests.models import assert_gradients_match, assert_parameters_match, local_part, pair
 
 # ---- exceptions
 
@@ -63,19 +65,19 @@ from tests.models import assert_gradients_match, assert_parameters_match, local_
 def test_optimizer_updates_again_after_a_caught_out_of_memory_error(accumulates, where):
     """As training scripts do it: catch, drop the gradients, take the next batch."""
     model, reference = stacks()
-    optimizers = sgd(model), sgd(reference)
+    optimizers = sgd(model.parameters()), sgd(reference.parameters())
     for step in range(4):
         if step == 1:
             if accumulates:
-                loss_of(model, local_part(inputs(70))).backward()
+                mean_square(model, local_part(rows(70))).backward()
             model.blocks[1].trip.arm(where, torch.OutOfMemoryError("simulated"))
             with pytest.raises(torch.OutOfMemoryError):
-                loss_of(model, local_part(inputs(71))).backward()
+                mean_square(model, local_part(rows(71))).backward()
             optimizers[0].zero_grad()
         before = [param.to_local().clone() for param in model.parameters()]
         with our_warnings() as texts:
-            train_step(model, optimizers[0], local_part(inputs(step)))
-        train_step(reference, optimizers[1], inputs(step))
+            train_step(model, optimizers[0], local_part(rows(step)))
+        train_step(reference, optimizers[1], rows(step))
         assert len(texts) == (step == 1)
         moved = [not torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters()) if a.numel()]
         assert all(moved), f"step {step}: {moved}"
@@ -96,7 +98,7 @@ def test_checkpointing_with_several_forwards_before_one_backward(use_reentrant, 
         return sum(mean_square(model, x * (i + 1)) for i in range(num_forwards))
 
     twins = Twins(Checkpointed("block", use_reentrant), shard_layers if groups == "nested" else fully_shard)
-    for first, second in zip(batches(2), batches(2), strict=True):
+    for first, second in zip(inputs(2), inputs(2), strict=True):
         if accumulation != "none":
             with no_sync(twins.sharded) if accumulation == "no_sync" else contextlib.nullcontext():
                 twins.backward(loss, first)
@@ -116,23 +118,23 @@ def test_parameters_are_the_same_objects_after_whatever_happens():
         assert [id(param) for param in model.parameters()] == ids
         assert [id(param) for param in torch.optim.SGD(model.parameters(), lr=0.1).param_groups[0]["params"]] == ids
 
-    batch = local_part(inputs())
+    batch = local_part(rows())
     with torch.no_grad():
         model(batch)
     check()
-    loss = loss_of(model, batch)
+    loss = mean_square(model, batch)
     check()
     loss.backward()
     check()
     for where in ("forward", "backward"):
         model.blocks[0].trip.arm(where, ValueError("by the user"))
         with pytest.raises(ValueError, match="by the user"):
-            loss_of(model, batch).backward()
+            mean_square(model, batch).backward()
         check()
     model.double()
     check()
     with our_warnings():
-        loss_of(model, batch.double()).backward()
+        mean_square(model, batch.double()).backward()
     check()
 
 
@@ -160,17 +162,17 @@ def test_ranks_that_use_different_experts_get_right_gradients_or_an_error_that_n
     torch.manual_seed(0)
     model, reference = pair(Experts())
     shard(model)
-    for rank, part in enumerate(inputs().chunk(2)):
+    for rank, part in enumerate(rows().chunk(2)):
         reference.choice = rank
-        (loss_of(reference, part) / 2).backward()
+        (mean_square(reference, part) / 2).backward()
     model.choice = dist.get_rank()
     if shard is shard_each_expert:
         with pytest.raises(RuntimeError, match=r"experts\.0 on rank 0.*experts\.1 on rank 1") as error:
-            loss_of(model, local_part(inputs())).backward()
+            mean_square(model, local_part(rows())).backward()
         same_on_every_rank(str(error.value))
         assert all(param.grad is None for param in model.parameters())
     else:
-        loss_of(model, local_part(inputs())).backward()
+        mean_square(model, local_part(rows())).backward()
         assert_gradients_match(model, reference, 1e-6)
 
 
@@ -185,12 +187,12 @@ def test_zeroing_parameters_after_a_forward_shows_in_state_dict_and_in_the_next_
 ):
     model, _ = stacks(reshard_after_forward=reshard_after_forward)
     with torch.set_grad_enabled(is_training):
-        assert model(inputs()).abs().sum() > 0
+        assert model(rows()).abs().sum() > 0
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     assert all(not value.full_tensor().any() for value in model.state_dict().values())
-    assert not model(inputs()).any()
+    assert not model(rows()).any()
 
 
 # ---- meshes
@@ -202,7 +204,7 @@ def test_mesh_with_a_dimension_of_replicas_is_not_left_without_sync(shape):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model, reference = pair(Net())
     shard_layers(model, mesh=mesh)
-    for x in batches(2):
+    for x in inputs(2):
         mean_square(model, local_part(x)).backward()
         mean_square(reference, x).backward()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -215,7 +217,7 @@ def test_mesh_of_one_rank_trains_as_that_rank_alone():
     model, reference = pair(Net())
     shard_layers(model, mesh=mesh)
     optimizers = plain_sgd(model.parameters()), plain_sgd(reference.parameters())
-    for x in batches(2):
+    for x in inputs(2):
         for twin, optimizer in zip((model, reference), optimizers):
             mean_square(twin, local_part(x)).backward()
             optimizer.step()
@@ -233,7 +235,7 @@ def test_norm_of_gradients_of_sharded_frozen_and_plain_parameters_is_one_number_
     ignored = [model.head.weight, model.head.bias]
     shard_layers(model, ignored_params=ignored)
     for twin, whole in ((model, False), (reference, True)):
-        (x,) = batches()
+        (x,) = inputs()
         mean_square(twin, x if whole else local_part(x)).backward()
     for param in ignored:
         dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)

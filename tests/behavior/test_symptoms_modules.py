@@ -41,10 +41,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, no_sync
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.behavior.test_features import DIM, Layer, Net, Twins, inputs, mean_square, plain_sgd, shard_layers
-from tests.behavior.test_invariants import same_on_every_rank
-from tests.harness import distributed
-from tests.models import local_part, pair
+from tests.harness import distributed, same_on_every_rank
+from tests.models import DIM, Layer, Net, inputs, shard_layers
+from tests.training import Twins, local_part, mean_square, pair, plain_sgd
 
 # ---- classes of modules
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import RaggedDTensor, distribute_ragged, fully_shard, no_sync
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.behavior.test_features import Layer, Twins, plain_sgd
 from tests.harness import distributed
-from tests.models import local_part
+from tests.models import Layer
+from tests.training import Twins, local_part, plain_sgd
 
 VOCABULARY, DIM = 7, 5
 

@@ -12,7 +12,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fsdp_compose import flat_parameters, fully_shard
 from tests.harness import distributed
-from tests.models import assert_parameters_match, full_parameters, pair
+from tests.internals import full_parameters
+from tests.training import assert_parameters_match, pair
 
 DIM = 4
 

@@ -41,8 +41,7 @@ from fsdp_compose.checkpoint.optimizer_init import is_pending
 from fsdp_compose.comm import Transport
 from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.behavior.test_invariants import environment, same_on_every_rank
-from tests.harness import distributed
+from tests.harness import distributed, environment, same_on_every_rank
 
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)

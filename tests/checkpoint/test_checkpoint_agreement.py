@@ -30,7 +30,6 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.behavior.test_invariants import same_on_every_rank
 from tests.checkpoint.test_checkpoint import (
     FLATTENED,
     FROM_RANK0,
@@ -46,7 +45,7 @@ from tests.checkpoint.test_checkpoint import (
     snapshot,
     train,
 )
-from tests.harness import distributed
+from tests.harness import distributed, same_on_every_rank
 
 
 @contextmanager

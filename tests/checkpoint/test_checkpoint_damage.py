@@ -13,10 +13,9 @@ import torch.nn as nn
 
 from fsdp_compose import fully_shard
 from fsdp_compose.checkpoint import folders, get_model_state_dict, hf, load, load_hf, save, save_hf
-from tests.behavior.test_invariants import same_on_every_rank
 from tests.checkpoint.test_checkpoint import adamw, assert_equal, build, shard, snapshot, train
 from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of
-from tests.harness import distributed
+from tests.harness import distributed, same_on_every_rank
 
 
 def linear(seed: int, device: str = "cpu") -> nn.Module:

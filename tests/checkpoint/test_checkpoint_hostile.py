@@ -26,10 +26,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from fsdp_compose import fully_shard
 from fsdp_compose.checkpoint import LoadPlanner, get_model_state_dict, load, load_hf, save, save_hf
 from fsdp_compose.checkpoint.folders import MANIFEST, entries
-from tests.behavior.test_invariants import same_on_every_rank
 from tests.checkpoint.test_checkpoint import adamw, assert_equal, build, shard, snapshot, train
 from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of
-from tests.harness import distributed
+from tests.harness import distributed, same_on_every_rank
 
 
 class Attack:

@@ -23,10 +23,9 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.behavior.test_invariants import same_on_every_rank
 from tests.checkpoint.test_checkpoint import FULL, adamw, assert_equal, build, shard, snapshot, train
 from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of, through_a_folder
-from tests.harness import distributed
+from tests.harness import distributed, same_on_every_rank
 
 
 def stack(seed: int, is_sharded: bool = True, dtype: torch.dtype = torch.float32) -> nn.Module:

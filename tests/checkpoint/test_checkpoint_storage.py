@@ -46,9 +46,8 @@ from fsdp_compose.checkpoint.folders import damage
 from fsdp_compose.checkpoint.hf import plan_files
 from fsdp_compose.comm import Transport
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.behavior.test_invariants import same_on_every_rank
 from tests.checkpoint.test_checkpoint import FLATTENED, Net, adamw, assert_equal, build, shard, snapshot, train, whole
-from tests.harness import ROOT, distributed, run_distributed, run_forked
+from tests.harness import ROOT, distributed, run_distributed, run_forked, same_on_every_rank
 
 
 def shared_folder() -> Path:

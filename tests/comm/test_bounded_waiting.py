@@ -20,8 +20,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fsdp_compose import fully_shard
 from fsdp_compose.comm.store import TIMEOUT_ENV
-from tests.behavior.test_invariants import Stack, inputs, loss_of
 from tests.harness import run_forked
+from tests.models import Stack, rows
+from tests.training import mean_square
 
 
 def train_until_one_dies(rank: int, port: int) -> None:
@@ -34,16 +35,16 @@ def train_until_one_dies(rank: int, port: int) -> None:
         fully_shard(block)
     fully_shard(model)
     for _ in range(2):
-        loss_of(model, inputs()).backward()
+        mean_square(model, rows()).backward()
         model.zero_grad()
-    loss = loss_of(model, inputs())
+    loss = mean_square(model, rows())
     if rank == 1:
         model.blocks[1].trip.arm("backward", KeyboardInterrupt())
         try:
             loss.backward()
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
-    for attempt in (loss.backward, lambda: model(inputs())):
+    for attempt in (loss.backward, lambda: model(rows())):
         begin = time.monotonic()
         try:
             attempt()
@@ -60,7 +61,7 @@ def wait_for_one_that_stays_away(rank: int, port: int) -> None:
     torch.manual_seed(0)
     model = fully_shard(Stack())
     for _ in range(2):
-        loss_of(model, inputs()).backward()
+        mean_square(model, rows()).backward()
     _set_pg_timeout(timedelta(seconds=2))
     if rank == 1:
         with contextlib.suppress(RuntimeError):
@@ -68,7 +69,7 @@ def wait_for_one_that_stays_away(rank: int, port: int) -> None:
         os._exit(0)
     begin = time.monotonic()
     try:
-        model(inputs())
+        model(rows())
         print("no error")
     except RuntimeError as error:
         print(f"after {time.monotonic() - begin:.1f} s: {error}".replace("\n", " "))

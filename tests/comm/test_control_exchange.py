@@ -18,8 +18,7 @@ from fsdp_compose._torch import make_gloo_group
 from fsdp_compose.comm import control_exchange
 from fsdp_compose.comm import control_exchange as doubling
 from fsdp_compose.comm.control_exchange import Carrier, ControlExchange, Round, maximum_of_all_ranks, rounds_of
-from tests.behavior.test_invariants import same_on_every_rank
-from tests.harness import distributed
+from tests.harness import distributed, same_on_every_rank
 
 # ---- rounds
 

@@ -21,8 +21,7 @@ from fsdp_compose.comm import Label, Messages
 from fsdp_compose.comm.gloo import _known_memory, _Sum
 from fsdp_compose.comm.journal import journal_of
 from fsdp_compose.comm.shared_memory import Connection, SharedMemory
-from tests.behavior.test_invariants import environment
-from tests.harness import distributed, run_forked
+from tests.harness import distributed, environment, run_forked
 
 LABEL = Label(["some.weight"])
 NUMEL = 1 << 14

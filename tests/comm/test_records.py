@@ -12,18 +12,10 @@ from fsdp_compose.comm import store
 from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
 from fsdp_compose.flat.collectives import Communicator
 from fsdp_compose.group.debug import LockstepCommunicator
-from tests.behavior.test_invariants import (
-    breakable_mesh,
-    environment,
-    experts,
-    inputs,
-    interrupt,
-    loss_of,
-    same_on_every_rank,
-    stacks,
-)
-from tests.harness import distributed
-from tests.models import local_part
+from tests.behavior.test_invariants import experts, interrupt
+from tests.harness import breakable_mesh, distributed, environment, same_on_every_rank
+from tests.models import rows
+from tests.training import local_part, mean_square, stacks
 
 
 @distributed(world_size=(2, 3))
@@ -32,7 +24,7 @@ def test_error_of_a_mismatch_names_the_collective_of_every_rank(world_size):
         model, _ = experts()
         model.choice = int(dist.get_rank() == world_size - 1)
         with pytest.raises(RuntimeError, match="the ranks are about to do different things") as error:
-            loss_of(model, local_part(inputs())).backward()
+            mean_square(model, local_part(rows())).backward()
         text = same_on_every_rank(str(error.value))
     others = "ranks 0, 1" if world_size == 3 else "rank 0"
     assert f"{others}: all-gather of experts.0 (experts.0.weight and 1 more) in forward" in text, text
@@ -48,10 +40,10 @@ def test_errors_of_an_interruption_on_one_rank_name_where_every_rank_was():
         if dist.get_rank() == 1:
             interrupt(model, "forward", 0, ValueError("by the user"))
             with pytest.raises(RuntimeError, match=r"rank\(s\) 0 did not come") as error:
-                model(inputs())
+                model(rows())
         else:
             with pytest.raises(RuntimeError, match="rank 1: throwing away what an interrupted iteration left") as error:
-                model(inputs())
+                model(rows())
         text = str(error.value)
     if dist.get_rank() == 1:
         assert "rank 1: all-gather of blocks.0 (blocks.0.norm.weight and 5 more) in forward, collective 2" in text
@@ -63,7 +55,7 @@ def test_nothing_is_recorded_when_it_is_off():
     for value, kind in (("0", Communicator), ("1", LockstepCommunicator)):
         with environment(**{DEBUG_ENV: value}):
             model, _ = stacks(mesh=breakable_mesh())
-            loss_of(model, local_part(inputs())).backward()
+            mean_square(model, local_part(rows())).backward()
             root = fully_shard.state(model).root
             assert type(root.communicator) is kind
             group = root.live_states()[0].mesh.shard_group

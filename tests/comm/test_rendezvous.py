@@ -22,8 +22,7 @@ from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
 from fsdp_compose.comm import store as rendezvous
 from fsdp_compose.comm.store import TIMEOUT_ENV, meet, own_store
-from tests.behavior.test_invariants import environment, same_on_every_rank
-from tests.harness import distributed, run_forked
+from tests.harness import distributed, environment, run_forked, same_on_every_rank
 
 MOST_OPERATIONS, MOST_BYTES = 5, 300
 METHODS = ("set", "get", "wait", "check", "add", "delete_key", "multi_get", "multi_set", "compare_set")

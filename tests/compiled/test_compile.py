@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compose import MixedPrecisionPolicy, fully_shard
 from tests import harness
 from tests.harness import ROOT
-from tests.models import assert_parameters_match, local_part, mean_over_ranks, pair
+from tests.training import assert_parameters_match, local_part, mean_over_ranks, pair
 
 distributed = functools.partial(harness.distributed, timeout=90)  # seconds; the first compilation on a cold machine
 

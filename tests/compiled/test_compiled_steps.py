@@ -12,9 +12,9 @@ import torch.nn as nn
 
 from fsdp_compose import flat_parameters, fully_shard
 from tests import harness
-from tests.behavior.test_features import Net, assert_close, inputs, mean_square, shard_layers, whole
 from tests.harness import fake_process_group
-from tests.models import local_part, pair
+from tests.models import Net, inputs, shard_layers
+from tests.training import assert_close, local_part, mean_square, pair, whole
 
 distributed = functools.partial(harness.distributed, timeout=120)
 

@@ -36,7 +36,8 @@ from fsdp_compose import (
 )
 from fsdp_compose.checkpoint import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from tests import harness
-from tests.models import assert_parameters_match, full_gradients, full_parameters, local_part, mean_over_ranks, pair
+from tests.internals import full_gradients, full_parameters
+from tests.training import assert_parameters_match, local_part, mean_over_ranks, pair
 
 distributed = functools.partial(harness.distributed, timeout=150)  # seconds; the first compilation on a cold machine
 

@@ -34,9 +34,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fsdp_compose
 from fsdp_compose import drop_in
 from fsdp_compose.group.registry import get_state
-from tests.behavior.test_features import Collectives
 from tests.harness import distributed, fake_process_group
-from tests.models import GPT, batches, gpt_loss, local_part, pair
+from tests.internals import Collectives
+from tests.models import GPT, batches, gpt_loss
+from tests.training import local_part, pair
 
 FSDP1 = {
     "BackwardPrefetch", "CPUOffload", "FullOptimStateDictConfig", "FullStateDictConfig", "FullyShardedDataParallel",

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 from fsdp_compose import flat_parameters, fully_shard, no_sync, record_collectives, reduce_gradients
 from fsdp_compose.pipelining import PipelineStage
 from tests.harness import distributed
-from tests.models import local_part, pair
+from tests.training import local_part, pair
 
 NUM_MICROBATCHES, DIM = 4, 6
 

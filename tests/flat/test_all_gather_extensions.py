@@ -39,7 +39,7 @@ from fsdp_compose.flat import param_kind
 from fsdp_compose.group.registry import get_state
 from tests.flat.test_parameter_classes import CastWhenUsed
 from tests.harness import distributed, fake_process_group
-from tests.models import adamw, local_part, mean_over_ranks
+from tests.training import adamw, local_part, mean_over_ranks
 
 DIM = 8
 aten = torch.ops.aten

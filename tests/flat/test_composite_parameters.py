@@ -41,7 +41,7 @@ from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, load
 from fsdp_compose.group.registry import _get_fsdp_states, get_state
 from fsdp_compose.sync import full_parameters
 from tests.harness import distributed, fake_process_group
-from tests.models import adamw, local_part, mean_over_ranks
+from tests.training import adamw, local_part, mean_over_ranks
 
 DIM, BLOCK = 16, 32
 aten = torch.ops.aten

@@ -30,7 +30,8 @@ from fsdp_compose._torch import without_modes
 from fsdp_compose.flat import local_of, shard_storage
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import ROOT, distributed, fake_process_group
-from tests.models import GPT, adamw, batches, gpt_loss, local_part, sgd, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import adamw, local_part, sgd
 from tests.two_memories import IN, OUT, TwoMemories
 
 POLICY = CPUOffloadPolicy()

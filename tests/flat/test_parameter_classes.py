@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_map_only
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
 from fsdp_compose.flat import param_kind
 from fsdp_compose.group.registry import _get_fsdp_states
-from tests.behavior.test_features import DIM, Net, Twins, plain_sgd, shard_layers
 from tests.harness import distributed, fake_process_group
+from tests.models import DIM, Net, shard_layers
+from tests.training import Twins, plain_sgd
 
 
 class CastWhenUsed(torch.Tensor):

@@ -31,7 +31,7 @@ from fsdp_compose import (
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed, fake_process_group
-from tests.models import adamw, local_part, pair
+from tests.training import adamw, local_part, pair
 
 DIM, LOW = 6, torch.bfloat16
 Override = Callable[[nn.Parameter], "torch.dtype | None"]

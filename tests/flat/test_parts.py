@@ -24,7 +24,8 @@ from fsdp_compose import (
     set_reshard_after_forward,
 )
 from tests.harness import distributed
-from tests.models import GPT, adamw, batches, gpt_loss, local_part
+from tests.models import GPT, batches, gpt_loss
+from tests.training import adamw, local_part
 
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:

@@ -27,9 +27,8 @@ from fsdp_compose import (
     set_post_reduction_hook,
     set_requires_all_reduce,
 )
-from tests.behavior.test_features import pair
 from tests.harness import distributed
-from tests.models import local_part
+from tests.training import local_part, pair
 
 
 class Net(nn.Module):

@@ -23,9 +23,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp_compose
 from fsdp_compose import RaggedDTensor, clip_grad_norm_, distribute_ragged, flat_parameters, fully_shard, no_sync
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.behavior.test_features import Twins, inputs, plain_sgd
 from tests.harness import distributed
-from tests.models import local_part
+from tests.models import inputs
+from tests.training import Twins, local_part, plain_sgd
 
 STEPS = 4
 

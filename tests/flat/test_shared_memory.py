@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fsdp_compose import fully_shard
 from tests.harness import distributed, fake_process_group
-from tests.models import assert_parameters_match, local_part, pair
+from tests.training import assert_parameters_match, local_part, pair
 
 DIM = 4
 

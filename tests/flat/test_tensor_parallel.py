@@ -36,10 +36,9 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
 )
 from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
-from tests.behavior.test_invariants import environment
 from tests.checkpoint.test_checkpoint import assert_equal, whole
 from tests.checkpoint.test_checkpoint_storage import shared_folder
-from tests.harness import distributed, lasting_mesh
+from tests.harness import distributed, environment, lasting_mesh
 from tests.models import GPT, batches
 
 TORCHS = torch.nn.utils.clip_grad_norm_

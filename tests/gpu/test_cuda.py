@@ -22,7 +22,8 @@ from fsdp_compose import MixedPrecisionPolicy, trace
 from fsdp_compose.flat import FlatParamHandle
 from fsdp_compose.flat.collectives import AllGathers
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.models import GPT, batches, gpt_loss, sgd, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import sgd
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_compose import drop_in
 from fsdp_compose.checkpoint.state_dict import get_model_state_dict
-from tests.behavior.test_features import whole
 from tests.harness import distributed
-from tests.models import GPT, batches, gpt_loss, local_part, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import local_part, whole
 
 GRANULES = {"elements": lambda fqn, param: "elements", "rows": lambda fqn, param: "rows"}
 

@@ -22,8 +22,9 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.group.registry import _get_fsdp_states_with_modules, get_state, is_compatible, states_to_run
-from tests.behavior.test_features import DIM, Layer, Net, Twins, inputs, mean_square
 from tests.harness import distributed, fake_process_group
+from tests.models import DIM, Layer, Net, inputs
+from tests.training import Twins, mean_square
 
 
 class Forwarding(nn.Module):

@@ -24,8 +24,9 @@ from fsdp_compose import (
 )
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
 from tests.harness import distributed
-from tests.models import assert_parameters_match, sharded_modules
+from tests.internals import sharded_modules
 from tests.runtime.test_edits_in_forward import EDITS, Editing, inputs, own, shard
+from tests.training import assert_parameters_match
 
 
 def is_gathered(model: nn.Module) -> list[bool]:

@@ -19,9 +19,9 @@ from fsdp_compose._torch import close_gloo_connections
 from fsdp_compose.comm import store
 from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV
 from fsdp_compose.group.registry import get_state
-from tests.behavior.test_invariants import breakable_mesh, environment, impatient, same_on_every_rank
-from tests.harness import distributed
-from tests.models import local_part
+from tests.harness import breakable_mesh, distributed, environment, same_on_every_rank
+from tests.internals import impatient
+from tests.training import local_part
 
 NUM_STEPS = 3
 DIFFERENT = "run different programs|issued different collectives|different numbers of optimizer steps"

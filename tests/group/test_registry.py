@@ -24,7 +24,7 @@ from fsdp_compose.group.registry import (
     _get_fsdp_states_with_modules,
 )
 from tests.harness import distributed, fake_process_group
-from tests.models import assert_parameters_match, local_part, pair
+from tests.training import assert_parameters_match, local_part, pair
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compose import clip_grad_norm_, flat_parameters, fully_shard, functional_mode, set_functional_mode
 from tests.harness import distributed
-from tests.models import assert_gradients_match, assert_parameters_match, local_part, pair
+from tests.training import assert_gradients_match, assert_parameters_match, local_part, pair
 
 DIM, BATCH = 4, 6
 Named = namedtuple("Named", ["weight", "other"])

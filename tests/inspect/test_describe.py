@@ -30,10 +30,10 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.group.registry import states_to_run
-from tests.behavior.test_features import Net, shard_layers
 from tests.flat import test_composite_parameters as composite_parameters
 from tests.harness import distributed, fake_process_group
-from tests.models import GPT, batches, gpt_loss, local_part, shard_gpt
+from tests.models import GPT, Net, batches, gpt_loss, shard_gpt, shard_layers
+from tests.training import local_part
 
 
 def uneven() -> nn.Module:

@@ -21,7 +21,7 @@ from fsdp_compose import (
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed, fake_process_group
-from tests.models import local_part
+from tests.training import local_part
 
 
 def build(**options) -> tuple[nn.Module, nn.Module]:

@@ -34,7 +34,7 @@ from fsdp_compose.group.parameter_swap import ParameterSwap
 from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.inspect.trace_formats import lanes
 from tests.harness import distributed, fake_process_group
-from tests.models import local_part
+from tests.training import local_part
 
 
 class Stack(nn.Module):

@@ -33,7 +33,8 @@ from fsdp_compose.flat.sharded_param import shown_on
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.flat.test_offload import HALF, assert_equal, assert_same_state, train
 from tests.harness import distributed, fake_process_group
-from tests.models import GPT, batches, gpt_loss, local_part, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import local_part
 from tests.two_memories import IN, OUT, TwoMemories
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

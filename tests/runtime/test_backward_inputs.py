@@ -10,7 +10,8 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from fsdp_compose import flat_parameters, fully_shard, functional_mode, no_sync, set_functional_mode
 from tests.harness import distributed, fake_process_group
-from tests.models import full_gradients, local_part, pair
+from tests.internals import full_gradients
+from tests.training import local_part, pair
 
 DIM = 4
 

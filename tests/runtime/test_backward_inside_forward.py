@@ -24,7 +24,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
-from tests.models import full_gradients
+from tests.internals import full_gradients
 
 DIM = 4
 MODES = ("default", "kept", "functional", "flat")

@@ -24,7 +24,8 @@ from fsdp_compose import (
     unshard,
 )
 from tests.harness import distributed
-from tests.models import GPT, assert_parameters_match, batches, gpt_loss, local_part, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import assert_parameters_match, local_part
 
 DIM = 6
 ERROR = "modified in place inside forward"

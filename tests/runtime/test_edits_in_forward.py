@@ -24,7 +24,7 @@ from fsdp_compose import (
     unshard,
 )
 from tests.harness import distributed
-from tests.models import assert_parameters_match, mean_over_ranks
+from tests.training import assert_parameters_match, mean_over_ranks
 
 Edit = Callable[["Editing"], None]
 

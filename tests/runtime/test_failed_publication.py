@@ -11,9 +11,9 @@ import torch.nn as nn
 from fsdp_compose import fully_shard, no_sync
 from fsdp_compose.flat.gradient import ShardedGradient
 from fsdp_compose.group.registry import _get_fsdp_handles, get_state
-from tests.behavior.test_features import Net, Twins, inputs, mean_square, plain_sgd
 from tests.harness import distributed
-from tests.models import local_part
+from tests.models import Net, inputs
+from tests.training import Twins, local_part, mean_square, plain_sgd
 
 
 def forward_quietly(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

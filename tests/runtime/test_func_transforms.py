@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, distribute_ragged, flat_parameters, fully_shard, set_functional_mode
 from tests import harness
-from tests.behavior.test_features import DIM, Layer, Net, Twins, inputs, mean_square, plain_sgd, shard_layers
-from tests.models import pair
+from tests.models import DIM, Layer, Net, inputs, shard_layers
+from tests.training import Twins, mean_square, pair, plain_sgd
 
 Values = dict[str, torch.Tensor]
 distributed = partial(harness.distributed, timeout=120)  # seconds; torch imports much for its first jvp

@@ -28,10 +28,9 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.behavior.test_features import Net, Twins, adamw, inputs, mean_square, plain_sgd, shard_layers
-from tests.behavior.test_invariants import same_on_every_rank
-from tests.harness import distributed
-from tests.models import local_part
+from tests.harness import distributed, same_on_every_rank
+from tests.models import Net, inputs, shard_layers
+from tests.training import Twins, adamw, local_part, mean_square, plain_sgd
 
 
 def smooth_net() -> Net:

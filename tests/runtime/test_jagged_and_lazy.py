@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from fsdp_compose import fully_shard, functional_mode
 from tests.harness import distributed
-from tests.models import assert_gradients_match
+from tests.training import assert_gradients_match
 
 DIM = 8
 

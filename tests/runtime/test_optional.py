@@ -42,9 +42,9 @@ from fsdp_compose.checkpoint import get_state_dict, set_state_dict
 from fsdp_compose.comm import control_exchange
 from fsdp_compose.flat import listen, stop_listening
 from fsdp_compose.group import get_state
-from tests.behavior.test_invariants import environment, impatient
 from tests.flat.test_all_gather_extensions import EightBit
-from tests.harness import distributed
+from tests.harness import distributed, environment
+from tests.internals import impatient
 
 DIM = 6
 Plan = tuple[bool | int, ...]

@@ -22,7 +22,8 @@ from fsdp_compose import (
     set_functional_mode,
 )
 from tests.harness import distributed
-from tests.models import full_gradients, local_part, pair
+from tests.internals import full_gradients
+from tests.training import local_part, pair
 
 DIM, VOCAB, BATCH = 4, 7, 12
 

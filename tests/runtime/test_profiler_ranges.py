@@ -7,9 +7,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compose import set_functional_mode, trace
-from tests.behavior.test_features import Net, inputs, mean_square, shard_layers
 from tests.harness import distributed
 from tests.inspect.test_trace import Stack, sharded, step
+from tests.models import Net, inputs, shard_layers
+from tests.training import mean_square
 
 PREFIX = "fsdp_compose::"
 

@@ -36,10 +36,10 @@ from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.sync.changes import Form, as_bits, changed_elements, gather_elements
 from tests.behavior.test_expert_parallel import mixture, spread
-from tests.behavior.test_invariants import environment, same_on_every_rank
 from tests.flat.test_tensor_parallel import mesh_of, parallel_uneven, parallelize, sharded_gpt
-from tests.harness import ROOT, distributed
-from tests.models import GPT, adamw, batches, gpt_loss, local_part, shard_gpt, train
+from tests.harness import ROOT, distributed, environment, same_on_every_rank
+from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.training import adamw, local_part, train
 
 State = dict[str, torch.Tensor]
 

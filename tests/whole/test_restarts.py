@@ -18,8 +18,7 @@ from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import get_model_state_dict
 from fsdp_compose.comm.control_exchange import control_group
 from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV
-from tests.behavior.test_invariants import environment
-from tests.harness import ROOT, distributed, end, run_torchrun, start_forked
+from tests.harness import ROOT, distributed, end, environment, run_torchrun, start_forked
 from tests.whole.restarted import Trainer, assert_equal, build, draw_death, forget_torch_keys, train_step, trained
 
 # ---- in one process
