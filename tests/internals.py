@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compose import reshard, unshard
+from fsdp_compose import RaggedDTensor, reshard, unshard
 from fsdp_compose.comm import failure, journal
 from fsdp_compose.comm.journal import Journal
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state, states_to_run
@@ -116,3 +116,8 @@ def unsharded_bytes(module: nn.Module) -> int:
 
 def states_of(model: nn.Module) -> list[_FSDPState]:
     return [state for state, _ in states_to_run(model)]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor: of a sharded one, its local part."""
+    return tensor.to_local() if isinstance(tensor, RaggedDTensor) else tensor

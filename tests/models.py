@@ -197,3 +197,16 @@ class Branches(nn.Module):
 def shard_branches(model: Branches) -> None:
     fully_shard(model.side["b"])
     shard_layers(model)
+
+
+class Experts(nn.Module):
+    """Runs the expert whose number ``choice`` says, through equal-shaped groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.choice = nn.Linear(IN, DIM), 0  # None: no expert
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        return x if self.choice is None else self.experts[self.choice](x)

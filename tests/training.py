@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_compose import RaggedDTensor, fully_shard
 from tests.internals import full_gradients, full_parameters, sharded_params
-from tests.models import Stack, batches, gpt_loss, inputs, rows, shard_layers
+from tests.models import Experts, Stack, batches, gpt_loss, inputs, rows, shard_layers
 
 
 def local_part(batch: torch.Tensor) -> torch.Tensor:
@@ -226,3 +227,33 @@ class Twins:
         for x in inputs(steps, *shape):
             self.backward(loss_of, x)
             self.step()
+
+
+def experts(**options: Any) -> tuple[Experts, Experts]:
+    torch.manual_seed(0)
+    model, reference = pair(Experts())
+    for expert in model.experts:
+        fully_shard(expert, **options)
+    return fully_shard(model, **options), reference
+
+
+def interrupt(model: Stack, where: str, place: int, error: BaseException, step: int = 50) -> None:
+    """Lets ``error`` happen in ``where`` of block ``place``, and catches it as a user would."""
+    model.blocks[place].trip.arm(where, error)
+    with pytest.raises(type(error), match="by the user"):
+        mean_square(model, local_part(rows(step))).backward()
+
+
+def edit_mul(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+
+
+def edit_load_state_dict(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def after_training(model: nn.Module) -> None:
+    batch = local_part(rows()) if fully_shard.state(model) else rows()
+    train_step(model, sgd(model.parameters()), batch)

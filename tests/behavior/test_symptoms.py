@@ -5,17 +5,17 @@ Each is shown right, or refused by a named error, on at least two ranks. What ot
 ==================================================================  ===================================================
 symptom                                                             shown by
 ==================================================================  ===================================================
-forward returns an object of the user's or keeps its output on      test_invariants: test_block_that_returns_...,
+forward returns an object of the user's or keeps its output on      test_every_group_reduced: test_block_that_...,
 self: gradients are never reduced                                   test_root_that_returns_no_plain_tensor_is_reduced
-an exception was caught, and the optimizer never updates again      test_invariants: test_training_goes_on_after_an_
+an exception was caught, and the optimizer never updates again      test_recovery: test_training_goes_on_after_an_
                                                                     interruption, ...; here: out of memory
 reentrant checkpointing and two forwards before one backward        here
 an optimizer built after an evaluation trains nothing               test_sharded_params: test_an_optimizer_built_after_
                                                                     a_warm_up_...; here: identity of parameters
 an optimizer built before sharding trains nothing                   test_sharded_params: test_an_optimizer_built_bef...
-ranks use different parameters: gradients of different parameters   test_invariants: sections 1 and 2; here: three ways
-are mixed                                                           to shard the same experts
-an edit of parameters after a forward is lost                       test_invariants: section 5; here: state_dict
+ranks use different parameters: gradients of different parameters   test_collectives_pair, test_none_everywhere; here:
+are mixed                                                           three ways to shard the same experts
+an edit of parameters after a forward is lost                       test_edits; here: state_dict
 modules added later, ignored parameters, plain ones next to         test_summon: test_check_lists_...; test_registry:
 sharded ones: gradients are never reduced                           test_sharded_child_of_a_replicated_parent_trains
 a mesh with a degenerate dimension switches gradient sync off       here
@@ -39,10 +39,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, distribute_ragged, fully_shard, no_sync
 from tests.behavior.test_features import Checkpointed
-from tests.behavior.test_invariants import Experts
 from tests.harness import distributed, our_warnings, same_on_every_rank
 from tests.internals import assert_nothing_is_unsharded, states_of
-from tests.models import Net, inputs, rows, shard_layers
+from tests.models import Experts, Net, inputs, rows, shard_layers
 from tests.training import (
     Twins,
     assert_gradients_match,

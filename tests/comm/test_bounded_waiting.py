@@ -1,6 +1,6 @@
 """No rank waits forever: a rendezvous of which one rank is gone raises in bounded time, and names it.
 
-One rank alone in a first forward: ``test_bad_input``; in recovery: ``test_invariants``, section 8; in
+One rank alone in a first forward: ``test_bad_input``; in recovery: ``test_recovery``; in
 ``summon_full_params``: ``test_summon``.
 """
 

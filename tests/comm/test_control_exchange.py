@@ -1,5 +1,5 @@
-"""The control exchange: 2 log2 N messages a rank, exact about who has a gradient. What it is for: ``test_invariants``,
-sections 1 and 2. Ranks that die in it: ``whole/test_dead_partners``."""
+"""The control exchange: 2 log2 N messages a rank, exact about who has a gradient. What it is for:
+``test_collectives_pair`` and ``test_none_everywhere``. Ranks that die in it: ``whole/test_dead_partners``."""
 
 from __future__ import annotations
 

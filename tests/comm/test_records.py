@@ -12,10 +12,9 @@ from fsdp_compose.comm import store
 from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
 from fsdp_compose.flat.collectives import Communicator
 from fsdp_compose.group.debug import LockstepCommunicator
-from tests.behavior.test_invariants import experts, interrupt
 from tests.harness import breakable_mesh, distributed, environment, same_on_every_rank
 from tests.models import rows
-from tests.training import local_part, mean_square, stacks
+from tests.training import experts, interrupt, local_part, mean_square, stacks
 
 
 @distributed(world_size=(2, 3))
