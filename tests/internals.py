@@ -121,3 +121,9 @@ def states_of(model: nn.Module) -> list[_FSDPState]:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor: of a sharded one, its local part."""
     return tensor.to_local() if isinstance(tensor, RaggedDTensor) else tensor
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group

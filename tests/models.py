@@ -57,10 +57,11 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def shard_gpt(model: GPT, **kwargs) -> GPT:
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
+def shard_layers(model: Any, **options: Any) -> Any:
+    """A group for each of the model's layers (or blocks, or the modules of an ``nn.Sequential``), one for the rest."""
+    for layer in getattr(model, "blocks", getattr(model, "layers", model)):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
 def gpt_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -164,12 +165,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-
-def shard_layers(model: nn.Module, **kwargs: Any) -> nn.Module:
-    for layer in model.layers:
-        fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
 
 
 def inputs(steps: int = 1, *shape: int) -> Iterator[torch.Tensor]:

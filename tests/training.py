@@ -93,8 +93,22 @@ def assert_no_gradients(model: nn.Module) -> None:
     assert not present, f"gradients were published: {present}"
 
 
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, if it is sharded; then all ranks must call it."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters, whole, by FQN. All ranks must call it."""
+    return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+
+
 def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
+
+
+def mean_square_in_float(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
 
 
 def plain_sgd(params: Any) -> torch.optim.Optimizer:
@@ -105,9 +119,7 @@ def stacks(**options: Any) -> tuple[Stack, Stack]:
     """A sharded stack, a group for each block and one for the rest, and its unsharded equal."""
     torch.manual_seed(0)
     model, reference = pair(Stack(use_reentrant=options.pop("use_reentrant", None)))
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options), reference
+    return shard_layers(model, **options), reference
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
@@ -257,3 +269,14 @@ def edit_load_state_dict(model: nn.Module) -> None:
 def after_training(model: nn.Module) -> None:
     batch = local_part(rows()) if fully_shard.state(model) else rows()
     train_step(model, sgd(model.parameters()), batch)
+
+
+def raise_by_the_user(*_: Any) -> None:
+    raise ValueError("by the user")
+
+
+@contextlib.contextmanager
+def without_all_reduce(model: nn.Module) -> Iterator[None]:
+    set_requires_all_reduce(model, False)
+    yield
+    set_requires_all_reduce(model, True)

@@ -39,7 +39,7 @@ from fsdp_compose.checkpoint import (
 from tests.harness import distributed
 from tests.models import GPT, gpt_loss
 from tests.models import batches as token_batches
-from tests.training import adamw, local_part, sgd
+from tests.training import adamw, full, local_part, sgd
 
 SMALL = 2000  # bytes of a bucket: several of them in a GPT
 
@@ -75,20 +75,16 @@ def beside(model: nn.Module) -> None:
 LAYOUTS: dict[str, Callable[[nn.Module], None]] = {f.__name__: f for f in (alone, each_block, inside, around, beside)}
 
 
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def assert_same(ours: nn.Module, theirs: nn.Module, tolerance: float = 2e-6) -> None:
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(whole(a.detach()), b.detach(), rtol=0, atol=tolerance, msg=name)
+        torch.testing.assert_close(full(a.detach()), b.detach(), rtol=0, atol=tolerance, msg=name)
 
 
 def assert_gradients(ours: nn.Module, theirs: nn.Module, tolerance: float = 2e-6) -> None:
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         if b.grad is not None:
-            got = whole(a.grad).to(b.grad.dtype)
+            got = full(a.grad).to(b.grad.dtype)
             assert (got - b.grad).abs().max() <= tolerance * max(1.0, b.grad.abs().max().item()), name
 
 
@@ -259,10 +255,10 @@ def test_frozen_parameters_and_several_dtypes():
     reference = Mixed()
     ours = replicate(copy.deepcopy(reference))
     batch = torch.randn(8, 5)
-    reference.load_state_dict({name: whole(value) for name, value in ours.state_dict().items()})
+    reference.load_state_dict({name: full(value) for name, value in ours.state_dict().items()})
     dist.broadcast(batch, 0)
     ours(local_part(batch)).square().mean().backward()
-    reference.load_state_dict({name: whole(value) for name, value in ours.state_dict().items()})
+    reference.load_state_dict({name: full(value) for name, value in ours.state_dict().items()})
     reference(batch).square().mean().backward()
     assert_gradients(ours, reference)
 
@@ -305,7 +301,7 @@ def test_functional_mode():
     norms = []
     for model, x in ((both.ours, local_part(batch)), (both.reference, batch)):
         grads = torch.autograd.grad(model(x).square().mean(), [*model.parameters()], create_graph=True)
-        norms.append(sum(whole(grad).square().sum() for grad in grads))
+        norms.append(sum(full(grad).square().sum() for grad in grads))
     torch.testing.assert_close(*norms)
     both.backward()
     both.check()
@@ -332,7 +328,7 @@ def test_ranks_that_start_differently_take_over_the_first_ranks_values():
     assert torch.equal(model[0].weight.full_tensor(), expected.weight)
     for tensor in (*model.parameters(), *model.buffers(), *late.parameters()):
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, whole(tensor.detach()).tolist())
+        dist.all_gather_object(everyone, full(tensor.detach()).tolist())
         assert all(item == everyone[0] for item in everyone)
     assert not model[1].running_mean.any()
 

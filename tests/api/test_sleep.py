@@ -30,7 +30,7 @@ from fsdp_compose import (
 from fsdp_compose.flat import local_of
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part
 from tests.two_memories import IN, OUT, TwoMemories
 
@@ -46,7 +46,7 @@ def pair(**options: Any) -> tuple[GPT, GPT]:
     torch.manual_seed(0)
     model = GPT()
     twin = copy.deepcopy(model)
-    return shard_gpt(model, **options), shard_gpt(twin, **options)
+    return shard_layers(model, **options), shard_layers(twin, **options)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int, seed: int) -> list[float]:
@@ -227,7 +227,7 @@ def test_buffers_and_parameters_of_no_group_sleep_too():
 def test_what_lives_in_host_memory_stays_there():
     with TwoMemories() as memories:
         torch.manual_seed(0)
-        model = shard_gpt(GPT(), offload_policy=CPUOffloadPolicy())
+        model = shard_layers(GPT(), offload_policy=CPUOffloadPolicy())
         optimizer = adamw(model.parameters())
         steps(model, optimizer, 2, 1)
         memories.forget_copies()
@@ -315,7 +315,7 @@ def test_inside_forward_it_is_refused():
 
 @distributed(world_size=2)
 def test_weights_for_other_programs_are_refused_by_name_while_the_model_sleeps():
-    model = shard_gpt(GPT())
+    model = shard_layers(GPT())
     gpt_loss(model, local_part(next(batches(1)))).backward()
     offload(model)
     with pytest.raises(RuntimeError, match=r"are in host memory since offload\(model\)"), full_parameters(model) as it:

@@ -26,7 +26,7 @@ from fsdp_compose.checkpoint import get_state_dict, set_state_dict
 from fsdp_compose.group.options import R, S
 from tests.harness import distributed
 from tests.models import GPT, batches, gpt_loss
-from tests.training import adamw, local_part
+from tests.training import adamw, full_values, local_part
 
 
 def apply(model: GPT, name: str) -> GPT:
@@ -38,15 +38,8 @@ def apply(model: GPT, name: str) -> GPT:
     return fully_shard(model, mesh=mesh, strategy=name)
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach()
-        for name, param in model.named_parameters()
-    }
-
-
 def assert_close(ours: nn.Module, theirs: nn.Module, tolerance: float) -> None:
-    torch.testing.assert_close(whole(ours), whole(theirs), rtol=0, atol=tolerance)
+    torch.testing.assert_close(full_values(ours), full_values(theirs), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("is_functional", (False, True))

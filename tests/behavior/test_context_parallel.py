@@ -19,9 +19,9 @@ from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import clip_grad_norm_, flat_parameters, fully_shard, functional_mode, no_sync
+from fsdp_compose import clip_grad_norm_, flat_parameters, functional_mode, no_sync
 from tests.harness import distributed
-from tests.models import Block
+from tests.models import Block, shard_layers
 from tests.training import adamw
 
 VOCAB, SEQ, BATCH, DIM = 29, 8, 8, 16
@@ -109,9 +109,7 @@ def shard(model: LM, mesh: DeviceMesh, ways: str) -> None:
     data_mesh = mesh["dp", "cp"]  # hybrid: replicas over dp, shards over cp
     if ways == "sharded":
         data_mesh = data_mesh._flatten("dp_cp")
-    for block in model.blocks:
-        fully_shard(block, mesh=data_mesh)
-    fully_shard(model, mesh=data_mesh)
+    shard_layers(model, mesh=data_mesh)
 
 
 @pytest.mark.parametrize("recomputes", (False, True))

@@ -36,18 +36,7 @@ from fsdp_compose.group.collective_order import KIND_BITS
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed, fake_process_group
 from tests.internals import Collectives, states_of, unsharded_bytes
-from tests.models import (
-    DIM,
-    GPT,
-    Branches,
-    Layer,
-    Net,
-    gpt_loss,
-    inputs,
-    shard_branches,
-    shard_gpt,
-    shard_layers,
-)
+from tests.models import DIM, GPT, Branches, Layer, Net, gpt_loss, inputs, shard_branches, shard_layers
 from tests.models import batches as token_batches
 from tests.training import (
     Twins,
@@ -168,7 +157,7 @@ def test_model_without_a_single_element(module):
 
 @distributed(world_size=(2, 3))
 def test_tied_embedding_and_head_in_the_root_group():
-    twins = Twins(GPT(dim=4, layers=2, tie=True), shard_gpt)
+    twins = Twins(GPT(dim=4, layers=2, tie=True), shard_layers)
     for batch in token_batches(3):
         twins.backward(gpt_loss, batch)
         twins.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,8 +37,8 @@ from fsdp_compose.checkpoint import (
 from tests.group.test_one_rank_differs import DIFFERENT, Loop, build
 from tests.harness import distributed, lasting_groups, lasting_mesh, same_on_every_rank
 from tests.internals import impatient
-from tests.models import GPT, batches, gpt_loss, shard_gpt
-from tests.training import adamw, assert_gradients_match, local_part, pair, sgd, train
+from tests.models import GPT, batches, gpt_loss, shard_layers
+from tests.training import adamw, assert_gradients_match, local_part, pair, sgd, train, without_all_reduce
 
 SHAPES = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1), (1, 4)]}
 MESHES = [(shape, size) for size, shapes in SHAPES.items() for shape in shapes]
@@ -62,13 +61,6 @@ def over(*shapes: tuple[int, ...]):
     return decorate
 
 
-@contextlib.contextmanager
-def without_all_reduce(model: nn.Module) -> Iterator[None]:
-    set_requires_all_reduce(model, False)
-    yield
-    set_requires_all_reduce(model, True)
-
-
 def assert_equal(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
     """All parameters, whole, on every replica."""
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -88,7 +80,7 @@ def test_trains_as_one_process(shape):
     ):
         torch.manual_seed(0)
         model, reference = pair(GPT(tie=True, layers=2, use_reentrant=False))
-        shard_gpt(model, mesh=mesh_of(*shape), **options)
+        shard_layers(model, mesh=mesh_of(*shape), **options)
         losses = train(model, make_optimizer, share=local_part, steps=3)
         expected = train(reference, make_optimizer, steps=3)
         dist.all_reduce(losses)
@@ -101,7 +93,7 @@ def test_trains_as_one_process(shape):
 def test_accumulation(shape, without_sync):
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=2))
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     train(model, sgd, share=local_part, steps=2, microbatches=3, without_sync=without_sync)
     train(reference, sgd, steps=2, microbatches=3)
     assert_equal(model, reference)
@@ -111,7 +103,7 @@ def test_accumulation(shape, without_sync):
 def test_accumulation_without_all_reduce_costs_one_and_cannot_be_read(shape):
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=1))
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     gpt_loss(model, local_part(next(batches(1)))).backward()
     model.zero_grad()
     with record_collectives(model) as lines:
@@ -132,7 +124,7 @@ def test_accumulation_without_all_reduce_costs_one_and_cannot_be_read(shape):
 def test_zero_grad_drops_what_was_kept_without_all_reduce(shape):
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=1))
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     first, second, third = batches(3)
     with without_all_reduce(model):
         gpt_loss(model, local_part(first)).backward()
@@ -152,7 +144,7 @@ def test_zero_grad_drops_what_was_kept_without_all_reduce(shape):
 def test_flat_views_and_clipping(shape):
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=1))
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     params = flat_parameters(model)
     ours = torch.optim.AdamW(params, 1e-2, eps=1e-3)
     theirs = torch.optim.AdamW(reference.parameters(), 1e-2, eps=1e-3)
@@ -172,7 +164,7 @@ def test_flat_views_and_clipping(shape):
 def test_clipping_by_torch_and_by_us_counts_replicas_once(shape):
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=1))
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     batch = next(batches(1))
     gpt_loss(model, local_part(batch)).backward()
     gpt_loss(reference, batch).backward()
@@ -207,7 +199,7 @@ def test_functional_mode_and_derivatives_of_derivatives(shape):
 def test_kept_gathered_and_summoned(shape):
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=1))
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     ids = next(batches(1))[:, :-1]
     with torch.no_grad(), keep_unsharded(model):
         for _ in range(2):
@@ -231,8 +223,8 @@ def test_kept_gathered_and_summoned(shape):
 def test_one_replica_gives_the_bits_of_the_mesh_of_one_dimension(world_size):
     torch.manual_seed(0)
     model, twin = pair(GPT(layers=2))
-    shard_gpt(model, mesh=mesh_of(1, world_size))
-    shard_gpt(twin)
+    shard_layers(model, mesh=mesh_of(1, world_size))
+    shard_layers(twin)
     for item in (model, twin):
         train(item, adamw, share=local_part, steps=2)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
@@ -244,7 +236,7 @@ def test_one_shard_gives_the_bits_of_ddp(world_size):
     """Between two ranks: of more, the order in which gradients are added up is another."""
     torch.manual_seed(0)
     model, twin = pair(GPT(layers=2))
-    shard_gpt(model, mesh=mesh_of(world_size, 1))
+    shard_layers(model, mesh=mesh_of(world_size, 1))
     twin = DistributedDataParallel(twin)
     for item in (model, twin):
         train(item, sgd, share=local_part, steps=2)
@@ -266,7 +258,7 @@ def test_replicas_that_differ_are_named_and_can_be_made_equal(shape):
                 weight = model.blocks[0].up.weight
                 weight.copy_(weight.flip(0) if change == "the order of elements" else weight.clone())
                 weight[-1, -1] += 1e-7 if change == "one element" else 0
-        shard_gpt(model, mesh=mesh_of(*shape))
+        shard_layers(model, mesh=mesh_of(*shape))
         ids = next(batches(1))[:, :-1]
         with pytest.raises(RuntimeError, match=r"has different elements on ranks \d and \d, which hold") as error:
             model(ids)
@@ -282,7 +274,7 @@ def test_replicas_that_differ_are_named_and_can_be_made_equal(shape):
 def test_replicas_that_differ_after_meta_or_loading_are_named_too(shape):
     with torch.device("meta"):
         model = GPT(layers=1)
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     model.to_empty(device="cpu")
     for param in model.parameters():
         nn.init.constant_(param, 0.0)
@@ -310,7 +302,7 @@ def test_broadcast_replicas_takes_what_was_loaded_or_moved_since(shape):
     torch.manual_seed(dist.get_rank())
     with torch.device("meta"):
         model = GPT(layers=1)
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     with pytest.raises(ValueError, match="meta device"):
         broadcast_replicas(model)
     model.to_empty(device="cpu")
@@ -362,7 +354,7 @@ def train_on_a_part_of_the_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", *NAMES))[NAMES]
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=1))
-    shard_gpt(model, mesh=mesh)
+    shard_layers(model, mesh=mesh)
 
     def share(batch: torch.Tensor) -> torch.Tensor:
         return batch.chunk(2)[dist.get_rank() % 2]
@@ -381,7 +373,7 @@ def test_checkpoints_go_from_every_mesh_to_every_other(tmp_path):
     model = GPT(layers=1)
     saved: dict[str, torch.Tensor] = {}
     for number, shape in enumerate([(2, 2), (4, 1), (1, 4), (4,)]):
-        shard_gpt(model, mesh=mesh_of(*shape))
+        shard_layers(model, mesh=mesh_of(*shape))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         if saved:
             state, optimizer_state = get_state_dict(model, optimizer)
@@ -408,13 +400,13 @@ def test_full_state_dicts_and_from_the_first_rank(shape):
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=1))
     expected = reference.state_dict()
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state, _ = get_state_dict(model, [], options=options)
     assert state.keys() == (expected.keys() if dist.get_rank() == 0 else set())
     assert all(torch.equal(value, expected[name]) for name, value in state.items())
     torch.manual_seed(dist.get_rank() + 1)
-    other = shard_gpt(GPT(layers=1), mesh=mesh_of(*shape))
+    other = shard_layers(GPT(layers=1), mesh=mesh_of(*shape))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, state, options=options)
     other(next(batches(1))[:, :-1])
@@ -464,7 +456,7 @@ def test_training_goes_on_after_an_interrupted_backward(shape):
 def test_gradients_equal_those_of_one_process_with_parts_unused(shape):
     torch.manual_seed(0)
     model, reference = pair(GPT(layers=2))
-    shard_gpt(model, mesh=mesh_of(*shape))
+    shard_layers(model, mesh=mesh_of(*shape))
     model.positions.weight.requires_grad_(False)
     reference.positions.weight.requires_grad_(False)
     for batch in batches(2):

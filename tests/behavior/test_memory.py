@@ -43,7 +43,7 @@ from fsdp_compose.flat.flat_param import FlatParamHandle
 from fsdp_compose.group import debug as standstill
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
 from tests.harness import distributed, environment, fake_process_group
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part
 
 
@@ -92,7 +92,7 @@ class GatherOutputs(TorchDispatchMode):
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @distributed(world_size=(2, 3))
 def test_each_unsharded_parameter_lies_in_the_output_of_an_all_gather(param_dtype):
-    model = shard_gpt(GPT(dim=4, layers=2), mp_policy=MixedPrecisionPolicy(param_dtype))
+    model = shard_layers(GPT(dim=4, layers=2), mp_policy=MixedPrecisionPolicy(param_dtype))
     gathers = GatherOutputs()
     seen: list[str] = []
 
@@ -125,7 +125,7 @@ def test_one_rank_computes_with_its_shard():
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @distributed(world_size=(2, 3))
 def test_nothing_is_left_unsharded_after_a_training_step(reshard_after_forward):
-    model = shard_gpt(GPT(dim=4, layers=2), reshard_after_forward=reshard_after_forward)
+    model = shard_layers(GPT(dim=4, layers=2), reshard_after_forward=reshard_after_forward)
     assert unsharded_bytes(model) == 0, "after fully_shard"
     optimizer = adamw(model.parameters())
     for batch in batches(3):
@@ -138,7 +138,7 @@ def test_nothing_is_left_unsharded_after_a_training_step(reshard_after_forward):
 
 @distributed(world_size=(2, 3))
 def test_nothing_is_left_unsharded_after_a_forward_that_raised():
-    model = shard_gpt(GPT(dim=4, layers=2))
+    model = shard_layers(GPT(dim=4, layers=2))
     (batch,) = batches(1)
     gpt_loss(model, local_part(batch)).backward()
     hook = model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -203,7 +203,7 @@ def test_recomputation_of_a_long_segment_frees_each_block_before_the_next(use_re
 
 @distributed(world_size=2)
 def test_unsharded_ahead_of_an_iteration_that_does_not_use_it():
-    model = shard_gpt(GPT(dim=4, layers=2))
+    model = shard_layers(GPT(dim=4, layers=2))
     (batch,) = batches(1)
     unshard(model.blocks[0])
     assert unsharded_bytes(model.blocks[0]) > 0
@@ -217,7 +217,7 @@ def test_unsharded_ahead_of_an_iteration_that_does_not_use_it():
 
 @distributed(world_size=(2, 3))
 def test_gradient_memory_is_freed_by_the_forward_after_zero_grad():
-    model = shard_gpt(GPT(dim=4, layers=2))
+    model = shard_layers(GPT(dim=4, layers=2))
     shard_bytes = sum(handle.shard.untyped_storage().nbytes() for handle in handles_of(model))
     for batch in batches(3):
         loss = gpt_loss(model, local_part(batch))
@@ -229,7 +229,7 @@ def test_gradient_memory_is_freed_by_the_forward_after_zero_grad():
 
 @distributed(world_size=(2, 3))
 def test_gradient_memory_that_the_user_holds_is_his():
-    model = shard_gpt(GPT(dim=4, layers=2))
+    model = shard_layers(GPT(dim=4, layers=2))
     first, second = batches(2)
     gpt_loss(model, local_part(first)).backward()
     held = [param.grad for param in model.parameters()]
@@ -243,7 +243,7 @@ def test_gradient_memory_that_the_user_holds_is_his():
 
 @distributed(world_size=(2, 3))
 def test_accumulation_without_sync_holds_unsharded_gradients_until_they_are_reduced():
-    model = shard_gpt(GPT(dim=4, layers=2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model = shard_layers(GPT(dim=4, layers=2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     flat_bytes = sum(handle.layout.flat_numel * 4 for handle in handles_of(model))
     shard_bytes = sum(handle.shard.untyped_storage().nbytes() for handle in handles_of(model))
     first, second = batches(2)
@@ -259,7 +259,7 @@ def test_accumulation_without_sync_holds_unsharded_gradients_until_they_are_redu
 def test_frozen_group_has_no_gradient_memory():
     model = GPT(dim=4, layers=2)
     model.blocks[0].requires_grad_(False)
-    shard_gpt(model)
+    shard_layers(model)
     (batch,) = batches(1)
     gpt_loss(model, local_part(batch)).backward()
     (frozen,) = handles_of(model.blocks[0])
@@ -277,7 +277,7 @@ def test_original_parameters_are_freed_by_fully_shard():
     originals = [weakref.ref(param) for param in model.parameters()]
     numel = sum(param.numel() for param in model.parameters())
     with no_garbage_collection():
-        shard_gpt(model)
+        shard_layers(model)
         assert [reference() for reference in originals] == [None] * len(originals)
     storages = [param.to_local().untyped_storage() for param in model.parameters()]
     held = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -384,7 +384,7 @@ def use_and_drop(model: nn.Module, when: str) -> dict[str, weakref.ref[Any]]:
 @distributed(world_size=2)
 def test_everything_goes_with_the_model(when, use_reentrant):
     with no_garbage_collection():
-        model = shard_gpt(GPT(dim=4, layers=2, use_reentrant=use_reentrant))
+        model = shard_layers(GPT(dim=4, layers=2, use_reentrant=use_reentrant))
         references = use_and_drop(model, when)
         assert alive(references) == list(references)
         del model
@@ -400,7 +400,7 @@ def test_everything_goes_with_models_of_every_strategy(way, when):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if way == "cast" else None
     with no_garbage_collection():
-        model = shard_gpt(GPT(dim=4, layers=2), mesh=mesh, strategy=row, mp_policy=policy)
+        model = shard_layers(GPT(dim=4, layers=2), mesh=mesh, strategy=row, mp_policy=policy)
         references = use_and_drop(model, when)
         assert alive(references) == list(references)
         del model
@@ -412,7 +412,7 @@ def test_everything_goes_with_models_of_every_strategy(way, when):
 def test_loss_keeps_what_its_backward_needs_and_then_lets_go(reshard_after_forward):
     (batch,) = batches(1)
     with no_garbage_collection():
-        model = shard_gpt(GPT(dim=4, layers=2), reshard_after_forward=reshard_after_forward)
+        model = shard_layers(GPT(dim=4, layers=2), reshard_after_forward=reshard_after_forward)
         loss = gpt_loss(model, local_part(batch))
         references = references_to(model)
         del model
@@ -424,7 +424,7 @@ def test_loss_keeps_what_its_backward_needs_and_then_lets_go(reshard_after_forwa
 @distributed(world_size=2)
 def test_optimizer_holds_parameters_and_not_the_model():
     with no_garbage_collection():
-        model = shard_gpt(GPT(dim=4, layers=2))
+        model = shard_layers(GPT(dim=4, layers=2))
         optimizer = adamw(model.parameters())
         for batch in batches(2):
             gpt_loss(model, local_part(batch)).backward()
@@ -445,7 +445,7 @@ def test_optimizer_holds_parameters_and_not_the_model():
 def test_sharded_child_outlives_its_root():
     (batch,) = batches(1)
     with no_garbage_collection():
-        model = shard_gpt(GPT(dim=4, layers=2))
+        model = shard_layers(GPT(dim=4, layers=2))
         gpt_loss(model, local_part(batch)).backward()
         block = model.blocks[0]
         references = references_to(model)

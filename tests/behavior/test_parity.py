@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, no_sync
 from tests.harness import distributed
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, assert_parameters_match, local_part, mean_over_ranks, sgd, train
 
 STEPS = 5
@@ -38,7 +38,7 @@ def assert_losses_match(losses: torch.Tensor, expected: torch.Tensor) -> None:
 def check_parity(optimizer: str, reshard: bool | None, accumulation: str, use_reentrant: bool | None) -> None:
     microbatches = 1 if accumulation == "none" else 3 if dist.get_world_size() in (1, 2, 4) else 2
     expected, reference = unsharded_training(optimizer, microbatches)
-    model = shard_gpt(small_gpt(use_reentrant), reshard_after_forward=reshard)
+    model = shard_layers(small_gpt(use_reentrant), reshard_after_forward=reshard)
     options = {"without_sync": no_sync} if accumulation == "no_sync" else {}
     losses = train(model, OPTIMIZERS[optimizer], steps=STEPS, microbatches=microbatches, share=local_part, **options)
     assert_losses_match(losses, expected)
@@ -72,7 +72,7 @@ def test_training_equals_single_process(case):
 def test_losses_equal_torch_fsdp2_bit_for_bit(precision):
     param_dtype, reduce_dtype = precision
     torch.manual_seed(0)
-    ours = shard_gpt(GPT(), mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    ours = shard_layers(GPT(), mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
     torch.manual_seed(0)
     theirs = GPT()
     policy = TorchMixedPrecisionPolicy(param_dtype, reduce_dtype)

@@ -7,7 +7,6 @@ import functools
 import time
 import warnings
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -36,6 +35,7 @@ from tests.training import (
     local_part,
     mean_square,
     pair,
+    raise_by_the_user,
     sgd,
     stacks,
     train_step,
@@ -377,10 +377,6 @@ def test_interruptions_at_different_places_are_one_error_on_every_rank():
         for _ in range(2):
             with pytest.raises(RuntimeError, match=words):
                 model(rows())
-
-
-def raise_by_the_user(*_: Any) -> None:
-    raise ValueError("by the user")
 
 
 @distributed(world_size=2)

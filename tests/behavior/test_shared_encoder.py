@@ -16,7 +16,7 @@ import torch.nn as nn
 from fsdp_compose import RaggedDTensor, flat_parameters, fully_shard, functional_mode, no_sync, set_functional_mode
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
 from tests.harness import distributed
-from tests.training import assert_gradients_match, assert_parameters_match, mean_over_ranks
+from tests.training import assert_gradients_match, assert_parameters_match, local_part, mean_over_ranks, mean_square
 
 
 class Encoder(nn.Module):
@@ -63,28 +63,20 @@ def inputs(step: int) -> torch.Tensor:
     return torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
 
 
-def own(x: torch.Tensor) -> torch.Tensor:
-    return x.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def loss_of(root: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return root(x).square().mean()
-
-
 def alternate(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
-    loss = loss_of((m.actor, m.critic)[step % 2], x)
+    loss = mean_square((m.actor, m.critic)[step % 2], x)
     loss.backward()
     return [loss]
 
 
 def one_backward(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
-    losses = [loss_of(m.actor, x), loss_of(m.critic, x)]
+    losses = [mean_square(m.actor, x), mean_square(m.critic, x)]
     sum(losses).backward()
     return losses
 
 
 def two_backwards(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
-    losses = [loss_of(m.actor, x), loss_of(m.critic, x)]
+    losses = [mean_square(m.actor, x), mean_square(m.critic, x)]
     for loss in losses if step % 2 else reversed(losses):
         loss.backward()
     return losses
@@ -93,35 +85,35 @@ def two_backwards(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
 def one_after_the_other(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
     losses = []
     for root in (m.actor, m.critic) if step % 2 else (m.critic, m.actor):
-        losses.append(loss_of(root, x))
+        losses.append(mean_square(root, x))
         losses[-1].backward()
     return losses if step % 2 else losses[::-1]
 
 
 def evaluate_one(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
     with torch.no_grad():
-        target = loss_of(m.critic, x)
-    loss = (loss_of(m.actor, x) - target).square()
+        target = mean_square(m.critic, x)
+    loss = (mean_square(m.actor, x) - target).square()
     loss.backward()
     return [loss]
 
 
 def evaluate_between(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
-    loss = loss_of(m.actor, x)
+    loss = mean_square(m.actor, x)
     with torch.no_grad():
-        value = loss_of(m.critic, x)
+        value = mean_square(m.critic, x)
     loss.backward()
     return [loss, value]
 
 
 def encoder_by_itself(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
-    losses = [m.actor.encoder(x).square().mean(), loss_of(m.critic, x), loss_of(m.actor, x)]
+    losses = [m.actor.encoder(x).square().mean(), mean_square(m.critic, x), mean_square(m.actor, x)]
     sum(losses).backward()
     return losses
 
 
 def encoder_between(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
-    losses = [loss_of(m.actor, x), m.actor.encoder(x).square().mean(), loss_of(m.critic, x)]
+    losses = [mean_square(m.actor, x), m.actor.encoder(x).square().mean(), mean_square(m.critic, x)]
     for loss in losses:
         loss.backward()
     return losses
@@ -166,7 +158,7 @@ def unsharded(program: Callable[..., list[torch.Tensor]], kind: type[Models] = M
 
 def check(models: Models, program: Callable[..., list[torch.Tensor]]) -> None:
     expected, reference = unsharded(program)
-    losses = train(models, program, [own])
+    losses = train(models, program, [local_part])
     torch.testing.assert_close(mean_over_ranks(losses), expected, rtol=0, atol=1e-6)
     assert_parameters_match(models, reference, tolerance=1e-6)
 
@@ -193,13 +185,13 @@ def test_training_with_every_choice_of_groups(reshard):
 def accumulate(m: Models, x: torch.Tensor, step: int) -> list[torch.Tensor]:
     """Three backwards before a step, the first two without sync in one of the roots or in both."""
     context = no_sync if isinstance(m.actor.out.weight, RaggedDTensor) else lambda _: nullcontext()
-    losses = [loss_of(m.actor, x), loss_of(m.critic, x * 2), loss_of(m.actor, x + 1)]
+    losses = [mean_square(m.actor, x), mean_square(m.critic, x * 2), mean_square(m.actor, x + 1)]
     with context(m.actor):
         losses[0].backward()
         with context(m.critic):
             losses[1].backward()
     losses[2].backward()
-    loss_of(m.critic, x).backward()
+    mean_square(m.critic, x).backward()
     return losses
 
 
@@ -215,7 +207,7 @@ def test_flat_views_of_both_roots():
     optimizer = torch.optim.SGD(flat_parameters(models), lr=0.1, momentum=0.9)
     losses = []
     for step in range(4):
-        losses.append(torch.stack([x.detach() for x in one_backward(models, own(inputs(step)), step)]))
+        losses.append(torch.stack([x.detach() for x in one_backward(models, local_part(inputs(step)), step)]))
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     torch.testing.assert_close(mean_over_ranks(torch.cat(losses)), expected, rtol=0, atol=1e-6)
@@ -225,11 +217,11 @@ def test_flat_views_of_both_roots():
 @distributed(world_size=2)
 def test_checkpoint_of_both_roots():
     models = shard(Models())
-    train(models, one_backward, [own])
+    train(models, one_backward, [local_part])
     for name in ("", "actor", "critic"):
         saved, fresh = get_model_state_dict(models.get_submodule(name)), shard(Models())
         assert saved.keys() == Models().get_submodule(name).state_dict().keys()
-        loss_of(fresh.critic, own(inputs(9)))
+        mean_square(fresh.critic, local_part(inputs(9)))
         set_model_state_dict(fresh.get_submodule(name), copy.deepcopy(saved))
         for root in [name] if name else ["actor", "critic"]:
             with torch.no_grad():
@@ -240,12 +232,12 @@ def test_checkpoint_of_both_roots():
 @distributed(world_size=2)
 def test_one_root_goes_and_another_comes():
     models = shard(Models())
-    train(models, one_backward, [own])
+    train(models, one_backward, [local_part])
     gone = weakref.ref(models.critic.out.weight)
     models.critic = None
     gc.collect()
     assert gone() is None
-    loss_of(models.actor, own(inputs(0))).backward()
+    mean_square(models.actor, local_part(inputs(0))).backward()
     torch.manual_seed(1)
     models.critic = fully_shard(Head(models.actor.encoder, 3))
     reference = copy.deepcopy(models)
@@ -253,7 +245,7 @@ def test_one_root_goes_and_another_comes():
         assert root.encoder is reference.actor.encoder
     for _ in range(2):
         for both in (models, reference):
-            sum(loss_of(root, own(inputs(1))) for root in (both.critic, both.actor)).backward()
+            sum(mean_square(root, local_part(inputs(1))) for root in (both.critic, both.actor)).backward()
     for (name, ours), theirs in zip(models.named_parameters(), reference.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None, name
         if "critic" in name:  # the others have a gradient from before, or not
@@ -276,26 +268,26 @@ def test_root_inside_the_forward_of_another_that_is_not_around_it():
     models = shard(Models())
     outer = fully_shard(Calls(models.actor.encoder, models.critic))
     with pytest.raises(RuntimeError, match="first forward of the fully_shard'ed Head runs inside the forward of"):
-        outer(own(inputs(0)))
+        outer(local_part(inputs(0)))
     with pytest.warns(UserWarning, match="interrupted"):
-        models.critic(own(inputs(0))).sum().backward()
+        models.critic(local_part(inputs(0))).sum().backward()
     reference = Models()
     unsharded_outer = Calls(reference.actor.encoder, reference.critic)
     unsharded_outer.load_state_dict({k: v.full_tensor() for k, v in outer.state_dict().items()})
     models.critic.zero_grad()
     for _ in range(2):
-        outer(own(inputs(1))).square().mean().backward()
-        loss_of(models.actor, own(inputs(1))).backward()
+        outer(local_part(inputs(1))).square().mean().backward()
+        mean_square(models.actor, local_part(inputs(1))).backward()
         for x in inputs(1).chunk(2):
             (unsharded_outer(x).square().mean() / 2).backward()
-            (loss_of(reference.actor, x) / 2).backward()
+            (mean_square(reference.actor, x) / 2).backward()
     assert_gradients_match(models, reference)
 
 
 @distributed(world_size=2)
 def test_exception_in_one_root_is_recovered_from_in_the_other():
     models, reference = shard(Models()), Models()
-    train(models, one_backward, [own])
+    train(models, one_backward, [local_part])
     reference.load_state_dict({k: v.full_tensor() for k, v in models.state_dict().items()})
 
     def fail(*_: object) -> None:
@@ -303,22 +295,22 @@ def test_exception_in_one_root_is_recovered_from_in_the_other():
 
     hook = models.critic.out.register_forward_hook(fail)
     models.zero_grad()
-    loss = loss_of(models.actor, own(inputs(0)))
+    loss = mean_square(models.actor, local_part(inputs(0)))
     with pytest.raises(ValueError, match="on purpose"):
-        models.critic(own(inputs(0)))
+        models.critic(local_part(inputs(0)))
     hook.remove()
     del loss
     with pytest.warns(UserWarning, match="interrupted"):
-        loss = loss_of(models.actor, own(inputs(0)))
-    (loss + loss_of(models.critic, own(inputs(0)))).backward()
-    (loss_of(reference.actor, inputs(0)) + loss_of(reference.critic, inputs(0))).backward()
+        loss = mean_square(models.actor, local_part(inputs(0)))
+    (loss + mean_square(models.critic, local_part(inputs(0)))).backward()
+    (mean_square(reference.actor, inputs(0)) + mean_square(reference.critic, inputs(0))).backward()
     assert_gradients_match(models, reference)
 
 
 @distributed(world_size=2)
 def test_double_backward_through_both_roots():
     models, reference = shard(Models()), Models()
-    for both, share in ((models, own), (reference, lambda x: x)):
+    for both, share in ((models, local_part), (reference, lambda x: x)):
         context = functional_mode if both is models else lambda _: nullcontext()
         for _ in range(2):
             x = share(inputs(0)).requires_grad_()

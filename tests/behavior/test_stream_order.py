@@ -26,7 +26,7 @@ from fsdp_compose import (
 from fsdp_compose.flat.shard_storage import host_copies
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part
 from tests.vector_clocks import Clocks
 
@@ -52,7 +52,7 @@ def steps(
 def model_of(**options: Any) -> GPT:
     torch.manual_seed(0)
     use_reentrant = options.pop("use_reentrant", None)
-    return shard_gpt(GPT(layers=2, use_reentrant=use_reentrant), **options)
+    return shard_layers(GPT(layers=2, use_reentrant=use_reentrant), **options)
 
 
 def plain(clocks: Clocks, **options: Any) -> GPT:

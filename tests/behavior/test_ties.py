@@ -15,7 +15,7 @@ from fsdp_compose import RaggedDTensor, distribute_ragged, fully_shard, no_sync
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import Layer
-from tests.training import Twins, local_part, plain_sgd
+from tests.training import Twins, local_part, mean_square, plain_sgd
 
 VOCABULARY, DIM = 7, 5
 
@@ -68,10 +68,6 @@ def tokens(steps: int = 1) -> list[torch.Tensor]:
     return [torch.randint(VOCABULARY, (12, 3), generator=generator) for _ in range(steps)]
 
 
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
-
-
 @pytest.mark.parametrize("shard", WAYS)
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @distributed(world_size=3)
@@ -85,8 +81,8 @@ def test_tied_weights_across_groups_train_as_unsharded(shard, reshard_after_forw
         with torch.no_grad():
             torch.testing.assert_close(model(local_part(batch)), local_part(twins.reference(batch)))
         with no_sync(model):
-            twins.backward(loss_of, batch)
-        twins.backward(loss_of, batch)
+            twins.backward(mean_square, batch)
+        twins.backward(mean_square, batch)
         twins.step()
     assert [id(param) for param in model.parameters()] == ids
     assert model.head.weight is model.embed.weight
@@ -99,7 +95,7 @@ def test_tied_weights_across_groups_train_as_unsharded(shard, reshard_after_forw
 def test_tied_weights_across_groups_with_checkpointing(use_reentrant):
     twins = Twins(TiedModel(use_reentrant), each_apart)
     for batch in tokens(2):
-        twins.backward(loss_of, batch)
+        twins.backward(mean_square, batch)
         twins.step()
 
 
@@ -109,7 +105,7 @@ def test_load_state_dict_with_assign_keeps_ties(trained):
     twins = Twins(TiedModel(), each_apart, make_optimizer=plain_sgd)
     batches = tokens(2)
     if trained:
-        twins.backward(loss_of, batches[0])
+        twins.backward(mean_square, batches[0])
         twins.step()
     params = list(twins.sharded.parameters())
     for twin in twins.both:
@@ -117,7 +113,7 @@ def test_load_state_dict_with_assign_keeps_ties(trained):
         twin.load_state_dict(state, assign=twin is twins.sharded)
     assert all(ours is param for ours, param in zip(twins.sharded.parameters(), params, strict=True))
     assert twins.sharded.head.weight is twins.sharded.embed.weight
-    twins.backward(loss_of, batches[1])
+    twins.backward(mean_square, batches[1])
     twins.step()
 
 
@@ -140,7 +136,7 @@ def test_tied_weight_of_a_module_that_also_runs_outside_the_group_around_it():
         for module in (model.inner, model.outer, model):
             fully_shard(module)
 
-    Twins(InTwoPlaces(), shard).train(loss_of)
+    Twins(InTwoPlaces(), shard).train(mean_square)
 
 
 class KeepsALoss(nn.Module):
@@ -199,7 +195,7 @@ def test_tied_weights_keep_hooks_values_loaded_before_and_copies():
             param.copy_(distribute_ragged(state[name], param.device_mesh, param.placements))
     before = copy.deepcopy(twins.sharded)
     for batch in tokens(2):
-        twins.backward(loss_of, batch)
+        twins.backward(mean_square, batch)
         assert sorted(fired) == ["bias", "embed"]
         fired.clear()
         twins.step()
@@ -217,11 +213,11 @@ def test_tied_module_run_by_itself_raises_and_the_model_goes_on():
     batch = tokens()[0]
     with pytest.raises(ValueError, match=r"head\.weight|weight: tied weights|weight.*common parent"):
         twins.sharded.head(torch.ones(2, DIM))
-    twins.backward(loss_of, batch)
+    twins.backward(mean_square, batch)
     twins.step()
     with pytest.raises(Exception, match="DTensor|Tensor"):
         twins.sharded.head(torch.ones(2, DIM))
-    twins.backward(loss_of, batch)
+    twins.backward(mean_square, batch)
     twins.step()
 
 
@@ -309,11 +305,11 @@ def train_with_term(
     terms = [term_of(model) for model in models]
     with no_sync(models[0]) if first == "without sync" else contextlib.nullcontext():
         for model, term, is_ours in zip(models, terms, (True, False), strict=True):
-            loss = loss_of(model, local_part(batches[0]) if is_ours else batches[0])
+            loss = mean_square(model, local_part(batches[0]) if is_ours else batches[0])
             (term if first == "of the term alone" else loss + term).backward()
     for batch in batches[1:]:
-        loss_of(models[0], local_part(batch)).backward()
-        loss_of(models[1], batch).backward()
+        mean_square(models[0], local_part(batch)).backward()
+        mean_square(models[1], batch).backward()
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             assert ours.grad.placements == ours.placements and ours.grad.to_local().shape == ours.to_local().shape
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fsdp_compose import flat_parameters, fully_shard
 from tests.harness import distributed
 from tests.internals import full_parameters
-from tests.training import assert_parameters_match, pair
+from tests.training import assert_parameters_match, full, pair
 
 DIM = 4
 
@@ -24,10 +23,6 @@ def nets() -> tuple[nn.Sequential, nn.Sequential]:
     fully_shard(model[0])
     fully_shard(model)
     return model, reference
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def copied(param: nn.Parameter) -> None:
@@ -113,13 +108,13 @@ def test_copy_of_a_plain_tensor_of_another_shape_raises() -> None:
 def test_vectors_of_parameters() -> None:
     model, reference = nets()
     ours, theirs = parameters_to_vector(model.parameters()), parameters_to_vector(reference.parameters())
-    torch.testing.assert_close(whole(ours), theirs)
+    torch.testing.assert_close(full(ours), theirs)
     for one in (model, reference):
         vector_to_parameters(torch.linspace(0, 1, theirs.numel()), one.parameters())
     assert_parameters_match(model, reference)
     model(torch.ones(2, DIM)).square().mean().backward()
     reference(torch.ones(2, DIM)).square().mean().backward()
-    vector_to_parameters(whole(ours), model.parameters())
+    vector_to_parameters(full(ours), model.parameters())
     vector_to_parameters(theirs, reference.parameters())
     assert_parameters_match(model, reference)
 
@@ -135,7 +130,7 @@ def test_gradients_that_users_assign() -> None:
                 param.grad = torch.zeros_like(param)
                 param.grad.copy_(torch.linspace(-1, step + 1, param.numel()).view(param.shape))
         norms = [nn.utils.get_total_norm([p.grad for p in one.parameters()]) for one in (model, reference)]
-        torch.testing.assert_close(whole(norms[0]), norms[1])
+        torch.testing.assert_close(full(norms[0]), norms[1])
         for one in (model, reference):
             nn.utils.clip_grad_value_(one.parameters(), 0.5)
             one(torch.ones(2, DIM)).square().mean().backward()  # adds to it
@@ -182,7 +177,7 @@ def test_a_weight_of_a_child_group_used_by_its_parent() -> None:
             self.embed, self.gathers = nn.Embedding(DIM, DIM), gathers
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return F.linear(self.embed(ids), whole(self.embed.weight) if self.gathers else self.embed.weight)
+            return F.linear(self.embed(ids), full(self.embed.weight) if self.gathers else self.embed.weight)
 
     model = Tied(gathers=False)
     fully_shard(model.embed)
@@ -196,4 +191,4 @@ def test_a_weight_of_a_child_group_used_by_its_parent() -> None:
     reference(torch.arange(DIM)).square().mean().backward()
     mean = reference.embed.weight.grad.clone()
     dist.all_reduce(mean)
-    torch.testing.assert_close(whole(model.embed.weight.grad), mean / dist.get_world_size())
+    torch.testing.assert_close(full(model.embed.weight.grad), mean / dist.get_world_size())

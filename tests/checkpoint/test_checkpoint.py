@@ -42,6 +42,7 @@ from fsdp_compose.comm import Transport
 from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed, environment, same_on_every_rank
+from tests.models import shard_layers
 
 FULL = StateDictOptions(full_state_dict=True)
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -82,6 +83,11 @@ class Net(nn.Module):
         self.register_buffer("table", torch.arange(4))
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those that have a group of their own."""
+        return [self.second]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.counter(self.norm(torch.tanh(self.first(x)) + torch.tanh(self.second(self.back(x)))))
         return self.head(x) * self.scale
@@ -90,11 +96,6 @@ class Net(nn.Module):
 def build(seed: int = 0) -> Net:
     torch.manual_seed(seed)
     return Net()
-
-
-def shard(model: Net, **options: Any) -> Net:
-    fully_shard(model.second, **options)
-    return fully_shard(model, **options)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -154,7 +155,7 @@ def snapshot(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Any:
 
 @distributed(world_size=(1, 3))
 def test_state_dicts_have_the_names_and_values_of_the_unsharded_model():
-    model, reference = shard(build()), build()
+    model, reference = shard_layers(build()), build()
     optimizer, expected_optimizer = adamw(model.parameters()), adamw(reference.parameters())
     expected = {k: v for k, v in reference.state_dict().items()}
     state = get_model_state_dict(model)
@@ -193,7 +194,7 @@ def test_state_dicts_have_the_names_and_values_of_the_unsharded_model():
 
 @distributed(world_size=3)
 def test_full_state_dicts_take_one_collective_for_each_flat_parameter():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     num_flat = len(_get_fsdp_handles(model))
@@ -213,7 +214,7 @@ def test_full_state_dicts_take_one_collective_for_each_flat_parameter():
 
 @distributed(world_size=2)
 def test_submodules_and_frozen_parameters_can_be_left_out():
-    model = shard(build())
+    model = shard_layers(build())
     model.head.weight.requires_grad_(False)
     some = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True, full_state_dict=True))
     assert "head.weight" not in some and len(some) == len(build().state_dict()) - 1
@@ -305,7 +306,7 @@ def test_getting_optimizer_state_changes_no_training_for_any_optimizer():
 
 @distributed(world_size=2)
 def test_optimizer_state_while_gradients_exist_before_the_first_step_is_complete():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = adamw(model.parameters())
     fresh = get_optimizer_state_dict(model, optimizer)
     model(batch(0)).square().mean().backward()
@@ -324,7 +325,7 @@ def test_optimizer_state_while_gradients_exist_before_the_first_step_is_complete
 
 @distributed(world_size=2)
 def test_getters_inside_forward_and_with_full_parameters_see_the_same():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     expected = [*get_state_dict(model, optimizer, options=FULL)]
@@ -353,7 +354,7 @@ def test_getters_inside_forward_and_with_full_parameters_see_the_same():
 @pytest.mark.parametrize("how", ["sharded", "full", "rank 0", "flattened"])
 @distributed(world_size=3)
 def test_everything_round_trips(how):
-    source, model = shard(build(0)), shard(build(1))
+    source, model = shard_layers(build(0)), shard_layers(build(1))
     sources = [adamw(source.parameters())]
     train(source, sources[0], 2)
     sources[0].param_groups[0].update(initial_lr=0.25, tag="mine")
@@ -383,7 +384,7 @@ def test_everything_round_trips(how):
 
 @distributed(world_size=2)
 def test_parameters_that_never_got_a_gradient_round_trip_as_having_no_state():
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     optimizer, loaded = adamw(model.parameters()), adamw(other.parameters())
     train(model, optimizer, 1)
     train(other, loaded, 1)
@@ -400,7 +401,7 @@ def test_parameters_that_never_got_a_gradient_round_trip_as_having_no_state():
 @distributed(world_size=2)
 def test_parameters_frozen_at_load_keep_their_saved_state():
     torch.manual_seed(0)
-    models = [shard(build()) for _ in range(2)]
+    models = [shard_layers(build()) for _ in range(2)]
     optimizers = [adamw(model.parameters()) for model in models]
     train(models[0], optimizers[0], 2)
     frozen = models[1].second.requires_grad_(False)
@@ -425,7 +426,7 @@ def test_parameter_groups_round_trip_whole(options):
         optimizer = torch.optim.SGD([{"params": decay, "tag": "decay"}, {"params": others, "lr": 0.3}], lr=0.1)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
-    model, other = shard(build()), shard(build())
+    model, other = shard_layers(build()), shard_layers(build())
     (optimizer, scheduler), (loaded, later) = make(model), make(other)
     train(model, optimizer, 1), scheduler.step()
     optimizer.param_groups[0]["seen"] = {"tokens": [1, 2]}
@@ -442,7 +443,7 @@ def test_parameter_groups_round_trip_whole(options):
 
 @distributed(world_size=2)
 def test_other_parameter_groups_get_hyperparameters_by_name():
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     optimizer.param_groups[0]["tag"] = "whole"
@@ -471,7 +472,7 @@ def test_other_parameter_groups_get_hyperparameters_by_name():
 @distributed(world_size=2)
 def test_an_optimizer_parameter_outside_the_model_is_an_error_that_names_it_or_kept():
     def make(seed: int) -> tuple[nn.Module, nn.Parameter, torch.optim.Optimizer]:
-        model, temperature = shard(build(seed)), nn.Parameter(torch.tensor([1.0, 2.0]))
+        model, temperature = shard_layers(build(seed)), nn.Parameter(torch.tensor([1.0, 2.0]))
         return model, temperature, torch.optim.AdamW([{"params": model.parameters()}, {"params": [temperature]}])
 
     (model, temperature, optimizer), (other, _, loaded) = make(0), make(1)
@@ -493,10 +494,10 @@ def test_an_optimizer_parameter_outside_the_model_is_an_error_that_names_it_or_k
 
 @distributed(world_size=2)
 def test_ties_stay_ties_and_one_of_their_names_is_enough():
-    model = shard(build(0))
+    model = shard_layers(build(0))
     full = get_model_state_dict(model, options=FULL)
     assert full["back.weight"].data_ptr() == full["first.weight"].data_ptr()
-    other = shard(build(1))
+    other = shard_layers(build(1))
     for name in ("first.weight", "back.weight"):
         half = {k: v for k, v in full.items() if k != name}
         assert set_model_state_dict(other, half).missing_keys == []
@@ -520,7 +521,7 @@ def test_ties_stay_ties_and_one_of_their_names_is_enough():
 def test_a_model_on_the_meta_device_gets_memory_and_keeps_its_parameters():
     expected = build(0).state_dict()
     with torch.device("meta"):
-        model = shard(Net())
+        model = shard_layers(Net())
     before = [*model.parameters()]
     with pytest.warns(UserWarning, match="scratch"):
         set_model_state_dict(model, expected, options=FROM_RANK0)
@@ -533,7 +534,7 @@ def test_a_model_on_the_meta_device_gets_memory_and_keeps_its_parameters():
 @pytest.mark.parametrize("broadcast", [False, True], ids=["every rank", "rank 0"])
 @distributed(world_size=2)
 def test_what_does_not_fit_is_one_error_on_every_rank_and_changes_nothing(broadcast):
-    model = shard(build(0))
+    model = shard_layers(build(0))
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     good = build(1).state_dict()
@@ -576,7 +577,7 @@ def test_what_does_not_fit_is_one_error_on_every_rank_and_changes_nothing(broadc
 
 @distributed(world_size=2)
 def test_an_error_that_only_one_rank_has_is_raised_on_every_rank():
-    model = shard(build(0))
+    model = shard_layers(build(0))
     before = snapshot(model)
     state = build(1).state_dict()
     if dist.get_rank() == 1:
@@ -597,7 +598,7 @@ def test_an_error_that_only_one_rank_has_is_raised_on_every_rank():
 
 @distributed(world_size=2, fresh=True)
 def test_a_full_state_dict_on_one_rank_only_names_the_absent_rank_and_the_call():
-    model = shard(build())
+    model = shard_layers(build())
     with environment(**{TIMEOUT_ENV: "1"}):
         if dist.get_rank() == 0:
             began = time.monotonic()
@@ -629,7 +630,7 @@ def test_flat_optimizers_and_those_over_parameters_load_each_other(where):
     def alive(seed: int) -> Net:
         model = build(seed)
         del model.dead  # next to parameters that are used, a flat optimizer keeps state for it too
-        return shard(model)
+        return shard_layers(model)
 
     for make, make_other in ((flat, by_parameter), (by_parameter, flat), (flat, flat)):
         model, other = alive(0), alive(1)
@@ -647,7 +648,7 @@ def test_flat_optimizers_and_those_over_parameters_load_each_other(where):
 
 @distributed(world_size=2)
 def test_state_that_a_flat_view_cannot_hold_is_refused():
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     optimizer, flat = adamw(model.parameters()), adamw(flat_parameters(other))
     train(model, optimizer, 1)
     state = get_optimizer_state_dict(model, optimizer)
@@ -674,15 +675,15 @@ def test_names_are_those_before_any_wrapper():
     expected = build().state_dict()
     compiled_before = build()
     compiled_before.second = torch.compile(compiled_before.second)
-    compiled_after = shard(build())
+    compiled_after = shard_layers(build())
     compiled_after.second = torch.compile(compiled_after.second)
     wrapped = build()
     wrapped.second = checkpoint_wrapper(wrapped.second)
     models = {
-        "compiled, then sharded": shard(compiled_before),
+        "compiled, then sharded": shard_layers(compiled_before),
         "sharded, then compiled": compiled_after,
-        "all compiled": torch.compile(shard(build())),
-        "checkpointed": shard(wrapped),
+        "all compiled": torch.compile(shard_layers(build())),
+        "checkpointed": shard_layers(wrapped),
         "DDP": nn.parallel.DistributedDataParallel(build(), find_unused_parameters=True),
         "compiled DDP": torch.compile(nn.parallel.DistributedDataParallel(torch.compile(build()))),
         "torch's replicate": replicate(build()),
@@ -759,7 +760,7 @@ def test_full_tensors_of_uneven_parameters_are_right_in_an_average():
 
 @distributed(world_size=2)
 def test_patched_models_and_optimizers_speak_the_same_dicts():
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     optimizers = [[adamw(m.second.parameters()), adamw(m.norm.parameters())] for m in (model, other)]
     train(model, optimizers[0][0], 1), train(model, optimizers[0][1], 1)
     for patched, its in zip((model, other), optimizers, strict=True):
@@ -774,12 +775,12 @@ def test_patched_models_and_optimizers_speak_the_same_dicts():
 
 @distributed(world_size=2)
 def test_an_optimizers_own_state_dict_of_an_unsharded_model_loads():
-    plain, model = build(0), shard(build(1))
+    plain, model = build(0), shard_layers(build(1))
     source, optimizer = adamw(plain.parameters()), adamw(model.parameters())
     train(plain, source, 2)
     set_state_dict(model, optimizer, model_state_dict=plain.state_dict(), optim_state_dict=source.state_dict())
     assert_equal(snapshot(model, optimizer), snapshot(plain, source))
-    flat = adamw(flat_parameters(shard(build(1))))
+    flat = adamw(flat_parameters(shard_layers(build(1))))
     with pytest.raises(RuntimeError, match=r"of shape|numbers its parameters|does not have"):
         set_optimizer_state_dict(model, flat, source.state_dict())
 
@@ -797,7 +798,7 @@ def test_an_optimizer_whose_state_cannot_be_foreseen_still_saves_what_it_has():
                         nested = {"steps": 0, "history": [torch.ones(2)]}
                         self.state[param].setdefault("count", nested)["steps"] += 1
 
-    model, other = shard(build()), shard(build())
+    model, other = shard_layers(build()), shard_layers(build())
     optimizer, loaded = Strange(model.parameters()), Strange(other.parameters())
     assert get_optimizer_state_dict(model, optimizer)["state"] == {}
     train(model, optimizer, 2)
@@ -832,7 +833,7 @@ def test_optimizer_state_loads_next_to_a_model_on_the_meta_device(broadcast):
         with torch.device("meta"):
             model = build()
         if is_sharded:
-            shard(model)
+            shard_layers(model)
         resumed = adamw(model.parameters())
         ids = [id(param) for param in model.parameters()]
         with pytest.raises(RuntimeError, match="on the meta device .*load the model first"):

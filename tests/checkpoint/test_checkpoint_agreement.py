@@ -41,11 +41,11 @@ from tests.checkpoint.test_checkpoint import (
     assert_equal,
     batch,
     build,
-    shard,
     snapshot,
     train,
 )
 from tests.harness import distributed, same_on_every_rank
+from tests.models import shard_layers
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def local_values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @distributed(world_size=2)
 def test_the_first_rank_may_send_the_sharded_dict_of_an_optimizer_that_has_not_stepped():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = adamw(model.parameters())
     state = get_optimizer_state_dict(model, optimizer)
     train(model, optimizer, 1)
@@ -77,7 +77,7 @@ def test_the_first_rank_may_send_the_sharded_dict_of_an_optimizer_that_has_not_s
 
 @distributed(world_size=2)
 def test_full_getters_name_what_one_rank_alone_would_gather():
-    model = shard(build())
+    model = shard_layers(build())
     params = [*model.parameters()]
     if dist.get_rank() == 1:
         for param in params[:1]:
@@ -109,7 +109,7 @@ def test_full_getters_name_what_one_rank_alone_would_gather():
 
 @distributed(world_size=2)
 def test_getters_where_a_hook_raises_on_one_rank():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = adamw(model.parameters())
 
     def hook(*_: Any) -> None:
@@ -136,7 +136,7 @@ def test_getters_where_a_hook_raises_on_one_rank():
 
 @distributed(world_size=2)
 def test_full_parameters_on_the_first_rank_only_are_refused_on_every_rank(tmp_path):
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     expected = get_state_dict(model, optimizer, options=FULL)
@@ -157,7 +157,7 @@ def test_full_parameters_on_the_first_rank_only_are_refused_on_every_rank(tmp_pa
 @pytest.mark.parametrize("offload", [False, True])
 @distributed(world_size=2)
 def test_state_dicts_inside_summon_full_params_are_those_of_the_full_parameters(offload):
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     expected = get_model_state_dict(other, options=FULL)
     for options in (None, FROM_RANK0):
         set_model_state_dict(model, build(0).state_dict())
@@ -177,7 +177,7 @@ def test_ranks_that_give_other_layouts_are_told_which():
     mesh = init_device_mesh("cpu", (2,))
     model, source = build(0), build(1)
     del model.dead, source.dead  # which never gets state
-    shard(model), shard(source)
+    shard_layers(model), shard_layers(source)
     optimizer, trained = adamw(model.parameters()), adamw(source.parameters())
     train(source, trained, 1), train(model, optimizer, 1)
     sharded, full = get_state_dict(source, trained), get_state_dict(source, trained, options=FULL)
@@ -212,7 +212,7 @@ def test_ranks_that_give_other_layouts_are_told_which():
 @pytest.mark.parametrize("broadcast", [False, True])
 @distributed(world_size=2)
 def test_an_optimizer_dict_that_makes_no_sense_on_one_rank_is_told_to_all(broadcast):
-    plain, model = build(0), shard(build(1))
+    plain, model = build(0), shard_layers(build(1))
     source, optimizer = adamw(plain.parameters()), adamw(model.parameters())
     train(plain, source, 1), train(model, optimizer, 1)
     good, before = source.state_dict(), snapshot(model, optimizer)
@@ -242,7 +242,7 @@ def test_an_optimizer_dict_that_makes_no_sense_on_one_rank_is_told_to_all(broadc
 
 @distributed(world_size=2)
 def test_pending_state_on_one_rank_only_is_told_to_all():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = adamw(model.parameters())
     pending = get_optimizer_state_dict(model, optimizer)
     train(model, optimizer, 1)
@@ -260,10 +260,10 @@ def test_a_model_may_be_on_the_meta_device_on_some_ranks_only(broadcast):
     train(source, trained, 1)
     states = get_state_dict(source, trained, options=FULL)
     if dist.get_rank() == 0:
-        model = shard(build(0))
+        model = shard_layers(build(0))
     else:
         with torch.device("meta"):
-            model = shard(Net())
+            model = shard_layers(Net())
     optimizer = adamw(model.parameters())
     options = FROM_RANK0 if broadcast else None
     set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
@@ -544,7 +544,7 @@ def test_empty_groups_of_several_optimizers_keep_their_own_hyperparameters():
 
 @distributed(world_size=2)
 def test_submodules_whose_keys_would_collide_are_refused():
-    model = shard(build())
+    model = shard_layers(build())
     for options in (
         StateDictOptions(keep_submodule_prefixes=False),
         StateDictOptions(keep_submodule_prefixes=False, full_state_dict=True),
@@ -556,7 +556,7 @@ def test_submodules_whose_keys_would_collide_are_refused():
 
 @distributed(world_size=2)
 def test_unexpected_names_in_a_flattened_dict_are_passed_over_if_not_strict():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     before = snapshot(model, optimizer)
@@ -574,7 +574,7 @@ def test_unexpected_names_in_a_flattened_dict_are_passed_over_if_not_strict():
 @pytest.mark.parametrize("is_sharded", [False, True])
 @distributed(world_size=2)
 def test_pending_state_is_pickled_as_none(is_sharded):
-    model = shard(build()) if is_sharded else build()
+    model = shard_layers(build()) if is_sharded else build()
     optimizer = adamw(model.parameters())
     file = io.BytesIO()
     torch.save(get_optimizer_state_dict(model, optimizer), file)
@@ -611,7 +611,7 @@ def test_live_tensors_under_exchanged_names_are_exchanged(is_sharded):
 @pytest.mark.parametrize("is_sharded", [False, True])
 @distributed(world_size=2)
 def test_a_copy_of_a_patched_model_speaks_for_itself(is_sharded):
-    model = shard(build(0)) if is_sharded else build(0)
+    model = shard_layers(build(0)) if is_sharded else build(0)
     optimizer = adamw(model.parameters())
     patch_model_state_dict(model, options=FULL)
     patch_optimizer_state_dict(model, optimizers=optimizer, options=FULL)

@@ -13,9 +13,10 @@ import torch.nn as nn
 
 from fsdp_compose import fully_shard
 from fsdp_compose.checkpoint import folders, get_model_state_dict, hf, load, load_hf, save, save_hf
-from tests.checkpoint.test_checkpoint import adamw, assert_equal, build, shard, snapshot, train
+from tests.checkpoint.test_checkpoint import adamw, assert_equal, build, snapshot, train
 from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of
 from tests.harness import distributed, same_on_every_rank
+from tests.models import shard_layers
 
 
 def linear(seed: int, device: str = "cpu") -> nn.Module:
@@ -205,12 +206,12 @@ def test_safetensors_of_an_unknown_type_are_an_error():
 @distributed(world_size=2)
 def test_a_model_on_the_meta_device_gets_memory():
     folder = shared_folder() / "checkpoint"
-    model = shard(build(0))
+    model = shard_layers(build(0))
     optimizer = adamw(model.parameters())
     train(model, optimizer, 2)
     save(state_of(model, optimizer), folder)
     with torch.device("meta"):
-        meta = shard(build(1))
+        meta = shard_layers(build(1))
     its = adamw(meta.parameters())
     with pytest.MonkeyPatch.context() as no_gpu:  # a torch that was built for CUDA, on a machine that has none
         has_none = lambda check_available=False: None if check_available else torch.device("cuda")  # noqa: E731

@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from fsdp_compose import fully_shard
 from fsdp_compose.checkpoint import LoadPlanner, get_model_state_dict, load, load_hf, save, save_hf
 from fsdp_compose.checkpoint.folders import MANIFEST, entries
-from tests.checkpoint.test_checkpoint import adamw, assert_equal, build, shard, snapshot, train
+from tests.checkpoint.test_checkpoint import adamw, assert_equal, build, snapshot, train
 from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of
 from tests.harness import distributed, same_on_every_rank
+from tests.models import shard_layers
 
 
 class Attack:
@@ -196,7 +197,7 @@ def test_plain_values_load_as_they_are():
 @pytest.mark.parametrize("planner", [False, True], ids=["ours", "torch's"])
 @distributed(world_size=2)
 def test_a_whole_training_state_needs_no_pickles(planner):
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     optimizer, its = adamw(model.parameters()), adamw(other.parameters())
     ours, theirs = (
         torch.optim.lr_scheduler.SequentialLR(

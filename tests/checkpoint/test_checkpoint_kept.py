@@ -23,9 +23,10 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.checkpoint.test_checkpoint import FULL, adamw, assert_equal, build, shard, snapshot, train
+from tests.checkpoint.test_checkpoint import FULL, adamw, assert_equal, build, snapshot, train
 from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of, through_a_folder
 from tests.harness import distributed, same_on_every_rank
+from tests.models import shard_layers
 
 
 def stack(seed: int, is_sharded: bool = True, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -167,7 +168,7 @@ def test_optimizers_may_come_from_a_generator():
     train(source, trained, 1)
     states = get_state_dict(source, (by for by in [trained]), options=FULL)
     with torch.device("meta"):
-        model = shard(build(1))
+        model = shard_layers(build(1))
     optimizer = adamw(model.parameters())
     several = (by for by in [optimizer])
     set_state_dict(model, several, model_state_dict=states[0], optim_state_dict=states[1])

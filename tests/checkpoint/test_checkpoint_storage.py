@@ -46,8 +46,9 @@ from fsdp_compose.checkpoint.folders import damage
 from fsdp_compose.checkpoint.hf import plan_files
 from fsdp_compose.comm import Transport
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.checkpoint.test_checkpoint import FLATTENED, Net, adamw, assert_equal, build, shard, snapshot, train, whole
+from tests.checkpoint.test_checkpoint import FLATTENED, Net, adamw, assert_equal, build, snapshot, train, whole
 from tests.harness import ROOT, distributed, run_distributed, run_forked, same_on_every_rank
+from tests.models import shard_layers
 
 
 def shared_folder() -> Path:
@@ -85,7 +86,7 @@ def through_a_folder(
 def test_torchs_save_and_load_take_these_dicts(how):
     folder = str(shared_folder() / "checkpoint")
     options = FLATTENED if how == "flattened" else None
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     optimizer, fresh = adamw(model.parameters()), adamw(other.parameters())
     train(model, optimizer, 2)
     state = state_of(model, optimizer, options)
@@ -170,7 +171,7 @@ def test_plain_tensors_that_say_which_part_they_are(save_with, load_with, on_met
 @distributed(world_size=2)
 def test_a_saved_fresh_optimizer_is_fresh_again():
     folder = str(shared_folder() / "checkpoint")
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     optimizer, stepped = adamw(model.parameters()), adamw(other.parameters())
     train(other, stepped, 1)
     dcp.save(state_of(model, optimizer), checkpoint_id=folder)
@@ -185,7 +186,7 @@ def test_a_saved_fresh_optimizer_is_fresh_again():
 @distributed(world_size=2)
 def test_other_parameter_groups_load_from_disk_with_everything_in_them():
     folder = shared_folder() / "checkpoint"
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     optimizer = adamw(model.parameters())
     optimizer.param_groups[0].update(initial_lr=0.5, tag={"name": "mine"}, lr=torch.tensor(0.25))
     train(model, optimizer, 1)
@@ -206,7 +207,7 @@ def test_other_parameter_groups_load_from_disk_with_everything_in_them():
 def trained_by_all(seed: int, steps: int, flat: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(seed)
     del model.dead
-    optimizer = adamw(flat_parameters(shard(model)) if flat else model.parameters())
+    optimizer = adamw(flat_parameters(shard_layers(model)) if flat else model.parameters())
     train(model, optimizer, steps)
     return model, optimizer
 
@@ -288,7 +289,7 @@ def without_scalar(seed: int) -> Net:
     return model
 
 
-OTHERS = {"FSDP2": fsdp2, "DDP": DistributedDataParallel, "unsharded": lambda model: model, "ours": shard}
+OTHERS = {"FSDP2": fsdp2, "DDP": DistributedDataParallel, "unsharded": lambda model: model, "ours": shard_layers}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -311,7 +312,7 @@ def test_checkpoints_of_other_systems_load_and_ours_load_there():
     for name, wrap in OTHERS.items():
         if name != "ours":
             for seed, steps in ((1, 0), (1, 1)):
-                model = shard(alive(seed))
+                model = shard_layers(alive(seed))
                 optimizer = adamw(model.parameters())
                 train(model, optimizer, steps)
                 state = state_of(model, optimizer)
@@ -331,7 +332,7 @@ def test_checkpoints_of_other_systems_load_and_ours_load_there():
 @pytest.mark.filterwarnings("ignore")
 @distributed(world_size=2)
 def test_torchs_own_functions_on_our_modules_make_the_same_dicts():
-    model = shard(without_scalar(0))
+    model = shard_layers(without_scalar(0))
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     for full in (False, True):
@@ -349,7 +350,7 @@ def test_torchs_own_functions_on_our_modules_make_the_same_dicts():
 @distributed(world_size=2)
 def test_a_checkpoint_of_fsdp2_without_the_state_of_an_unused_expert_loads():
     folder = shared_folder() / "checkpoint"
-    source, model = fsdp2(without_scalar(0)), shard(without_scalar(1))
+    source, model = fsdp2(without_scalar(0)), shard_layers(without_scalar(1))
     optimizer, loaded = adamw(source.parameters()), adamw(model.parameters())
     train(source, optimizer, 1)
     state = torch_state_of(source, optimizer)
@@ -368,7 +369,7 @@ def test_a_checkpoint_of_fsdp2_without_the_state_of_an_unused_expert_loads():
 @distributed(world_size=2)
 def test_damaged_and_incomplete_checkpoints_are_refused_on_every_rank():
     folder = shared_folder()
-    model = shard(build(0))
+    model = shard_layers(build(0))
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     save(state_of(model, optimizer), folder / "good")
@@ -419,7 +420,7 @@ class Bomb:
 
 def die_in_the_second_save(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = shard(build(0))
+    model = shard_layers(build(0))
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     save(state_of(model, optimizer), folder / "step-1")
@@ -452,7 +453,7 @@ def tensors_alive() -> int:
 @distributed(world_size=2, timeout=120)
 def test_many_saves_keep_no_memory_and_a_model_is_freed_without_the_garbage_collector():
     folder = shared_folder()
-    model = shard(build(0))
+    model = shard_layers(build(0))
     optimizer = adamw(model.parameters())
     train(model, optimizer, 1)
     alive = []
@@ -621,7 +622,7 @@ def test_damaged_or_unfit_safetensors_are_refused_on_every_rank():
     with pytest.raises(RuntimeError, match="exists"):
         save_hf(model, folder / "good")
     with pytest.raises(RuntimeError, match=r"counter\._extra_state is a dict, and safetensors files hold tensors only"):
-        save_hf(shard(build()), folder / "extra")
+        save_hf(shard_layers(build()), folder / "extra")
 
 
 @distributed(world_size=2)
@@ -685,7 +686,7 @@ def test_getting_optimizer_state_of_a_plain_model_needs_no_process_group():
 
 @distributed(world_size=2)
 def test_a_save_that_cannot_be_completed_raises_on_every_rank():
-    model = shard(build())
+    model = shard_layers(build())
     state = {"model": get_model_state_dict(model)}
     with tempfile.TemporaryDirectory() as own:
         folders = [own]

@@ -22,15 +22,10 @@ from fsdp_compose.comm.gloo import _known_memory, _Sum
 from fsdp_compose.comm.journal import journal_of
 from fsdp_compose.comm.shared_memory import Connection, SharedMemory
 from tests.harness import distributed, environment, run_forked
+from tests.internals import world
 
 LABEL = Label(["some.weight"])
 NUMEL = 1 << 14
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def of_ranks(numel: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -16,16 +16,11 @@ from fsdp_compose.comm.gloo import _InFlight
 from fsdp_compose.comm.journal import Journal, first_difference_of, journal_of
 from fsdp_compose.comm.transport import ALL_GATHER, REDUCE_SCATTER
 from tests.harness import distributed
+from tests.internals import world
 
 LABEL = Label(["some.weight"])
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int16]
 TRANSPORTS = [Messages, Transport]
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def of_ranks(numel: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import fsdp_compose
 from fsdp_compose import drop_in
 from fsdp_compose.group.registry import get_state
+from tests.drop_in.test_pipeline import layers, loss_of
 from tests.harness import distributed, fake_process_group
 from tests.internals import Collectives
 from tests.models import GPT, batches, gpt_loss
@@ -668,15 +669,6 @@ SCHEDULES = {
     ScheduleInterleavedZeroBubble: 2,
     ScheduleZBVZeroBubble: 2,
 }
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(DIM, 8), nn.Tanh(), nn.Linear(8, DIM)) for _ in range(4)))
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -39,7 +39,8 @@ from fsdp_compose.flat import param_kind
 from fsdp_compose.group.registry import get_state
 from tests.flat.test_parameter_classes import CastWhenUsed
 from tests.harness import distributed, fake_process_group
-from tests.training import adamw, local_part, mean_over_ranks
+from tests.models import shard_layers
+from tests.training import adamw, local_part, mean_over_ranks, mean_square_in_float
 
 DIM = 8
 aten = torch.ops.aten
@@ -216,16 +217,6 @@ def nets(cls: Any, rows: int = DIM, checkpoints: bool = False) -> tuple[Net, Net
     return model, reference
 
 
-def shard(model: Net, **options: Any) -> Net:
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).float().square().mean()
-
-
 def gradients_by_hand(
     reference: Net, cls: Any, batch: torch.Tensor, world_size: int, low: torch.dtype | None = None
 ) -> tuple[dict[str, torch.Tensor], float]:
@@ -236,7 +227,7 @@ def gradients_by_hand(
             if is_wrapped(name):
                 param.copy_(cls.by_hand(param))
     for share in batch.chunk(world_size):
-        loss = loss_of(twin, share) / world_size
+        loss = mean_square_in_float(twin, share) / world_size
         loss.backward()
         losses.append(loss.item())
     return {name: param.grad for name, param in twin.named_parameters()}, sum(losses)
@@ -281,7 +272,7 @@ def check_training(
         shape = (2, world_size // 2) if world_size > 2 else (1, world_size)
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model, reference = nets(cls, rows, checkpoints)
-    shard(model, **options)
+    shard_layers(model, **options)
     before(model)
     mine = flat_parameters(model) if is_flat else [*model.parameters()]
     optimizers = [adamw(mine), adamw(reference.parameters())]
@@ -291,7 +282,7 @@ def check_training(
         expected: dict[str, Any] = {}
         for i, batch in enumerate(batches):
             with wrap(model) if wrap is not None and i == 0 else nullcontext():
-                loss = loss_of(model, local_part(batch))
+                loss = mean_square_in_float(model, local_part(batch))
                 loss.backward()
             grads, by_hand = gradients_by_hand(reference, cls, batch, world_size)
             assert abs(mean_over_ranks(loss) - by_hand) <= 1e-5
@@ -332,11 +323,11 @@ def test_training_equals_that_of_rounded_weights_at_other_world_sizes(name):
 @distributed(world_size=2)
 def test_the_result_is_in_param_dtype_and_gradients_are_in_high_precision(name):
     model, _ = nets(CLASSES[name])
-    shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    shard_layers(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     seen: list[Any] = []
     model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(module.up.weight))
     for _ in range(2):
-        loss_of(model, torch.randn(4, DIM)).backward()
+        mean_square_in_float(model, torch.randn(4, DIM)).backward()
     assert seen[0] is seen[1] and seen[0].dtype == torch.bfloat16 and seen[0].requires_grad
     assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
 
@@ -347,7 +338,7 @@ def test_the_method_is_given_the_mesh_the_whole_shape_the_module_and_the_policy(
         RowScales.seen.clear()
         model, _ = nets(RowScales, 12)
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")) if with_replicas else None
-        shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16), mesh=mesh)
+        shard_layers(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16), mesh=mesh)
         model(torch.randn(2, DIM))
         layer = model.layers[0]
         assert RowScales.seen[:2] == [
@@ -363,9 +354,9 @@ def test_the_method_is_given_the_mesh_the_whole_shape_the_module_and_the_policy(
 @distributed(world_size=2)
 def test_one_byte_an_element_travels():
     model, _ = nets(EightBit, 16)
-    shard(model)
+    shard_layers(model)
     with record_collectives(model) as lines:
-        loss_of(model, torch.randn(4, DIM)).backward()
+        mean_square_in_float(model, torch.randn(4, DIM)).backward()
     gathers = [line for line in lines if line.startswith("all-gather") and "up.weight" in line]
     assert gathers and all(f"{16 * DIM} x int8" in line for line in gathers), lines
     reductions = [line for line in lines if line.startswith("reduce-scatter") and "up.weight" in line]
@@ -377,7 +368,7 @@ def test_one_byte_an_element_travels():
 def test_nothing_of_what_was_gathered_outlives_its_use(name):
     cls = CLASSES[name]
     model, _ = nets(cls)
-    shard(model, reshard_after_forward=True)
+    shard_layers(model, reshard_after_forward=True)
     held: list[list[int]] = []
 
     def note(*_: Any) -> None:
@@ -395,7 +386,7 @@ def test_nothing_of_what_was_gathered_outlives_its_use(name):
     for layer in model.layers:
         layer.register_forward_hook(note)
     for _ in range(2):
-        loss_of(model, torch.randn(4, DIM)).backward()
+        mean_square_in_float(model, torch.randn(4, DIM)).backward()
         note()
     one = {
         "EightBit": 2 * 64,
@@ -415,7 +406,7 @@ def test_nothing_of_what_was_gathered_outlives_its_use(name):
 @distributed(world_size=2)
 def test_weights_that_are_kept_refuse_to_be_read_after_forward():
     model, _ = nets(EightBit)
-    shard(model)
+    shard_layers(model)
     kept: list[Any] = []
     model.layers[0].register_forward_pre_hook(lambda module, args: kept.append(module.up.weight))
     model(torch.randn(2, DIM))
@@ -428,7 +419,7 @@ def test_weights_that_are_kept_refuse_to_be_read_after_forward():
 def test_sharded_parameters_hold_what_the_class_wraps_in_state_dicts_summoned_and_converted():
     model, reference = nets(EightBit)
     model.layers[0].up.weight.tag = "mine"
-    shard(model)
+    shard_layers(model)
     model(torch.randn(2, DIM))
     state = get_model_state_dict(model)
     for name, param in reference.named_parameters():
@@ -437,7 +428,7 @@ def test_sharded_parameters_hold_what_the_class_wraps_in_state_dicts_summoned_an
         for name, param in reference.named_parameters():
             assert torch.equal(model.get_parameter(name), param)
     other, _ = nets(EightBit)
-    shard(other)
+    shard_layers(other)
     with torch.no_grad():
         for param in other.parameters():
             param.zero_()
@@ -450,14 +441,14 @@ def test_sharded_parameters_hold_what_the_class_wraps_in_state_dicts_summoned_an
     model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(module.up.weight.tag))
     assert model(x.double()).dtype == torch.float64 and model.layers[0].up.weight.tag == seen[0] == "mine"
     assert "_data" not in model.layers[0].up.weight.__dict__
-    loss_of(model, x.double()).backward()
+    mean_square_in_float(model, x.double()).backward()
     assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
 
 
 @distributed(world_size=2)
 def test_edits_between_forwards_are_followed_and_gathered_ahead_or_kept():
     model, _ = nets(EightBit)
-    shard(model)
+    shard_layers(model)
     x = torch.randn(2, DIM)
     before = model(x)
     unshard(model.layers[0])
@@ -473,7 +464,7 @@ def test_edits_between_forwards_are_followed_and_gathered_ahead_or_kept():
     for _ in range(2):  # frozen ones are gathered the same way
         for name, param in model.named_parameters():
             param.requires_grad_(not is_wrapped(name))
-        loss_of(model, x).backward()
+        mean_square_in_float(model, x).backward()
     assert all((param.grad is None) == is_wrapped(name) for name, param in model.named_parameters())
 
 
@@ -485,30 +476,30 @@ def test_a_model_on_the_meta_device_is_gathered_by_its_classes_once_it_is_materi
         for layer in model.layers:
             for linear in (layer.up, layer.down):
                 linear.weight = make(EightBit, linear.weight.detach())
-    shard(model)
+    shard_layers(model)
     model.to_empty(device="cpu")
     with torch.no_grad():
-        for param, source in zip(model.parameters(), shard(exact).parameters(), strict=True):
+        for param, source in zip(model.parameters(), shard_layers(exact).parameters(), strict=True):
             param.copy_(source)
     x = torch.randn(2, DIM)
     assert torch.equal(model(x), exact(x))
-    loss_of(model, x).backward()
+    mean_square_in_float(model, x).backward()
     assert all(param.grad is not None for param in model.parameters())
 
 
 def test_many_simulated_ranks():
     model, _ = nets(EightBit, 128)
     with fake_process_group(rank=3, world_size=64):
-        shard(model)
+        shard_layers(model)
         for _ in range(2):
-            loss_of(model, torch.randn(2, DIM)).backward()
+            mean_square_in_float(model, torch.randn(2, DIM)).backward()
         assert model.layers[0].up.weight.grad.to_local().shape[0] == 2
 
 
 @distributed(world_size=2)
 def test_ranks_with_different_classes_are_one_error():
     model, _ = nets(EightBit if dist.get_rank() else RowScales)
-    shard(model)
+    shard_layers(model)
     with pytest.raises(RuntimeError, match=r"different models.*gathered by.*RowScales.*gathered by.*EightBit"):
         model(torch.randn(2, DIM))
 
@@ -528,7 +519,7 @@ class Precomputed(EightBit):
 @distributed(world_size=2)
 def test_the_class_is_found_in_the_sharded_parameter_and_what_is_set_on_it_there_is_followed(rows):
     model, _ = nets(Precomputed, rows)
-    shard(model)
+    shard_layers(model)
     x = torch.randn(2, DIM)
     expected = model(x)
 
@@ -547,12 +538,12 @@ def test_the_class_is_found_in_the_sharded_parameter_and_what_is_set_on_it_there
     set_scales(4.0)
     coarse = model(x)
     assert not torch.equal(coarse, expected)
-    loss_of(model, x).backward()
+    mean_square_in_float(model, x).backward()
     optimizer = adamw(model.parameters())
     optimizer.step()
     set_scales(1.0)
     fresh, _ = nets(Precomputed, rows)
-    shard(fresh)
+    shard_layers(fresh)
     set_model_state_dict(fresh, get_model_state_dict(model))
     assert torch.equal(model(x), fresh(x))
     weight, local = model.layers[0].up.weight, model.layers[0].up.weight._local_tensor
@@ -584,12 +575,12 @@ def test_the_whole_weight_is_not_kept():
 @distributed(world_size=2)
 def test_functional_mode_refuses_by_name():
     model, _ = nets(EightBit)
-    shard(model)
+    shard_layers(model)
     set_functional_mode(model, True)
     with pytest.raises(NotImplementedError, match="layers.0.up.weight.*is a EightBit, gathered by its class"):
         model(torch.randn(2, DIM))
     set_functional_mode(model, False)
-    loss_of(model, torch.randn(2, DIM)).backward()
+    mean_square_in_float(model, torch.randn(2, DIM)).backward()
 
 
 @distributed(world_size=2)
@@ -598,7 +589,7 @@ def test_replicated_parameters_are_not_gathered_and_it_is_said():
     model, _ = nets(EightBit)
     with pytest.warns(UserWarning, match="up.weight is a EightBit, with nothing to gather"):
         replicate(model)
-    loss_of(model, torch.randn(2, DIM)).backward()
+    mean_square_in_float(model, torch.randn(2, DIM)).backward()
     assert all(param.grad is not None for param in model.parameters())
 
 
@@ -656,7 +647,7 @@ def test_a_result_of_another_shape_is_an_error_that_names_the_parameter():
     model, _ = nets(WrongShape)
     before = [*model.parameters()]
     with pytest.raises(ValueError, match=r"WrongShape.*shape \(3,\) for the parameter up.weight.*\(8, 8\)"):
-        shard(model)
+        shard_layers(model)
     assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
 
 

@@ -26,7 +26,6 @@ from fsdp_compose import (
     check,
     clip_grad_norm_,
     flat_parameters,
-    fully_shard,
     functional_mode,
     keep_unsharded,
     no_sync,
@@ -41,6 +40,7 @@ from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, load
 from fsdp_compose.group.registry import _get_fsdp_states, get_state
 from fsdp_compose.sync import full_parameters
 from tests.harness import distributed, fake_process_group
+from tests.models import shard_layers
 from tests.training import adamw, local_part, mean_over_ranks
 
 DIM, BLOCK = 16, 32
@@ -192,12 +192,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def shard(model: Any, **options: Any) -> Any:
-    for layer in model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
 def made(cls: Any = Blocks, seed: int = 0, checkpoints: bool = False) -> Net:
     torch.manual_seed(seed)
     return Net(cls, checkpoints)
@@ -243,7 +237,7 @@ def check_training(
         shape = (2, dist.get_world_size() // 2) if dist.get_world_size() > 2 else (1, dist.get_world_size())
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     model, reference = made(cls, checkpoints=checkpoints), made(cls)
-    shard(model, **options)
+    shard_layers(model, **options)
     mine = flat_parameters(model) if is_flat else trainable(model)
     optimizers = [adamw(mine), adamw(trainable(reference))]
     for step in range(3):
@@ -288,7 +282,7 @@ def test_training_equals_that_of_the_unsharded_model_at_other_world_sizes(name):
 @pytest.mark.parametrize("name", CLASSES)
 @distributed(world_size=2)
 def test_each_rank_has_its_bytes_and_no_more_travel(name):
-    model = shard(made(CLASSES[name]), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model = shard_layers(made(CLASSES[name]), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     model(torch.randn(2, DIM))
     with record_collectives(model) as lines:
         model(torch.randn(2, DIM))
@@ -310,7 +304,7 @@ def test_each_rank_has_its_bytes_and_no_more_travel(name):
 @distributed(world_size=2)
 def test_the_protocol_of_the_class_gathers_it_in_forward_and_backward():
     Gathered.num_gathers = 0
-    model = shard(made(Gathered), reshard_after_forward=True)
+    model = shard_layers(made(Gathered), reshard_after_forward=True)
     made_by_then = Gathered.num_gathers
     model(torch.randn(2, DIM)).sum().backward()
     assert Gathered.num_gathers - made_by_then == 2 * len(model.layers)
@@ -329,7 +323,7 @@ def test_the_protocol_of_the_class_gathers_it_in_forward_and_backward():
 @distributed(world_size=2)
 def test_copies_summoned_parameters_and_moves(name):
     cls = CLASSES[name]
-    model, reference = shard(made(cls)), made(cls)
+    model, reference = shard_layers(made(cls)), made(cls)
     model.layers[0].weight.tag = "mine"
     x = torch.randn(2, DIM)
     expected = reference(x)
@@ -360,7 +354,7 @@ def test_copies_summoned_parameters_and_moves(name):
 @distributed(world_size=2)
 def test_state_dicts_are_loaded(name):
     cls = CLASSES[name]
-    model, reference = shard(made(cls)), made(cls)
+    model, reference = shard_layers(made(cls)), made(cls)
     x = torch.randn(2, DIM)
     expected, full = reference(x), StateDictOptions(full_state_dict=True)
 
@@ -368,11 +362,11 @@ def test_state_dicts_are_loaded(name):
         return torch.equal(into(x), expected)
 
     for assign in (False, True):
-        other = shard(made(cls, 1))
+        other = shard_layers(made(cls, 1))
         other.load_state_dict(model.state_dict(), assign=assign)
         assert is_loaded(other)
     for options in (StateDictOptions(), StateDictOptions(cpu_offload=True), full):
-        other = shard(made(cls, 1))
+        other = shard_layers(made(cls, 1))
         set_model_state_dict(other, get_model_state_dict(model, options=options), options=options)
         assert is_loaded(other)
     state = get_model_state_dict(model, options=full)
@@ -382,7 +376,7 @@ def test_state_dicts_are_loaded(name):
     assert is_loaded(other)
     adapters = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     assert not any(fqn.endswith("weight") and fqn.count(".") == 2 for fqn in adapters)
-    other = shard(made(cls))
+    other = shard_layers(made(cls))
     with torch.no_grad():
         for param in trainable(other):
             param.zero_()
@@ -390,7 +384,7 @@ def test_state_dicts_are_loaded(name):
     assert is_loaded(other)
     from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with pytest.raises(RuntimeError, match=rf"layers.0.weight: a {name}, of several tensors, which the first rank"):
-        set_model_state_dict(shard(made(cls, 1)), state if dist.get_rank() == 0 else {}, options=from_first)
+        set_model_state_dict(shard_layers(made(cls, 1)), state if dist.get_rank() == 0 else {}, options=from_first)
 
 
 @distributed(world_size=2)
@@ -398,12 +392,12 @@ def test_checkpoints_on_disk(tmp_path=None):
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     folder = Path(str(box[0]))
-    model, x = shard(made()), torch.randn(2, DIM)
+    model, x = shard_layers(made()), torch.randn(2, DIM)
     expected = model(x)
     for name, write, read in (("torch", dcp.save, dcp.load), ("ours", save, load)):
         path = {"checkpoint_id": folder / name} if name == "torch" else {"folder": folder / name}
         write({"model": model.state_dict()}, **path)
-        other = shard(made(seed=1))
+        other = shard_layers(made(seed=1))
         state = {"model": other.state_dict()}
         read(state, **path)
         other.load_state_dict(state["model"])
@@ -427,12 +421,14 @@ def test_checkpoints_of_other_numbers_of_ranks_are_loaded():
     for saving in range(3):
         folder = Path(str(box[0]), str(sizes[saving]))
         if meshes[saving] is not None:
-            save({"model": shard(made(), mesh=meshes[saving]).state_dict()}, folder, process_group=groups[saving])
+            save(
+                {"model": shard_layers(made(), mesh=meshes[saving]).state_dict()}, folder, process_group=groups[saving]
+            )
         dist.barrier()
         for loading in range(3):
             if meshes[loading] is None:
                 continue
-            other = shard(made(seed=1), mesh=meshes[loading])
+            other = shard_layers(made(seed=1), mesh=meshes[loading])
             state = {"model": other.state_dict()}
             load(state, folder, process_group=groups[loading])
             other.load_state_dict(state["model"])
@@ -442,7 +438,7 @@ def test_checkpoints_of_other_numbers_of_ranks_are_loaded():
 
 @distributed(world_size=2)
 def test_what_it_cannot_do_raises_by_name():
-    model = shard(made(Gathered))
+    model = shard_layers(made(Gathered))
     x, param = torch.randn(2, DIM), model.layers[0].weight
     model(x)
     for what in (lambda: param + 1, lambda: param.norm(), lambda: torch.ones(DIM, DIM) @ param, param.redistribute):
@@ -469,7 +465,7 @@ def test_what_it_cannot_do_raises_by_name():
 def test_replicas_are_compared_and_made_equal():
     torch.manual_seed(dist.get_rank() // 2)
     model = Net()
-    shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    shard_layers(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     x = torch.randn(2, DIM, generator=torch.Generator().manual_seed(0))
     with pytest.raises(RuntimeError, match="replica"):
         model(x)
@@ -487,7 +483,7 @@ def test_a_parameter_tied_across_groups_moves_with_its_bytes():
         return model
 
     model, reference, x = tied(), tied(), torch.randn(2, DIM)
-    shard(model)
+    shard_layers(model)
     assert torch.equal(model(x), reference(x))
     assert model.layers[1].weight is model.layers[0].weight
     assert_same(model.layers[0].weight.full_tensor(), reference.layers[0].weight)
@@ -497,10 +493,10 @@ def refused(model: Any, match: str, world_size: int = 2) -> None:
     before = [*model.parameters()]
     with fake_process_group(rank=0, world_size=world_size):
         with pytest.raises(ValueError, match=match) as raised:
-            shard(model)
+            shard_layers(model)
         assert "ignored_params" in str(raised.value)
         assert all(a is b for a, b in zip(model.parameters(), before, strict=True)) and not _get_fsdp_states(model)
-        shard(model, ignored_params=[layer.weight for layer in model.layers])
+        shard_layers(model, ignored_params=[layer.weight for layer in model.layers])
 
 
 def test_what_cannot_be_cut_is_refused_with_its_sizes():
@@ -523,12 +519,12 @@ def test_one_that_tensor_parallelism_holds_is_refused():
             whole = DTensor.from_local(layer.weight.detach(), mesh["tp"], [Replicate()], run_check=False)
             layer.weight = nn.Parameter(whole, requires_grad=False)
         with pytest.raises(ValueError, match=r"weight is a DTensor already.* of Blocks, which is kept as several"):
-            shard(model, mesh=mesh["dp"])
+            shard_layers(model, mesh=mesh["dp"])
 
 
 def test_many_simulated_ranks():
     with fake_process_group(rank=5, world_size=8):
-        model = shard(made(Gathered))
+        model = shard_layers(made(Gathered))
         for _ in range(2):
             model(torch.randn(2, DIM)).sum().backward()
         assert model.layers[0].weight.to_local().shape == (2, DIM)

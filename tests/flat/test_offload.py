@@ -30,7 +30,7 @@ from fsdp_compose._torch import without_modes
 from fsdp_compose.flat import local_of, shard_storage
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import ROOT, distributed, fake_process_group
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part, sgd
 from tests.two_memories import IN, OUT, TwoMemories
 
@@ -44,7 +44,7 @@ def pair(**options: Any) -> tuple[GPT, GPT]:
     torch.manual_seed(0)
     model = GPT()
     twin = copy.deepcopy(model)
-    return shard_gpt(model, offload_policy=POLICY, **options), shard_gpt(twin, **options)
+    return shard_layers(model, offload_policy=POLICY, **options), shard_layers(twin, **options)
 
 
 def train(
@@ -238,7 +238,7 @@ def test_checkpoints_and_tied_weights_are_as_always(tie):
 
     def build(**options: Any) -> tuple[GPT, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = shard_gpt(GPT(tie=tie), **options)
+        model = shard_layers(GPT(tie=tie), **options)
         return model, adamw(model.parameters())
 
     with two_memories() as memories:
@@ -266,7 +266,7 @@ def test_a_model_on_the_meta_device_is_materialised_on_the_host():
     values = GPT().state_dict()
     with two_memories() as memories, torch.device("meta"):
         model = GPT()
-        shard_gpt(model, offload_policy=POLICY)
+        shard_layers(model, offload_policy=POLICY)
     with memories:
         model.to_empty(device="cpu")
         for name, param in model.named_parameters():

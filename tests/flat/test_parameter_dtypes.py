@@ -31,7 +31,7 @@ from fsdp_compose import (
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed, fake_process_group
-from tests.training import adamw, local_part, pair
+from tests.training import adamw, local_part, mean_square, pair
 
 DIM, LOW = 6, torch.bfloat16
 Override = Callable[[nn.Parameter], "torch.dtype | None"]
@@ -82,10 +82,6 @@ def keep_delicate(param: nn.Parameter) -> torch.dtype | None:
     return param.dtype if is_delicate(param) else None
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def whole(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor], like: nn.Module) -> dict[str, torch.Tensor]:
     """The results of ``of`` for each parameter, whole."""
     with torch.no_grad():
@@ -103,7 +99,7 @@ def gradients_by_hand(
             low = copy.deepcopy(reference)
             for param in low.parameters():
                 param.data = param.data.to(dtype_of(param) or LOW)
-            loss_of(low, share.to(LOW)).backward()
+            mean_square(low, share.to(LOW)).backward()
             for name, param in low.named_parameters():
                 average[name] += param.grad
         for name, grad in average.items():
@@ -172,7 +168,7 @@ def check_training(way: Way, override: Override, reduce_dtype: torch.dtype | Non
         batches = [torch.randn(12, DIM, generator=generator) for _ in range(way.num_batches)]
         for i, batch in enumerate(batches):
             with way.wraps(model) if i + 1 < len(batches) else nullcontext():
-                loss_of(model, local_part(batch)).backward()
+                mean_square(model, local_part(batch)).backward()
         expected = gradients_by_hand(reference, batches, override, dist.get_world_size())
         got = whole(model, lambda param: param.grad, reference)
         for name, param in reference.named_parameters():
@@ -239,7 +235,7 @@ def test_parameters_travel_in_their_compute_dtype_and_gradients_in_the_reduce_dt
     policy = MixedPrecisionPolicy(LOW, torch.bfloat16, param_dtype_override_fn=keep_delicate)
     shard_blocks(model, policy)
     with record_collectives(model) as lines:
-        loss_of(model, torch.randn(4, DIM)).backward()
+        mean_square(model, torch.randn(4, DIM)).backward()
     gathered = {line.split(" x ")[1].split()[0] for line in lines if line.startswith("all-gather")}
     reduced = {line.split(" x ")[1].split()[0] for line in lines if line.startswith("reduce-scatter")}
     assert gathered == {"bfloat16", "float32"} and reduced == {"bfloat16"}
@@ -259,7 +255,7 @@ def test_the_function_is_called_once_for_each_managed_parameter():
         fully_shard(block, mp_policy=policy, ignored_params=[ignored])
     fully_shard(model, mp_policy=policy, ignored_params=[ignored])
     for _ in range(2):
-        loss_of(model, torch.randn(4, DIM)).backward()
+        mean_square(model, torch.randn(4, DIM)).backward()
     assert {*map(id, seen)} == {*map(id, before)} - {id(ignored)} and len(seen) == len(before) - 1
 
 
@@ -415,9 +411,9 @@ def test_gradients_have_the_grad_dtype_of_their_parameter(kind, way):
         for i in range(way.num_batches):
             batch = torch.randn(12, DIM, generator=generator).to(dtype)
             with way.wraps(model) if i + 1 < way.num_batches else nullcontext():
-                loss_of(model, local_part(batch)).backward()
+                mean_square(model, local_part(batch)).backward()
             for share in batch.chunk(2):
-                loss_of(reference, share).backward()
+                mean_square(reference, share).backward()
                 for name, param in reference.named_parameters():
                     expected[name] += param.grad.float() / 2
                     param.grad = None
@@ -444,7 +440,7 @@ def test_reductions_follow_grad_dtype_unless_there_is_a_reduce_dtype():
         model = with_grad_dtype(Model(), torch.bfloat16, lambda param: param.ndim == 2)
         shard_blocks(model, MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
         with record_collectives(model) as lines:
-            loss_of(model, torch.randn(4, DIM)).backward()
+            mean_square(model, torch.randn(4, DIM)).backward()
         assert {line.split(" x ")[1].split()[0] for line in lines if line.startswith("reduce-scatter")} == expected
         assert {(param.ndim, param.grad.dtype) for param in model.parameters()} == {
             (2, torch.bfloat16),

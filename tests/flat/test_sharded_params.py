@@ -24,8 +24,8 @@ import fsdp_compose
 from fsdp_compose import RaggedDTensor, clip_grad_norm_, distribute_ragged, flat_parameters, fully_shard, no_sync
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
-from tests.models import inputs
-from tests.training import Twins, local_part, plain_sgd
+from tests.models import inputs, shard_layers
+from tests.training import Twins, full_values, local_part, mean_square, plain_sgd
 
 STEPS = 4
 
@@ -39,6 +39,11 @@ class Net(nn.Module):
         self.norm, self.head = nn.LayerNorm(10), nn.Linear(10, 3)
         self.scale = nn.Parameter(torch.tensor(1.5))
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those that have a group of their own."""
+        return [self.second]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.first(x))
         return self.head(self.norm(x + torch.tanh(self.second(x)))) * self.scale
@@ -49,29 +54,9 @@ def build(seed: int = 0) -> Net:
     return Net()
 
 
-def shard(model: nn.Module, granularity: Any = None) -> nn.Module:
-    fully_shard(model.second, granularity=granularity)
-    return fully_shard(model, granularity=granularity)
-
-
 def batch(step: int) -> torch.Tensor:
     """The rows of all ranks; each takes its own."""
     return torch.randn(dist.get_world_size() * 2, 6, generator=torch.Generator().manual_seed(step))
-
-
-def mine(rows: torch.Tensor) -> torch.Tensor:
-    return rows.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    return model(rows).square().mean()
-
-
-def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: param.full_tensor().detach() if isinstance(param, DTensor) else param.detach()
-        for name, param in model.named_parameters()
-    }
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
@@ -118,15 +103,15 @@ OPTIMIZERS: dict[str, Make] = {
 def test_every_optimizer_equals_unsharded_training(name):
     warnings.simplefilter("ignore")
     reference = build()
-    model = shard(build())
+    model = shard_layers(build())
     optimizers = [OPTIMIZERS[name](list(item.parameters())) for item in (reference, model)]
     for step in range(STEPS):
         rows = batch(step)
-        for item, optimizer, data in zip((reference, model), optimizers, (rows, mine(rows)), strict=True):
+        for item, optimizer, data in zip((reference, model), optimizers, (rows, local_part(rows)), strict=True):
 
             def closure(item=item, optimizer=optimizer, data=data):
                 optimizer.zero_grad()
-                loss = loss_of(item, data)
+                loss = mean_square(item, data)
                 loss.backward()
                 if item is model:  # what a line search looks at must be the same on all ranks
                     loss = loss.detach()
@@ -140,7 +125,7 @@ def test_every_optimizer_equals_unsharded_training(name):
                 closure()
                 optimizer.step()
     # Rprop follows the signs of gradients, which rounding may flip where they are nearly zero.
-    assert_close(full_parameters(model), full_parameters(reference), 1e-4)
+    assert_close(full_values(model), full_values(reference), 1e-4)
     for param, state in optimizers[1].state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape and param.dim():
@@ -150,7 +135,7 @@ def test_every_optimizer_equals_unsharded_training(name):
 @distributed(world_size=3, timeout=60)
 def test_muon_equals_unsharded_training():
     warnings.simplefilter("ignore")
-    reference, model = build(), shard(build())
+    reference, model = build(), shard_layers(build())
     pairs = []
     for item in (reference, model):
         matrices = [param for param in item.parameters() if param.ndim == 2]
@@ -158,12 +143,12 @@ def test_muon_equals_unsharded_training():
         pairs.append((torch.optim.Muon(matrices, lr=0.01), torch.optim.SGD(others, lr=0.01)))
     for step in range(STEPS):
         rows = batch(step)
-        for item, optimizers, data in zip((reference, model), pairs, (rows, mine(rows)), strict=True):
-            loss_of(item, data).backward()
+        for item, optimizers, data in zip((reference, model), pairs, (rows, local_part(rows)), strict=True):
+            mean_square(item, data).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert_close(full_parameters(model), full_parameters(reference), 2e-2)  # Newton-Schulz runs in bf16
+    assert_close(full_values(model), full_values(reference), 2e-2)  # Newton-Schulz runs in bf16
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -172,11 +157,11 @@ def test_muon_equals_unsharded_training():
 def test_clipping_equals_that_of_unsharded_training(order, foreach):
     rows = batch(0)
     reference = build()
-    loss_of(reference, rows).backward()
+    mean_square(reference, rows).backward()
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05, order)
     for clip in ("torch", "ours"):
-        model = shard(build())
-        loss_of(model, mine(rows)).backward()
+        model = shard_layers(build())
+        mean_square(model, local_part(rows)).backward()
         if clip == "torch":
             total = nn.utils.clip_grad_norm_(model.parameters(), 0.05, order, foreach=foreach)
             total = total.full_tensor() if isinstance(total, DTensor) else total
@@ -212,9 +197,9 @@ def test_our_clipping_uses_one_collective_and_counts_other_parameters():
     model = build()
     fully_shard(model, ignored_params=[model.scale])
     rows = torch.ones(2, 6)
-    loss_of(model, rows).backward()
+    mean_square(model, rows).backward()
     reference = build()
-    loss_of(reference, rows).backward()
+    mean_square(reference, rows).backward()
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
     calls, original = [], dist.all_reduce
 
@@ -238,24 +223,24 @@ def test_our_clipping_uses_one_collective_and_counts_other_parameters():
 
 @distributed(world_size=3, timeout=60)
 def test_grad_scaler_finds_an_inf_on_any_rank():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = full_parameters(model)
-    scaler.scale(loss_of(model, mine(batch(0)))).backward()
+    before = full_values(model)
+    scaler.scale(mean_square(model, local_part(batch(0)))).backward()
     expected = {name: param.grad.full_tensor() / 4 for name, param in model.named_parameters()}
     if dist.get_rank() == 1:
         next(param for param in model.parameters() if param.grad.to_local().numel()).grad.to_local()[0] = math.inf
     scaler.step(optimizer)
     scaler.update()
-    assert_close(full_parameters(model), before, 0)
+    assert_close(full_values(model), before, 0)
     assert scaler.get_scale() == 2.0
     optimizer.zero_grad()
-    scaler.scale(loss_of(model, mine(batch(0)))).backward()
+    scaler.scale(mean_square(model, local_part(batch(0)))).backward()
     scaler.unscale_(optimizer)
     assert_close({name: param.grad.full_tensor() for name, param in model.named_parameters()}, expected)
     scaler.step(optimizer)
-    assert any(not torch.equal(a, b) for a, b in zip(full_parameters(model).values(), before.values(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(full_values(model).values(), before.values(), strict=True))
 
 
 # ---- gradient hooks
@@ -277,7 +262,7 @@ def test_gradient_hooks_fire_once_per_reducing_backward_with_the_sharded_gradien
     register(reference)
     if when == "before fully_shard":
         handles = register(model)
-    shard(model)
+    shard_layers(model)
     if when == "after module.to":
         model.double()
         reference.double()
@@ -287,10 +272,10 @@ def test_gradient_hooks_fire_once_per_reducing_backward_with_the_sharded_gradien
     for step in range(3):  # accumulates: hooks must see the new gradient, and then the sum
         rows = batch(step).to(kind)
         seen.clear()
-        loss_of(reference, rows).backward()
+        mean_square(reference, rows).backward()
         expected = list(seen)
         seen.clear()
-        loss_of(model, mine(rows)).backward()
+        mean_square(model, local_part(rows)).backward()
         assert [name for name, _ in seen] == ["gradient", "after"] == [name for name, _ in expected]
         for (_, actual), (_, wanted) in zip(seen, expected, strict=True):
             assert isinstance(actual, RaggedDTensor)
@@ -299,18 +284,18 @@ def test_gradient_hooks_fire_once_per_reducing_backward_with_the_sharded_gradien
     for handle in handles:
         handle.remove()
     seen.clear()
-    loss_of(model, mine(batch(9)).to(kind)).backward()
+    mean_square(model, local_part(batch(9)).to(kind)).backward()
     assert not seen
 
 
 @distributed(world_size=2, timeout=60)
 def test_hooks_wait_for_the_backward_that_reduces():
-    model, seen = shard(build()), []
+    model, seen = shard_layers(build()), []
     model.head.weight.register_hook(lambda grad: seen.append(grad))
     with no_sync(model):
-        loss_of(model, mine(batch(0))).backward()
+        mean_square(model, local_part(batch(0))).backward()
         assert not seen
-    loss_of(model, mine(batch(1))).backward()
+    mean_square(model, local_part(batch(1))).backward()
     assert len(seen) == 1
 
 
@@ -323,8 +308,8 @@ def penalty(model: nn.Module) -> torch.Tensor:
 
 LOSSES = {
     "penalty alone": lambda model, rows: penalty(model),
-    "penalty and model": lambda model, rows: penalty(model) + loss_of(model, rows),
-    "model and penalty": lambda model, rows: loss_of(model, rows) + penalty(model),
+    "penalty and model": lambda model, rows: penalty(model) + mean_square(model, rows),
+    "model and penalty": lambda model, rows: mean_square(model, rows) + penalty(model),
     "another group": lambda model, rows: model.second(rows @ torch.ones(6, 10).to(rows)).sum() * 0 + penalty(model),
 }
 
@@ -345,14 +330,14 @@ def test_gradient_hooks_see_gradients_that_reach_a_parameter_by_itself(when):
         register(reference)
         if when == "before fully_shard":
             register(model)
-        shard(model)
+        shard_layers(model)
         if when == "after module.to":
-            loss_of(model, mine(batch(0))).backward()
+            mean_square(model, local_part(batch(0))).backward()
             model.zero_grad()
             register(model)
             model.double()
             reference.double()
-            model(mine(batch(0)).double())  # takes the conversion over
+            model(local_part(batch(0)).double())  # takes the conversion over
         kind = next(reference.parameters()).dtype
         for step in range(3):  # accumulates
             rows = batch(step).to(kind)
@@ -360,7 +345,7 @@ def test_gradient_hooks_see_gradients_that_reach_a_parameter_by_itself(when):
             loss(reference, rows).backward()
             expected = sorted(seen, key=lambda item: (item[0], item[1].shape))
             seen.clear()
-            loss(model, mine(rows)).backward()
+            loss(model, local_part(rows)).backward()
             actual = sorted(seen, key=lambda item: (item[0], item[1].shape))
             assert [kind for kind, _ in actual] == [kind for kind, _ in expected], (name, step)
             for (_, value), (_, wanted) in zip(actual, expected, strict=True):
@@ -376,7 +361,7 @@ def test_gradient_hooks_see_gradients_that_reach_a_parameter_by_itself(when):
 
 @distributed(world_size=2, timeout=60)
 def test_gradient_hooks_forget_what_an_interrupted_backward_brought():
-    model, seen = shard(build()), []
+    model, seen = shard_layers(build()), []
     model.head.bias.register_hook(lambda grad: seen.append(grad.full_tensor()))
 
     class Fails(torch.autograd.Function):
@@ -397,9 +382,9 @@ def test_gradient_hooks_forget_what_an_interrupted_backward_brought():
     )
     model.zero_grad()
     model.head.bias.grad = distribute_ragged(torch.ones(3), model.head.bias.device_mesh, model.head.bias.placements)
-    loss_of(model, mine(batch(1))).backward()
+    mean_square(model, local_part(batch(1))).backward()
     reference = build()
-    loss_of(reference, batch(1)).backward()
+    mean_square(reference, batch(1)).backward()
     torch.testing.assert_close(seen, [reference.head.bias.grad])
     torch.testing.assert_close(model.head.bias.grad.full_tensor(), reference.head.bias.grad + 1)
 
@@ -481,7 +466,7 @@ def test_terms_of_the_loss_are_added_once_whatever_the_gradient_was_before(hook,
 
 @distributed(world_size=2, timeout=60)
 def test_an_optimizer_step_inside_a_post_accumulate_hook():
-    reference, model = build(), shard(build())
+    reference, model = build(), shard_layers(build())
     for item in (reference, model):
         for param in item.parameters():
             optimizer = torch.optim.SGD([param], lr=0.1)
@@ -493,9 +478,9 @@ def test_an_optimizer_step_inside_a_post_accumulate_hook():
             param.register_post_accumulate_grad_hook(step)
     for step in range(STEPS):
         rows = batch(step)
-        loss_of(reference, rows).backward()
-        loss_of(model, mine(rows)).backward()
-    assert_close(full_parameters(model), full_parameters(reference))
+        mean_square(reference, rows).backward()
+        mean_square(model, local_part(rows)).backward()
+    assert_close(full_values(model), full_values(reference))
     assert all(param.grad is None for param in model.parameters())
 
 
@@ -503,10 +488,10 @@ def test_an_optimizer_step_inside_a_post_accumulate_hook():
 def test_attributes_of_parameters_move_over_and_survive_conversions():
     model = build()
     model.head.weight.is_special = "yes"
-    weight = shard(model).head.weight
+    weight = shard_layers(model).head.weight
     assert weight.is_special == "yes" and model.head.weight is weight
     model.double()
-    loss_of(model, mine(batch(0)).double()).backward()
+    mean_square(model, local_part(batch(0)).double()).backward()
     assert model.head.weight is weight and weight.is_special == "yes" and weight.dtype == torch.float64
 
 
@@ -524,14 +509,14 @@ def test_an_optimizer_built_before_fully_shard_trains(name, steps_before):
         for step in steps:
             rows = batch(step)
             for item, optimizer in zip((reference, model), optimizers, strict=True):
-                loss_of(item, mine(rows) if item is model and is_sharded else rows).backward()
+                mean_square(item, local_part(rows) if item is model and is_sharded else rows).backward()
                 optimizer.step()
                 item.zero_grad()
 
     train(range(steps_before), is_sharded=False)
-    shard(model)
+    shard_layers(model)
     train(range(steps_before, steps_before + 3), is_sharded=True)
-    assert_close(full_parameters(model), full_parameters(reference))
+    assert_close(full_values(model), full_values(reference))
     ids = {id(param) for param in model.parameters()}
     assert {id(param) for group in optimizers[1].param_groups for param in group["params"]} == ids
     assert {id(param) for param in optimizers[1].state} == ids
@@ -541,21 +526,21 @@ def test_an_optimizer_built_before_fully_shard_trains(name, steps_before):
 def test_zero_grad_and_grad_scaler_before_the_first_step_of_an_optimizer_built_early():
     reference, model = build(), build()
     optimizers = [torch.optim.SGD(item.parameters(), lr=0.1) for item in (reference, model)]
-    shard(model)
+    shard_layers(model)
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
     for step in range(3):
         rows = batch(step)
-        parts = zip((reference, model), optimizers, scalers, (rows, mine(rows)), strict=True)
+        parts = zip((reference, model), optimizers, scalers, (rows, local_part(rows)), strict=True)
         for item, optimizer, scaler, data in parts:
-            scaler.scale(loss_of(item, data)).backward()
+            scaler.scale(mean_square(item, data)).backward()
             if step == 0:
                 optimizer.zero_grad()
-                scaler.scale(loss_of(item, data)).backward()
+                scaler.scale(mean_square(item, data)).backward()
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    assert_close(full_parameters(model), full_parameters(reference))
+    assert_close(full_values(model), full_values(reference))
 
 
 @distributed(world_size=2, timeout=60)
@@ -566,28 +551,30 @@ def test_old_parameters_added_to_an_optimizer_later_train():
         heads.append(list(item.head.parameters()))
         others = [param for param in item.parameters() if not any(param is other for other in heads[-1])]
         optimizers.append(torch.optim.SGD(others, lr=0.1))
-    shard(model)
+    shard_layers(model)
     for step in range(3):
         rows = batch(step)
-        for item, optimizer, head, data in zip((reference, model), optimizers, heads, (rows, mine(rows)), strict=True):
+        for item, optimizer, head, data in zip(
+            (reference, model), optimizers, heads, (rows, local_part(rows)), strict=True
+        ):
             if step == 1:
                 optimizer.add_param_group({"params": head})
-            loss_of(item, data).backward()
+            mean_square(item, data).backward()
             optimizer.step()
             item.zero_grad()
-    assert_close(full_parameters(model), full_parameters(reference))
+    assert_close(full_values(model), full_values(reference))
 
 
 @distributed(world_size=2, timeout=60)
 def test_an_optimizer_built_before_with_state_that_cannot_be_sharded_raises():
     model = build()
     optimizer = torch.optim.Adafactor(model.parameters())
-    loss_of(model, batch(0)).backward()
+    mean_square(model, batch(0)).backward()
     optimizer.step()
     model.zero_grad()
     before = [param for group in optimizer.param_groups for param in group["params"]]
-    shard(model)
-    loss_of(model, mine(batch(1))).backward()
+    shard_layers(model)
+    mean_square(model, local_part(batch(1))).backward()
     with pytest.raises(ValueError, match=r"Adafactor.*first.weight|second.weight"):
         optimizer.step()
     after = [param for group in optimizer.param_groups for param in group["params"]]
@@ -596,18 +583,18 @@ def test_an_optimizer_built_before_with_state_that_cannot_be_sharded_raises():
 
 @distributed(world_size=2, timeout=60)
 def test_an_optimizer_built_after_a_warm_up_forward_trains():
-    reference, model = build(), shard(build())
+    reference, model = build(), shard_layers(build())
     with torch.no_grad():
-        model(mine(batch(0)))
-    loss_of(model, mine(batch(0)))
+        model(local_part(batch(0)))
+    mean_square(model, local_part(batch(0)))
     optimizers = [torch.optim.AdamW(item.parameters(), lr=0.01, eps=1e-3) for item in (reference, model)]
     for step in range(3):
         rows = batch(step)
-        for item, optimizer, data in zip((reference, model), optimizers, (rows, mine(rows)), strict=True):
-            loss_of(item, data).backward()
+        for item, optimizer, data in zip((reference, model), optimizers, (rows, local_part(rows)), strict=True):
+            mean_square(item, data).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_close(full_parameters(model), full_parameters(reference))
+    assert_close(full_values(model), full_values(reference))
 
 
 # ---- meta device, conversions, loading
@@ -619,7 +606,7 @@ def test_meta_device_to_empty_initialize_train(build_optimizer):
     reference = build()
     with torch.device("meta"):
         model = Net()
-    shard(model)
+    shard_layers(model)
     assert all(param.is_meta for param in model.parameters())
     ids = [id(param) for param in model.parameters()]
     if build_optimizer == "before to_empty":
@@ -631,17 +618,17 @@ def test_meta_device_to_empty_initialize_train(build_optimizer):
             module.reset_parameters()
     with torch.no_grad():
         model.scale.fill_(1.5)
-    assert_close(full_parameters(model), full_parameters(reference), 0)
+    assert_close(full_values(model), full_values(reference), 0)
     if build_optimizer == "after":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     other = torch.optim.AdamW(reference.parameters(), lr=0.01, eps=1e-3)
     for step in range(3):
         rows = batch(step)
-        for item, one, data in ((reference, other, rows), (model, optimizer, mine(rows))):
-            loss_of(item, data).backward()
+        for item, one, data in ((reference, other, rows), (model, optimizer, local_part(rows))):
+            mean_square(item, data).backward()
             one.step()
             one.zero_grad()
-    assert_close(full_parameters(model), full_parameters(reference))
+    assert_close(full_values(model), full_values(reference))
     assert [id(param) for param in model.parameters()] == ids
 
 
@@ -653,7 +640,7 @@ def in_even_shards(tensor: DTensor) -> DTensor:
 @pytest.mark.parametrize("assign", [False, True])
 @distributed(world_size=2, timeout=60)
 def test_load_state_dict_between_steps(assign, form):
-    model, other = shard(build(0)), shard(build(1))
+    model, other = shard_layers(build(0)), shard_layers(build(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     ids = [id(param) for param in model.parameters()]
     for step in range(4):
@@ -672,17 +659,16 @@ def test_load_state_dict_between_steps(assign, form):
                 state = {name: value.clone() for name, value in state.items()}
             model.load_state_dict(state, assign=assign)
             assert [id(param) for param in model.parameters()] == ids
-            assert_close(full_parameters(model), full_parameters(other), 0)
-        loss_of(model, mine(batch(step))).backward()
+            assert_close(full_values(model), full_values(other), 0)
+        mean_square(model, local_part(batch(step))).backward()
         optimizer.step()
         optimizer.zero_grad()
     reference = build(1)
     assert not any(
-        torch.equal(a, b)
-        for a, b in zip(full_parameters(model).values(), full_parameters(reference).values(), strict=True)
+        torch.equal(a, b) for a, b in zip(full_values(model).values(), full_values(reference).values(), strict=True)
     )
     # What training does after the load equals what it does from there in one process, with the momentum there was.
-    assert_close(full_parameters(other), full_parameters(reference), 0)  # loading did not tie the models together
+    assert_close(full_values(other), full_values(reference), 0)  # loading did not tie the models together
     twin, start = build(1), build(0)
     twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     start_optimizer = torch.optim.SGD(start.parameters(), lr=0.1, momentum=0.9)
@@ -692,29 +678,29 @@ def test_load_state_dict_between_steps(assign, form):
             if step == 2:
                 for a, b in zip(start.parameters(), twin.parameters(), strict=True):
                     twin_optimizer.state[b] = start_optimizer.state[a]
-            loss_of(item, batch(step)).backward()
+            mean_square(item, batch(step)).backward()
             one.step()
             one.zero_grad()
-        assert_close(full_parameters(model), full_parameters(twin))
+        assert_close(full_values(model), full_values(twin))
 
 
 @distributed(world_size=2, timeout=60)
 def test_loading_plain_tensors_takes_whole_values_but_not_by_assignment():
-    model = shard(build(0))
-    before, ids = full_parameters(model), [id(param) for param in model.parameters()]
+    model = shard_layers(build(0))
+    before, ids = full_values(model), [id(param) for param in model.parameters()]
     state = build(1).state_dict()
     with pytest.raises(ValueError, match="set_model_state_dict"):
         model.load_state_dict(state, assign=True)
-    assert_close(full_parameters(model), before, 0)
+    assert_close(full_values(model), before, 0)
     model.load_state_dict(build(1).state_dict())
-    assert_close(full_parameters(model), full_parameters(build(1)), 0)
+    assert_close(full_values(model), full_values(build(1)), 0)
     assert [id(param) for param in model.parameters()] == ids
-    loss_of(model, mine(batch(0))).backward()
+    mean_square(model, local_part(batch(0))).backward()
 
 
 @distributed(world_size=2, timeout=60)
 def test_model_to_dtype_between_steps():
-    reference, model = build(), shard(build())
+    reference, model = build(), shard_layers(build())
     optimizers = [torch.optim.SGD(item.parameters(), lr=0.1) for item in (reference, model)]
     for step in range(4):
         rows = batch(step)
@@ -722,11 +708,11 @@ def test_model_to_dtype_between_steps():
             reference.double()
             model.double()
         kind = torch.float64 if step >= 2 else torch.float32
-        for item, optimizer, data in zip((reference, model), optimizers, (rows, mine(rows)), strict=True):
-            loss_of(item, data.to(kind)).backward()
+        for item, optimizer, data in zip((reference, model), optimizers, (rows, local_part(rows)), strict=True):
+            mean_square(item, data.to(kind)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert_close(full_parameters(model), full_parameters(reference))
+    assert_close(full_values(model), full_values(reference))
 
 
 # ---- state dicts and checkpoints
@@ -740,7 +726,7 @@ def test_state_dict_holds_dtensors_over_the_live_shards_without_communication():
 
 
 def check_that_a_state_dict_is_without_communication():
-    model = shard(build())
+    model = shard_layers(build())
     with CommDebugMode() as comm:
         state = model.state_dict()
     assert comm.get_total_counts() == 0
@@ -768,7 +754,7 @@ def test_checkpoints_load_at_another_world_size_bit_exact(how, granularity):
     path = Path(folder[0])
     rule = GRANULARITY[granularity]
     trained, optimizer = _train_on(init_device_mesh("cpu", (4,)), rule, seed=0, steps=2)
-    expected = full_parameters(trained)
+    expected = full_values(trained)
     expected_state = {
         (name, key): value.full_tensor() if isinstance(value, DTensor) else value
         for name, param in trained.named_parameters()
@@ -808,7 +794,7 @@ def test_checkpoints_load_at_another_world_size_bit_exact(how, granularity):
             assert torch.equal(loaded[key], value), key
         for param, entries in other.state.items():
             assert isinstance(entries["exp_avg"], RaggedDTensor) and entries["exp_avg"].placements == param.placements
-    actual = full_parameters(model)
+    actual = full_values(model)
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name
 
@@ -819,7 +805,7 @@ def _train_on(mesh, granularity, seed, steps):
     fully_shard(model, mesh=mesh, granularity=granularity)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(steps):
-        loss_of(model, batch(step)).backward()
+        mean_square(model, batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
@@ -829,23 +815,23 @@ def _train_on(mesh, granularity, seed, steps):
 def test_full_state_dicts_of_torch_load():
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    model, source = shard(build(0)), build(1)
+    model, source = shard_layers(build(0)), build(1)
     options = StateDictOptions(full_state_dict=True)
     state = get_model_state_dict(model, options=options)
     for name, value in build(0).state_dict().items():
         assert torch.equal(state[name], value), name
     matrices = {name: value for name, value in source.state_dict().items() if value.dim()}
     set_model_state_dict(model, matrices, options=StateDictOptions(full_state_dict=True, strict=False))
-    actual = full_parameters(model)
+    actual = full_values(model)
     for name, value in build(1).state_dict().items():
         assert torch.equal(actual[name], value), name
 
 
 @distributed(world_size=3, timeout=60)
 def test_parameters_gradients_and_optimizer_state_are_ragged_and_views_of_the_flat_shard():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = torch.optim.AdamW(model.parameters())
-    loss_of(model, mine(batch(0))).backward()
+    mean_square(model, local_part(batch(0))).backward()
     optimizer.step()
     for handle in _get_fsdp_handles(model):
         shard_memory, gradients = handle.shard.untyped_storage().data_ptr(), set()
@@ -858,13 +844,13 @@ def test_parameters_gradients_and_optimizer_state_are_ragged_and_views_of_the_fl
         assert len(gradients) == 1  # one flat gradient
     before = {id(param.grad) for param in model.parameters()}
     optimizer.zero_grad()
-    loss_of(model, mine(batch(0))).backward()
+    mean_square(model, local_part(batch(0))).backward()
     assert {id(param.grad) for param in model.parameters()} == before  # recycled: they were not held
 
 
 @distributed(world_size=2, timeout=60)
 def test_a_parameter_can_be_copied_and_is_a_parameter():
-    model = shard(build())
+    model = shard_layers(build())
     weight = model.head.weight
     assert isinstance(weight, nn.Parameter) and isinstance(weight, DTensor) and type(weight) is RaggedDTensor
     assert weight.shape == (3, 10) and weight.is_leaf and weight.requires_grad
@@ -873,6 +859,6 @@ def test_a_parameter_can_be_copied_and_is_a_parameter():
     with torch.no_grad():
         weight.copy_(distribute_ragged(torch.ones(3, 10), weight.device_mesh, weight.placements))
     assert twin.full_tensor().abs().max() < 1
-    loss_of(model, mine(batch(0))).backward()
+    mean_square(model, local_part(batch(0))).backward()
     assert isinstance(weight.grad, RaggedDTensor) and weight.grad.placements == weight.placements
     assert fsdp_compose.RaggedDTensor is RaggedDTensor

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -39,7 +38,7 @@ from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
 from tests.checkpoint.test_checkpoint import assert_equal, whole
 from tests.checkpoint.test_checkpoint_storage import shared_folder
 from tests.harness import distributed, environment, lasting_mesh
-from tests.models import GPT, batches
+from tests.models import GPT, batches, gpt_loss, shard_layers
 
 TORCHS = torch.nn.utils.clip_grad_norm_
 
@@ -91,19 +90,13 @@ def parallelize(model: GPT, tp: DeviceMesh, kind: str) -> GPT:
     return model
 
 
-def shard(model: GPT, mesh: DeviceMesh, **options: Any) -> GPT:
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
 def reference(**options: Any) -> GPT:
     torch.manual_seed(0)
     return GPT(**options)
 
 
 def sharded_gpt(mesh: DeviceMesh, kind: str = "tensor", data: Any = "dp", **options: Any) -> GPT:
-    return shard(parallelize(reference(**options), mesh["tp"], kind), mesh[data])
+    return shard_layers(parallelize(reference(**options), mesh["tp"], kind), mesh=mesh[data])
 
 
 def share_of(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -112,11 +105,6 @@ def share_of(mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
     for dim, size in enumerate(mesh.shape):
         place = place * size + mesh.get_local_rank(dim)
     return lambda batch: batch.chunk(mesh.size())[place]
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    logits = model(batch[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def train(
@@ -138,7 +126,7 @@ def train(
             is_last = i + 1 == microbatches
             with nullcontext() if is_last or fully_shard.state(model) is None else fsdp_compose.no_sync(model):
                 with loss_parallel() if is_loss_parallel else nullcontext():
-                    (loss_of(model, share(part)) / microbatches).backward()
+                    (gpt_loss(model, share(part)) / microbatches).backward()
         if clip is not None:
             norm = clip(params, 0.5)
             norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
@@ -262,7 +250,7 @@ def test_a_part_of_the_ranks_trains_and_is_saved_by_itself():
 def test_terms_of_gradients_are_summed_in_one_all_reduce_for_each_group():
     mesh = mesh_of(2, 2)
     model = sharded_gpt(mesh, "sequence")
-    loss = loss_of(model, share_of(mesh["dp"])(next(batches(1))))
+    loss = gpt_loss(model, share_of(mesh["dp"])(next(batches(1))))
     with record_collectives(model) as lines:
         loss.backward()
     # Weight and bias of both norms of a block, and of that of the root.
@@ -282,7 +270,7 @@ def test_a_profile_names_the_sums_of_terms_by_group():
     model = sharded_gpt(mesh, "sequence")
     share, batch = share_of(mesh["dp"]), next(batches(1))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        loss_of(model, share(batch)).backward()
+        gpt_loss(model, share(batch)).backward()
     events = sorted(profiler.events(), key=lambda item: item.time_range.start)
     prefix = "fsdp_compose::all_reduce over tensor-parallel ranks of "
     seen = [item.name.removeprefix(prefix) for item in events if item.name.startswith(prefix)]
@@ -303,7 +291,7 @@ def test_tensor_parallel_ranks_that_sum_other_terms_are_told_before_they_do(is_s
         lost = handle.unsharded.params[handle.fqns.index("norm1.bias")]
         has_lost = mesh.get_local_rank("tp") == 1
         hook = lost.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None) if has_lost else None)
-        loss = loss_of(model, share(next(batches(1))))
+        loss = gpt_loss(model, share(next(batches(1))))
         ranks = r"\[0, 1\]" if is_synced or mesh.get_local_rank("dp") == 0 else r"\[2, 3\]"
         match = (
             rf"summed over the tensor-parallel ranks {ranks}, of other parameters on some of them.*: of "
@@ -325,7 +313,7 @@ def test_errors_about_ranks_tell_of_sums_of_terms():
         mesh = mesh_of(2, 2)
         model = sharded_gpt(mesh, "sequence")
         with fsdp_compose.no_sync(model):  # so that nothing comes after it
-            loss_of(model, share_of(mesh["dp"])(next(batches(1)))).backward()
+            gpt_loss(model, share_of(mesh["dp"])(next(batches(1)))).backward()
             dist.barrier()
             text = last_of_every_rank(dist.group.WORLD)
     noted = "all-reduce over tensor-parallel ranks of norm.weight and 1 more"
@@ -341,7 +329,7 @@ def test_accumulation_checkpointing_and_frozen_parameters(use_reentrant):
     for item in (model, expected):
         item.blocks[1].up.weight.requires_grad_(False)
         item.blocks[1].norm1.bias.requires_grad_(False)
-    shard(parallelize(model, mesh["tp"], "tensor"), mesh["dp"])
+    shard_layers(parallelize(model, mesh["tp"], "tensor"), mesh=mesh["dp"])
     assert not model.blocks[1].up.weight.requires_grad
     train(model, share_of(mesh["dp"]), microbatches=2)
     train(expected, microbatches=2)
@@ -353,7 +341,7 @@ def test_mixed_precision_computes_and_reduces_in_its_dtypes():
     mesh = mesh_of(2, 2)
     policy = fsdp_compose.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     torch.manual_seed(0)
-    model = shard(parallelize(GPT(), mesh["tp"], "tensor"), mesh["dp"], mp_policy=policy)
+    model = shard_layers(parallelize(GPT(), mesh["tp"], "tensor"), mesh=mesh["dp"], mp_policy=policy)
     seen = []
     model.blocks[0].up.register_forward_hook(lambda module, _args, _output: seen.append(module.weight))
     train(model, share_of(mesh["dp"]), steps=1)
@@ -377,7 +365,7 @@ def test_tied_weights_move_to_one_group_and_train_as_one_process():
     model.head.weight = model.tokens.weight
     for part in (model.tokens, model.head):
         fully_shard(part, mesh=mesh["dp"])
-    shard(parallelize(model, tp, "tensor"), mesh["dp"])
+    shard_layers(parallelize(model, tp, "tensor"), mesh=mesh["dp"])
     train(model, share_of(mesh["dp"]))
     train(expected)
     assert model.head.weight is model.tokens.weight
@@ -487,7 +475,7 @@ def test_copies_meta_models_and_optimizers_built_before():
     )
     train(model, optimizer=optimizer, steps=1)
     train(expected, optimizer=theirs, steps=1)
-    shard(model, mesh["dp"])
+    shard_layers(model, mesh=mesh["dp"])
     twin, their_twin = copy.deepcopy(model), copy.deepcopy(expected)
     share = share_of(mesh["dp"])
     train(twin, share)
@@ -498,7 +486,7 @@ def test_copies_meta_models_and_optimizers_built_before():
     assert_same(twin, their_twin)
     with torch.device("meta"):
         blank = GPT()
-    shard(parallelize(blank, mesh["tp"], "tensor"), mesh["dp"])
+    shard_layers(parallelize(blank, mesh["tp"], "tensor"), mesh=mesh["dp"])
     blank.to_empty(device="cpu")
     set_model_state_dict(blank, get_model_state_dict(model))
     train(blank, share)
@@ -591,7 +579,7 @@ def test_gradient_scalers_unscale_flat_views_of_what_is_cut():
     optimizer, theirs = OPTIMIZERS["sgd"](flat), OPTIMIZERS["sgd"](expected.parameters())
     for is_broken in (False, True):
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-        scaler.scale(loss_of(model, share_of(mesh["dp"])(batch))).backward()
+        scaler.scale(gpt_loss(model, share_of(mesh["dp"])(batch))).backward()
         if is_broken and dist.get_rank() == 3:
             cut = [item.grad.to_local() for item in flat if item.device_mesh.ndim == 2]
             next(local for local in cut if local.numel())[0] = float("inf")
@@ -599,7 +587,7 @@ def test_gradient_scalers_unscale_flat_views_of_what_is_cut():
         scaler.update()
         optimizer.zero_grad()
         assert scaler.get_scale() == (128.0 if is_broken else 256.0)
-    loss_of(expected, batch).backward()
+    gpt_loss(expected, batch).backward()
     theirs.step()
     assert_same(model, expected)
 
@@ -642,7 +630,7 @@ def layouts() -> dict[str, Callable[[], tuple[nn.Module, Callable[[torch.Tensor]
 
     def on(mesh: DeviceMesh, data: Any, is_parallel: bool) -> Any:
         model = parallelize(fresh(), mesh["tp"], "vocabulary") if is_parallel else fresh()
-        return shard(model, mesh[data]), share_of(mesh[data])
+        return shard_layers(model, mesh=mesh[data]), share_of(mesh[data])
 
     return {
         "dp2tp2": lambda: on(mesh_of(2, 2), "dp", True),
@@ -748,7 +736,7 @@ def test_an_interrupted_iteration_is_recovered_from_by_all_ranks(debug):
 
         hook = model.blocks[1].up.register_forward_hook(fail)
         with pytest.raises(ArithmeticError):
-            loss_of(model, share(next(batches(1))))
+            gpt_loss(model, share(next(batches(1))))
         hook.remove()
         with pytest.warns(UserWarning, match="was interrupted"):
             train(model, share)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp_compose import drop_in
 from fsdp_compose.checkpoint.state_dict import get_model_state_dict
 from tests.harness import distributed
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import local_part, whole
 
 GRANULES = {"elements": lambda fqn, param: "elements", "rows": lambda fqn, param: "rows"}
@@ -48,7 +48,7 @@ def test_assigned_parameters_are_taken_over_and_train(way, is_meta, granule):
     model = model_of(0)
     if is_meta:
         model = model.to("meta")
-    shard_gpt(model, granularity=GRANULES[granule])
+    shard_layers(model, granularity=GRANULES[granule])
     assign(model, full, way)
     early = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)  # holds what was assigned
     saved = get_model_state_dict(model)
@@ -69,7 +69,7 @@ def test_assigned_parameters_are_taken_over_and_train(way, is_meta, granule):
 def test_between_iterations_too_and_state_of_the_optimizer_stays(is_first):
     reference, other = model_of(1), model_of(2)
     model = copy.deepcopy(reference)
-    shard_gpt(model)
+    shard_layers(model)
     ours, theirs = (torch.optim.AdamW(item.parameters(), 1e-2, eps=1e-3) for item in (model, reference))
     for step, batch in enumerate(batches(4)):
         if step == 2:
@@ -95,7 +95,7 @@ def test_between_iterations_too_and_state_of_the_optimizer_stays(is_first):
 @distributed(world_size=2)
 def test_ties_that_are_assigned_together_hold():
     reference = model_of(1, tie=True)
-    model = shard_gpt(model_of(0, tie=True))
+    model = shard_layers(model_of(0, tie=True))
     full = dict(reference.state_dict())
     assign(model, full, "from_local")
     assert model.head.weight is not model.tokens.weight  # named_parameters() has one name of the two
@@ -110,7 +110,7 @@ def test_ties_that_are_assigned_together_hold():
 
 @distributed(world_size=2)
 def test_requires_grad_of_what_is_assigned_holds():
-    model = shard_gpt(model_of(0))
+    model = shard_layers(model_of(0))
     for fqn, param in [*model.named_parameters()]:
         if "up" in fqn:
             owner, _, name = fqn.rpartition(".")
@@ -121,7 +121,7 @@ def test_requires_grad_of_what_is_assigned_holds():
 
 @distributed(world_size=2)
 def test_others_are_refused_by_name():
-    model = shard_gpt(model_of(0))
+    model = shard_layers(model_of(0))
     gpt_loss(model, local_part(next(batches(1)))).backward()
     model.zero_grad()
     model.head.weight = nn.Parameter(torch.zeros_like(model.head.weight.full_tensor()))
@@ -132,7 +132,7 @@ def test_others_are_refused_by_name():
 @distributed(world_size=2)
 def test_another_parameter_of_the_model_is_no_new_one():
     """It ties two: refused by name between groups, after the first forward."""
-    model = shard_gpt(model_of(0))
+    model = shard_layers(model_of(0))
     model(local_part(next(batches(1)))[:, :-1])
     model.blocks[0].norm1.weight = model.blocks[1].norm1.weight
     with pytest.raises(RuntimeError, match=r"replaced, added or removed.*blocks\.0\.norm1\.weight"):

@@ -25,8 +25,8 @@ from fsdp_compose import (
 from fsdp_compose.checkpoint import get_model_state_dict, set_model_state_dict
 from tests.harness import distributed
 from tests.internals import sharded_modules
-from tests.runtime.test_edits_in_forward import EDITS, Editing, inputs, own, shard
-from tests.training import assert_parameters_match
+from tests.runtime.test_edits_in_forward import EDITS, Editing, inputs, shard
+from tests.training import assert_parameters_match, local_part
 
 
 def is_gathered(model: nn.Module) -> list[bool]:
@@ -124,7 +124,7 @@ def test_flat_views_and_training_in_between(world_size):
             with torch.no_grad():
                 torch.testing.assert_close(model(inputs(i)), reference(inputs(i)))
                 assert is_gathered(model)[:3] == [True] * 3
-            for both, optimizer, share in ((model, ours, own), (reference, theirs, lambda x: x)):
+            for both, optimizer, share in ((model, ours, local_part), (reference, theirs, lambda x: x)):
                 both(share(inputs(i))).square().mean().backward()
                 assert both is reference or not any(is_gathered(model))
                 with torch.no_grad():

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_compose import clip_grad_norm_, flat_parameters, fully_shard, functional_mode, set_functional_mode
 from tests.harness import distributed
+from tests.models import shard_layers
 from tests.training import assert_gradients_match, assert_parameters_match, local_part, pair
 
 DIM, BATCH = 4, 6
@@ -95,18 +96,12 @@ def models(keep: Any) -> tuple[Model, Model]:
     return model, Model(keep)
 
 
-def shard(model: Model) -> Model:
-    for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
 @pytest.mark.parametrize("mode", ["default", "functional"])
 @pytest.mark.parametrize("where", KEEPERS)
 @distributed(world_size=2)
 def test_a_module_computes_with_a_reference_that_it_kept(where: str, mode: str) -> None:
     model, reference = models(KEEPERS[where])
-    shard(model)
+    shard_layers(model)
     set_functional_mode(model, mode == "functional")
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (model, reference))
     for step in range(3):
@@ -124,7 +119,7 @@ def test_parameters_on_meta() -> None:
     with torch.device("meta"):
         model = Model(KEEPERS["tuple"])
     _, reference = models(KEEPERS["tuple"])
-    shard(model)
+    shard_layers(model)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for param, other in zip(model.parameters(), reference.parameters(), strict=True):
@@ -143,7 +138,7 @@ def test_a_list_of_parameters_taken_before(is_flat: bool) -> None:
     """torch's clipping, zero_grad(), initialization and averages through it reach the sharded parameters."""
     model, reference = models(KEEPERS["attribute"])
     old, theirs = [*model.parameters()], [*reference.parameters()]
-    shard(model)
+    shard_layers(model)
     flat = torch.optim.SGD(flat_parameters(model), lr=0.5) if is_flat else None
     ours, other = torch.optim.SGD(old, lr=0.5), torch.optim.SGD(theirs, lr=0.5)
     ours = flat or ours
@@ -179,7 +174,7 @@ def test_a_list_of_parameters_taken_before(is_flat: bool) -> None:
 def test_hooks_registered_through_an_old_reference() -> None:
     model, _ = models(KEEPERS["attribute"])
     old = model.head.weight
-    shard(model)
+    shard_layers(model)
     seen: list[torch.Size] = []
     old.register_hook(lambda grad: seen.append(grad.shape))
     old.register_post_accumulate_grad_hook(lambda param: seen.append(param.shape))
@@ -191,7 +186,7 @@ def test_hooks_registered_through_an_old_reference() -> None:
 def test_outside_forward_it_is_the_sharded_parameter() -> None:
     model, reference = models(KEEPERS["closure"])
     old = model.head.weight
-    shard(model)
+    shard_layers(model)
     h = model(local_part(batch(0)))
     with pytest.raises(RuntimeError, match=r"head\.weight of the fully_shard group .*full_tensor"):
         F.linear(h.t(), old)
@@ -205,7 +200,7 @@ def test_a_graph_recorded_before_raises() -> None:
     model, _ = models(KEEPERS["attribute"])
     loss = model(local_part(batch(0))).sum()
     total = sum(param.sum() for param in model.parameters())
-    shard(model)
+    shard_layers(model)
     with pytest.raises(RuntimeError):  # torch's, of saved tensors that were modified, or ours
         loss.backward()
     with pytest.raises(RuntimeError, match=r"the parameter .* recorded before"):
@@ -248,7 +243,7 @@ def test_holds_no_memory() -> None:
     storages = [StorageWeakRef(param.untyped_storage()) for param in old]
     state = {name: param.detach() for name, param in model.head.named_parameters()}
     before = {name: value.clone() for name, value in state.items()}
-    shard(model)
+    shard_layers(model)
     gc.collect()
     assert [storage.expired() for storage in storages] == [True, True, False, False]
     assert all(torch.equal(value, before[name]) for name, value in state.items())
@@ -284,7 +279,7 @@ def test_a_class_of_the_users_own_and_ties() -> None:
 @distributed(world_size=2)
 def test_in_a_gradient_penalty() -> None:
     model, reference = models(KEEPERS["closure"])
-    shard(model)
+    shard_layers(model)
 
     def penalty(one: Model, x: torch.Tensor) -> torch.Tensor:
         (slope,) = torch.autograd.grad(one(x.requires_grad_()).sum(), x, create_graph=True)

@@ -32,7 +32,7 @@ from fsdp_compose import (
 from fsdp_compose.group.registry import states_to_run
 from tests.flat import test_composite_parameters as composite_parameters
 from tests.harness import distributed, fake_process_group
-from tests.models import GPT, Net, batches, gpt_loss, shard_gpt, shard_layers
+from tests.models import GPT, Net, batches, gpt_loss, shard_layers
 from tests.training import local_part
 
 
@@ -41,7 +41,7 @@ def uneven() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    return shard_gpt(GPT(tie=True))
+    return shard_layers(GPT(tie=True))
 
 
 def frozen() -> nn.Module:
@@ -84,7 +84,7 @@ def partly() -> nn.Module:
 
 
 def quantised() -> nn.Module:
-    return composite_parameters.shard(composite_parameters.made())
+    return shard_layers(composite_parameters.made())
 
 
 MODELS = [quantised, uneven, tied, frozen, mixed_dtypes, hybrid, tensor_parallel, replicated, partly]
@@ -134,7 +134,7 @@ def test_one_rank_alone_describes_what_all_hold_before_and_after_the_first_forwa
     torch.manual_seed(0)
     model = GPT(tie=True)
     whole = {name: param.detach().clone() for name, param in model.named_parameters()}
-    shard_gpt(model)
+    shard_layers(model)
     rank, others = dist.get_rank(), [facts_of(model)]
     params = dict(model.named_parameters())
     for when in ("before", "after"):

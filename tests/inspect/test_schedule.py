@@ -21,6 +21,7 @@ from fsdp_compose import (
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed, fake_process_group
+from tests.inspect.test_trace import step
 from tests.training import local_part
 
 
@@ -31,10 +32,6 @@ def build(**options) -> tuple[nn.Module, nn.Module]:
     for layer in model:
         fully_shard(layer, **options)
     return fully_shard(model, **options), reference
-
-
-def step(model: nn.Module) -> None:
-    model(torch.ones(2, 4)).sum().backward()
 
 
 def schedule(num_before: int = 0, **options) -> str:

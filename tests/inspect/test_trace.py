@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
     TraceEvent,
-    fully_shard,
     functional_mode,
     no_sync,
     record_collectives,
@@ -34,6 +33,7 @@ from fsdp_compose.group.parameter_swap import ParameterSwap
 from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.inspect.trace_formats import lanes
 from tests.harness import distributed, fake_process_group
+from tests.models import shard_layers
 from tests.training import local_part
 
 
@@ -48,12 +48,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return x
-
-
-def sharded(model: Stack, **options) -> Stack:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
 
 
 def step(model: nn.Module) -> None:
@@ -73,7 +67,7 @@ def schedule(make: Callable[[], nn.Module], run: Callable[[nn.Module], object] =
 def test_stack_of_blocks():
     """Each block is gathered while the one before it computes, and reduced while the next one does."""
     assert_expected_inline(
-        schedule(lambda: sharded(Stack())),
+        schedule(lambda: shard_layers(Stack())),
         """\
 all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
 forward (root)
@@ -113,7 +107,7 @@ wait for reduce-scatter blocks.0.weight and 1 more""",
 def test_without_resharding_after_forward():
     """Backward gathers nothing."""
     assert_expected_inline(
-        schedule(lambda: sharded(Stack(), reshard_after_forward=False)),
+        schedule(lambda: shard_layers(Stack(), reshard_after_forward=False)),
         """\
 all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
 forward (root)
@@ -150,7 +144,7 @@ def test_accumulation():
         step(model)
 
     assert_expected_inline(
-        schedule(lambda: sharded(Stack()), two_microbatches),
+        schedule(lambda: shard_layers(Stack()), two_microbatches),
         """\
 all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
 forward (root)
@@ -216,7 +210,7 @@ wait for reduce-scatter blocks.0.weight and 1 more""",
 def test_activation_checkpointing():
     """A recomputation inside backward computes with what was gathered for that."""
     assert_expected_inline(
-        schedule(lambda: sharded(Stack(checkpoints=True))),
+        schedule(lambda: shard_layers(Stack(checkpoints=True))),
         """\
 all-gather blocks.0.weight and 1 more (32 x float32 among 4 ranks)
 forward (root)
@@ -276,7 +270,7 @@ def test_hybrid():
     """What was scattered over the shard group is averaged over the replicas, while backward goes on."""
 
     def make() -> nn.Module:
-        return sharded(Stack(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
+        return shard_layers(Stack(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
 
     assert_expected_inline(
         schedule(make),
@@ -329,14 +323,14 @@ def test_functional_mode_and_full_parameters():
         with summon_full_params(model):
             pass
 
-    text = schedule(lambda: sharded(Stack()), both)
+    text = schedule(lambda: shard_layers(Stack()), both)
     assert "backward" not in text and text.count("forward blocks.") == 3 and text.count("reduce-scatter ") == 6
     assert text.endswith("gather blocks.2.weight and 1 more on every rank")
 
 
 def test_collectives_of_a_compiled_model_are_seen():
     def make() -> nn.Module:
-        model = sharded(Stack())
+        model = shard_layers(Stack())
         model.compile(backend="aot_eager", fullgraph=True)
         return model
 
@@ -352,7 +346,7 @@ def test_collectives_of_a_compiled_model_are_seen():
 
 def test_chrome_trace_is_what_viewers_expect(tmp_path: Path):
     with fake_process_group(rank=3, world_size=4):
-        model = sharded(Stack(checkpoints=True))
+        model = shard_layers(Stack(checkpoints=True))
         with trace(model) as found:
             step(model)
             step(model)
@@ -389,7 +383,7 @@ def test_chrome_trace_is_what_viewers_expect(tmp_path: Path):
 
 def test_pictures(tmp_path: Path):
     with fake_process_group(rank=0, world_size=2):
-        model = sharded(Stack())
+        model = shard_layers(Stack())
         with trace(model) as found:
             step(model)
     found.save(tmp_path / "step.svg")
@@ -413,7 +407,7 @@ def test_events_that_cross_are_in_different_lanes():
 
 @distributed(world_size=2)
 def test_one_rank_alone_may_trace_and_nothing_changes():
-    model, other, rank = sharded(Stack()), sharded(Stack()), dist.get_rank()
+    model, other, rank = shard_layers(Stack()), shard_layers(Stack()), dist.get_rank()
     reference = Stack()
     before = [handle.mesh.transport for handle in _get_fsdp_handles(model)]
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -450,7 +444,7 @@ def test_one_rank_alone_may_trace_and_nothing_changes():
 
 @distributed(world_size=2)
 def test_an_exception_ends_a_trace_with_what_had_happened():
-    model = sharded(Stack())
+    model = shard_layers(Stack())
     with pytest.raises(ZeroDivisionError), trace(model) as found:
         model.blocks[1].register_forward_pre_hook(lambda *_: 1 // 0)
         with pytest.raises(RuntimeError, match="the trace is still running"):
@@ -471,7 +465,7 @@ def test_traces_begin_between_iterations_of_sharded_models():
     with pytest.raises(ValueError, match="nothing below this Linear is sharded"), trace(nn.Linear(1, 1)):
         pass
     with fake_process_group(rank=1, world_size=2):
-        model = sharded(Stack())
+        model = shard_layers(Stack())
         model.blocks[2].register_forward_hook(lambda *_: trace(model).__enter__())
         with pytest.raises(RuntimeError, match=r"rank 1: trace\(\) begins inside a forward or backward of .*\(root\)"):
             step(model)
@@ -479,7 +473,7 @@ def test_traces_begin_between_iterations_of_sharded_models():
 
 def test_a_copy_that_is_made_meanwhile_is_not_traced():
     with fake_process_group(rank=0, world_size=2):
-        model = sharded(Stack())
+        model = shard_layers(Stack())
         with trace(model) as found:
             step(copy.deepcopy(model))
         assert not found.events and AllGathers.reshard.__name__ == "reshard"

@@ -33,7 +33,7 @@ from fsdp_compose.flat.sharded_param import shown_on
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.flat.test_offload import HALF, assert_equal, assert_same_state, train
 from tests.harness import distributed, fake_process_group
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import local_part
 from tests.two_memories import IN, OUT, TwoMemories
 
@@ -60,7 +60,7 @@ def pair(**options: Any) -> tuple[GPT, GPT]:
     model = GPT()
     twin = copy.deepcopy(model)
     options_of_twin = {key: value for key, value in options.items() if key != "offload_policy"}
-    return shard_gpt(model, **options), shard_gpt(twin, **options_of_twin)
+    return shard_layers(model, **options), shard_layers(twin, **options_of_twin)
 
 
 def params_of(model: nn.Module, flat: bool) -> list[nn.Parameter]:
@@ -142,7 +142,7 @@ def test_an_optimizer_that_has_stepped_is_taken_over():
 def test_checkpoints_are_as_always_and_what_is_loaded_goes_to_the_host(flat):
     def build(streams: bool) -> tuple[GPT, torch.optim.Optimizer, list[nn.Parameter]]:
         torch.manual_seed(0)
-        model = shard_gpt(GPT())
+        model = shard_layers(GPT())
         params = params_of(model, flat)
         optimizer = torch.optim.AdamW(params, lr=1e-2)
         return model, offload_states(optimizer, chunk_bytes=SMALL) if streams else optimizer, params

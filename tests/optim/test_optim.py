@@ -32,6 +32,8 @@ from fsdp_compose import (
 from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.optim import clip_grad
 from tests.harness import distributed, fake_process_group
+from tests.models import shard_layers
+from tests.training import full_values
 
 STEPS = 3
 
@@ -46,6 +48,11 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.extra, self.aside = nn.Linear(10, 3), nn.Linear(10, 3)
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Those that have a group of their own."""
+        return [self.second, self.aside]
+
     def forward(self, x: torch.Tensor, with_extra: bool = True, with_aside: bool = True) -> torch.Tensor:
         x = torch.tanh(self.first(x))
         x = self.norm(x + torch.tanh(self.second(x)))
@@ -57,12 +64,6 @@ class Net(nn.Module):
 def build(seed: int = 0) -> Net:
     torch.manual_seed(seed)
     return Net()
-
-
-def shard(model: Net, **options: Any) -> Net:
-    for part in (model.second, model.aside):
-        fully_shard(part, **options)
-    return fully_shard(model, **options)
 
 
 def mine(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -78,16 +79,9 @@ def backward(model: nn.Module, rows: torch.Tensor, **used: bool) -> None:
     model(rows, **used).square().mean().backward()
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: param.full_tensor().detach() if isinstance(param, DTensor) else param.detach().clone()
-        for name, param in model.named_parameters()
-    }
-
-
 def assert_same(model: nn.Module, other: nn.Module, tolerance: float | None = None) -> None:
     """Equal parameters; bit for bit without a tolerance."""
-    ours, theirs = whole(model), whole(other)
+    ours, theirs = full_values(model), full_values(other)
     for name in theirs:
         if tolerance is None:
             assert torch.equal(ours[name], theirs[name]), f"{name}: {(ours[name] - theirs[name]).abs().max()}"
@@ -138,7 +132,7 @@ def test_flat_training_equals_training_of_sharded_parameters_bit_for_bit(world_s
             flags = {"foreach": False} if mode == "loop" else {mode: True}
             # torch 2.13 has no rules for these on stock DTensors.
             local = name == "Rprop" or (mode == "fused" and name in ("SGD", "Adagrad"))
-            reference, sharded, flat = build(), shard(build()), shard(build())
+            reference, sharded, flat = build(), shard_layers(build()), shard_layers(build())
             tensors = [list(sharded.parameters()), flat_parameters(flat, local=local), list(reference.parameters())]
             models = [sharded, flat, reference] if mode == "foreach" else [sharded, flat]
             optimizers = [cls(item, **options, **flags) for item in tensors]
@@ -168,7 +162,7 @@ def padded_with_zeros(handle: Any) -> torch.Tensor:
 
 @distributed(world_size=3)
 def test_flat_views_are_few_leaves_over_the_shards():
-    model = shard(build())
+    model = shard_layers(build())
     flat = flat_parameters(model)
     handles = _get_fsdp_handles(model)
     assert len(flat) == len(handles) == 3
@@ -186,13 +180,13 @@ def test_flat_views_are_few_leaves_over_the_shards():
             local = sharded.grad.to_local()
             assert torch.equal(local.flatten(), param.grad.to_local()[start:stop])
             assert local.untyped_storage().data_ptr() == param.grad.to_local().untyped_storage().data_ptr()
-    (part,) = flat_parameters(shard(build()).second)
+    (part,) = flat_parameters(shard_layers(build()).second)
     assert part.shape == (flat[1].shape)
 
 
 @distributed(world_size=(2, 3))
 def test_parameter_groups_are_ragged_rows_of_neighbours():
-    reference, model = build(), shard(build())
+    reference, model = build(), shard_layers(build())
     groups = [flat_parameters(model, where) for where in (is_matrix, is_no_matrix)]
     assert all(isinstance(item, RaggedDTensor) and item.ndim == 1 for group in groups for item in group)
     selected = sum(item.numel() for item in groups[0])
@@ -241,7 +235,7 @@ def test_mixed_dtypes_frozen_and_unmanaged_parameters_train():
     assert {item.dtype for item in tensors[0]} == {torch.float32, torch.bfloat16}
     assert sum(type(item) is DTensor for item in tensors[0]) == 1  # the bfloat16 one, whole
     optimizers = [torch.optim.AdamW(item, lr=0.01, foreach=True) for item in tensors]
-    frozen = [whole(flat)[name] for name in ("first.weight", "norm.bias")]
+    frozen = [full_values(flat)[name] for name in ("first.weight", "norm.bias")]
     for step in range(STEPS):
         for model, optimizer in zip(models, optimizers, strict=True):
             backward(model, mine(step))
@@ -249,15 +243,17 @@ def test_mixed_dtypes_frozen_and_unmanaged_parameters_train():
             optimizer.step()
             optimizer.zero_grad()
     assert_same(flat, sharded)
-    assert all(torch.equal(a, whole(flat)[name]) for a, name in zip(frozen, ("first.weight", "norm.bias"), strict=True))
+    assert all(
+        torch.equal(a, full_values(flat)[name]) for a, name in zip(frozen, ("first.weight", "norm.bias"), strict=True)
+    )
 
 
 @distributed(world_size=2)
 def test_an_unused_part_has_no_gradient_or_zeros_next_to_others():
-    model = shard(build())
+    model = shard_layers(build())
     flat = flat_parameters(model)
     optimizer = torch.optim.AdamW(flat, lr=0.01, weight_decay=0.1)
-    before = whole(model)
+    before = full_values(model)
     backward(model, mine(0), with_extra=dist.get_rank() == 1, with_aside=False)  # one rank is enough
     assert model.extra.weight.grad is not None
     optimizer.zero_grad()
@@ -266,7 +262,7 @@ def test_an_unused_part_has_no_gradient_or_zeros_next_to_others():
     assert aside.grad is None and model.aside.weight.grad is None
     assert model.extra.weight.grad is None and root.grad is not None
     optimizer.step()
-    after = whole(model)
+    after = full_values(model)
     assert torch.equal(after["aside.weight"], before["aside.weight"])
     assert not torch.equal(after["extra.weight"], before["extra.weight"])  # weight decay
     torch.testing.assert_close(after["extra.weight"], before["extra.weight"] * (1 - 0.01 * 0.1))
@@ -278,11 +274,11 @@ def test_an_unused_part_has_no_gradient_or_zeros_next_to_others():
 @distributed(world_size=2)
 def test_zero_grad_of_either_side_drops_both():
     expected = {}
-    reference = shard(build())
+    reference = shard_layers(build())
     backward(reference, mine(1))
     expected = {name: param.grad.full_tensor() for name, param in reference.named_parameters()}
     for side in ("flat", "model", "between", "by hand"):
-        model = shard(build())
+        model = shard_layers(build())
         flat = flat_parameters(model)
         optimizer = torch.optim.SGD(flat, lr=0.1)
         backward(model, mine(0))
@@ -291,9 +287,9 @@ def test_zero_grad_of_either_side_drops_both():
             optimizer.zero_grad()
         elif side == "model":
             model.zero_grad()
-            before = whole(model)
+            before = full_values(model)
             optimizer.step()  # of nothing
-            assert all(torch.equal(a, b) for a, b in zip(whole(model).values(), before.values(), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(full_values(model).values(), before.values(), strict=True))
             assert all(item.grad is None for item in flat)
         else:
             for param in [*model.parameters(), *flat]:
@@ -309,7 +305,7 @@ def test_zero_grad_of_either_side_drops_both():
 @pytest.mark.parametrize("how", ["whole model", "another root", "without sync", "alone"])
 @distributed(world_size=2)
 def test_zero_grad_drops_terms_of_the_loss_on_parameters_whose_group_was_not_reduced(how):
-    model, expected = shard(build()), shard(build())
+    model, expected = shard_layers(build()), shard_layers(build())
     flat = flat_parameters(model)
     optimizer = torch.optim.SGD(flat, lr=0.1)
     for step in range(2):  # the second adds to what there is
@@ -333,7 +329,7 @@ def test_zero_grad_drops_terms_of_the_loss_on_parameters_whose_group_was_not_red
 
 @distributed(world_size=2)
 def test_one_dropped_parameter_contributes_nothing():
-    models = [shard(build()) for _ in range(2)]
+    models = [shard_layers(build()) for _ in range(2)]
     tensors = [flat_parameters(models[0]), list(models[1].parameters())]
     for model, item in zip(models, tensors, strict=True):
         optimizer = torch.optim.SGD(item, lr=0.1)
@@ -348,7 +344,7 @@ def test_one_dropped_parameter_contributes_nothing():
 @distributed(world_size=2)
 def test_accumulation_with_and_without_no_sync():
     for without_sync in (False, True):
-        models = [shard(build()) for _ in range(2)]
+        models = [shard_layers(build()) for _ in range(2)]
         tensors = [flat_parameters(models[0]), list(models[1].parameters())]
         for model, item in zip(models, tensors, strict=True):
             optimizer = torch.optim.AdamW(item, lr=0.01, eps=1e-3)
@@ -366,7 +362,7 @@ def test_accumulation_with_and_without_no_sync():
 
 @distributed(world_size=2)
 def test_a_gradient_that_the_user_holds_stays_his():
-    model = shard(build())
+    model = shard_layers(build())
     flat = flat_parameters(model)
     for hold in (lambda: flat[0].grad, lambda: flat[0].grad.to_local(), lambda: model.first.weight.grad):
         backward(model, mine(0))
@@ -400,7 +396,7 @@ def test_gradients_that_the_user_puts_in_place_are_honoured():
 
     for replace in (replace_data, replace_flat):
         for then_accumulate in (False, True):
-            models = [shard(build()) for _ in range(2)]
+            models = [shard_layers(build()) for _ in range(2)]
             for model in models:
                 flat = flat_parameters(model) if model is models[0] else None
                 optimizer = torch.optim.SGD(flat or model.parameters(), lr=0.1)
@@ -422,7 +418,7 @@ def test_gradients_that_the_user_puts_in_place_are_honoured():
 @distributed(world_size=2)
 def test_a_gradient_assigned_to_a_sharded_parameter_of_a_flat_view_is_refused(look, how):
     """What looks at the flat view before the step would pass it by: ``GradScaler.unscale_()``, torch's clipping."""
-    model = shard(build())
+    model = shard_layers(build())
     flat = flat_parameters(model)
     optimizer = torch.optim.SGD(flat, lr=0.1)
     backward(model, mine(0))
@@ -449,7 +445,7 @@ def test_a_gradient_assigned_to_a_sharded_parameter_of_a_flat_view_is_refused(lo
 
 @distributed(world_size=2)
 def test_gradients_changed_in_place_reach_the_grad_scaler_and_clipping_of_torch():
-    models = [build(), shard(build())]
+    models = [build(), shard_layers(build())]
     flat = flat_parameters(models[1])
     optimizers = [torch.optim.SGD(params, lr=0.1) for params in (models[0].parameters(), flat)]
     for model, optimizer, rows in zip(models, optimizers, (batch(0), mine(0)), strict=True):
@@ -464,7 +460,7 @@ def test_gradients_changed_in_place_reach_the_grad_scaler_and_clipping_of_torch(
 
 @distributed(world_size=2)
 def test_terms_of_the_loss_on_a_flat_view():
-    models = [shard(build()) for _ in range(2)]
+    models = [shard_layers(build()) for _ in range(2)]
     flat = flat_parameters(models[0])
     optimizers = [torch.optim.SGD(item, lr=0.1) for item in (flat, models[1].parameters())]
     for step in range(4):
@@ -481,7 +477,7 @@ def test_terms_of_the_loss_on_a_flat_view():
 
 @distributed(world_size=2)
 def test_hooks_on_flat_views_run_once_per_reducing_backward():
-    models = [shard(build()) for _ in range(2)]
+    models = [shard_layers(build()) for _ in range(2)]
     flat, seen = flat_parameters(models[0]), []
     for param in flat:
         param.register_hook(lambda grad: seen.append("gradient") or grad * 2)
@@ -502,7 +498,7 @@ def test_hooks_on_flat_views_run_once_per_reducing_backward():
 
 @distributed(world_size=2)
 def test_an_optimizer_step_inside_a_post_accumulate_hook():
-    models = [shard(build()) for _ in range(2)]
+    models = [shard_layers(build()) for _ in range(2)]
     for param in flat_parameters(models[0]):
         optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
 
@@ -527,7 +523,7 @@ def test_an_optimizer_step_inside_a_post_accumulate_hook():
 def test_a_step_between_forward_and_backward_raises():
     for local in (False, True):
         for flags in ({"fused": True}, {"foreach": True}, {"foreach": False}):
-            model = shard(build())
+            model = shard_layers(build())
             flat = flat_parameters(model, local=local)
             optimizer = torch.optim.AdamW(flat, lr=0.01, **flags)
             backward(model, mine(0))
@@ -561,7 +557,7 @@ def test_flat_views_follow_a_model_that_is_moved_or_loaded():
             for is_flat in (True, False):
                 with torch.device("meta" if change is materialise else "cpu"):
                     model = build()
-                models.append(shard(model))
+                models.append(shard_layers(model))
                 flat = flat_parameters(model, local=local) if is_flat else list(model.parameters())
                 ids, calls = [*map(id, flat)], []
                 flat[0].register_post_accumulate_grad_hook(lambda _, calls=calls: calls.append(1))
@@ -602,14 +598,14 @@ def test_a_step_after_loading_by_assignment_where_a_rank_has_no_elements():
 
 @distributed(world_size=2)
 def test_freezing_a_part_of_a_flat_view_is_refused_and_freezing_all_of_it_is_not():
-    model = shard(build())
+    model = shard_layers(build())
     optimizer = torch.optim.AdamW(flat_parameters(model), lr=0.1)
     model.second.requires_grad_(False)
-    before = whole(model)
+    before = full_values(model)
     backward(model, mine(0))
     optimizer.step()
     optimizer.zero_grad()
-    after = whole(model)
+    after = full_values(model)
     assert torch.equal(after["second.weight"], before["second.weight"])
     assert not torch.equal(after["first.weight"], before["first.weight"])
     model.first.bias.requires_grad_(False)
@@ -622,7 +618,7 @@ def test_freezing_a_part_of_a_flat_view_is_refused_and_freezing_all_of_it_is_not
 
 @distributed(world_size=2)
 def test_local_flat_views_are_plain_tensors():
-    models = [shard(build()) for _ in range(2)]
+    models = [shard_layers(build()) for _ in range(2)]
     flat = flat_parameters(models[0], local=True)
     assert all(type(param) is nn.Parameter for param in flat)
     for model, item in zip(models, (flat, list(models[1].parameters())), strict=True):
@@ -657,7 +653,7 @@ class MyAdamW(torch.optim.AdamW):
 
 def test_optimizers_that_need_shapes_are_refused_before_anything_changes():
     with fake_process_group(world_size=2):
-        model = shard(build())
+        model = shard_layers(build())
         flat = flat_parameters(model)
         backward(model, torch.ones(2, 6))
         before = [handle.shard.clone() for handle in _get_fsdp_handles(model)]
@@ -692,14 +688,14 @@ def test_wrong_arguments_say_what_was_expected():
             flat_parameters(build())
         with pytest.raises(TypeError, match=r"expected an nn\.Module, got list"):
             flat_parameters([build()])
-        model = shard(build())
+        model = shard_layers(build())
         with pytest.raises(TypeError, match="where="):
             flat_parameters(model, where="bias")
         model.head.register_forward_hook(lambda *_: flat_parameters(model))
         with pytest.raises(RuntimeError, match="inside forward"):
             model(torch.ones(2, 6))
-        flat = flat_parameters(shard(build()))
-        backward(model := shard(build()), torch.ones(2, 6))
+        flat = flat_parameters(shard_layers(build()))
+        backward(model := shard_layers(build()), torch.ones(2, 6))
         flat = flat_parameters(model, local=True)
         flat[0].data = flat[0].data.clone()
         with pytest.raises(RuntimeError, match=r"\.data of a flat view over scale and"):
@@ -717,7 +713,7 @@ def test_clipping_is_the_same_by_sharded_parameters_by_flat_views_and_unsharded(
     expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.05, order)
     ways = ["sharded"] if order == 0 else ["sharded", "flat", "local", "groups", "torch's, flat"]  # 0 counts tensors
     for way in ways:
-        model = shard(build())
+        model = shard_layers(build())
         items: list[Any] = list(model.parameters())
         if way == "groups":
             items = [*flat_parameters(model, is_matrix), *flat_parameters(model, is_no_matrix)]
@@ -745,7 +741,7 @@ def test_clipping_scales_whole_flat_gradients(monkeypatch):
     original = clip_grad.foreach_mul_
     monkeypatch.setattr(clip_grad, "foreach_mul_", lambda tensors, by: scaled.extend(tensors) or original(tensors, by))
     with fake_process_group(world_size=2):
-        model = shard(build())
+        model = shard_layers(build())
         backward(model, torch.ones(2, 6), with_aside=False)
         params = list(model.parameters())
         for items in (params, params[::-1], [*params, nn.Parameter(torch.ones(3))]):
@@ -762,7 +758,7 @@ def test_clipping_scales_whole_flat_gradients(monkeypatch):
 @distributed(world_size=2)
 def test_clipping_without_gradients_whose_memory_was_freed(flat):
     """``zero_grad()`` and a forward, whose backward never comes: the flat gradient has no memory then."""
-    model = shard(build())
+    model = shard_layers(build())
     items = flat_parameters(model) if flat else list(model.parameters())
     backward(model, mine(0))
     model.zero_grad()
@@ -779,7 +775,7 @@ def test_clipping_falls_back_where_gradients_are_not_all_ours():
     reference = build()
     backward(reference, batch(0))
     for case in ("some", "twice", "replaced", "data"):
-        model, expected = shard(build()), copy.deepcopy(reference)
+        model, expected = shard_layers(build()), copy.deepcopy(reference)
         backward(model, mine(0))
         for grads, params in ((False, model), (True, expected)):
             for source, param in zip(reference.parameters(), params.parameters(), strict=True):
@@ -806,7 +802,7 @@ def test_clipping_falls_back_where_gradients_are_not_all_ours():
 def test_clipping_finds_the_gradients_of_parameters_that_fully_shard_has_replaced():
     reference, model = build(), build()
     old, kept = list(model.parameters()), list(reference.parameters())
-    shard(model)
+    shard_layers(model)
     for max_norm in (1e-3, 2e-3):
         backward(reference, batch(0))
         backward(model, mine(0))
@@ -825,7 +821,7 @@ def test_clipping_finds_the_gradients_of_parameters_that_fully_shard_has_replace
 def test_clipping_of_nan_and_inf():
     for value in (math.nan, math.inf):
         for is_flat in (False, True):
-            model = shard(build())
+            model = shard_layers(build())
             items = flat_parameters(model) if is_flat else list(model.parameters())
             backward(model, mine(0), with_extra=False)
             if dist.get_rank() == 1:
@@ -857,12 +853,12 @@ def test_large_gradients_have_accurate_norms():
 
 @distributed(world_size=3)
 def test_grad_scaler_finds_an_inf_on_any_rank():
-    model = shard(build(), mp_policy=MixedPrecisionPolicy())
+    model = shard_layers(build(), mp_policy=MixedPrecisionPolicy())
     flat = [*flat_parameters(model, lambda fqn, _: not fqn.startswith("head")), *flat_parameters(model.head)]
     assert {type(param) for param in flat} == {DTensor, RaggedDTensor}
     optimizer = torch.optim.SGD(flat, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = whole(model)
+    before = full_values(model)
     for is_bad in (True, False):
         scaler.scale(model(mine(0)).square().mean()).backward()
         if is_bad and dist.get_rank() == 1:
@@ -870,14 +866,14 @@ def test_grad_scaler_finds_an_inf_on_any_rank():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        same = all(torch.equal(a, b) for a, b in zip(whole(model).values(), before.values(), strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(full_values(model).values(), before.values(), strict=True))
         assert same == is_bad
         assert scaler.get_scale() == 2.0
 
 
 @distributed(world_size=2)
 def test_checkpoints_are_those_of_the_sharded_parameters():
-    model, other = shard(build()), shard(build(1))
+    model, other = shard_layers(build()), shard_layers(build(1))
     flats = [flat_parameters(item) for item in (model, other)]
     optimizers = [torch.optim.AdamW(item, lr=0.01) for item in flats]
     for item, optimizer in zip((model, other), optimizers, strict=True):

@@ -25,6 +25,7 @@ from fsdp_compose import (
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.internals import full_gradients
+from tests.models import shard_layers
 
 DIM = 4
 MODES = ("default", "kept", "functional", "flat")
@@ -230,9 +231,7 @@ NETS: dict[str, Callable[[], Net]] = {
 def shard(model: nn.Module, mode: str, **options: Any) -> nn.Module:
     if mode == "kept":
         options["reshard_after_forward"] = False
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    return shard_layers(model, **options)
 
 
 class Twins:

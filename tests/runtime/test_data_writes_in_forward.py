@@ -24,7 +24,7 @@ from fsdp_compose import (
     unshard,
 )
 from tests.harness import distributed
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import assert_parameters_match, local_part
 
 DIM = 6
@@ -126,12 +126,6 @@ def model_with(part: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(DIM, DIM), part, nn.Linear(DIM, DIM))
 
 
-def shard(model: nn.Sequential, **options: object) -> nn.Sequential:
-    for module in model:
-        fully_shard(module, **options)
-    return fully_shard(model, **options)
-
-
 def batch(seed: int = 0) -> torch.Tensor:
     return torch.randn(12, DIM, generator=torch.Generator().manual_seed(seed + 100 * dist.get_rank()))
 
@@ -156,7 +150,7 @@ def test_writes_in_forward_raise_on_every_rank(name, is_functional):
         if "mp_policy" in options and name == "write_numpy":
             continue  # NumPy has no bfloat16
         for mode in (torch.enable_grad, torch.no_grad):
-            model = shard(model_with(MODULES[name]()), **options)
+            model = shard_layers(model_with(MODULES[name]()), **options)
             with mode(), functional_mode(model) if is_functional else nullcontext():
                 # Memory that NumPy has seen cannot be freed: that is the error, where it is freed before anyone looks.
                 error = "unsharded parameters" if name == "write_numpy" else ERROR
@@ -168,7 +162,7 @@ def test_a_model_trains_on_after_the_error():
     for name in ("assign", "write_row", "Critic"):
         part = MODULES[name]()
         reference = copy.deepcopy(model_with(part))
-        model = shard(model_with(part))
+        model = shard_layers(model_with(part))
         if dist.get_world_size() == 1 and name != "assign":  # what forward computes with is the shard's own memory
             before = part.weight.detach().to_local().clone()
             model(batch())
@@ -203,15 +197,15 @@ def test_a_write_on_one_rank_is_an_error_on_all():
         if dist.get_rank() == 0:
             p.data.zero_()
 
-    assert_all_ranks_raise(lambda: shard(model_with(Writing(write)))(batch()), "1.weight")
+    assert_all_ranks_raise(lambda: shard_layers(model_with(Writing(write)))(batch()), "1.weight")
     # One rank has all elements of a small parameter.
-    model = shard(model_with(ActNorm()), granularity=lambda fqn, param: "whole")
+    model = shard_layers(model_with(ActNorm()), granularity=lambda fqn, param: "whole")
     assert_all_ranks_raise(lambda: model(batch()), "1.loc")
 
 
 @distributed(world_size=2)
 def test_a_write_that_begins_later_is_found():
-    model = shard(model_with(Critic()))
+    model = shard_layers(model_with(Critic()))
     clipping = Critic.forward
     Critic.forward = nn.Linear.forward
     try:
@@ -233,7 +227,7 @@ def test_every_forward_looks_under_debug(monkeypatch):
         if len(calls) == 7:
             p.data.zero_()
 
-    model = shard(model_with(Writing(write)))
+    model = shard_layers(model_with(Writing(write)))
     for _ in range(6):
         model(batch()).sum().backward()
     assert_all_ranks_raise(lambda: model(batch()), "1.weight")
@@ -282,7 +276,7 @@ def test_training_never_raises_it(options, monkeypatch):
             given["mp_policy"] = MixedPrecisionPolicy(dtype)
     for use_reentrant in (None, False) if not options else (True,):
         torch.manual_seed(0)
-        model = shard_gpt(GPT(use_reentrant=use_reentrant), **given)
+        model = shard_layers(GPT(use_reentrant=use_reentrant), **given)
         params = flat_parameters(model) if use_reentrant is None else model.parameters()
         optimizer = torch.optim.AdamW(params, lr=1e-3)
         for i, item in enumerate(batches(4)):
@@ -320,12 +314,12 @@ def test_bits_are_compared_and_not_values(dtype):
 
     part = Writing(negate_zeros)
     nn.init.zeros_(part.weight)
-    assert_all_ranks_raise(lambda: shard(model_with(part), mp_policy=policy)(batch()), "1.weight")
+    assert_all_ranks_raise(lambda: shard_layers(model_with(part), mp_policy=policy)(batch()), "1.weight")
 
 
 @distributed(world_size=2)
 def test_an_exception_in_forward_restarts_the_looks():
-    model = shard(model_with(nn.BatchNorm1d(DIM)))
+    model = shard_layers(model_with(nn.BatchNorm1d(DIM)))
     for i in range(6):
         model(batch(i)).sum().backward()
     handle = model[2].register_forward_hook(lambda *_: 1 / 0)

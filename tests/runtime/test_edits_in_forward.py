@@ -12,7 +12,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_compose import (
@@ -24,7 +23,7 @@ from fsdp_compose import (
     unshard,
 )
 from tests.harness import distributed
-from tests.training import assert_parameters_match, mean_over_ranks
+from tests.training import assert_parameters_match, local_part, mean_over_ranks
 
 Edit = Callable[["Editing"], None]
 
@@ -113,14 +112,10 @@ def train(model: Editing, share: Callable[[torch.Tensor], torch.Tensor], edit: E
     return torch.stack(losses)
 
 
-def own(x: torch.Tensor) -> torch.Tensor:
-    return x.chunk(dist.get_world_size())[dist.get_rank()]
-
-
 def check_training(model: Editing, edit: Edit, is_frozen: bool, unsharded_edit: Edit | None = None) -> None:
     reference = Editing(is_frozen)
     expected = train(reference, lambda x: x, unsharded_edit or edit)
-    losses = train(model, own, edit)
+    losses = train(model, local_part, edit)
     torch.testing.assert_close(mean_over_ranks(losses), expected, rtol=0, atol=1e-6)
     assert_parameters_match(model, reference, tolerance=1e-6)
 
@@ -179,13 +174,13 @@ def test_write_to_local_memory_that_other_ranks_may_not_know_of_is_an_error():
         momentum(model, lambda p, q: p.to_local().lerp_(q.to_local(), 0.3))
 
     model = shard(Editing())
-    model(own(inputs(0))).sum().backward()
+    model(local_part(inputs(0))).sum().backward()
     model.edit = write_locally
     with pytest.raises(RuntimeError, match=r"rank \d.*through its local memory.*target\.weight"):
-        model(own(inputs(1)))
+        model(local_part(inputs(1)))
     model.edit = lambda _: None
     with pytest.warns(UserWarning, match="interrupted"):
-        model(own(inputs(1))).sum().backward()
+        model(local_part(inputs(1))).sum().backward()
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -219,7 +214,7 @@ def test_edit_between_two_uses_shows_in_the_second(reshard):
     reference = Twice()
     expected = train(reference, lambda x: x, EDITS["lerp_"])
     model = shard(Twice(), reshard_after_forward=reshard)
-    losses = train(model, own, EDITS["lerp_"])
+    losses = train(model, local_part, EDITS["lerp_"])
     torch.testing.assert_close(mean_over_ranks(losses), expected, rtol=0, atol=1e-6)
     assert_parameters_match(model, reference, tolerance=1e-6)
 
@@ -231,9 +226,9 @@ def test_edit_of_a_group_whose_backward_is_to_come_raises(reshard, is_functional
     model = shard(Twice(), reshard_after_forward=reshard)
     model.has_grad = True
     with functional_mode(model) if is_functional else nullcontext():
-        model(own(inputs(0))).sum().backward()
+        model(local_part(inputs(0))).sum().backward()
         model.edit = EDITS["lerp_"]
-        loss = model(own(inputs(1))).sum()
+        loss = model(local_part(inputs(1))).sum()
     with pytest.raises(RuntimeError, match="group target were modified"):
         loss.backward()
 

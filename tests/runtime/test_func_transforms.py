@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compose import MixedPrecisionPolicy, distribute_ragged, flat_parameters, fully_shard, set_functional_mode
 from tests import harness
 from tests.models import DIM, Layer, Net, inputs, shard_layers
-from tests.training import Twins, mean_square, pair, plain_sgd
+from tests.training import Twins, full_values, mean_square, pair, plain_sgd
 
 Values = dict[str, torch.Tensor]
 distributed = partial(harness.distributed, timeout=120)  # seconds; torch imports much for its first jvp
@@ -49,10 +49,6 @@ def loss(model: nn.Module, values: Values, x: torch.Tensor) -> torch.Tensor:
 
 def own(model: nn.Module) -> Values:
     return dict(model.named_parameters())
-
-
-def whole(model: nn.Module) -> Values:
-    return {name: full(param).clone() for name, param in model.named_parameters()}
 
 
 def other(model: nn.Module) -> Values:
@@ -205,7 +201,7 @@ def test_transforms_of_inputs(is_functional):
 @distributed(world_size=2)
 def test_batches_of_sharded_parameters_are_refused_and_of_full_ones_are_right():
     for action in (per_sample, curvature):
-        check(action, False, True, whole)
+        check(action, False, True, full_values)
         check(action, False, True, some)
         model = shard_layers(Net(2))
         with pytest.raises(NotImplementedError, match=r"fully_shard group .*full_tensor\(\)"):
@@ -287,7 +283,7 @@ def test_values_that_do_not_fit_and_interrupted_calls_leave_the_model_as_it_was(
     good = distribute_ragged(columns, placements=param.placements)
     functional_call(model, {name: good}, (batch(),))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        functional_call(model, whole(model), (torch.ones(3, DIM + 1),))
+        functional_call(model, full_values(model), (torch.ones(3, DIM + 1),))
     twins.train(steps=2)
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -30,7 +29,7 @@ from fsdp_compose import (
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed, same_on_every_rank
 from tests.models import Net, inputs, shard_layers
-from tests.training import Twins, adamw, local_part, mean_square, plain_sgd
+from tests.training import Twins, adamw, full, local_part, mean_square, plain_sgd
 
 
 def smooth_net() -> Net:
@@ -66,10 +65,6 @@ def slope_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [param for name, param in model.named_parameters() if param.requires_grad and "unused" not in name]
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradient_norm_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from fsdp_compose import (
 )
 from tests.harness import distributed
 from tests.internals import full_gradients
-from tests.training import local_part, pair
+from tests.training import full, local_part, pair
 
 DIM, VOCAB, BATCH = 4, 7, 12
 
@@ -60,10 +60,6 @@ def trunks(mode: str = "default", *, apply_head: bool = False, **kwargs) -> tupl
     return model, reference
 
 
-def whole(weight: torch.Tensor) -> torch.Tensor:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
 def ids(seed: int = 0) -> torch.Tensor:
     return torch.randint(VOCAB, (BATCH,), generator=torch.Generator().manual_seed(seed))
 
@@ -72,7 +68,7 @@ def ids(seed: int = 0) -> torch.Tensor:
 
 
 def by_full_tensor(model: Trunk, h: torch.Tensor) -> torch.Tensor:
-    return F.linear(h, whole(model.head.weight)).square().mean()
+    return F.linear(h, full(model.head.weight)).square().mean()
 
 
 def by_redistribute(model: Trunk, h: torch.Tensor) -> torch.Tensor:
@@ -98,35 +94,35 @@ def by_explicit_sum(model: Trunk, h: torch.Tensor) -> torch.Tensor:
 
 
 def chunked(model: Trunk, h: torch.Tensor) -> torch.Tensor:
-    weight = whole(model.head.weight)
+    weight = full(model.head.weight)
     losses = [checkpoint(F.linear, part, weight, use_reentrant=False).square().mean() for part in h.chunk(2)]
     return torch.stack(losses).mean()
 
 
 def gathered_twice(model: Trunk, h: torch.Tensor) -> torch.Tensor:
-    return (F.linear(h, whole(model.head.weight)) * F.linear(h, whole(model.head.weight)).detach()).mean() + (
+    return (F.linear(h, full(model.head.weight)) * F.linear(h, full(model.head.weight)).detach()).mean() + (
         by_full_tensor(model, h.detach())
     )
 
 
 def of_a_view(model: Trunk, h: torch.Tensor) -> torch.Tensor:
     weight = model.head.weight
-    parts = h @ whole(weight[1]).unsqueeze(1) + h[:, :1] @ whole(weight[:1, :1])
-    return (h @ whole(weight.t()) + parts).square().mean()
+    parts = h @ full(weight[1]).unsqueeze(1) + h[:, :1] @ full(weight[:1, :1])
+    return (h @ full(weight.t()) + parts).square().mean()
 
 
 def of_derived_values(model: Trunk, h: torch.Tensor) -> torch.Tensor:
-    return F.linear(h, whole(model.head.weight * 2)).square().mean() + (h * whole(model.blocks[0].bias.exp())).mean()
+    return F.linear(h, full(model.head.weight * 2)).square().mean() + (h * full(model.blocks[0].bias.exp())).mean()
 
 
 def of_other_groups(model: Trunk, h: torch.Tensor) -> torch.Tensor:
-    return (F.linear(h, whole(model.embed.weight)) + F.linear(h, whole(model.blocks[0].weight)).sum(1, True)).mean()
+    return (F.linear(h, full(model.embed.weight)) + F.linear(h, full(model.blocks[0].weight)).sum(1, True)).mean()
 
 
 def with_decay(model: Trunk, h: torch.Tensor) -> torch.Tensor:
     """Terms that are the same on every rank are not divided."""
-    decay = sum(whole(param).square().sum() for param in model.parameters())
-    norms = sum(whole(param.square().sum()) for param in model.parameters())
+    decay = sum(full(param).square().sum() for param in model.parameters())
+    norms = sum(full(param.square().sum()) for param in model.parameters())
     return by_full_tensor(model, h) + decay / 8 + norms / 4
 
 
@@ -177,7 +173,7 @@ def test_exact_with_powers_of_two() -> None:
     model, reference = trunks(apply_head=True)
     for one, batch in ((model, local_part(ids())), (reference, ids())):
         h, logits = one(batch)
-        loss = (h.shape[0] / BATCH) * F.linear(h, whole(one.head.weight)).sum() + logits.sum() * h.shape[0] / BATCH
+        loss = (h.shape[0] / BATCH) * F.linear(h, full(one.head.weight)).sum() + logits.sum() * h.shape[0] / BATCH
         (loss * BATCH / h.shape[0] / 16 * (dist.get_world_size() if one is model else 1)).backward()
     for name, grad in full_gradients(model).items():
         assert torch.equal(grad, reference.get_parameter(name).grad), name
@@ -283,9 +279,9 @@ def test_second_derivatives_in_functional_mode() -> None:
 
     def penalty(one: Trunk, batch: torch.Tensor) -> torch.Tensor:
         h = one(batch)
-        loss = F.linear(h, whole(one.head.weight)).square().mean()
+        loss = F.linear(h, full(one.head.weight)).square().mean()
         (grad,) = torch.autograd.grad(loss, one.head.weight, create_graph=True)
-        return loss + whole(grad).square().sum() / 4
+        return loss + full(grad).square().sum() / 4
 
     with functional_mode(model):
         penalty(model, local_part(ids())).backward()
@@ -306,7 +302,7 @@ def test_second_derivatives_in_the_default_mode_are_refused() -> None:
 def test_inside_the_forward_of_a_parent(mode: str) -> None:
     class Tied(Trunk):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return F.linear(super().forward(ids), whole(self.embed.weight))
+            return F.linear(super().forward(ids), full(self.embed.weight))
 
     torch.manual_seed(0)
     model, reference = pair(Tied().double())

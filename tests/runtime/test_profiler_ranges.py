@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp_compose import set_functional_mode, trace
 from tests.harness import distributed
-from tests.inspect.test_trace import Stack, sharded, step
+from tests.inspect.test_trace import Stack, step
 from tests.models import Net, inputs, shard_layers
 from tests.training import mean_square
 
@@ -48,7 +48,7 @@ def test_a_profile_names_every_collective_of_every_group_in_order(is_functional)
 
 @distributed(world_size=2)
 def test_a_profile_names_what_every_group_computes_and_when_it_is_resharded():
-    model = sharded(Stack(checkpoints=True))
+    model = shard_layers(Stack(checkpoints=True))
     step(model)
     with profile(activities=[ProfilerActivity.CPU]) as profiler, trace(model) as found:
         step(model)

@@ -38,7 +38,7 @@ from fsdp_compose.sync.changes import Form, as_bits, changed_elements, gather_el
 from tests.behavior.test_expert_parallel import mixture, spread
 from tests.flat.test_tensor_parallel import mesh_of, parallel_uneven, parallelize, sharded_gpt
 from tests.harness import ROOT, distributed, environment, same_on_every_rank
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part, train
 
 State = dict[str, torch.Tensor]
@@ -96,20 +96,20 @@ def expert_parallel() -> nn.Module:
 
 # What is made of the ranks there are; those of four ranks alone are listed apart.
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "GPT": lambda: shard_gpt(GPT(layers=2)),
-    "tied": lambda: shard_gpt(GPT(tie=True, layers=2)),
+    "GPT": lambda: shard_layers(GPT(layers=2)),
+    "tied": lambda: shard_layers(GPT(tie=True, layers=2)),
     "one group": lambda: fully_shard(GPT(layers=2)),
     "mixed": mixed,
     "not sharded": lambda: GPT(layers=2),
     "replicated": lambda: replicate(GPT(layers=2)),
     "in part": lambda: shard_some(GPT(layers=2)),
-    "by rows": lambda: shard_gpt(GPT(layers=2), granularity=lambda *_: "whole"),
+    "by rows": lambda: shard_layers(GPT(layers=2), granularity=lambda *_: "whole"),
 }
 MODELS_OF_FOUR: dict[str, Callable[[], nn.Module]] = {
-    "hybrid": lambda: shard_gpt(
+    "hybrid": lambda: shard_layers(
         GPT(layers=2), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     ),
-    "hfsdp": lambda: shard_gpt(GPT(layers=2), reshard_after_forward=2),
+    "hfsdp": lambda: shard_layers(GPT(layers=2), reshard_after_forward=2),
     "tensor": lambda: sharded_gpt(mesh_of(2, 2), layers=2),
     "tensor, in some blocks": lambda: sharded_gpt(mesh_of(2, 2), "some", layers=2),
     "vocabulary": lambda: sharded_gpt(mesh_of(2, 2), "vocabulary", layers=2),
@@ -226,7 +226,7 @@ def test_a_part_of_a_group_comes_alone():
 
 @distributed(world_size=2)
 def test_tied_names_come_together_with_one_tensor():
-    with full_parameters(shard_gpt(GPT(tie=True)), bucket_bytes=1) as buckets:
+    with full_parameters(shard_layers(GPT(tie=True)), bucket_bytes=1) as buckets:
         sizes = [(len(bucket), {tensor.data_ptr() for _, tensor in bucket}) for bucket in buckets]
     assert sorted(size for size, _ in sizes)[-2:] == [1, 2] and all(len(addresses) == 1 for _, addresses in sizes)
 
@@ -235,7 +235,7 @@ def test_tied_names_come_together_with_one_tensor():
 def test_after_training_they_are_those_of_the_unsharded_model():
     torch.manual_seed(0)
     expected = GPT(tie=True)
-    model = shard_gpt(seeded(lambda: GPT(tie=True)))
+    model = shard_layers(seeded(lambda: GPT(tie=True)))
     train(expected, adamw)
     train(model, adamw, share=local_part)
     found = collected(model, bucket_bytes=3000)
@@ -274,7 +274,7 @@ def step_flat_views(model: nn.Module) -> None:
 @pytest.mark.parametrize("when", ["before the first forward", "after a forward", "left unsharded"])
 @distributed(world_size=2)
 def test_edits_since_the_last_forward_are_seen(edit, when):
-    model = shard_gpt(GPT(), reshard_after_forward=when != "left unsharded")
+    model = shard_layers(GPT(), reshard_after_forward=when != "left unsharded")
     snapshot = snapshot_parameters(model, dtype=None)
     if when != "before the first forward":
         gpt_loss(model, local_part(next(batches(1))))
@@ -293,7 +293,7 @@ def test_edits_since_the_last_forward_are_seen(edit, when):
 
 @distributed(world_size=2)
 def test_training_goes_on_between_and_after_syncs():
-    model, other = shard_gpt(seeded(GPT)), shard_gpt(seeded(GPT))
+    model, other = shard_layers(seeded(GPT)), shard_layers(seeded(GPT))
     optimizers = [adamw(item.parameters()) for item in (model, other)]
     for batch in batches(3):
         for item, optimizer in zip((model, other), optimizers):
@@ -375,7 +375,7 @@ def test_parameters_travel_once_and_cast(world_size):
 
 @distributed(world_size=2)
 def test_what_is_kept_stays_valid():
-    model = shard_gpt(GPT())
+    model = shard_layers(GPT())
     expected = reference(model)
     with full_parameters(model, bucket_bytes=1000) as buckets:
         lists = []
@@ -418,7 +418,7 @@ def check_that_it_still_trains(model: nn.Module) -> None:
 @pytest.mark.parametrize("number", [0, 5])
 @distributed(world_size=(2, 3))
 def test_a_rank_that_leaves_its_loop_early_is_one_error_on_all(number, rank):
-    model = shard_gpt(GPT(layers=1))
+    model = shard_layers(GPT(layers=1))
     with pytest.raises(RuntimeError, match=rf"rank\(s\) {rank}: has left its loop after {number + 1} of") as caught:
         consume(model, leave_at(number, rank, StopIteration), bucket_bytes=1)
     same_on_every_rank(str(caught.value))
@@ -430,7 +430,7 @@ def test_a_rank_that_leaves_its_loop_early_is_one_error_on_all(number, rank):
 @pytest.mark.parametrize("is_last", [False, True])
 @distributed(world_size=(2, 3))
 def test_an_exception_in_one_consumer_reaches_all_ranks(is_last, rank):
-    model = shard_gpt(GPT(layers=1))
+    model = shard_layers(GPT(layers=1))
     number = len(list(model.parameters())) - 1 if is_last else 2
     expected = KeyError if dist.get_rank() == rank else RuntimeError
     with pytest.raises(expected, match="by the consumer") as caught:
@@ -442,7 +442,7 @@ def test_an_exception_in_one_consumer_reaches_all_ranks(is_last, rank):
 
 @distributed(world_size=3)
 def test_an_interrupted_consumer_reaches_all_ranks():
-    model = shard_gpt(GPT(layers=1))
+    model = shard_layers(GPT(layers=1))
     expected = KeyboardInterrupt if dist.get_rank() == 1 else RuntimeError
     with pytest.raises(expected, match="by the consumer"):
         consume(model, leave_at(1, 1, KeyboardInterrupt), bucket_bytes=1)
@@ -451,7 +451,7 @@ def test_an_interrupted_consumer_reaches_all_ranks():
 @pytest.mark.parametrize("number", [0, 3])
 @distributed(world_size=2)
 def test_all_ranks_may_leave_at_the_same_place(number):
-    model = shard_gpt(GPT(layers=1))
+    model = shard_layers(GPT(layers=1))
 
     def leave(i: int) -> None:
         if i == number:
@@ -467,7 +467,7 @@ def test_all_ranks_may_leave_at_the_same_place(number):
 
 @distributed(world_size=3)
 def test_no_rank_is_more_than_a_bucket_ahead():
-    model, store = shard_gpt(GPT(layers=1)), dist.distributed_c10d._get_default_store()
+    model, store = shard_layers(GPT(layers=1)), dist.distributed_c10d._get_default_store()
     key = "no rank is more than a bucket ahead"
     slow = 0.02 * dist.get_rank()
 
@@ -483,7 +483,7 @@ def test_no_rank_is_more_than_a_bucket_ahead():
 @distributed(world_size=2, fresh=True)
 def test_a_rank_that_does_not_come_is_named_in_bounded_time(rank):
     rendezvous._GRACE = rendezvous._BROKEN_TIMEOUT = timedelta(seconds=0.5)  # five otherwise
-    model = shard_gpt(GPT(layers=1))
+    model = shard_layers(GPT(layers=1))
     absent = rf"full_parameters.*rank\(s\) {rank} did not come.*2 ranks within 1 s"
     with environment(**{TIMEOUT_ENV: "1"}):
         if dist.get_rank() != rank:
@@ -506,7 +506,7 @@ def test_a_rank_that_does_not_come_is_named_in_bounded_time(rank):
 
 @distributed(world_size=2)
 def test_ranks_that_call_it_differently_get_one_error():
-    model, rank = shard_gpt(GPT(layers=1)), dist.get_rank()
+    model, rank = shard_layers(GPT(layers=1)), dist.get_rank()
     for options in ({"bucket_bytes": 5 + rank}, {"dtype": (None, torch.float16)[rank]}, {"rank0_only": rank == 0}):
         with pytest.raises(RuntimeError, match="full_parameters\\(\\): the ranks were not given the same") as caught:
             collected(model, **options)
@@ -523,7 +523,7 @@ def test_ranks_that_call_it_differently_get_one_error():
 @pytest.mark.parametrize("edit", [write, give_other_memory, step_flat_views])
 @distributed(world_size=2)
 def test_parameters_that_are_written_to_between_two_buckets_are_an_error_on_all_ranks(edit, is_everywhere):
-    model = shard_gpt(GPT(layers=1))
+    model = shard_layers(GPT(layers=1))
     if edit is step_flat_views:
         flat_parameters(model)
 
@@ -538,7 +538,7 @@ def test_parameters_that_are_written_to_between_two_buckets_are_an_error_on_all_
 
 @distributed(world_size=2)
 def test_forwards_may_run_between_two_buckets():
-    model, (batch,) = shard_gpt(GPT(layers=1)), batches(1)
+    model, (batch,) = shard_layers(GPT(layers=1)), batches(1)
     expected = collected(model)
     found: State = {}
     with full_parameters(model, bucket_bytes=1) as buckets:
@@ -551,7 +551,7 @@ def test_forwards_may_run_between_two_buckets():
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @distributed(world_size=2)
 def test_inside_forward_or_backward_it_is_a_named_error(where):
-    model, errors = shard_gpt(GPT(layers=1)), []
+    model, errors = shard_layers(GPT(layers=1)), []
 
     def look(*_: Any) -> None:
         if not errors:
@@ -569,7 +569,7 @@ def test_inside_forward_or_backward_it_is_a_named_error(where):
 
 @distributed(world_size=2)
 def test_what_cannot_be_gathered_is_a_named_error():
-    model = shard_gpt(GPT(layers=1))
+    model = shard_layers(GPT(layers=1))
     with summon_full_params(model):
         with pytest.raises(RuntimeError, match="inside summon_full_params"):
             collected(model)
@@ -581,7 +581,7 @@ def test_what_cannot_be_gathered_is_a_named_error():
     with torch.device("meta"):
         empty = GPT(layers=1)
     with pytest.raises(RuntimeError, match="is on the meta device"):
-        collected(shard_gpt(empty))
+        collected(shard_layers(empty))
 
 
 # ---- what has changed ------------------------------------------------------------------------------------------------
@@ -705,7 +705,7 @@ def test_bits_count_not_values():
 
 @distributed(world_size=2)
 def test_a_snapshot_is_renewed_when_all_ranks_have_taken_all():
-    model = shard_gpt(GPT(layers=1))
+    model = shard_layers(GPT(layers=1))
     snapshot, weights = snapshot_parameters(model, device="cpu"), collected(model, dtype=torch.bfloat16)
     assert snapshot.nbytes == sum(handle.shard.numel() * 2 for handle in _get_fsdp_handles(model))
     write(model)
@@ -730,7 +730,7 @@ def test_a_snapshot_is_renewed_when_all_ranks_have_taken_all():
 
 @distributed(world_size=2)
 def test_a_snapshot_of_another_model_is_refused():
-    model, other = shard_gpt(GPT(layers=1)), shard_gpt(GPT(layers=1))
+    model, other = shard_layers(GPT(layers=1)), shard_layers(GPT(layers=1))
     for snapshot in (snapshot_parameters(other), snapshot_parameters(model.blocks)):
         with pytest.raises(RuntimeError, match="the snapshot is of another model"):
             updated(model, snapshot, {})
