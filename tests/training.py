@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fsdp_compose import RaggedDTensor, fully_shard
+from fsdp_compose import RaggedDTensor, clip_grad_norm_, fully_shard, no_sync, set_requires_all_reduce
 from tests.internals import full_gradients, full_parameters, sharded_params
-from tests.models import Experts, Stack, batches, gpt_loss, inputs, rows, shard_layers
+from tests.models import GPT, Experts, Stack, batches, gpt_loss, inputs, rows, shard_layers
 
 
 def local_part(batch: torch.Tensor) -> torch.Tensor:
@@ -63,6 +65,59 @@ def train(
         optimizer.zero_grad()
         losses.append(total)
     return torch.stack(losses)
+
+
+def train_gpt(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    seed: int = 7,
+    *,
+    clip: Iterable[nn.Parameter] | None = None,
+    microbatches: int = 1,
+    unsynced: bool = False,
+) -> list[float]:
+    """Trains on this rank's part of each batch, and returns each step's last loss. ``clip``: the parameters whose
+    gradients are clipped. ``unsynced``: only the last backward of a step reduces."""
+    losses = []
+    for batch in batches(steps, seed):
+        for i, part in enumerate(local_part(batch).chunk(microbatches)):
+            with no_sync(model) if unsynced and i + 1 < microbatches else nullcontext():
+                loss = gpt_loss(model, part)
+                loss.backward()
+        if clip is not None:
+            clip_grad_norm_(clip, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def gpt_twins(*, offload_policy: Any = None, **options: Any) -> tuple[GPT, GPT]:
+    """Two equal sharded models, of which only the first is offloaded."""
+    torch.manual_seed(0)
+    model, twin = pair(GPT())
+    of_first = {} if offload_policy is None else {"offload_policy": offload_policy}
+    return shard_layers(model, **of_first, **options), shard_layers(twin, **options)
+
+
+def assert_same_parameters(
+    model: nn.Module, reference: nn.Module, tolerance: float = 1e-5, relative: float = 0.0
+) -> None:
+    """Compares what ``full_tensor()`` returns; ``assert_parameters_match`` gathers as a forward does. Both models may
+    be sharded."""
+    ours, theirs = full_values(model), full_values(reference)
+    for name, expected in zip(ours, theirs.values(), strict=True):
+        note = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(ours[name], expected, rtol=relative, atol=tolerance, msg=note)
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module, *when: object, **tolerances: float) -> None:
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (param.grad is None) == (other.grad is None), f"{name}: {param.grad}, expected {other.grad}; {when}"
+        if other.grad is not None:
+            note = functools.partial("{}: {} {}".format, name, when)
+            torch.testing.assert_close(full(param.grad), other.grad, **tolerances, msg=note)
 
 
 def assert_parameters_match(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from fsdp_compose.flat import local_of
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import distributed
 from tests.models import GPT, batches, gpt_loss, shard_layers
-from tests.training import adamw, local_part
+from tests.training import adamw, gpt_twins, local_part, train_gpt
 from tests.two_memories import IN, OUT, TwoMemories
 
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -40,24 +39,6 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "bf16": lambda: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "hybrid": lambda: {"mesh": init_device_mesh("cpu", (dist.get_world_size(), 1))},
 }
-
-
-def pair(**options: Any) -> tuple[GPT, GPT]:
-    torch.manual_seed(0)
-    model = GPT()
-    twin = copy.deepcopy(model)
-    return shard_layers(model, **options), shard_layers(twin, **options)
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int, seed: int) -> list[float]:
-    losses = []
-    for batch in batches(num, seed):
-        loss = gpt_loss(model, local_part(batch))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def assert_equal(model: nn.Module, twin: nn.Module) -> None:
@@ -90,11 +71,11 @@ def allocated(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 @pytest.mark.parametrize("options", ["plain", "kept", "bf16", "hybrid"])
 @distributed(world_size=(1, 2))
 def test_training_goes_on_with_the_same_bits_and_objects(options, flat):
-    model, twin = pair(**OPTIONS[options]())
+    model, twin = gpt_twins(**OPTIONS[options]())
     make = flat_parameters if flat else lambda item: [*item.parameters()]
     params = make(model)
     optimizer, other = adamw(params), adamw(make(twin))
-    assert steps(model, optimizer, 3, 1) == steps(twin, other, 3, 1)
+    assert train_gpt(model, optimizer, 3, 1) == train_gpt(twin, other, 3, 1)
     before = [*map(id, model.parameters())], [*map(id, params)]
     states = [id(tensor) for state in optimizer.state.values() for tensor in state.values()]
     collected = _collectives_of(model)
@@ -104,7 +85,7 @@ def test_training_goes_on_with_the_same_bits_and_objects(options, flat):
         onload(model, optimizer)
         assert ([*map(id, model.parameters())], [*map(id, params)]) == before
         assert states == [id(tensor) for state in optimizer.state.values() for tensor in state.values()]
-        assert steps(model, optimizer, 2, seed) == steps(twin, other, 2, seed)
+        assert train_gpt(model, optimizer, 2, seed) == train_gpt(twin, other, 2, seed)
     assert_equal(model, twin)
     assert collected == _collectives_of(model)  # nothing was taken into another shard
 
@@ -116,9 +97,9 @@ def _collectives_of(model: nn.Module) -> list[int]:
 @distributed(world_size=2)
 def test_what_is_one_storage_is_one_copy_each_way():
     with TwoMemories() as memories:
-        model, _ = pair()
+        model, _ = gpt_twins()
         optimizer = adamw(flat_parameters(model))
-        steps(model, optimizer, 1, 1)
+        train_gpt(model, optimizer, 1, 1)
         gpt_loss(model, local_part(next(batches(1)))).backward()
         memories.forget_copies()
         offload(model, optimizer)
@@ -133,7 +114,7 @@ def test_what_is_one_storage_is_one_copy_each_way():
 
 @distributed(world_size=2)
 def test_a_gradient_is_kept():
-    model, twin = pair()
+    model, twin = gpt_twins()
     optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
     for item in (model, twin):
         gpt_loss(item, local_part(next(batches(1)))).backward()
@@ -149,22 +130,22 @@ def test_a_gradient_is_kept():
 @pytest.mark.parametrize("flat", [False, True], ids=["parameters", "flat views"])
 @distributed(world_size=2)
 def test_a_model_that_has_not_run_yet_sleeps_too(flat):
-    model, twin = pair()
+    model, twin = gpt_twins()
     optimizer = adamw(flat_parameters(model) if flat else model.parameters())
     other = adamw(flat_parameters(twin) if flat else twin.parameters())
     offload(model, optimizer)
     with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
         model(local_part(next(batches(1)))[:, :-1])
     onload(model)
-    assert steps(model, optimizer, 2, 1) == steps(twin, other, 2, 1)
+    assert train_gpt(model, optimizer, 2, 1) == train_gpt(twin, other, 2, 1)
     assert_equal(model, twin)
 
 
 @distributed(world_size=2)
 def test_while_asleep_nothing_runs_and_nothing_can_be_read():
-    model, twin = pair()
+    model, twin = gpt_twins()
     optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
-    assert steps(model, optimizer, 1, 1) == steps(twin, other, 1, 1)
+    assert train_gpt(model, optimizer, 1, 1) == train_gpt(twin, other, 1, 1)
     offload(model, optimizer)
     ids = local_part(next(batches(1)))[:, :-1]
     for part, given in ((model, ids), (model.blocks[0], torch.ones(2, 3, 16))):
@@ -179,26 +160,26 @@ def test_while_asleep_nothing_runs_and_nothing_can_be_read():
     onload(model)
     with pytest.raises(RuntimeError, match="was not called"):
         onload(model)
-    assert steps(model, optimizer, 2, 2) == steps(twin, other, 2, 2)
+    assert train_gpt(model, optimizer, 2, 2) == train_gpt(twin, other, 2, 2)
     assert_equal(model, twin)
 
 
 @distributed(world_size=2)
 def test_what_the_user_changes_while_the_model_sleeps_is_noticed():
-    model, twin = pair()
+    model, twin = gpt_twins()
     optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
-    assert steps(model, optimizer, 1, 1) == steps(twin, other, 1, 1)
+    assert train_gpt(model, optimizer, 1, 1) == train_gpt(twin, other, 1, 1)
     offload(model, optimizer)
     model.head.weight.requires_grad_(False)
     twin.head.weight.requires_grad_(False)
     onload(model, optimizer)
-    assert steps(model, optimizer, 2, 2) == steps(twin, other, 2, 2)
+    assert train_gpt(model, optimizer, 2, 2) == train_gpt(twin, other, 2, 2)
     assert_equal(model, twin)
 
 
 @distributed(world_size=2)
 def test_a_model_that_was_kept_unsharded_is_gathered_again():
-    model, twin = pair()
+    model, twin = gpt_twins()
     ids = local_part(next(batches(1)))[:, :-1]
     with torch.no_grad(), keep_unsharded(model):
         before = model(ids)
@@ -229,18 +210,18 @@ def test_what_lives_in_host_memory_stays_there():
         torch.manual_seed(0)
         model = shard_layers(GPT(), offload_policy=CPUOffloadPolicy())
         optimizer = adamw(model.parameters())
-        steps(model, optimizer, 2, 1)
+        train_gpt(model, optimizer, 2, 1)
         memories.forget_copies()
         offload(model, optimizer)
         assert memories.copies == {IN: [], OUT: []}
         assert all(handle.shard.untyped_storage().nbytes() for handle in _get_fsdp_handles(model))
         onload(model, optimizer)
-        steps(model, optimizer, 1, 2)
+        train_gpt(model, optimizer, 1, 2)
 
 
 @distributed(world_size=2)
 def test_it_is_refused_before_anything_changes():
-    model, _ = pair()
+    model, _ = gpt_twins()
     optimizer = adamw(model.parameters())
     with pytest.raises(TypeError, match="nn.Module"):
         offload(optimizer)
@@ -248,7 +229,7 @@ def test_it_is_refused_before_anything_changes():
         offload(model, [model])
     with pytest.raises(ValueError, match="no fully_shard group"):
         offload(nn.Linear(2, 2))
-    steps(model, optimizer, 1, 1)
+    train_gpt(model, optimizer, 1, 1)
     with no_sync(model):
         gpt_loss(model, local_part(next(batches(1)))).backward()
     with pytest.raises(RuntimeError, match="accumulated without gradient sync"):
@@ -263,9 +244,9 @@ def test_it_is_refused_before_anything_changes():
 
 @distributed(world_size=2)
 def test_waking_up_can_be_tried_again():
-    model, twin = pair()
+    model, twin = gpt_twins()
     optimizer, other = adamw(model.parameters()), adamw(twin.parameters())
-    assert steps(model, optimizer, 1, 1) == steps(twin, other, 1, 1)
+    assert train_gpt(model, optimizer, 1, 1) == train_gpt(twin, other, 1, 1)
     offload(model, optimizer)
     original, calls = torch.empty, []
 
@@ -280,15 +261,15 @@ def test_waking_up_can_be_tried_again():
     with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
         model(local_part(next(batches(1)))[:, :-1])
     onload(model, optimizer)
-    assert steps(model, optimizer, 2, 2) == steps(twin, other, 2, 2)
+    assert train_gpt(model, optimizer, 2, 2) == train_gpt(twin, other, 2, 2)
     assert_equal(model, twin)
 
 
 @distributed(world_size=2)
 def test_a_model_that_is_dropped_while_it_sleeps_is_freed():
-    model, _ = pair()
+    model, _ = gpt_twins()
     optimizer = adamw(model.parameters())
-    steps(model, optimizer, 1, 1)
+    train_gpt(model, optimizer, 1, 1)
     offload(model, optimizer)
     reference = weakref.ref(model)
     del model, optimizer

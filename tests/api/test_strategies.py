@@ -26,7 +26,7 @@ from fsdp_compose.checkpoint import get_state_dict, set_state_dict
 from fsdp_compose.group.options import R, S
 from tests.harness import distributed
 from tests.models import GPT, batches, gpt_loss
-from tests.training import adamw, full_values, local_part
+from tests.training import adamw, assert_same_parameters, local_part
 
 
 def apply(model: GPT, name: str) -> GPT:
@@ -36,10 +36,6 @@ def apply(model: GPT, name: str) -> GPT:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, strategy=name)
     return fully_shard(model, mesh=mesh, strategy=name)
-
-
-def assert_close(ours: nn.Module, theirs: nn.Module, tolerance: float) -> None:
-    torch.testing.assert_close(full_values(ours), full_values(theirs), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("is_functional", (False, True))
@@ -67,7 +63,7 @@ def test_trains_as_one_process(name, is_flat, is_functional):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert_close(ours, reference, 5e-6)
+    assert_same_parameters(ours, reference, tolerance=5e-6)
 
 
 @distributed(world_size=4)
@@ -97,7 +93,7 @@ def test_every_row_loads_what_every_row_has_saved(tmp_path):
             states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
             dcp.load(states, checkpoint_id=f"{tmp_path}/{source}")
             set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-            assert_close(model, saved, 0)
+            assert_same_parameters(model, saved, tolerance=0)
             loaded, expected = (
                 {fqn: state["exp_avg"].full_tensor() for fqn, state in get_state_dict(*pair)[1]["state"].items()}
                 for pair in ((model, optimizer), made[source])
@@ -112,7 +108,7 @@ def test_every_row_loads_what_every_row_has_saved(tmp_path):
             )
             for pair in zip(going_on, others, strict=True):
                 train(*pair, seed=20)
-            assert_close(*going_on, 2e-6)
+            assert_same_parameters(*going_on, tolerance=2e-6)
 
 
 KEPT = {
@@ -176,7 +172,7 @@ def test_rows_of_ones_own_and_groups_of_different_rows():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert_close(ours, reference, 5e-6)
+    assert_same_parameters(ours, reference, tolerance=5e-6)
 
 
 def test_rows_that_make_no_sense():

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp_compose
 from fsdp_compose import clip_grad_norm_, fully_shard
-from tests.flat.test_tensor_parallel import TORCHS, assert_same
+from tests.flat.test_tensor_parallel import TORCHS
 from tests.harness import distributed
+from tests.training import assert_same_parameters
 
 NUM_EXPERTS, DIM = 4, 6
 
@@ -121,7 +122,7 @@ def test_experts_are_averaged_over_all_data_ranks_without_a_factor_by_hand(num_s
         norms = train(model, dp.get_local_rank(), 4, clip)
         tolerance = 1e-5 if policy is None else 5e-3
         torch.testing.assert_close(norms, train(expected, 0, 1, TORCHS), rtol=tolerance, atol=tolerance)
-        assert_same(model, expected, tolerance)
+        assert_same_parameters(model, expected, tolerance=tolerance)
 
 
 @distributed(world_size=4)

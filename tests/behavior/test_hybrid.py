@@ -38,7 +38,16 @@ from tests.group.test_one_rank_differs import DIFFERENT, Loop, build
 from tests.harness import distributed, lasting_groups, lasting_mesh, same_on_every_rank
 from tests.internals import impatient
 from tests.models import GPT, batches, gpt_loss, shard_layers
-from tests.training import adamw, assert_gradients_match, local_part, pair, sgd, train, without_all_reduce
+from tests.training import (
+    adamw,
+    assert_gradients_match,
+    assert_same_parameters,
+    local_part,
+    pair,
+    sgd,
+    train,
+    without_all_reduce,
+)
 
 SHAPES = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1), (1, 4)]}
 MESHES = [(shape, size) for size, shapes in SHAPES.items() for shape in shapes]
@@ -61,13 +70,6 @@ def over(*shapes: tuple[int, ...]):
     return decorate
 
 
-def assert_equal(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
-    """All parameters, whole, on every replica."""
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        difference = (ours.full_tensor() - theirs).abs().max().item()
-        assert difference <= tolerance, f"{name} differs by {difference}"
-
-
 # ---- training
 
 
@@ -85,7 +87,7 @@ def test_trains_as_one_process(shape):
         expected = train(reference, make_optimizer, steps=3)
         dist.all_reduce(losses)
         assert torch.allclose(losses / 4, expected, atol=1e-5)
-        assert_equal(model, reference)
+        assert_same_parameters(model, reference)
 
 
 @pytest.mark.parametrize("without_sync", [no_sync, without_all_reduce])
@@ -96,7 +98,7 @@ def test_accumulation(shape, without_sync):
     shard_layers(model, mesh=mesh_of(*shape))
     train(model, sgd, share=local_part, steps=2, microbatches=3, without_sync=without_sync)
     train(reference, sgd, steps=2, microbatches=3)
-    assert_equal(model, reference)
+    assert_same_parameters(model, reference)
 
 
 @over((2, 2))
@@ -157,7 +159,7 @@ def test_flat_views_and_clipping(shape):
             optimizer.step()
             optimizer.zero_grad()
     gpt_loss(model, local_part(batch))
-    assert_equal(model, reference)
+    assert_same_parameters(model, reference)
 
 
 @over((2, 2), (4, 1))
@@ -294,7 +296,7 @@ def test_tied_parameters_move_between_groups_on_different_meshes():
     fully_shard(model, mesh=mesh_of(2, 2))
     train(model, sgd, share=local_part, steps=2)
     train(reference, sgd, steps=2)
-    assert_equal(model, reference)
+    assert_same_parameters(model, reference)
 
 
 @over((2, 2))
@@ -327,7 +329,7 @@ def test_groups_of_one_root_may_shard_over_other_ranks_of_the_same(world_size):
     fully_shard(model)
     train(model, adamw, share=local_part, steps=3)
     train(reference, adamw, steps=3)
-    assert_equal(model, reference)
+    assert_same_parameters(model, reference)
 
 
 @distributed(world_size=4)
@@ -361,7 +363,7 @@ def train_on_a_part_of_the_ranks() -> None:
 
     train(model, sgd, share=share, steps=2)
     train(reference, sgd, steps=2)
-    assert_equal(model, reference)
+    assert_same_parameters(model, reference)
 
 
 # ---- checkpoints
@@ -410,7 +412,7 @@ def test_full_state_dicts_and_from_the_first_rank(shape):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, state, options=options)
     other(next(batches(1))[:, :-1])
-    assert_equal(other, reference, 0)
+    assert_same_parameters(other, reference, tolerance=0)
 
 
 # ---- ranks that differ

@@ -10,9 +10,9 @@ import torch
 from fsdp_compose import clip_grad_norm_
 from tests import harness
 from tests.compiled.test_whole_model_compile import compiled
-from tests.flat.test_tensor_parallel import assert_same, mesh_of, parallelize, reference, sharded_gpt, share_of, train
+from tests.flat.test_tensor_parallel import mesh_of, parallelize, reference, sharded_gpt, share_of, train
 from tests.models import batches, shard_layers
-from tests.training import mean_square
+from tests.training import assert_same_parameters, mean_square
 
 distributed = functools.partial(harness.distributed, timeout=200)
 
@@ -55,4 +55,4 @@ def test_compiled_blocks_with_tensor_parallelism_train_as_one_process():
     shard_layers(model, mesh=mesh["dp"])
     train(model, share_of(mesh["dp"]), steps=2)
     train(expected, steps=2)
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,11 +19,9 @@ from torch.utils._pytree import tree_flatten_with_path
 from fsdp_compose import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    clip_grad_norm_,
     flat_parameters,
     fully_shard,
     functional_mode,
-    no_sync,
     summon_full_params,
 )
 from fsdp_compose._torch import without_modes
@@ -31,43 +29,12 @@ from fsdp_compose.flat import local_of, shard_storage
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.harness import ROOT, distributed, fake_process_group
 from tests.models import GPT, batches, gpt_loss, shard_layers
-from tests.training import adamw, local_part, sgd
+from tests.training import adamw, gpt_twins, local_part, sgd, train_gpt
 from tests.two_memories import IN, OUT, TwoMemories
 
 POLICY = CPUOffloadPolicy()
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 HALF_REDUCED = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-
-
-def pair(**options: Any) -> tuple[GPT, GPT]:
-    """Two equal models, of which the first is offloaded."""
-    torch.manual_seed(0)
-    model = GPT()
-    twin = copy.deepcopy(model)
-    return shard_layers(model, offload_policy=POLICY, **options), shard_layers(twin, **options)
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    params: list[nn.Parameter],
-    steps: int = 4,
-    microbatches: int = 1,
-    unsynced: bool = False,
-    clips: bool = True,
-) -> list[float]:
-    losses = []
-    for batch in batches(steps):
-        for i, part in enumerate(local_part(batch).chunk(microbatches)):
-            with no_sync(model) if unsynced and i + 1 < microbatches else nullcontext():
-                loss = gpt_loss(model, part)
-                loss.backward()
-        if clips:
-            clip_grad_norm_(params, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -112,11 +79,11 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
 def test_training_equals_training_on_the_device_bit_for_bit(options, flat_among, world_size):
     flat = world_size == flat_among
     with two_memories() as memories:
-        model, twin = pair(**OPTIONS[options]())
+        model, twin = gpt_twins(offload_policy=POLICY, **OPTIONS[options]())
         params = flat_parameters(model) if flat else [*model.parameters()]
         expected = flat_parameters(twin) if flat else [*twin.parameters()]
         optimizer = adamw(params)
-        assert train(model, optimizer, params) == train(twin, adamw(expected), expected)
+        assert train_gpt(model, optimizer, 4, clip=params) == train_gpt(twin, adamw(expected), 4, clip=expected)
         assert_equal(model, twin)
         for param in params:
             assert memories.is_on_host(param)
@@ -128,9 +95,9 @@ def test_training_equals_training_on_the_device_bit_for_bit(options, flat_among,
 @distributed(world_size=1)
 def test_one_rank_too_copies_its_shard(options):
     with two_memories() as memories:
-        model, twin = pair(**OPTIONS[options]())
+        model, twin = gpt_twins(offload_policy=POLICY, **OPTIONS[options]())
         ours, theirs = [*model.parameters()], [*twin.parameters()]
-        assert train(model, sgd(ours), ours) == train(twin, sgd(theirs), theirs)
+        assert train_gpt(model, sgd(ours), 4, clip=ours) == train_gpt(twin, sgd(theirs), 4, clip=theirs)
         assert_equal(model, twin)
         assert memories.copies[IN] and memories.copies[OUT]
 
@@ -139,12 +106,12 @@ def test_one_rank_too_copies_its_shard(options):
 @distributed(world_size=4)
 def test_a_step_copies_each_flat_parameter_in_once_for_each_gather_and_each_gradient_out_once(options):
     with two_memories() as memories:
-        model, _ = pair(**OPTIONS[options]())
+        model, _ = gpt_twins(offload_policy=POLICY, **OPTIONS[options]())
         params = [*model.parameters()]
         optimizer = sgd(params)
-        train(model, optimizer, params, steps=4)  # looks for unseen writes come after uses 1, 2, 4, 8
+        train_gpt(model, optimizer, 4, clip=params)  # looks for unseen writes come after uses 1, 2, 4, 8
         memories.forget_copies()
-        train(model, optimizer, params, steps=1)
+        train_gpt(model, optimizer, 1, clip=params)
         sizes = [handle.shard.nbytes for handle in _get_fsdp_handles(model)]
         root, blocks = sizes[0], sizes[1:]
         assert sorted(memories.copies[OUT]) == sorted(sizes)
@@ -156,11 +123,11 @@ def test_a_step_copies_each_flat_parameter_in_once_for_each_gather_and_each_grad
 @distributed(world_size=2)
 def test_gradients_accumulate(options, unsynced):
     with two_memories() as memories:
-        model, twin = pair(**OPTIONS[options]())
+        model, twin = gpt_twins(offload_policy=POLICY, **OPTIONS[options]())
         ours, theirs = [*model.parameters()], [*twin.parameters()]
         memories.forget_copies()  # what fully_shard() has copied
         how = {"microbatches": 3, "unsynced": unsynced}
-        assert train(model, sgd(ours), ours, **how) == train(twin, sgd(theirs), theirs, **how)
+        assert train_gpt(model, sgd(ours), 4, clip=ours, **how) == train_gpt(twin, sgd(theirs), 4, clip=theirs, **how)
         assert_equal(model, twin)
         sizes = [handle.shard.nbytes for handle in _get_fsdp_handles(model)]
         num_reductions = 4 * (1 if unsynced else 3)
@@ -170,7 +137,7 @@ def test_gradients_accumulate(options, unsynced):
 @distributed(world_size=2)
 def test_a_gradient_is_in_host_memory_and_the_flat_buffers_are_not():
     with two_memories() as memories:
-        model, _ = pair()
+        model, _ = gpt_twins(offload_policy=POLICY)
         gpt_loss(model, local_part(next(batches(1)))).backward()
         for handle in _get_fsdp_handles(model):
             assert memories.is_on_host(handle.shard)
@@ -184,7 +151,7 @@ def test_a_gradient_is_in_host_memory_and_the_flat_buffers_are_not():
 @distributed(world_size=2)
 def test_functional_mode_computes_on_the_device():
     with two_memories() as memories:
-        model, twin = pair()
+        model, twin = gpt_twins(offload_policy=POLICY)
         batch = local_part(next(batches(1)))
         for item in (model, twin):
             with functional_mode(item):
@@ -197,7 +164,7 @@ def test_functional_mode_computes_on_the_device():
 @distributed(world_size=2)
 def test_full_parameters_are_on_the_device_and_edits_come_back():
     with two_memories() as memories:
-        model, _ = pair()
+        model, _ = gpt_twins(offload_policy=POLICY)
         with summon_full_params(model):
             full = [*model.parameters()]
             assert not any(map(memories.is_on_host, full))
@@ -245,7 +212,7 @@ def test_checkpoints_and_tied_weights_are_as_always(tie):
         memories.refuses_host_collectives = False
         (model, optimizer), (twin, other) = build(offload_policy=POLICY), build()
         ours, theirs = [*model.parameters()], [*twin.parameters()]
-        assert train(model, optimizer, ours) == train(twin, other, theirs)
+        assert train_gpt(model, optimizer, 4, clip=ours) == train_gpt(twin, other, 4, clip=theirs)
         full = StateDictOptions(full_state_dict=True)
         ours_saved = get_model_state_dict(model, options=full), get_optimizer_state_dict(model, optimizer, options=full)
         saved = get_model_state_dict(twin, options=full), get_optimizer_state_dict(twin, other, options=full)
@@ -256,7 +223,7 @@ def test_checkpoints_and_tied_weights_are_as_always(tie):
         set_optimizer_state_dict(fresh, fresh_optimizer, saved[1], options=full)
     # Past the memories: by ``to(param.device)`` torch loads state, which they do not see.
     fresh_params = [*fresh.parameters()]
-    assert train(fresh, fresh_optimizer, fresh_params) == train(twin, other, theirs)
+    assert train_gpt(fresh, fresh_optimizer, 4, clip=fresh_params) == train_gpt(twin, other, 4, clip=theirs)
     assert_equal(fresh, twin)
 
 
@@ -280,10 +247,10 @@ def test_a_model_on_the_meta_device_is_materialised_on_the_host():
 @distributed(world_size=2)
 def test_a_copy_of_a_model_is_offloaded_too():
     with two_memories() as memories:
-        model, twin = pair()
+        model, twin = gpt_twins(offload_policy=POLICY)
         clone = copy.deepcopy(model)
         ours, theirs = [*clone.parameters()], [*twin.parameters()]
-        assert train(clone, sgd(ours), ours) == train(twin, sgd(theirs), theirs)
+        assert train_gpt(clone, sgd(ours), 4, clip=ours) == train_gpt(twin, sgd(theirs), 4, clip=theirs)
         assert_equal(clone, twin)
         assert all(map(memories.is_on_host, ours))
 
@@ -291,7 +258,7 @@ def test_a_copy_of_a_model_is_offloaded_too():
 @distributed(world_size=2)
 def test_a_gradient_after_an_interrupted_backward_is_right():
     with two_memories():
-        model, twin = pair()
+        model, twin = gpt_twins(offload_policy=POLICY)
         batch = local_part(next(batches(1)))
         for item in (model, twin):
             gpt_loss(item, batch).backward()

@@ -25,19 +25,13 @@ from fsdp_compose import (
 )
 from tests.harness import distributed
 from tests.models import GPT, batches, gpt_loss
-from tests.training import adamw, local_part
+from tests.training import adamw, assert_same_parameters, local_part
 
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=2, **options)
     return fully_shard(model, **options)
-
-
-def assert_equal(ours: nn.Module, theirs: nn.Module, tolerance: float = 0.0) -> None:
-    for (name, a), b in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        a, b = (item.full_tensor() if hasattr(item, "full_tensor") else item for item in (a, b[1]))
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=name)
 
 
 def kept(model: nn.Module) -> list[bool]:
@@ -69,7 +63,7 @@ def test_trains_like_full_gathers(use_reentrant, is_flat):
             optimizer.step()
             optimizer.zero_grad()
         assert kept(ours) == [False] * 3
-        assert_equal(ours, theirs)
+        assert_same_parameters(ours, theirs, tolerance=0)
 
 
 @distributed(world_size=4)
@@ -126,7 +120,7 @@ def test_parts_until_a_step():
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        assert_equal(ours, theirs)
+        assert_same_parameters(ours, theirs, tolerance=0)
     ours.eval()
     torch.testing.assert_close(gpt_loss(ours, local_part(batch)), gpt_loss(theirs, local_part(batch)))
 
@@ -158,7 +152,7 @@ def test_forwards_without_grad_mode_between_steps(stays):
             optimizer.zero_grad()
             with torch.no_grad():
                 gpt_loss(model, local_part(batch))
-        assert_equal(ours, theirs)
+        assert_same_parameters(ours, theirs, tolerance=0)
 
 
 @distributed(world_size=4)

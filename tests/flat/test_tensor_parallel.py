@@ -39,6 +39,7 @@ from tests.checkpoint.test_checkpoint import assert_equal, whole
 from tests.checkpoint.test_checkpoint_storage import shared_folder
 from tests.harness import distributed, environment, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
+from tests.training import assert_same_parameters
 
 TORCHS = torch.nn.utils.clip_grad_norm_
 
@@ -135,12 +136,6 @@ def train(
     return norms
 
 
-def assert_same(model: nn.Module, expected: nn.Module, tolerance: float = 1e-5) -> None:
-    for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        found, other = whole(param), whole(other)
-        torch.testing.assert_close(found, other, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
-
-
 # ---- training
 
 
@@ -158,7 +153,7 @@ def test_trains_and_clips_as_one_process(kind):
     clip = TORCHS if kind == "some" else clip_grad_norm_
     norms = train(model, share_of(mesh["dp"]), clip=clip, is_loss_parallel=kind == "loss")
     torch.testing.assert_close(norms, train(expected, clip=TORCHS), rtol=1e-5, atol=1e-6)
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)
     # What to_local() gives of an output is hooked: it is no view of a parameter.
     assert not any(fully_shard.state(part).persistent.is_unhooked for part in (model, *model.blocks))
 
@@ -222,7 +217,7 @@ def test_uneven_tensor_parallelism_and_replicas_train_and_clip_as_one_process(si
         model, expected = parallel_uneven(mesh, ("replicate", "shard"), hidden), uneven(hidden)
         norms = steps_of(model, place, data.size(), clip, order)
         torch.testing.assert_close(norms, steps_of(expected, 0, 1, TORCHS, order), rtol=1e-5, atol=1e-6)
-        assert_same(model, expected)
+        assert_same_parameters(model, expected)
 
 
 @distributed(world_size=4)
@@ -237,7 +232,7 @@ def test_a_part_of_the_ranks_trains_and_is_saved_by_itself():
     for _ in range(1 + stage):  # each stage in its own time
         train(model, clip=clip_grad_norm_)
         train(expected, clip=TORCHS)
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     assert bool(state) == (mesh.get_local_rank("tp") == 0)
     with fsdp_compose.summon_full_params(model):
@@ -304,7 +299,7 @@ def test_tensor_parallel_ranks_that_sum_other_terms_are_told_before_they_do(is_s
         with pytest.warns(UserWarning, match="thrown away"):
             train(model, share)
         train(expected)
-        assert_same(model, expected)
+        assert_same_parameters(model, expected)
 
 
 @distributed(world_size=4)
@@ -333,7 +328,7 @@ def test_accumulation_checkpointing_and_frozen_parameters(use_reentrant):
     assert not model.blocks[1].up.weight.requires_grad
     train(model, share_of(mesh["dp"]), microbatches=2)
     train(expected, microbatches=2)
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)
 
 
 @distributed(world_size=4)
@@ -349,7 +344,7 @@ def test_mixed_precision_computes_and_reduces_in_its_dtypes():
     assert model.blocks[0].up.weight.dtype == torch.float32
     expected = reference()
     train(expected, steps=1)
-    assert_same(model, expected, tolerance=5e-3)
+    assert_same_parameters(model, expected, tolerance=5e-3)
 
 
 @distributed(world_size=4)
@@ -369,7 +364,7 @@ def test_tied_weights_move_to_one_group_and_train_as_one_process():
     train(model, share_of(mesh["dp"]))
     train(expected)
     assert model.head.weight is model.tokens.weight
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)
 
 
 # ---- what modules and users see
@@ -462,7 +457,7 @@ def test_summoned_parameters_are_whole_and_written_back(rank0_only):
                 for item in (model, expected):
                     for i, param in enumerate(item.parameters()):
                         param.copy_(torch.arange(param.numel()).view(param.shape) / 100 + i)
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)
 
 
 @distributed(world_size=4)
@@ -482,8 +477,8 @@ def test_copies_meta_models_and_optimizers_built_before():
     train(their_twin)
     train(model, share, optimizer)
     train(expected, optimizer=theirs)
-    assert_same(model, expected)
-    assert_same(twin, their_twin)
+    assert_same_parameters(model, expected)
+    assert_same_parameters(twin, their_twin)
     with torch.device("meta"):
         blank = GPT()
     shard_layers(parallelize(blank, mesh["tp"], "tensor"), mesh=mesh["dp"])
@@ -491,7 +486,7 @@ def test_copies_meta_models_and_optimizers_built_before():
     set_model_state_dict(blank, get_model_state_dict(model))
     train(blank, share)
     train(model, share)
-    assert_same(blank, model, tolerance=0)
+    assert_same_parameters(blank, model, tolerance=0)
 
 
 @distributed(world_size=4)
@@ -503,7 +498,7 @@ def test_flat_views_may_be_plain_tensors():
     norms = train(model, share_of(mesh["dp"]), optimizer, clip=clip_grad_norm_)
     theirs = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     torch.testing.assert_close(norms, train(expected, optimizer=theirs, clip=TORCHS), rtol=1e-5, atol=1e-6)
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)
     ours, plain = (get_optimizer_state_dict(*item)["state"] for item in ((model, optimizer), (expected, theirs)))
     for fqn, state in plain.items():
         torch.testing.assert_close(whole(ours[fqn]["momentum_buffer"]), state["momentum_buffer"], rtol=0, atol=1e-5)
@@ -537,7 +532,7 @@ def test_flat_views_train_and_are_clipped_as_one_process(kind, optimizer, way):
     ours, theirs = make(fsdp_compose.flat_parameters(model)), make(expected.parameters())
     norms = train(model, share_of(mesh[data]), ours, clip=clip)
     torch.testing.assert_close(norms, train(expected, optimizer=theirs, clip=TORCHS), rtol=1e-5, atol=1e-6)
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)
     state, plain = (get_optimizer_state_dict(*item)["state"] for item in ((model, ours), (expected, theirs)))
     key = "momentum_buffer" if optimizer == "sgd" else "exp_avg_sq"
     for fqn, values in plain.items():
@@ -553,7 +548,7 @@ def test_flat_views_of_uneven_parts(clip, order):
     model, expected = parallel_uneven(mesh), uneven()
     norms = steps_of(model, mesh.get_local_rank("dp"), 2, clip, order, fsdp_compose.flat_parameters(model))
     torch.testing.assert_close(norms, steps_of(expected, 0, 1, TORCHS, order), rtol=1e-5, atol=1e-7)
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)
 
 
 @distributed(world_size=4)
@@ -567,7 +562,7 @@ def test_state_of_other_optimizers_loads_into_flat_views_of_what_is_cut():
     set_optimizer_state_dict(second, flat, get_optimizer_state_dict(first, optimizer))
     train(first, share, optimizer, clip=TORCHS)
     train(second, share, flat, clip=TORCHS)
-    assert_same(second, first, tolerance=1e-6)
+    assert_same_parameters(second, first, tolerance=1e-6)
 
 
 @distributed(world_size=4)
@@ -589,7 +584,7 @@ def test_gradient_scalers_unscale_flat_views_of_what_is_cut():
         assert scaler.get_scale() == (128.0 if is_broken else 256.0)
     gpt_loss(expected, batch).backward()
     theirs.step()
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)
 
 
 @distributed(world_size=4)
@@ -741,7 +736,7 @@ def test_an_interrupted_iteration_is_recovered_from_by_all_ranks(debug):
         with pytest.warns(UserWarning, match="was interrupted"):
             train(model, share)
         train(expected)
-        assert_same(model, expected)
+        assert_same_parameters(model, expected)
 
 
 @distributed(world_size=4)

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fsdp_compose import (
     CPUOffloadPolicy,
     RaggedShard,
-    clip_grad_norm_,
     distribute_ragged,
     flat_parameters,
     offload,
@@ -31,10 +30,10 @@ from fsdp_compose.checkpoint import (
 from fsdp_compose.flat import local_of
 from fsdp_compose.flat.sharded_param import shown_on
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.flat.test_offload import HALF, assert_equal, assert_same_state, train
+from tests.flat.test_offload import HALF, assert_equal, assert_same_state
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, batches, gpt_loss, shard_layers
-from tests.training import local_part
+from tests.training import gpt_twins, local_part, train_gpt
 from tests.two_memories import IN, OUT, TwoMemories
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -55,28 +54,8 @@ POLICIES = {
 SMALL = 4096 * 2  # bytes: chunks of 1,024 elements, the smallest
 
 
-def pair(**options: Any) -> tuple[GPT, GPT]:
-    torch.manual_seed(0)
-    model = GPT()
-    twin = copy.deepcopy(model)
-    options_of_twin = {key: value for key, value in options.items() if key != "offload_policy"}
-    return shard_layers(model, **options), shard_layers(twin, **options_of_twin)
-
-
 def params_of(model: nn.Module, flat: bool) -> list[nn.Parameter]:
     return flat_parameters(model) if flat else [*model.parameters()]
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, params: list[nn.Parameter], num: int = 3) -> list[float]:
-    losses = []
-    for batch in batches(num):
-        loss = gpt_loss(model, local_part(batch))
-        loss.backward()
-        clip_grad_norm_(params, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 # Every two of an optimizer, a policy and a kind of parameters (flat views or not) meet.
@@ -88,11 +67,11 @@ TOGETHER = [(name, policy, (i + j) % 2 == 0) for i, name in enumerate(OPTIMIZERS
 def test_the_step_is_the_ordinary_one_bit_for_bit(name, policy, flat):
     make, arguments = OPTIMIZERS[name]
     with TwoMemories() as memories:
-        model, twin = pair(offload_policy=POLICIES[policy])
+        model, twin = gpt_twins(offload_policy=POLICIES[policy])
         params, expected = params_of(model, flat), params_of(twin, flat)
         optimizer = offload_states(make(params, **arguments), chunk_bytes=SMALL)
         other = make(expected, **arguments)
-        assert steps(model, optimizer, params) == steps(twin, other, expected)
+        assert train_gpt(model, optimizer, 3, clip=params) == train_gpt(twin, other, 3, clip=expected)
         assert_equal(model, twin)
         for param, reference in zip(params, expected, strict=True):
             assert_same_state(optimizer.state[param], other.state[reference])
@@ -107,10 +86,10 @@ def test_the_step_is_the_ordinary_one_bit_for_bit(name, policy, flat):
 @distributed(world_size=2)
 def test_chunks_are_bounded_and_each_element_goes_in_and_out_once(policy):
     with TwoMemories() as memories:
-        model, _ = pair(offload_policy=POLICIES[policy])
+        model, _ = gpt_twins(offload_policy=POLICIES[policy])
         params = flat_parameters(model)
         optimizer = offload_states(torch.optim.AdamW(params, foreach=True), chunk_bytes=SMALL)
-        steps(model, optimizer, params, 1)
+        train_gpt(model, optimizer, 1, clip=params)
         gpt_loss(model, local_part(next(batches(1)))).backward()
         memories.forget_copies()
         optimizer.step()
@@ -127,13 +106,13 @@ def test_chunks_are_bounded_and_each_element_goes_in_and_out_once(policy):
 @distributed(world_size=2)
 def test_an_optimizer_that_has_stepped_is_taken_over():
     with TwoMemories() as memories:
-        model, twin = pair()
+        model, twin = gpt_twins()
         params, expected = params_of(model, True), params_of(twin, True)
         optimizer, other = (torch.optim.AdamW(item, lr=1e-2) for item in (params, expected))
-        assert steps(model, optimizer, params) == steps(twin, other, expected)
+        assert train_gpt(model, optimizer, 3, clip=params) == train_gpt(twin, other, 3, clip=expected)
         offload_states(optimizer, chunk_bytes=SMALL)
         assert all(memories.is_on_host(optimizer.state[param]["exp_avg"]) for param in params)
-        assert steps(model, optimizer, params) == steps(twin, other, expected)
+        assert train_gpt(model, optimizer, 3, clip=params) == train_gpt(twin, other, 3, clip=expected)
         assert_equal(model, twin)
 
 
@@ -151,7 +130,7 @@ def test_checkpoints_are_as_always_and_what_is_loaded_goes_to_the_host(flat):
         memories.refuses_host_collectives = False  # a device that NCCL alone serves is asked for in ``device_for``
         model, optimizer, params = build(True)
         twin, other, expected = build(False)
-        assert steps(model, optimizer, params) == steps(twin, other, expected)
+        assert train_gpt(model, optimizer, 3, clip=params) == train_gpt(twin, other, 3, clip=expected)
         full = StateDictOptions(full_state_dict=True)
         saved = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
         whole = get_optimizer_state_dict(model, optimizer, options=full)
@@ -162,13 +141,13 @@ def test_checkpoints_are_as_always_and_what_is_loaded_goes_to_the_host(flat):
         set_optimizer_state_dict(fresh, fresh_optimizer, copy.deepcopy(saved[1]))
         for param in fresh_params:
             assert memories.is_on_host(fresh_optimizer.state[param]["exp_avg"])
-        assert steps(fresh, fresh_optimizer, fresh_params) == steps(twin, other, expected)
+        assert train_gpt(fresh, fresh_optimizer, 3, clip=fresh_params) == train_gpt(twin, other, 3, clip=expected)
         assert_equal(fresh, twin)
 
 
 @distributed(world_size=2)
 def test_schedulers_hooks_and_closures_see_one_step():
-    model, twin = pair()
+    model, twin = gpt_twins()
     params, expected = params_of(model, True), params_of(twin, True)
     optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
     other = torch.optim.AdamW(expected, lr=1e-2)
@@ -194,7 +173,7 @@ def test_schedulers_hooks_and_closures_see_one_step():
 
 @distributed(world_size=2)
 def test_a_parameter_without_a_gradient_is_left_alone():
-    model, twin = pair()
+    model, twin = gpt_twins()
     params, expected = params_of(model, False), params_of(twin, False)
     optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
     other = torch.optim.AdamW(expected, lr=1e-2)
@@ -209,14 +188,14 @@ def test_a_parameter_without_a_gradient_is_left_alone():
 @distributed(world_size=2)
 def test_a_model_whose_optimizer_state_is_offloaded_sleeps_and_wakes():
     with TwoMemories() as memories:
-        model, twin = pair()
+        model, twin = gpt_twins()
         params, expected = params_of(model, True), params_of(twin, True)
         optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
         other = torch.optim.AdamW(expected, lr=1e-2)
-        assert steps(model, optimizer, params) == steps(twin, other, expected)
+        assert train_gpt(model, optimizer, 3, clip=params) == train_gpt(twin, other, 3, clip=expected)
         offload(model)
         onload(model)
-        assert steps(model, optimizer, params) == steps(twin, other, expected)
+        assert train_gpt(model, optimizer, 3, clip=params) == train_gpt(twin, other, 3, clip=expected)
         assert_equal(model, twin)
         assert all(memories.is_on_host(local_of(optimizer.state[param]["exp_avg"])) for param in params)
 
@@ -226,12 +205,12 @@ def test_a_model_whose_optimizer_state_is_offloaded_sleeps_and_wakes():
 def test_gradients_in_host_memory_accumulate(unsynced, flat_among, world_size):
     flat = world_size == flat_among
     with TwoMemories() as memories:
-        model, twin = pair(offload_policy=POLICIES["state and gradients"], mp_policy=HALF)
+        model, twin = gpt_twins(offload_policy=POLICIES["state and gradients"], mp_policy=HALF)
         params, expected = params_of(model, flat), params_of(twin, flat)
         optimizer = offload_states(torch.optim.AdamW(params, lr=1e-2), chunk_bytes=SMALL)
         how = {"microbatches": 3, "unsynced": unsynced}
-        assert train(model, optimizer, params, **how) == train(
-            twin, torch.optim.AdamW(expected, lr=1e-2), expected, **how
+        assert train_gpt(model, optimizer, 4, clip=params, **how) == train_gpt(
+            twin, torch.optim.AdamW(expected, lr=1e-2), 4, clip=expected, **how
         )
         assert_equal(model, twin)
         offload(model, optimizer)
@@ -262,7 +241,7 @@ def test_a_gradient_is_shown_on_the_device_of_its_parameter():
 
 @distributed(world_size=2)
 def test_plain_flat_views_of_shards_whose_gradients_are_in_host_memory_are_refused():
-    model, _ = pair(offload_policy=POLICIES["state and gradients"])
+    model, _ = gpt_twins(offload_policy=POLICIES["state and gradients"])
     with pytest.raises(ValueError, match="Leave local out"):
         flat_parameters(model, local=True)
 

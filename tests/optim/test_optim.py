@@ -33,7 +33,7 @@ from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.optim import clip_grad
 from tests.harness import distributed, fake_process_group
 from tests.models import shard_layers
-from tests.training import full_values
+from tests.training import assert_same_parameters, full_values
 
 STEPS = 3
 
@@ -77,16 +77,6 @@ def batch(step: int) -> torch.Tensor:
 
 def backward(model: nn.Module, rows: torch.Tensor, **used: bool) -> None:
     model(rows, **used).square().mean().backward()
-
-
-def assert_same(model: nn.Module, other: nn.Module, tolerance: float | None = None) -> None:
-    """Equal parameters; bit for bit without a tolerance."""
-    ours, theirs = full_values(model), full_values(other)
-    for name in theirs:
-        if tolerance is None:
-            assert torch.equal(ours[name], theirs[name]), f"{name}: {(ours[name] - theirs[name]).abs().max()}"
-        else:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
 def agree(value: torch.Tensor) -> bool:
@@ -143,10 +133,11 @@ def test_flat_training_equals_training_of_sharded_parameters_bit_for_bit(world_s
                     optimizer.zero_grad()
             try:
                 # Fused CPU kernels round the last few elements of a tensor in another way than the others.
-                assert_same(flat, sharded, 1e-6 if mode == "fused" else None)
+                tolerance = 1e-6 if mode == "fused" else 0.0
+                assert_same_parameters(flat, sharded, tolerance, relative=tolerance)
                 # Rprop follows the signs of gradients, which rounding may flip where they are nearly zero.
                 if mode == "foreach":
-                    assert_same(flat, reference, 1e-4)
+                    assert_same_parameters(flat, reference, tolerance=1e-4, relative=1e-4)
             except AssertionError as error:
                 raise AssertionError(f"{name} {mode}: {error}") from error
             for handle in _get_fsdp_handles(flat):
@@ -210,7 +201,7 @@ def test_parameter_groups_are_ragged_rows_of_neighbours():
             backward(item, rows)
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(model, reference, 1e-5)
+    assert_same_parameters(model, reference, tolerance=1e-5, relative=1e-5)
 
 
 @distributed(world_size=3)
@@ -242,7 +233,7 @@ def test_mixed_dtypes_frozen_and_unmanaged_parameters_train():
             dist.all_reduce(model.scale.grad)
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(flat, sharded)
+    assert_same_parameters(flat, sharded, tolerance=0)
     assert all(
         torch.equal(a, full_values(flat)[name]) for a, name in zip(frozen, ("first.weight", "norm.bias"), strict=True)
     )
@@ -337,7 +328,7 @@ def test_one_dropped_parameter_contributes_nothing():
         model.first.weight.grad = None
         model.head.weight.grad.mul_(2)  # an edit in place
         optimizer.step()
-    assert_same(*models)
+    assert_same_parameters(*models, tolerance=0)
     assert models[0].first.weight.grad is None
 
 
@@ -357,7 +348,7 @@ def test_accumulation_with_and_without_no_sync():
                 if step % 2:
                     optimizer.step()
                     optimizer.zero_grad()
-        assert_same(*models)
+        assert_same_parameters(*models, tolerance=0)
 
 
 @distributed(world_size=2)
@@ -408,7 +399,7 @@ def test_gradients_that_the_user_puts_in_place_are_honoured():
                     optimizer.step()
                     optimizer.zero_grad()
             try:
-                assert_same(*models)
+                assert_same_parameters(*models, tolerance=0)
             except AssertionError as error:
                 raise AssertionError(f"{replace.__name__}, accumulating {then_accumulate}: {error}") from error
 
@@ -455,7 +446,7 @@ def test_gradients_changed_in_place_reach_the_grad_scaler_and_clipping_of_torch(
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(flat if optimizer is optimizers[1] else model.parameters(), 0.5)
         scaler.step(optimizer)
-    assert_same(models[1], models[0], 1e-5)
+    assert_same_parameters(models[1], models[0], tolerance=1e-5, relative=1e-5)
 
 
 @distributed(world_size=2)
@@ -472,7 +463,7 @@ def test_terms_of_the_loss_on_a_flat_view():
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert_same(*models, 1e-5)
+    assert_same_parameters(*models, tolerance=1e-5, relative=1e-5)
 
 
 @distributed(world_size=2)
@@ -513,7 +504,7 @@ def test_an_optimizer_step_inside_a_post_accumulate_hook():
         backward(models[1], mine(index))
         optimizer.step()
         optimizer.zero_grad()
-    assert_same(*models)
+    assert_same_parameters(*models, tolerance=0)
 
 
 # ---- edits, moves, freezing
@@ -581,7 +572,7 @@ def test_flat_views_follow_a_model_that_is_moved_or_loaded():
                 if is_flat:
                     assert all(a is b for a, b in zip(flat, flat_parameters(model, local=local), strict=True))
                     assert dtype is None or flat[0].dtype == dtype
-            assert_same(*models)
+            assert_same_parameters(*models, tolerance=0)
 
 
 @distributed(world_size=2)
@@ -593,7 +584,7 @@ def test_a_step_after_loading_by_assignment_where_a_rank_has_no_elements():
         model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-    assert_same(*models)
+    assert_same_parameters(*models, tolerance=0)
 
 
 @distributed(world_size=2)
@@ -629,7 +620,7 @@ def test_local_flat_views_are_plain_tensors():
             assert agree(total)
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(*models, 1e-6)
+    assert_same_parameters(*models, tolerance=1e-6, relative=1e-6)
 
 
 # ---- refusals
@@ -886,10 +877,10 @@ def test_checkpoints_are_those_of_the_sharded_parameters():
     dcp.save({"model": state}, checkpoint_id=str(Path(folder[0], "checkpoint")))
     state = get_model_state_dict(other)
     dcp.load({"model": state}, checkpoint_id=str(Path(folder[0], "checkpoint")))
-    assert_same(other, model)
+    assert_same_parameters(other, model, tolerance=0)
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     for item, optimizer in zip((model, other), optimizers, strict=True):
         optimizer.zero_grad()
         backward(item, mine(1))
         optimizer.step()
-    assert_same(other, model)
+    assert_same_parameters(other, model, tolerance=0)

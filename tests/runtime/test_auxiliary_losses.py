@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compose import flat_parameters, fully_shard, set_functional_mode
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed
+from tests.training import assert_same_gradients
 
 REFUSED = "Cannot access data pointer|while they are sharded|out of bounds for storage of size 0"
 _hidden: list[torch.Tensor] = []
@@ -354,13 +355,6 @@ def test_loss_that_a_frozen_group_keeps_of_one_inside_it(keeps_from):
             torch.testing.assert_close(param.grad.full_tensor(), other.grad)
 
 
-def assert_equal_gradients(model: nn.Module, twin: nn.Module, *when: object) -> None:
-    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert (param.grad is None) == (other.grad is None), (*when, name)
-        if other.grad is not None:
-            torch.testing.assert_close(param.grad.full_tensor(), other.grad)
-
-
 class RunsAgain(nn.Module):
     """Layers of the root's group, run again in backward, before a child that keeps a loss."""
 
@@ -395,7 +389,7 @@ def test_backward_that_runs_layers_of_the_root_again_past_its_outputs(use_reentr
                     y = net(x)
                 loss = net.keeper.aux + (y.square().mean() if output == "kept in turn" and step % 2 else 0)
                 loss.backward()
-            assert_equal_gradients(model, twin, output, step)
+            assert_same_gradients(model, twin, output, step)
         assert all(value is model.second.weight for value in shown), "hooks of gradients see sharded parameters"
 
 
@@ -452,7 +446,7 @@ def test_loss_kept_inside_groups_whose_outputs_need_no_gradient(frozen, groups, 
                     y = net(x)
                 loss = net.inner.keeper.aux + (y.square().mean() if y.requires_grad and step % 2 else 0)
                 loss.backward()
-            assert_equal_gradients(model, twin, step)
+            assert_same_gradients(model, twin, step)
 
 
 @distributed(world_size=1)

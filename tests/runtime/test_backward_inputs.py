@@ -10,8 +10,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from fsdp_compose import flat_parameters, fully_shard, functional_mode, no_sync, set_functional_mode
 from tests.harness import distributed, fake_process_group
-from tests.internals import full_gradients
-from tests.training import local_part, pair
+from tests.training import assert_same_gradients, local_part, pair
 
 DIM = 4
 
@@ -34,13 +33,6 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).tanh().square().mean()
 
 
-def assert_same(model: nn.Module, reference: nn.Module) -> None:
-    for (name, grad), param in zip(full_gradients(model).items(), reference.parameters(), strict=True):
-        assert (grad is None) == (param.grad is None), name
-        if grad is not None:
-            torch.testing.assert_close(grad, param.grad)
-
-
 @pytest.mark.parametrize("mode", ["default", "functional"])
 @pytest.mark.parametrize("names", [None, ["2.weight"], ["0.bias", "1.weight"], ["1.bias"]], ids=str)
 @distributed(world_size=2)
@@ -50,10 +42,10 @@ def test_backward_with_parameters_as_inputs(names: list[str] | None, mode: str) 
         for one, x in ((model, local_part(batch())), (reference, batch())):
             inputs = [param for name, param in one.named_parameters() if names is None or name in names]
             loss_of(one, x).backward(inputs=inputs)
-        assert_same(model, reference)
+        assert_same_gradients(model, reference)
     loss_of(model, local_part(batch())).backward()  # the next one is not affected
     loss_of(reference, batch()).backward()
-    assert_same(model, reference)
+    assert_same_gradients(model, reference)
 
 
 @distributed(world_size=2)
@@ -72,7 +64,7 @@ def test_with_flat_views_old_references_other_inputs_and_without_sync() -> None:
     for _ in range(2):
         theirs = [its, reference[0].bias, *reference[1].parameters()]
         torch.autograd.backward(loss_of(reference, its), inputs=theirs)
-    assert_same(model, reference)
+    assert_same_gradients(model, reference)
     torch.testing.assert_close(x.grad / 2, local_part(its.grad))
     assert flat[0].grad is not None
 
@@ -100,7 +92,7 @@ def test_grad_of_parameters_in_the_default_mode_is_refused(allow_unused: bool) -
     assert all(param.grad is None for param in model.parameters())
     loss_of(model, local_part(batch())).backward()
     loss_of(reference, batch()).backward()
-    assert_same(model, reference)
+    assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize("mode", ["default", "functional"])

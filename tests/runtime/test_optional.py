@@ -45,6 +45,7 @@ from fsdp_compose.group import get_state
 from tests.flat.test_all_gather_extensions import EightBit
 from tests.harness import distributed, environment
 from tests.internals import impatient
+from tests.training import assert_same_gradients
 
 DIM = 6
 Plan = tuple[bool | int, ...]
@@ -173,13 +174,6 @@ def mean_loss(reference: nn.Module, step: int, plans: Sequence[Plan]) -> torch.T
     return torch.stack([loss_of(reference, batch(step, r), plans[r]) for r in range(size)]).mean()
 
 
-def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None), f"{name}: {ours.grad}, expected {theirs.grad}"
-        if ours.grad is not None:
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-12, msg=name)
-
-
 def assert_equal_parameters(model: nn.Module, reference: nn.Module) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach(), rtol=1e-9, atol=1e-11, msg=name)
@@ -191,7 +185,7 @@ def train_both(model: nn.Module, reference: nn.Module, plans: Sequence[Sequence[
     for step, at_step in enumerate([*plans] * rounds):
         loss_of(model, batch(step, rank), at_step[rank]).backward()
         mean_loss(reference, step, at_step).backward()
-        assert_equal_gradients(model, reference)
+        assert_same_gradients(model, reference, rtol=1e-10, atol=1e-12)
         norms = [clip_grad_norm_(net.parameters(), 0.5) for net in (model, reference)]
         torch.testing.assert_close(*norms)
         for optimizer in optimizers:
@@ -236,7 +230,7 @@ def test_accumulation_without_sync(kind):
             with no_sync(model) if i < 2 else nullcontext():
                 loss_of(model, batch(i, rank), plans[rank]).backward()
             mean_loss(reference, i, plans).backward()
-        assert_equal_gradients(model, reference)
+        assert_same_gradients(model, reference, rtol=1e-10, atol=1e-12)
         model.zero_grad()
         reference.zero_grad()
 
@@ -247,7 +241,7 @@ def test_accumulation_with_sync():
     for step, plans in steps_of(LayerDrop):
         loss_of(model, batch(step, rank), plans[rank]).backward()
         mean_loss(reference, step, plans).backward()
-        assert_equal_gradients(model, reference)
+        assert_same_gradients(model, reference, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [VisionLanguage, LayerDrop, Experts])
@@ -259,7 +253,7 @@ def test_two_backwards_through_a_graph(kind):
         for retain in (True, False):
             ours.backward(retain_graph=retain)
             theirs.backward(retain_graph=retain)
-        assert_equal_gradients(model, reference)
+        assert_same_gradients(model, reference, rtol=1e-10, atol=1e-12)
         model.zero_grad()
         reference.zero_grad()
 
@@ -284,7 +278,7 @@ def train_in_two_forwards(
         for losses in (ours, theirs):
             for loss in [losses[0] + losses[1]] if is_together else losses:
                 loss.backward()
-        assert_equal_gradients(model, reference)
+        assert_same_gradients(model, reference, rtol=1e-10, atol=1e-12)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -367,7 +361,7 @@ def test_optimizers_of_flat_views_and_their_state_saved_and_loaded():
         at = plans[step % 2] if step < 4 else ((0, 0, 1), (1, 0, 1), ())
         loss_of(model, batch(step, rank), at[rank]).backward()
         mean_loss(reference, step, at).backward()
-        assert_equal_gradients(model, reference)
+        assert_same_gradients(model, reference, rtol=1e-10, atol=1e-12)
         for item in (optimizer, other):
             item.step()
             item.zero_grad()
@@ -390,7 +384,7 @@ def test_beside_another_model_on_the_same_process_group():
         train_both(model, other, [PLANS[LayerDrop][step - 1]], rounds=1)
         loss.backward()
         mean_loss(reference, step, everywhere[0]).backward()
-        assert_equal_gradients(plain, reference)
+        assert_same_gradients(plain, reference, rtol=1e-10, atol=1e-12)
 
 
 # ---- groups that are not optional, and stay gathered on one rank only
@@ -789,7 +783,7 @@ def check_raising(place: str, failing: tuple[int, ...]) -> None:
         model.zero_grad()
         loss_of(model, batch(0, rank), plans[rank]).backward()
     mean_loss(reference, 0, plans).backward()
-    assert_equal_gradients(model, reference)
+    assert_same_gradients(model, reference, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("demands", [True, False])
