@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compose import RaggedDTensor, reshard, unshard
 from fsdp_compose.comm import failure, journal
 from fsdp_compose.comm.journal import Journal
+from fsdp_compose.flat.flat_param import FlatParamHandle
 from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state, states_to_run
 from fsdp_compose.group.state import _FSDPState
 
@@ -127,3 +128,15 @@ def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def handles_of(model: nn.Module) -> list[FlatParamHandle]:
+    """Those of a model that has some."""
+    handles = _get_fsdp_handles(model)
+    assert handles
+    return handles
+
+
+def all_unsharded_bytes(model: nn.Module) -> int:
+    """Bytes of unsharded storage that all groups of ``model`` hold now."""
+    return sum(handle.unsharded.memory.nbytes() for handle in handles_of(model))

@@ -30,7 +30,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.group.registry import _get_fsdp_handles, get_state
 from tests.harness import distributed
-from tests.internals import Collectives
+from tests.internals import Collectives, all_unsharded_bytes
 from tests.models import Net, inputs, shard_layers
 from tests.training import Twins, local_part, mean_square, plain_sgd
 
@@ -41,10 +41,6 @@ def num_gathers(collectives: Collectives) -> int:
 
 def one_batch() -> torch.Tensor:
     return next(iter(inputs(1)))
-
-
-def unsharded_bytes(model: nn.Module) -> int:
-    return sum(handle.unsharded.memory.nbytes() for handle in _get_fsdp_handles(model))
 
 
 # ---- gathers ahead
@@ -75,11 +71,11 @@ def test_any_list_of_modules_to_gather_ahead_trains_as_unsharded(hints, directio
             set_modules_to_backward_prefetch(layers[i], ahead)
     for batch in inputs(3):
         twins.backward(mean_square, batch)
-        assert unsharded_bytes(model) == 0
+        assert all_unsharded_bytes(model) == 0
         twins.step()
         with torch.no_grad():
             model(local_part(batch))
-        assert unsharded_bytes(model) == 0
+        assert all_unsharded_bytes(model) == 0
 
 
 @distributed(world_size=2)
@@ -93,7 +89,7 @@ def test_modules_named_are_gathered_when_the_forward_before_them_begins():
     seen: dict[int, list[bool]] = {}
     for i, layer in enumerate(model):
         layer.register_forward_pre_hook(
-            lambda module, args, i=i: seen.update({i: [unsharded_bytes(item) > 0 for item in model]})
+            lambda module, args, i=i: seen.update({i: [all_unsharded_bytes(item) > 0 for item in model]})
         )
     for _ in range(2):  # also in the second forward, which knows the order
         model(torch.ones(2, 3)).sum().backward()
@@ -114,7 +110,7 @@ def test_lists_of_another_model_and_of_copies_are_left_out():
     twin = copy.deepcopy(model)
     for item in (model, twin, other, twin, model):
         mean_square(item, local_part(one_batch())).backward()
-        assert unsharded_bytes(item) == 0
+        assert all_unsharded_bytes(item) == 0
     assert all(get_state(item).options.forward_prefetch is None for item in twin.modules() if get_state(item))
 
 
@@ -133,11 +129,11 @@ def test_groups_kept_after_backward_are_gathered_again_only_after_a_step(reshard
     num_groups = len(_get_fsdp_handles(model))
     for first, second in zip(inputs(2), inputs(2), strict=True):
         twins.backward(mean_square, first)
-        kept = unsharded_bytes(model)
+        kept = all_unsharded_bytes(model)
         assert kept > 0
         with Collectives() as collectives:
             twins.backward(mean_square, second)
-        assert unsharded_bytes(model) == kept
+        assert all_unsharded_bytes(model) == kept
         if not reshard_after_forward:
             assert num_gathers(collectives) == 0
         else:
@@ -149,7 +145,7 @@ def test_groups_kept_after_backward_are_gathered_again_only_after_a_step(reshard
     twins.check_gradients()
     set_reshard_after_backward(model, True)
     twins.backward(mean_square, one_batch())
-    assert unsharded_bytes(model) == 0
+    assert all_unsharded_bytes(model) == 0
 
 
 @distributed(world_size=2)
@@ -200,7 +196,7 @@ def test_one_gather_for_all_parts_of_a_chunked_loss(edit):
         unshard(twins.sharded.head, until_reshard=True)
         with Collectives() as collectives:
             twins.run(chunked_loss, batch)
-        assert unsharded_bytes(twins.sharded.head) > 0
+        assert all_unsharded_bytes(twins.sharded.head) > 0
         if step:
             assert num_gathers(collectives) == 1, "that of the body, a root, which stays until its backward"
         if edit == "between parts":
@@ -212,10 +208,10 @@ def test_one_gather_for_all_parts_of_a_chunked_loss(edit):
             with functional_mode(twins.sharded.head):
                 twins.run(chunked_loss, batch)
         reshard(twins.sharded.head)
-        assert unsharded_bytes(twins.sharded) == 0
+        assert all_unsharded_bytes(twins.sharded) == 0
         twins.step()
     twins.run(chunked_loss, batch)
-    assert unsharded_bytes(twins.sharded) == 0
+    assert all_unsharded_bytes(twins.sharded) == 0
 
 
 @distributed(world_size=2)
@@ -338,14 +334,14 @@ def test_memory_of_unsharded_parameters_stays_where_it_is(copied):
         model = copy.deepcopy(model)
     first = addresses(model)
     held = [torch.empty(64) for _ in range(50)]  # what would take the place of memory that was given back
-    assert unsharded_bytes(model) > 0
+    assert all_unsharded_bytes(model) > 0
     assert addresses(model) == first and len(held) == 50
     model.to(torch.float64)  # other memory, which stays too
     other = addresses(model.to(torch.float32))
-    assert addresses(model) == other and unsharded_bytes(model) > 0
+    assert addresses(model) == other and all_unsharded_bytes(model) > 0
     set_keep_unsharded_storage(model, False)
-    assert unsharded_bytes(model) == 0
+    assert all_unsharded_bytes(model) == 0
     addresses(model)
-    assert unsharded_bytes(model) == 0
+    assert all_unsharded_bytes(model) == 0
     with pytest.raises(TypeError, match="expected True or False"):
         set_keep_unsharded_storage(model, 1)

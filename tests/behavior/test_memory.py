@@ -39,22 +39,12 @@ from fsdp_compose.checkpoint import (
     set_state_dict,
 )
 from fsdp_compose.comm.control_exchange import _control_groups
-from fsdp_compose.flat.flat_param import FlatParamHandle
 from fsdp_compose.group import debug as standstill
-from fsdp_compose.group.registry import _get_fsdp_handles, _get_fsdp_states, get_state
+from fsdp_compose.group.registry import _get_fsdp_states, get_state
 from tests.harness import distributed, environment, fake_process_group
+from tests.internals import all_unsharded_bytes, handles_of
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import adamw, local_part
-
-
-def handles_of(model: nn.Module) -> list[FlatParamHandle]:
-    handles = _get_fsdp_handles(model)
-    assert handles
-    return handles
-
-
-def unsharded_bytes(module: nn.Module) -> int:
-    return sum(handle.unsharded.memory.nbytes() for handle in handles_of(module))
 
 
 def gradient_bytes(model: nn.Module) -> int:
@@ -119,18 +109,18 @@ def test_one_rank_computes_with_its_shard():
     model.register_forward_pre_hook(lambda module, _: seen.append(module.weight.untyped_storage().data_ptr()))
     model(torch.ones(1, 3)).sum().backward()
     assert seen == [handle.shard.untyped_storage().data_ptr()]
-    assert unsharded_bytes(model) == handle.shard.untyped_storage().nbytes()
+    assert all_unsharded_bytes(model) == handle.shard.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @distributed(world_size=(2, 3))
 def test_nothing_is_left_unsharded_after_a_training_step(reshard_after_forward):
     model = shard_layers(GPT(dim=4, layers=2), reshard_after_forward=reshard_after_forward)
-    assert unsharded_bytes(model) == 0, "after fully_shard"
+    assert all_unsharded_bytes(model) == 0, "after fully_shard"
     optimizer = adamw(model.parameters())
     for batch in batches(3):
         gpt_loss(model, local_part(batch)).backward()
-        assert unsharded_bytes(model) == 0, "after backward"
+        assert all_unsharded_bytes(model) == 0, "after backward"
         assert sum(buffer.storage.nbytes() for buffer in get_state(model).root.communicator._buffers.values()) == 0
         optimizer.step()
         optimizer.zero_grad()
@@ -144,7 +134,7 @@ def test_nothing_is_left_unsharded_after_a_forward_that_raised():
     hook = model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(local_part(batch)[:, :-1])
-    assert unsharded_bytes(model) == 0
+    assert all_unsharded_bytes(model) == 0
     hook.remove()
     with pytest.warns(UserWarning, match="interrupted"):
         gpt_loss(model, local_part(batch)).backward()
@@ -178,7 +168,7 @@ def test_evaluation_holds_the_groups_that_run_and_one_prefetched(mode):
     for _ in range(3):
         with mode():
             model(torch.ones(1, 2, 4))
-        assert unsharded_bytes(model) == 0
+        assert all_unsharded_bytes(model) == 0
     assert count.most == 2
 
 
@@ -198,7 +188,7 @@ def test_recomputation_of_a_long_segment_frees_each_block_before_the_next(use_re
         count.most = 0  # from here on in the recomputation
         y.sum().backward()
         assert 0 < count.most <= at_most
-        assert unsharded_bytes(blocks) == 0
+        assert all_unsharded_bytes(blocks) == 0
 
 
 @distributed(world_size=2)
@@ -206,10 +196,10 @@ def test_unsharded_ahead_of_an_iteration_that_does_not_use_it():
     model = shard_layers(GPT(dim=4, layers=2))
     (batch,) = batches(1)
     unshard(model.blocks[0])
-    assert unsharded_bytes(model.blocks[0]) > 0
+    assert all_unsharded_bytes(model.blocks[0]) > 0
     with torch.no_grad():
         gpt_loss(model, local_part(batch))
-    assert unsharded_bytes(model) == 0
+    assert all_unsharded_bytes(model) == 0
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

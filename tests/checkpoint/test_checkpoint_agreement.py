@@ -30,12 +30,11 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.checkpoint.test_checkpoint import (
+from tests.checkpoint.states import (
     FLATTENED,
     FROM_RANK0,
     FULL,
     FULL_ON_CPU,
-    Matrices,
     Net,
     adamw,
     assert_equal,
@@ -44,6 +43,7 @@ from tests.checkpoint.test_checkpoint import (
     snapshot,
     train,
 )
+from tests.checkpoint.test_checkpoint import Matrices
 from tests.harness import distributed, same_on_every_rank
 from tests.models import shard_layers
 

@@ -13,8 +13,7 @@ import torch.nn as nn
 
 from fsdp_compose import fully_shard
 from fsdp_compose.checkpoint import folders, get_model_state_dict, hf, load, load_hf, save, save_hf
-from tests.checkpoint.test_checkpoint import adamw, assert_equal, build, snapshot, train
-from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of
+from tests.checkpoint.states import adamw, assert_equal, build, set_state, shared_folder, snapshot, state_of, train
 from tests.harness import distributed, same_on_every_rank
 from tests.models import shard_layers
 

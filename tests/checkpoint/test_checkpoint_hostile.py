@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from fsdp_compose import fully_shard
 from fsdp_compose.checkpoint import LoadPlanner, get_model_state_dict, load, load_hf, save, save_hf
 from fsdp_compose.checkpoint.folders import MANIFEST, entries
-from tests.checkpoint.test_checkpoint import adamw, assert_equal, build, snapshot, train
-from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of
+from tests.checkpoint.states import adamw, assert_equal, build, set_state, shared_folder, snapshot, state_of, train
 from tests.harness import distributed, same_on_every_rank
 from tests.models import shard_layers
 

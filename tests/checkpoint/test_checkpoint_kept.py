@@ -23,8 +23,18 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.checkpoint.test_checkpoint import FULL, adamw, assert_equal, build, snapshot, train
-from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of, through_a_folder
+from tests.checkpoint.states import (
+    FULL,
+    adamw,
+    assert_equal,
+    build,
+    set_state,
+    shared_folder,
+    snapshot,
+    state_of,
+    through_a_folder,
+    train,
+)
 from tests.harness import distributed, same_on_every_rank
 from tests.models import shard_layers
 

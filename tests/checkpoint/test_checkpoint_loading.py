@@ -20,8 +20,19 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from tests.checkpoint.test_checkpoint import FLATTENED, FROM_RANK0, FULL, assert_equal, batch, snapshot, train
-from tests.checkpoint.test_checkpoint_storage import set_state, shared_folder, state_of, through_a_folder
+from tests.checkpoint.states import (
+    FLATTENED,
+    FROM_RANK0,
+    FULL,
+    assert_equal,
+    batch,
+    set_state,
+    shared_folder,
+    snapshot,
+    state_of,
+    through_a_folder,
+    train,
+)
 from tests.harness import distributed
 
 

@@ -40,43 +40,26 @@ from fsdp_compose.checkpoint import (
     load_hf,
     save,
     save_hf,
-    set_state_dict,
 )
 from fsdp_compose.checkpoint.folders import damage
 from fsdp_compose.checkpoint.hf import plan_files
 from fsdp_compose.comm import Transport
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.checkpoint.test_checkpoint import FLATTENED, Net, adamw, assert_equal, build, snapshot, train, whole
+from tests.checkpoint.states import (
+    FLATTENED,
+    Net,
+    adamw,
+    assert_equal,
+    build,
+    set_state,
+    shared_folder,
+    snapshot,
+    state_of,
+    train,
+    whole,
+)
 from tests.harness import ROOT, distributed, run_distributed, run_forked, same_on_every_rank
 from tests.models import shard_layers
-
-
-def shared_folder() -> Path:
-    """A new folder that every rank knows."""
-    box = [tempfile.mkdtemp(prefix="fsdp_compose_checkpoint_") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    return Path(str(box[0]))
-
-
-def state_of(model: nn.Module, optimizer: Any, options: StateDictOptions | None = None) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-def set_state(model: nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
-def through_a_folder(
-    model: nn.Module, optimizer: Any, other: nn.Module, its: Any, options: StateDictOptions | None = None
-) -> None:
-    """Save a model and its optimizer, and load them into others."""
-    folder = shared_folder() / "checkpoint"
-    save(state_of(model, optimizer, options), folder)
-    state = state_of(other, its, options)
-    load(state, folder)
-    set_state(other, its, state)
-
 
 # ---- torch.distributed.checkpoint
 

@@ -20,8 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 import fsdp_compose.checkpoint as ours
 from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, RaggedShard, flat_parameters, fully_shard
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.checkpoint.test_checkpoint import assert_equal, whole
-from tests.checkpoint.test_checkpoint_storage import shared_folder
+from tests.checkpoint.states import assert_equal, shared_folder, whole
 from tests.harness import distributed
 
 GRANULARITIES = ["rows", "elements", "whole"]

@@ -32,8 +32,7 @@ from fsdp_compose.checkpoint import (
     set_state_dict,
 )
 from fsdp_compose.checkpoint import folders as contents
-from tests.checkpoint.test_checkpoint import FULL, assert_equal
-from tests.checkpoint.test_checkpoint_storage import shared_folder
+from tests.checkpoint.states import FULL, assert_equal, shared_folder
 from tests.harness import distributed
 from tests.written_checkpoints import DATA, SCALES, SHAPES, build, numbers, placed, values
 

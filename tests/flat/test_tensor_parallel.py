@@ -35,8 +35,7 @@ from fsdp_compose.checkpoint import (
     set_optimizer_state_dict,
 )
 from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV, last_of_every_rank
-from tests.checkpoint.test_checkpoint import assert_equal, whole
-from tests.checkpoint.test_checkpoint_storage import shared_folder
+from tests.checkpoint.states import assert_equal, shared_folder, whole
 from tests.harness import distributed, environment, lasting_mesh
 from tests.models import GPT, batches, gpt_loss, shard_layers
 from tests.training import assert_same_parameters

@@ -22,7 +22,7 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.group.registry import _get_fsdp_states_with_modules, get_state, is_compatible, states_to_run
-from tests.harness import distributed, fake_process_group
+from tests.harness import distributed
 from tests.models import DIM, Layer, Net, inputs
 from tests.training import Twins, mean_square
 
@@ -70,12 +70,6 @@ def wrap_layers(model: nn.Module, wrap: Callable[[nn.Module], Any]) -> nn.Module
 
 def inner(wrapper: nn.Module) -> nn.Module:
     return next(wrapper.children())
-
-
-@pytest.fixture
-def one_process() -> Any:
-    with fake_process_group(rank=1, world_size=4):
-        yield
 
 
 @pytest.mark.parametrize("wrap", [*WRAPPERS, compiled])

@@ -27,12 +27,6 @@ from tests.harness import distributed, fake_process_group
 from tests.training import assert_parameters_match, local_part, pair
 
 
-@pytest.fixture
-def one_process() -> Any:
-    with fake_process_group(rank=1, world_size=4):
-        yield
-
-
 class Leaf(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
