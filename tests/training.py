@@ -107,7 +107,8 @@ def assert_same_parameters(
     """Compares what ``full_tensor()`` returns; ``assert_parameters_match`` gathers as a forward does. Both models may
     be sharded."""
     ours, theirs = full_values(model), full_values(reference)
-    for name, expected in zip(ours, theirs.values(), strict=True):
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
         note = functools.partial("{}: {}".format, name)
         torch.testing.assert_close(ours[name], expected, rtol=relative, atol=tolerance, msg=note)
 
