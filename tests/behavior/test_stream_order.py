@@ -168,7 +168,7 @@ WAITS = {
     "wait in all_gather_copy": "functional",
     "wait_stream in to_host": "offload",
     "wait_event in to_host": "offload",
-    "synchronize in settle": "offload",
+    "synchronize in synchronize": "offload",
 }
 
 
