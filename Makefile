@@ -70,7 +70,7 @@ reference: $(BIN)/python
 	$(BIN)/python docs/generator/reference.py
 
 wheel: .venv/installed-release
-	$(BIN)/python tests/wheel.py
+	$(BIN)/python tests/whole/wheel.py
 
 faults: .venv/installed-test
 	$(BIN)/python -m benchmarks.faults $(FAULTS_ARGS)

@@ -41,7 +41,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 LONGEST = (
     "test_whole_model_compile",
     "test_reductions",
-    "test_invariants",
+    "test_edits",
+    "test_recovery",
+    "test_every_group_reduced",
     "test_tensor_parallel",
     "test_features",
     "test_compile",

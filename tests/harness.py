@@ -15,6 +15,7 @@ their own ``start_forked``.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -22,9 +23,11 @@ import inspect
 import os
 import sys
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +236,40 @@ def _reset() -> None:
     torch.set_default_dtype(torch.float32)
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+
+
+def breakable_mesh() -> DeviceMesh:
+    """All ranks, through a process group of the test's own, whose collectives give up after 2 seconds: what breaks it
+    does no harm to other tests."""
+    return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+
+
+def same_on_every_rank(text: str) -> str:
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert texts == [text] * len(texts)
+    return text
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def our_warnings() -> Iterator[list[str]]:
+    """The texts of the warnings about fully_shard'ed models, every time they are given."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(item.message) for item in caught if "fully_shard" in str(item.message)]

@@ -1,22 +1,19 @@
-"""Small models and reference training that the tests share."""
+"""Small models that tests share, and batches for them."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import fully_shard, reshard, unshard
-from fsdp_compose.group.registry import states_to_run
-from fsdp_compose.group.state import _FSDPState
+from fsdp_compose import fully_shard
 
 VOCAB, SEQ, GLOBAL_BATCH = 29, 6, 12  # the batch divides by 1, 2, 3 and 4 ranks; the vocabulary divides by none
+IN, DIM, OUT, ROWS = 3, 5, 2, 12  # sizes that 2 and 3 ranks do not divide; a global batch that they do
 
 
 class Block(nn.Module):
@@ -60,10 +57,11 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def shard_gpt(model: GPT, **kwargs) -> GPT:
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
+def shard_layers(model: Any, **options: Any) -> Any:
+    """A group for each of the model's layers (or blocks, or the modules of an ``nn.Sequential``), one for the rest."""
+    for layer in getattr(model, "blocks", getattr(model, "layers", model)):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
 def gpt_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -77,106 +75,133 @@ def batches(steps: int, seed: int = 7) -> Iterator[torch.Tensor]:
         yield torch.randint(VOCAB, (GLOBAL_BATCH, SEQ + 1), generator=generator)
 
 
-def local_part(batch: torch.Tensor) -> torch.Tensor:
-    """This rank's share of a global batch."""
-    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+class Trip(nn.Module):
+    """Passes its input on. Armed with an error, raises it the next time its forward, or its backward, is reached;
+    ``passes`` lets it go by so many times first. ``look`` is called in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed: dict[str, BaseException] = {}
+        self.passes = 0
+        self.look: Callable[[], None] = lambda: None
+
+    def arm(self, where: str, error: BaseException, passes: int = 0) -> None:
+        self.armed, self.passes = {where: error}, passes
+
+    def reached(self, where: str) -> None:
+        if where in self.armed:
+            if self.passes:
+                self.passes -= 1
+            else:
+                raise self.armed.pop(where)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.look()
+        self.reached("forward")
+        return PassThrough.apply(x, self)
 
 
-def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return value / dist.get_world_size()
+class PassThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, trip: Trip) -> torch.Tensor:
+        ctx.trip = trip
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.trip.reached("backward")
+        return grad, None
 
 
-MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+class SmallBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.trip, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 7), Trip(), nn.Linear(7, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.trip(torch.tanh(self.up(self.norm(x)))))
 
 
-def sgd(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
+class Stack(nn.Module):
+    """``use_reentrant``: ``None`` for no activation checkpointing, else the kind."""
+
+    def __init__(self, blocks: int = 3, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.embed, self.trip, self.head = nn.Linear(IN, DIM), Trip(), nn.Linear(DIM, OUT)
+        self.blocks = nn.ModuleList(SmallBlock() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.trip(self.embed(x))
+        for block in self.blocks:
+            if self.use_reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
 
 
-def adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    # The default eps of 1e-8 blows gradients that are zero but for rounding up to the learning rate.
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
+def rows(step: int = 0, size: int = IN) -> torch.Tensor:
+    return torch.randn(ROWS, size, generator=torch.Generator().manual_seed(step))
 
 
-def train(
-    model: nn.Module,
-    make_optimizer: MakeOptimizer,
-    *,
-    steps: int = 10,
-    microbatches: int = 1,
-    share: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch,
-    without_sync: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext(),
-) -> torch.Tensor:
-    """Losses of ``steps`` optimizer steps; ``without_sync`` wraps all microbatches of a step but its last."""
-    optimizer = make_optimizer(model.parameters())
-    losses = []
-    for batch in batches(steps):
-        total = torch.zeros(())
-        for i, part in enumerate(batch.chunk(microbatches)):
-            with without_sync(model) if i + 1 < microbatches else nullcontext():
-                loss = gpt_loss(model, share(part)) / microbatches
-                loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return torch.stack(losses)
+class Layer(nn.Module):
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
 
 
-def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter of a sharded model, whole, by FQN. All ranks must call it."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    found = {}
-    for state, module in sharded_modules(model):
-        unshard(module)
-        for handle in state._handles:
-            for sharded, whole in zip(handle.sharded_params, handle.unsharded.params, strict=True):
-                found[names[id(sharded)]] = whole.detach().clone()
-        reshard(module)
-    return {name: found[name] for name in names.values()}
+class Net(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 2)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
-def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Every gradient of a sharded model, whole, by FQN; ``None`` where there is none. All ranks must call it."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    found: dict[str, torch.Tensor | None] = {}
-    for state, _ in sharded_modules(model):
-        for handle in state._handles:
-            flat = torch.zeros_like(handle.shard)
-            for sharded, (start, stop, _shape) in zip(handle.sharded_params, handle.local_shards, strict=True):
-                if sharded.grad is not None:
-                    flat[start:stop] = sharded.grad.to_local().flatten()
-            whole = torch.empty(handle.layout.flat_numel, dtype=flat.dtype)
-            dist.all_gather_into_tensor(whole, flat)
-            for sharded, view in zip(handle.sharded_params, handle.full_views_of(whole), strict=True):
-                found[names[id(sharded)]] = view.clone() if sharded.grad is not None else None
-    return {name: found[name] for name in names.values()}
+def inputs(steps: int = 1, *shape: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        yield torch.randn(GLOBAL_BATCH, *(shape or (DIM,)), generator=generator)
 
 
-def sharded_modules(model: nn.Module) -> list[tuple[_FSDPState, nn.Module]]:
-    return [(state, state.modules[0]()) for state, _ in states_to_run(model)]
+class Branches(nn.Module):
+    """Two layers and two side branches: in the root's group, and in one of its own. ``use`` names those that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.side = nn.ModuleDict({"a": nn.Linear(DIM, DIM), "b": nn.Linear(DIM, DIM)})
+
+    def forward(self, x: torch.Tensor, use: str) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            for name in use:
+                x = x + self.side[name](x)
+        return x
 
 
-def assert_parameters_match(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
-    ours, theirs = full_parameters(model), dict(reference.named_parameters())
-    assert list(ours) == list(theirs)
-    for name, expected in theirs.items():
-        difference = (ours[name] - expected.detach()).abs().max().item() if expected.numel() else 0.0
-        assert difference <= tolerance, f"{name} differs by {difference}"
+def shard_branches(model: Branches) -> None:
+    fully_shard(model.side["b"])
+    shard_layers(model)
 
 
-def assert_gradients_match(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
-    ours = full_gradients(model)
-    for name, param in reference.named_parameters():
-        got = ours[name]
-        assert (got is None) == (param.grad is None), f"{name}: gradient {got}, expected {param.grad}"
-        if got is not None and got.numel():
-            difference = (got - param.grad).abs().max().item()
-            assert difference <= tolerance, f"{name}: gradients differ by {difference}"
+class Experts(nn.Module):
+    """Runs the expert whose number ``choice`` says, through equal-shaped groups."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.choice = nn.Linear(IN, DIM), 0  # None: no expert
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
 
-def pair(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """``model`` and an equal copy, for sharded and unsharded training."""
-    return model, copy.deepcopy(model)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        return x if self.choice is None else self.experts[self.choice](x)

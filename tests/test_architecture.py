@@ -9,6 +9,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import fsdp_compose
 from tests.harness import ROOT
 
 PACKAGE = ROOT / "fsdp_compose"

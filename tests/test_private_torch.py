@@ -1334,7 +1334,7 @@ def test_make_group_of(world_size, is_like_another):
 
 @distributed(world_size=2)
 def test_mend_mesh():
-    """Whole files of each version are loaded by tests/test_written_checkpoints.py."""
+    """Whole files of each version are loaded by tests/checkpoint/test_written_checkpoints.py."""
     mesh = init_device_mesh("cpu", (2,))
     pickled = pickle.loads(pickle.dumps(mesh))
     vars(pickled).pop("_preserve_rank_order", None)
@@ -1521,7 +1521,7 @@ def test_set_group_timeout():
 
 
 def test_finalizes_gradients():
-    """Whole schedules: tests/test_pipeline.py."""
+    """Whole schedules: tests/drop_in/test_pipeline.py."""
 
     class Schedule(ScheduleGPipe):
         def ask(self):

@@ -3,7 +3,7 @@ two ranks, by ``save()`` and by ``torch.distributed.checkpoint.save()``.
 
     python -m tests.written_checkpoints        # writes those of the torch that runs it, and refuses to overwrite any
 
-``tests/test_written_checkpoints.py`` loads all of them, with the torch that it is run with.
+``tests/checkpoint/test_written_checkpoints.py`` loads all of them, with the torch that it is run with.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, flat_parameters, fully_shard, record_collectives
 from tests.harness import distributed
-from tests.models import local_part
+from tests.training import local_part
 
 DIM, HIDDEN = 32, 48
 

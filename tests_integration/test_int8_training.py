@@ -14,7 +14,7 @@ from torchao.quantization import quantize_
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard
 from tests.harness import distributed
-from tests.models import local_part
+from tests.training import local_part
 
 
 def losses(how: Any, policy: Any) -> tuple[list[float], set[str]]:

@@ -13,7 +13,7 @@ from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
 from fsdp_compose import declare_elementwise, flat_parameters, fully_shard
 from tests.harness import distributed
-from tests.models import local_part, mean_over_ranks
+from tests.training import local_part, mean_over_ranks
 
 OPTIMIZERS: dict[str, Any] = {item.__name__: item for item in (AdamW8bit, AdamW4bit, AdamWFp8)}
 BLOCK = 256  # what they quantise together: 256, 128 (AdamW4bit), 256

@@ -23,7 +23,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, l
 from fsdp_compose import MixedPrecisionPolicy, clip_grad_norm_, flat_parameters, fully_shard, record_collectives
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed, fake_process_group
-from tests.models import local_part, mean_over_ranks
+from tests.training import local_part, mean_over_ranks
 from tests_integration import llama
 from tests_integration.side_by_side import assert_same, results_of
 

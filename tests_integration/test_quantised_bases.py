@@ -15,7 +15,7 @@ from fsdp_compose import MixedPrecisionPolicy, fully_shard
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, set_model_state_dict
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed
-from tests.models import adamw, local_part, mean_over_ranks
+from tests.training import adamw, local_part, mean_over_ranks
 
 DIM = 64
 

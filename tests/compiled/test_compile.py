@@ -17,10 +17,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecisionPolicy, fully_shard
+from fsdp_compose import MixedPrecisionPolicy
 from tests import harness
 from tests.harness import ROOT
-from tests.models import assert_parameters_match, local_part, mean_over_ranks, pair
+from tests.models import shard_layers
+from tests.training import (
+    assert_parameters_match,
+    local_part,
+    mean_over_ranks,
+    mean_square_in_float,
+    pair,
+    raise_by_the_user,
+)
 
 distributed = functools.partial(harness.distributed, timeout=90)  # seconds; the first compilation on a cold machine
 
@@ -59,24 +67,18 @@ def stacks() -> tuple[Stack, Stack]:
     return pair(Stack())
 
 
-def shard(model: Stack, **options: Any) -> None:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-
-
 # ---- the ways to compile a sharded model -----------------------------------------------------------------------------
 
 
 def compile_then_shard(model: Stack, options: dict[str, Any], **compile_options: Any) -> nn.Module:
     for block in model.blocks:
         block.compile(**compile_options)
-    shard(model, **options)
+    shard_layers(model, **options)
     return model
 
 
 def shard_then_compile(model: Stack, options: dict[str, Any], **compile_options: Any) -> nn.Module:
-    shard(model, **options)
+    shard_layers(model, **options)
     for block in model.blocks:
         block.compile(**compile_options)
     return model
@@ -85,19 +87,19 @@ def shard_then_compile(model: Stack, options: dict[str, Any], **compile_options:
 def shard_compiled_modules(model: Stack, options: dict[str, Any], **compile_options: Any) -> nn.Module:
     for i, block in enumerate(model.blocks):
         model.blocks[i] = torch.compile(block, **compile_options)
-    shard(model, **options)
+    shard_layers(model, **options)
     return model
 
 
 def compile_forward(model: Stack, options: dict[str, Any], **compile_options: Any) -> nn.Module:
-    shard(model, **options)
+    shard_layers(model, **options)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, **compile_options)
     return model
 
 
 def compile_everything(model: Stack, options: dict[str, Any], **compile_options: Any) -> nn.Module:
-    shard(model, **options)
+    shard_layers(model, **options)
     return torch.compile(model, **compile_options)
 
 
@@ -105,10 +107,6 @@ BLOCK_BY_BLOCK = [compile_then_shard, shard_then_compile, shard_compiled_modules
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).float().square().mean()
 
 
 def batches(steps: int = STEPS) -> list[torch.Tensor]:
@@ -126,13 +124,13 @@ def train(
     losses = []
     for step, batch in enumerate(batches()):
         model.train()
-        loss = loss_of(model, share(batch))
+        loss = mean_square_in_float(model, share(batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
-            losses += [loss.item(), loss_of(model, share(batch)).item()]
+            losses += [loss.item(), mean_square_in_float(model, share(batch)).item()]
         after_step(step)
     return losses
 
@@ -237,7 +235,7 @@ def test_activation_checkpointing_outside_of_compiled_blocks(how, use_reentrant)
 def test_mixed_precision_equals_eager_mixed_precision(how):
     options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     model, eager = stacks()
-    shard(eager, **options)
+    shard_layers(eager, **options)
     expected = train(eager, local_part)
     with Compilations() as compilations:
         losses = train(how(model, options, backend=compilations.backend), local_part, compilations.after_step)
@@ -267,10 +265,6 @@ def test_a_compiled_model_recovers_from_an_exception():
         assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     train(reference)
     assert_parameters_match(model, reference, 1e-6)
-
-
-def raise_by_the_user(*_: Any) -> None:
-    raise ValueError("by the user")
 
 
 # ---- what compilation costs those who do not compile, and per call ---------------------------------------------------

@@ -10,18 +10,9 @@ import torch
 from fsdp_compose import clip_grad_norm_
 from tests import harness
 from tests.compiled.test_whole_model_compile import compiled
-from tests.models import batches
-from tests.test_tensor_parallel import (
-    assert_same,
-    loss_of,
-    mesh_of,
-    parallelize,
-    reference,
-    shard,
-    sharded_gpt,
-    share_of,
-    train,
-)
+from tests.flat.test_tensor_parallel import mesh_of, parallelize, reference, sharded_gpt, share_of, train
+from tests.models import batches, shard_layers
+from tests.training import assert_same_parameters, mean_square
 
 distributed = functools.partial(harness.distributed, timeout=200)
 
@@ -38,7 +29,7 @@ def test_tensor_parallelism(kind):
         def train(item=item, optimizer=optimizer):
             values = []
             for batch in batches(3):
-                loss = loss_of(item, share_of(mesh["dp"])(batch))
+                loss = mean_square(item, share_of(mesh["dp"])(batch))
                 loss.backward()
                 values += [loss.detach(), clip_grad_norm_(item.parameters(), 1.0)]
                 optimizer.step()
@@ -61,7 +52,7 @@ def test_compiled_blocks_with_tensor_parallelism_train_as_one_process():
     model, expected = reference(layers=1), reference(layers=1)
     parallelize(model, mesh["tp"], "tensor")
     model.blocks[0].compile(backend="aot_eager")
-    shard(model, mesh["dp"])
+    shard_layers(model, mesh=mesh["dp"])
     train(model, share_of(mesh["dp"]), steps=2)
     train(expected, steps=2)
-    assert_same(model, expected)
+    assert_same_parameters(model, expected)

@@ -13,18 +13,14 @@ import torch.nn as nn
 from fsdp_compose import flat_parameters, fully_shard
 from tests import harness
 from tests.harness import fake_process_group
-from tests.models import local_part, pair
-from tests.test_features import Net, assert_close, inputs, mean_square, shard_layers, whole
+from tests.models import Net, inputs, shard_layers
+from tests.training import adamw, assert_close, local_part, mean_square, pair, whole
 
 distributed = functools.partial(harness.distributed, timeout=120)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
 
 
 class Counted:

@@ -11,18 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compose.group import HANG_SECONDS_ENV
+from tests.comm.test_hang import Lines, blocks_of_three
 from tests.harness import distributed
-from tests.test_hang import Lines, blocks_of_three
-from tests.test_optional import (
-    VisionLanguage,
-    assert_equal_gradients,
-    batch,
-    loss_of,
-    made,
-    mean_loss,
-    shard,
-    steps_of,
-)
+from tests.runtime.test_optional import VisionLanguage, batch, loss_of, made, mean_loss, shard, steps_of
+from tests.training import assert_same_gradients
 
 
 @distributed(world_size=2, timeout=180)
@@ -35,7 +27,7 @@ def test_a_model_with_optional_groups():
     for step, plans in steps_of(VisionLanguage):
         loss_of(compiled, batch(step, rank), plans[rank]).backward()
         mean_loss(reference, step, plans).backward()
-        assert_equal_gradients(model, reference)
+        assert_same_gradients(model, reference, rtol=1e-10, atol=1e-12)
 
 
 @distributed(2, fresh=True)

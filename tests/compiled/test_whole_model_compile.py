@@ -36,7 +36,18 @@ from fsdp_compose import (
 )
 from fsdp_compose.checkpoint import get_model_state_dict, get_optimizer_state_dict, set_state_dict
 from tests import harness
-from tests.models import assert_parameters_match, full_gradients, full_parameters, local_part, mean_over_ranks, pair
+from tests.internals import full_gradients, full_parameters
+from tests.models import shard_layers
+from tests.training import (
+    adamw,
+    assert_parameters_match,
+    local_part,
+    mean_over_ranks,
+    mean_square_in_float,
+    pair,
+    raise_by_the_user,
+    without_all_reduce,
+)
 
 distributed = functools.partial(harness.distributed, timeout=150)  # seconds; the first compilation on a cold machine
 
@@ -80,27 +91,13 @@ class Stack(nn.Module):
         return self(x).square().mean()
 
 
-def shard(model: Stack, **options: Any) -> Stack:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
 def batches(steps: int = STEPS, rows: int = ROWS) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(rows, 3, generator=generator) for _ in range(steps)]
 
 
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).float().square().mean()
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
-
-
 def step_of(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    loss = loss_of(model, local_part(batch))
+    loss = mean_square_in_float(model, local_part(batch))
     loss.backward()
     norm = clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -112,7 +109,7 @@ def step_and_look(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.
     """A step of training, and an evaluation, which is another graph."""
     found = step_of(model, batch, optimizer)
     with torch.no_grad():
-        return [*found, loss_of(model, local_part(batch))]
+        return [*found, mean_square_in_float(model, local_part(batch))]
 
 
 Train = Callable[[nn.Module], list[torch.Tensor]]
@@ -189,7 +186,7 @@ def compiled(model: nn.Module, **options: Any) -> Iterator[Captured]:
 
 def check_twin(
     model: Stack,
-    shard_it: Callable[[Stack], Any] = shard,
+    shard_it: Callable[[Stack], Any] = shard_layers,
     train_it: Callable[..., list[torch.Tensor]] = train,
     tolerance: float = 0.0,
     **options: Any,
@@ -232,7 +229,9 @@ def stack(**options: Any) -> Stack:
 @distributed(world_size=(2, 4))
 def test_one_graph_each_way_with_one_gather_and_one_reduction_of_each_block(reshard_after_forward, forward, backward):
     train_it = functools.partial(train, step=step_and_look)
-    captured = check_twin(stack(), functools.partial(shard, reshard_after_forward=reshard_after_forward), train_it)
+    captured = check_twin(
+        stack(), functools.partial(shard_layers, reshard_after_forward=reshard_after_forward), train_it
+    )
     assert captured.forwards == [forward, forward]  # the second is of the evaluation
     assert captured.backwards == [backward]
 
@@ -254,12 +253,12 @@ def test_one_rank_needs_no_collective():
 @distributed(world_size=2)
 def test_numbers_are_those_of_unsharded_training():
     model, reference = pair(stack())
-    shard(model)
+    shard_layers(model)
     with compiled(model):
         found = [mean_over_ranks(value) for value in train(model)[::2]]
     optimizer, expected = adamw(reference.parameters()), []
     for batch in batches():
-        loss = loss_of(reference, batch)
+        loss = mean_square_in_float(reference, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         optimizer.step()
@@ -277,11 +276,11 @@ def test_inductor():
 @distributed(world_size=2)
 def test_compiled_before_sharding_and_by_torch_compile():
     model = stack()
-    eager = shard(copy.deepcopy(model))
+    eager = shard_layers(copy.deepcopy(model))
     torch._dynamo.reset()
     captured = Captured()
     whole = torch.compile(model, fullgraph=True, backend=captured.backend)
-    shard(model)
+    shard_layers(model)
     for ours, theirs in zip(train(whole), train(eager), strict=True):
         assert torch.equal(ours, theirs)
     assert captured.backwards == ["m AG m RS AG m RS m"]
@@ -310,21 +309,21 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 @distributed(world_size=4)
 def test_mixed_precision(policy):
-    captured = check_twin(stack(), functools.partial(shard, mp_policy=POLICIES[policy]))
+    captured = check_twin(stack(), functools.partial(shard_layers, mp_policy=POLICIES[policy]))
     assert captured.backwards == ["m AG m RS AG m RS m"]
 
 
 @distributed(world_size=2)
 def test_divide_factors_and_a_gradient_scaler():
     def shard_it(model: Stack) -> None:
-        shard(model, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+        shard_layers(model, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
         set_gradient_divide_factor(model, 3.0)
 
     def train_it(model: nn.Module) -> list[torch.Tensor]:
         scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
 
         def step(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-            scaler.scale(loss_of(model, local_part(batch))).backward()
+            scaler.scale(mean_square_in_float(model, local_part(batch))).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -376,7 +375,7 @@ def test_frozen_parameters_and_freezing_later():
     def shard_it(model: Stack) -> None:
         model.blocks[0].requires_grad_(False)
         model.blocks[1].up.requires_grad_(False)
-        shard(model)
+        shard_layers(model)
 
     def train_it(model: nn.Module) -> list[torch.Tensor]:
         found = train(model)
@@ -397,7 +396,7 @@ def test_frozen_and_thawed_between_forward_and_backward(way):
         mesh = None
         if way == "replicas later":
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        shard(model, mesh=mesh, reshard_after_forward=True if way == "resharded" else None)
+        shard_layers(model, mesh=mesh, reshard_after_forward=True if way == "resharded" else None)
 
     def train_it(model: Stack) -> list[torch.Tensor]:
         optimizer = adamw(flat_parameters(model) if way == "flat views" else model.parameters())
@@ -407,7 +406,7 @@ def test_frozen_and_thawed_between_forward_and_backward(way):
         found = []
         for number, batch in enumerate(batches(6)):
             waits = number % 2 == 0
-            loss = loss_of(model, local_part(batch))
+            loss = mean_square_in_float(model, local_part(batch))
             for param in toggled:
                 param.requires_grad_(not param.requires_grad)
             with no_sync(model) if way == "accumulates" and waits else contextlib.nullcontext():
@@ -445,7 +444,7 @@ def test_tied_parameters():
 @distributed(world_size=4)
 def test_hybrid_sharding():
     def shard_it(model: Stack) -> None:
-        shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        shard_layers(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
     captured = check_twin(stack(), shard_it)
     assert captured.backwards == ["m AG m RS AR AG m RS AR m"]
@@ -469,22 +468,15 @@ def accumulating(without_sync: Callable[[nn.Module], Any]) -> Callable[..., list
     def step(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         first, second, third = local_part(batch).chunk(3)
         with without_sync(model):
-            loss_of(model, first).backward()
-            loss_of(model, second).backward()
-        loss = loss_of(model, third)
+            mean_square_in_float(model, first).backward()
+            mean_square_in_float(model, second).backward()
+        loss = mean_square_in_float(model, third)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return [loss.detach()]
 
     return step
-
-
-@contextlib.contextmanager
-def without_all_reduce(model: nn.Module) -> Iterator[None]:
-    set_requires_all_reduce(model, False)
-    yield
-    set_requires_all_reduce(model, True)
 
 
 @pytest.mark.parametrize("how", [no_sync, contextlib.nullcontext])
@@ -504,13 +496,13 @@ def test_forwards_without_sync_and_backwards_with_it(where):
     def step(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         first, second = local_part(batch).chunk(2)
         if where == "sync first":
-            one = loss_of(model, first)
+            one = mean_square_in_float(model, first)
             with no_sync(model):
-                two = loss_of(model, second)
+                two = mean_square_in_float(model, second)
         else:
             with no_sync(model):
-                one = loss_of(model, first)
-            two = loss_of(model, second) if where == "one backward" else None
+                one = mean_square_in_float(model, first)
+            two = mean_square_in_float(model, second) if where == "one backward" else None
         (one if two is None else one + two).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -521,12 +513,12 @@ def test_forwards_without_sync_and_backwards_with_it(where):
 
 @distributed(world_size=2)
 def test_parameters_that_are_moved_before_a_backward_are_noticed():
-    model = shard(stack())
+    model = shard_layers(stack())
     batch = local_part(batches(1)[0])
     with compiled(model):
-        loss = loss_of(model, batch)
+        loss = mean_square_in_float(model, batch)
         model.to(torch.float64).to(torch.float32)
-        later = loss_of(model, batch)
+        later = mean_square_in_float(model, batch)
         with pytest.raises(RuntimeError, match="moved|modified"):
             (loss + later).backward()
 
@@ -534,7 +526,7 @@ def test_parameters_that_are_moved_before_a_backward_are_noticed():
 @distributed(world_size=4)
 def test_accumulation_without_the_average_over_replicas():
     def shard_it(model: Stack) -> None:
-        shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        shard_layers(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
     train_it = functools.partial(train, step=accumulating(without_all_reduce))
     captured = check_twin(stack(), shard_it, train_it, tolerance=1e-7)
@@ -547,12 +539,12 @@ def test_an_eager_accumulation_and_a_compiled_backward():
     model, eager = stack(), stack()
     first, second = local_part(batches(1)[0]).chunk(2)
     for item in (model, eager):
-        shard(item)
+        shard_layers(item)
         with no_sync(item):
-            loss_of(item, first).backward()
-    loss_of(eager, second).backward()
+            mean_square_in_float(item, first).backward()
+    mean_square_in_float(eager, second).backward()
     with compiled(model):
-        loss_of(model, second).backward()
+        mean_square_in_float(model, second).backward()
     ours, theirs = full_gradients(model), full_gradients(eager)
     for name, grad in theirs.items():
         torch.testing.assert_close(ours[name], grad, rtol=1e-6, atol=1e-7, msg=name)
@@ -565,7 +557,7 @@ def test_flat_optimizers(local):
         optimizer = adamw(flat_parameters(model, local=local))
         found = []
         for batch in batches():
-            loss = loss_of(model, local_part(batch))
+            loss = mean_square_in_float(model, local_part(batch))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -583,7 +575,7 @@ def test_two_forwards_before_a_backward_and_alternation_with_eager_steps():
         for number, batch in enumerate(batches(4)):
             model._compiled_call_impl = None if number % 2 else impl
             first, second = local_part(batch).chunk(2)
-            loss = loss_of(model, first) + loss_of(model, second)
+            loss = mean_square_in_float(model, first) + mean_square_in_float(model, second)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -600,9 +592,9 @@ def test_an_eager_and_a_compiled_forward_in_one_backward():
         optimizer, found, impl = adamw(model.parameters()), [], model._compiled_call_impl
         for batch in batches():
             first, second = local_part(batch).chunk(2)
-            loss = loss_of(model, first)
+            loss = mean_square_in_float(model, first)
             model._compiled_call_impl = None
-            loss = loss + loss_of(model, second)
+            loss = loss + mean_square_in_float(model, second)
             model._compiled_call_impl = impl
             loss.backward()
             optimizer.step()
@@ -618,7 +610,7 @@ def test_several_shapes_recompile_at_most_once():
     def train_it(model: nn.Module) -> list[torch.Tensor]:
         optimizer, found = adamw(model.parameters()), []
         for rows in (12, 8, 20, 16, 4):
-            loss = loss_of(model, local_part(batches(1, rows)[0]))
+            loss = mean_square_in_float(model, local_part(batches(1, rows)[0]))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -658,7 +650,7 @@ def test_copies_and_moves():
 @distributed(world_size=2)
 def test_state_dicts_between_compiled_steps():
     """What a compiled model has trained goes into an eager one, and back, with its optimizer's state."""
-    model, eager = shard(stack()), shard(stack())
+    model, eager = shard_layers(stack()), shard_layers(stack())
     first, second = adamw(model.parameters()), adamw(eager.parameters())
     with compiled(model):
         step_of(model, batches()[0], first)
@@ -681,21 +673,17 @@ def test_recovery_after_an_exception():
         x = local_part(batches(1)[0]).requires_grad_()
         x.register_hook(raise_by_the_user)  # when all groups have run
         with pytest.raises(ValueError, match="by the user"):
-            loss_of(model, x).backward()
+            mean_square_in_float(model, x).backward()
         return found + train(model)
 
     with pytest.warns(UserWarning, match="were thrown away"):
         check_twin(stack(), train_it=train_it)
 
 
-def raise_by_the_user(*_: Any) -> None:
-    raise ValueError("by the user")
-
-
 @distributed(world_size=2)
 def test_methods_other_than_forward():
     def shard_it(model: Stack) -> None:
-        shard(model)
+        shard_layers(model)
         for block in model.blocks:
             block.tail = functools.partial(Block.forward, block)
 
@@ -712,7 +700,7 @@ def test_methods_other_than_forward():
     Block.tail = tail  # type: ignore[attr-defined]
 
     def shard_others(model: Stack) -> None:
-        shard(model)
+        shard_layers(model)
         for block in model.blocks:
             register_forward_method(block, "tail")
 
@@ -723,11 +711,11 @@ def test_methods_other_than_forward():
 
 @distributed(world_size=2)
 def test_backward_with_inputs():
-    model, eager = shard(stack()), shard(stack())
+    model, eager = shard_layers(stack()), shard_layers(stack())
     batch = local_part(batches(1)[0])
-    loss_of(eager, batch).backward(inputs=[*eager.parameters()])
+    mean_square_in_float(eager, batch).backward(inputs=[*eager.parameters()])
     with compiled(model):
-        loss_of(model, batch).backward(inputs=[*model.parameters()])
+        mean_square_in_float(model, batch).backward(inputs=[*model.parameters()])
     ours, theirs = full_gradients(model), full_gradients(eager)
     for name, grad in theirs.items():
         assert torch.equal(ours[name], grad), name
@@ -738,17 +726,17 @@ def test_backward_with_inputs():
 
 @distributed(world_size=2)
 def test_gradients_of_sharded_parameters_and_double_backward_are_refused():
-    model = shard(stack())
+    model = shard_layers(stack())
     batch = local_part(batches(1)[0])
     with compiled(model):
         for params in (model.blocks[0].parameters(), model.parameters()):
             with pytest.raises(RuntimeError, match="functional_mode"):
-                torch.autograd.grad(loss_of(model, batch), [*params], allow_unused=True)
+                torch.autograd.grad(mean_square_in_float(model, batch), [*params], allow_unused=True)
         with pytest.raises(RuntimeError, match="functional_mode"):
-            loss_of(model, batch).backward(create_graph=True)
+            mean_square_in_float(model, batch).backward(create_graph=True)
         model.zero_grad()
         found = train(model)
-    eager = shard(stack())
+    eager = shard_layers(stack())
     for ours, theirs in zip(found, train(eager), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -756,12 +744,12 @@ def test_gradients_of_sharded_parameters_and_double_backward_are_refused():
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @distributed(world_size=2)
 def test_a_step_between_forward_and_backward_is_noticed(reshard_after_forward):
-    model = shard(stack(), reshard_after_forward=reshard_after_forward)
+    model = shard_layers(stack(), reshard_after_forward=reshard_after_forward)
     optimizer = adamw(model.blocks.parameters())
     batch = local_part(batches(1)[0])
     with compiled(model):
-        loss_of(model, batch).backward()
-        loss = loss_of(model, batch)
+        mean_square_in_float(model, batch).backward()
+        loss = mean_square_in_float(model, batch)
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified"):
             loss.backward()
@@ -822,17 +810,17 @@ def test_writes_to_parameters_inside_a_compiled_forward_are_refused(write, writt
     them before; also in evaluation."""
     own = stack()
     own.blocks[1] = Writer(write)
-    shard(own)
+    shard_layers(own)
     with compiled(own), pytest.raises(RuntimeError, match=IN_PLACE if write is write_in_place else IN_DATA):
-        loss_of(own, batches(1)[0])
+        mean_square_in_float(own, batches(1)[0])
     torch.manual_seed(0)
     parent = ParentWriter(written)
     parent.write = write
-    shard(parent)
+    shard_layers(parent)
     with compiled(parent):
         for context in (torch.no_grad(), contextlib.nullcontext()):
             with context, pytest.raises(RuntimeError, match="written to sharded parameters of the .* group blocks.1"):
-                loss_of(parent, batches(1)[0])
+                mean_square_in_float(parent, batches(1)[0])
 
 
 @torch.compiler.nested_compile_region
@@ -855,7 +843,7 @@ class Nested(Stack):
 @distributed(world_size=2)
 def test_blocks_in_nested_regions_train_as_eager_ones(backend, tolerance, reshard_after_forward):
     torch.manual_seed(0)
-    shard_it = functools.partial(shard, reshard_after_forward=reshard_after_forward)
+    shard_it = functools.partial(shard_layers, reshard_after_forward=reshard_after_forward)
     check_twin(Nested(blocks=3), shard_it, tolerance=tolerance, backend=backend)
 
 
@@ -874,12 +862,12 @@ def test_ranks_whose_graphs_differ_raise_alike():
 
     torch.manual_seed(0)
     model = Choosy()
-    eager = shard(copy.deepcopy(model))
-    shard(model)
+    eager = shard_layers(copy.deepcopy(model))
+    shard_layers(model)
     with compiled(model):
         model.skips = dist.get_rank() == 1
         with pytest.raises(RuntimeError, match="(?s)captured graphs with different collectives.*blocks.0 .*blocks.1 "):
-            loss_of(model, batches(1)[0])
+            mean_square_in_float(model, batches(1)[0])
         model.skips = False
         with pytest.warns(UserWarning, match="were thrown away"):
             found = train(model)
@@ -897,7 +885,7 @@ def test_a_part_of_a_group_of_several_modules_is_refused():
     fully_shard([*model.blocks])
     fully_shard(model)
     with compiled(model), pytest.raises(RuntimeError, match="only some of the modules of the fully_shard group"):
-        loss_of(model, batches(1)[0])
+        mean_square_in_float(model, batches(1)[0])
 
 
 # ---- everything in the graph: fsdp_compose.compile()
@@ -905,8 +893,8 @@ def test_a_part_of_a_group_of_several_modules_is_refused():
 
 def check_region(model: Stack, **options: Any) -> Captured:
     eager = copy.deepcopy(model)
-    shard(eager, **options)
-    shard(model, **options)
+    shard_layers(eager, **options)
+    shard_layers(model, **options)
     torch._dynamo.reset()
     captured = Captured()
     run = fsdp_compose.compile(model, fullgraph=True, backend=captured.backend)
@@ -918,7 +906,7 @@ def check_region(model: Stack, **options: Any) -> Captured:
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            return [loss.detach(), norm, loss_of(run, local_part(batch))]
+            return [loss.detach(), norm, mean_square_in_float(run, local_part(batch))]
 
     found, expected = train(model, step), train(eager, step_and_look)
     for ours, theirs in zip(found, expected, strict=True):
@@ -942,7 +930,7 @@ def test_the_root_in_the_graph_too(reshard_after_forward, backward):
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @distributed(world_size=2)
 def test_a_step_between_a_region_and_its_backward_is_noticed(reshard_after_forward):
-    model = shard(stack(), reshard_after_forward=reshard_after_forward)
+    model = shard_layers(stack(), reshard_after_forward=reshard_after_forward)
     optimizer = adamw(model.parameters())
     batch = local_part(batches(1)[0])
     torch._dynamo.reset()
@@ -957,7 +945,7 @@ def test_a_step_between_a_region_and_its_backward_is_noticed(reshard_after_forwa
 
 @distributed(world_size=2)
 def test_moved_parameters_between_calls_of_a_region():
-    model, eager = shard(stack()), shard(stack())
+    model, eager = shard_layers(stack()), shard_layers(stack())
     torch._dynamo.reset()
     run = fsdp_compose.compile(model, fullgraph=True, backend="aot_eager")
     for function, item in ((run, model), (eager, eager)):
@@ -973,7 +961,7 @@ def test_moved_parameters_between_calls_of_a_region():
 @distributed(world_size=2)
 def test_a_whole_step_as_a_region():
     """Forward and loss are in a graph; backward and the optimizer break it."""
-    model, eager = shard(stack()), shard(stack())
+    model, eager = shard_layers(stack()), shard_layers(stack())
     torch._dynamo.reset()
     captured = Captured()
     optimizers = [adamw(model.parameters()), adamw(eager.parameters())]
@@ -995,7 +983,7 @@ def test_a_whole_step_as_a_region():
 
 @distributed(world_size=2)
 def test_a_region_recovers_from_an_exception():
-    model, eager = shard(stack()), shard(stack())
+    model, eager = shard_layers(stack()), shard_layers(stack())
     torch._dynamo.reset()
     run = fsdp_compose.compile(model, backend="aot_eager")
     batch = local_part(batches(1)[0])
@@ -1003,7 +991,7 @@ def test_a_region_recovers_from_an_exception():
         run(batch[:, :2])  # of another shape than the model wants
     with pytest.warns(UserWarning, match="were thrown away"):
         run(batch).square().mean().backward()
-    loss_of(eager, batch).backward()
+    mean_square_in_float(eager, batch).backward()
     ours, theirs = full_gradients(model), full_gradients(eager)
     assert all(torch.equal(ours[name], grad) for name, grad in theirs.items())
     torch._dynamo.reset()
@@ -1022,17 +1010,17 @@ def test_compiled_autograd_is_refused(is_compiled):
     """By an error at once; then a backward without it trains."""
     from torch._dynamo import compiled_autograd
 
-    model, eager = shard(stack()), shard(stack())
+    model, eager = shard_layers(stack()), shard_layers(stack())
     batch = local_part(batches(1)[0])
     with compiled(model) if is_compiled else contextlib.nullcontext():
-        loss = loss_of(model, batch)
+        loss = mean_square_in_float(model, batch)
         with (
             compiled_autograd._enable(torch.compile(backend="eager")),
             pytest.raises(RuntimeError, match="runs under compiled autograd"),
         ):
             loss.backward()
-        loss_of(model, batch).backward()
-    loss_of(eager, batch).backward()
+        mean_square_in_float(model, batch).backward()
+    mean_square_in_float(eager, batch).backward()
     ours, theirs = full_gradients(model), full_gradients(eager)
     assert all(torch.equal(ours[name], grad) for name, grad in theirs.items())
 
@@ -1040,11 +1028,11 @@ def test_compiled_autograd_is_refused(is_compiled):
 @distributed(world_size=2)
 def test_functional_mode_runs_as_before():
     """It is not captured: the graph breaks at its groups."""
-    model, eager = shard(stack()), shard(stack())
+    model, eager = shard_layers(stack()), shard_layers(stack())
     batch = local_part(batches(1)[0])
     with compiled(model, fullgraph=False), functional_mode(model), functional_mode(eager):
-        ours = torch.autograd.grad(loss_of(model, batch), [*model.parameters()])
-        theirs = torch.autograd.grad(loss_of(eager, batch), [*eager.parameters()])
+        ours = torch.autograd.grad(mean_square_in_float(model, batch), [*model.parameters()])
+        theirs = torch.autograd.grad(mean_square_in_float(eager, batch), [*eager.parameters()])
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.full_tensor(), b.full_tensor())
 
@@ -1097,9 +1085,9 @@ def test_what_the_code_of_inductor_calls():
 
     calls = {}
     for reshards in (True, False):
-        model, batch = shard(stack(), reshard_after_forward=reshards), local_part(batches(1)[0])
+        model, batch = shard_layers(stack(), reshard_after_forward=reshards), local_part(batches(1)[0])
         with compiled(model, backend="inductor"):
-            _, codes = run_and_get_code(lambda: loss_of(model, batch).backward())  # noqa: B023
+            _, codes = run_and_get_code(lambda: mean_square_in_float(model, batch).backward())  # noqa: B023
         calls[reshards] = [*map(inductor_calls, codes)]
     forward = "m AG wait m AG wait m"
     backwards = ["m AG wait m flatten m RS wait AG wait m flatten m RS wait", "m flatten RS wait m flatten RS wait m"]

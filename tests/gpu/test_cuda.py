@@ -22,7 +22,8 @@ from fsdp_compose import MixedPrecisionPolicy, trace
 from fsdp_compose.flat import FlatParamHandle
 from fsdp_compose.flat.collectives import AllGathers
 from fsdp_compose.group.registry import _get_fsdp_handles
-from tests.models import GPT, batches, gpt_loss, sgd, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
+from tests.training import sgd
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +57,7 @@ class Training:
         torch.manual_seed(0)
         model = copy.deepcopy(base) if base is not None else GPT()
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-        self.model = shard_gpt(model.to(device), mesh=mesh, mp_policy=PRECISIONS[precision], **options)
+        self.model = shard_layers(model.to(device), mesh=mesh, mp_policy=PRECISIONS[precision], **options)
         self.optimizer = sgd(self.model.parameters())
         self.batches = [batch.to(device) for batch in batches(4)]
 

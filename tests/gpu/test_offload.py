@@ -21,7 +21,7 @@ from fsdp_compose.flat import local_of
 from fsdp_compose.flat.shard_storage import HostCopies
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.gpu.test_cuda import CYCLES, DEVICE, PRECISIONS, process_group
-from tests.models import GPT, batches, gpt_loss, shard_gpt
+from tests.models import GPT, batches, gpt_loss, shard_layers
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ POLICIES = {"state": None, "gradients": CPUOffloadPolicy(parameters=False), "sha
 def build(precision: str = "fp32", **options: Any) -> GPT:
     torch.manual_seed(0)
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    return shard_gpt(GPT().to(DEVICE), mesh=mesh, mp_policy=PRECISIONS[precision], **options)
+    return shard_layers(GPT().to(DEVICE), mesh=mesh, mp_policy=PRECISIONS[precision], **options)
 
 
 def steps(model: GPT, optimizer: torch.optim.Optimizer, num: int = 4) -> list[float]:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import end, run_forked, start_forked
-from tests.models import GPT, shard_gpt
-from tests.test_optional import Failing, batch, loss_of, made, shard
-from tests.test_weight_sync import collected, consume, seeded
+from tests.models import GPT, shard_layers
+from tests.runtime.test_optional import Failing, batch, loss_of, made, shard
+from tests.sync.test_weight_sync import collected, consume, seeded
 
 
 class Mortal(Failing):
@@ -72,7 +72,7 @@ def test_survivors_of_a_dead_rank_get_a_named_error_in_seconds(tmp_path, place):
 def die_in_the_loop(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=600))
-    model = shard_gpt(seeded(lambda: GPT(layers=1)))
+    model = shard_layers(seeded(lambda: GPT(layers=1)))
     collected(model)
     try:
         consume(model, lambda i: os.kill(os.getpid(), signal.SIGKILL) if (i, rank) == (2, 1) else None, bucket_bytes=1)

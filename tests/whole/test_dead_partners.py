@@ -14,8 +14,8 @@ import torch.distributed as dist
 from fsdp_compose.comm import control_exchange
 from fsdp_compose.comm.control_exchange import Carrier, ControlExchange, rounds_of
 from fsdp_compose.comm.store import meet
+from tests.comm.test_control_exchange import exchanged
 from tests.harness import end, start_forked
-from tests.test_control_exchange import exchanged
 
 
 def take_part(rank: int, size: int, port: int, victim: int, number: int, action: str) -> None:

@@ -18,9 +18,8 @@ from fsdp_compose._torch import default_store
 from fsdp_compose.checkpoint import get_model_state_dict
 from fsdp_compose.comm.control_exchange import control_group
 from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV
-from tests.harness import ROOT, distributed, end, run_torchrun, start_forked
-from tests.restarted import Trainer, assert_equal, build, draw_death, forget_torch_keys, train_step, trained
-from tests.test_invariants import environment
+from tests.harness import ROOT, distributed, end, environment, run_torchrun, start_forked
+from tests.whole.restarted import Trainer, assert_equal, build, draw_death, forget_torch_keys, train_step, trained
 
 # ---- in one process
 
@@ -139,7 +138,7 @@ def test_torchrun_restarts_a_killed_trainer_which_resumes_bit_for_bit(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     arguments = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=1"]
     arguments += ["--monitor-interval=0.05", "--run-path", "--start-method=fork"]
-    arguments += [str(ROOT / "tests" / "restarted.py"), str(tmp_path / "checkpoints")]
+    arguments += [str(ROOT / "tests" / "whole" / "restarted.py"), str(tmp_path / "checkpoints")]
     code, text = run_torchrun(tmp_path, *arguments, timeout=200)
     assert code == 0, text
     assert text.count("finished in attempt 1") == 2, text

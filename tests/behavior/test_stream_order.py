@@ -1,0 +1,251 @@
+"""On an accelerator communication runs on streams of its own. Everything that touches the same memory is ordered by a
+wait: shown without an accelerator, by vector clocks, in each kind of program; and each wait is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compose import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    flat_parameters,
+    no_sync,
+    replicate,
+    set_functional_mode,
+    summon_full_params,
+)
+from fsdp_compose.flat.shard_storage import host_copies
+from fsdp_compose.group.registry import _get_fsdp_handles
+from tests.harness import distributed
+from tests.models import GPT, batches, gpt_loss, shard_layers
+from tests.training import adamw, local_part
+from tests.vector_clocks import Clocks
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+def steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: int = 1,
+    unsynced: bool = False,
+    params: list[nn.Parameter] | None = None,
+) -> None:
+    for batch in batches(2):
+        for i, part in enumerate(local_part(batch).chunk(microbatches)):
+            with no_sync(model) if unsynced and i + 1 < microbatches else nullcontext():
+                gpt_loss(model, part).backward()
+        clip_grad_norm_([*model.parameters()] if params is None else params, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def model_of(**options: Any) -> GPT:
+    torch.manual_seed(0)
+    use_reentrant = options.pop("use_reentrant", None)
+    return shard_layers(GPT(layers=2, use_reentrant=use_reentrant), **options)
+
+
+def plain(clocks: Clocks, **options: Any) -> GPT:
+    training = {key: options.pop(key) for key in ("microbatches", "unsynced") if key in options}
+    model = clocked(clocks, model_of(**options))
+    steps(model, adamw(model.parameters()), **training)
+    return model
+
+
+def clocked(clocks: Clocks, model: GPT) -> GPT:
+    for handle in _get_fsdp_handles(model):
+        handle.change_transports(clocks.transport)
+    return model
+
+
+def hybrid_mesh() -> Any:
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+
+
+def functional(clocks: Clocks) -> None:
+    model = clocked(clocks, model_of())
+    set_functional_mode(model)
+    steps(model, adamw(model.parameters()))
+
+
+def flat_views(clocks: Clocks) -> None:
+    model = clocked(clocks, model_of(mp_policy=BF16))
+    params = flat_parameters(model)
+    steps(model, adamw(params), params=params)
+
+
+def replicated(clocks: Clocks) -> None:
+    torch.manual_seed(0)
+    model = GPT(layers=2)
+    for block in model.blocks:
+        replicate(block)
+    steps(clocked(clocks, replicate(model)), adamw(model.parameters()))
+
+
+def interrupted(clocks: Clocks) -> None:
+    """An exception in forward, and one in backward, on all ranks."""
+    model = clocked(clocks, model_of())
+    optimizer = adamw(model.parameters())
+    steps(model, optimizer)
+    for register in (nn.Module.register_forward_pre_hook, nn.Module.register_full_backward_pre_hook):
+        handle = register(model.blocks[1], fail)
+        with pytest.raises(ArithmeticError):
+            steps(model, optimizer)
+        handle.remove()
+        steps(model, optimizer)
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError
+
+
+def inference(clocks: Clocks) -> None:
+    model = clocked(clocks, model_of())
+    with torch.no_grad():
+        for batch in batches(2):
+            gpt_loss(model, local_part(batch))
+    steps(model, adamw(model.parameters()))
+    with summon_full_params(model):
+        [param.norm() for param in model.parameters()]
+    steps(model, adamw(model.parameters()))
+
+
+PROGRAMS: dict[str, Callable[[Clocks], object]] = {
+    "resharding": lambda clocks: plain(clocks),
+    "no resharding": lambda clocks: plain(clocks, reshard_after_forward=False),
+    "parts": lambda clocks: plain(clocks, reshard_after_forward=2),
+    "bf16": lambda clocks: plain(clocks, mp_policy=BF16),
+    "accumulation": lambda clocks: plain(clocks, microbatches=2),
+    "accumulation without sync": lambda clocks: plain(clocks, microbatches=3, unsynced=True),
+    "checkpointing": lambda clocks: plain(clocks, use_reentrant=False),
+    "reentrant checkpointing": lambda clocks: plain(clocks, use_reentrant=True),
+    "hybrid": lambda clocks: plain(clocks, mesh=hybrid_mesh()),
+    "hybrid, bf16, without sync": lambda clocks: plain(
+        clocks, mesh=hybrid_mesh(), mp_policy=BF16, microbatches=2, unsynced=True
+    ),
+    "offload": lambda clocks: plain(clocks, offload_policy=CPUOffloadPolicy()),
+    "offload, bf16, accumulation": lambda clocks: plain(
+        clocks, offload_policy=CPUOffloadPolicy(), mp_policy=BF16, microbatches=2
+    ),
+    "functional": functional,
+    "flat views": flat_views,
+    "replicate": replicated,
+    "exceptions": interrupted,
+    "without gradients": inference,
+}
+
+
+def watch(program: str, skips: str = "") -> Clocks:
+    host_copies.cache_clear()
+    try:
+        with Clocks(skips) as clocks:
+            PROGRAMS[program](clocks)
+    finally:
+        host_copies.cache_clear()
+    return clocks
+
+
+# Each kind of wait, and a program that goes wrong without it.
+WAITS = {
+    "wait_stream in unshard": "resharding",
+    "wait in wait": "resharding",
+    "wait_stream in _start_reduce_scatter": "resharding",
+    "wait in _finish_reduction": "resharding",
+    "wait_stream in unshard_parts": "parts",
+    "wait in _go_on_with_replicas": "hybrid",
+    "wait in _finish_average": "hybrid",
+    "wait_stream in _start_average": "replicate",
+    "wait in all_gather_copy": "functional",
+    "wait_stream in to_host": "offload",
+    "wait_event in to_host": "offload",
+    "synchronize in synchronize": "offload",
+}
+
+
+def is_for(program: str, world_size: int) -> bool:
+    return world_size == (4 if "hybrid" in program or program == "parts" else 2)
+
+
+@distributed(world_size=(2, 4))
+def test_everything_is_in_an_order(world_size):
+    for program in PROGRAMS:
+        if is_for(program, world_size):
+            clocks = watch(program)
+            assert clocks.accesses > 500 and not clocks.faults, (program, clocks.faults)
+            assert clocks.waits <= {*WAITS}, clocks.waits - {*WAITS}
+
+
+@distributed(world_size=(2, 4))
+def test_no_wait_can_be_left_out(world_size):
+    found = {wait: watch(program, wait).faults for wait, program in WAITS.items() if is_for(program, world_size)}
+    assert found and all(found.values()), [wait for wait, faults in found.items() if not faults]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@distributed(world_size=2)
+def test_a_step_keeps_to_what_a_graph_capture_allows(reshard_after_forward):
+    """As for a CUDA graph: all of it on streams that take part, nothing waits for what was before, the host waits for
+    nothing, and tensors stay where they are. What of this a CPU cannot show: tests/gpu/test_cuda_graphs.py."""
+    with Clocks() as clocks:
+        model = clocked(clocks, model_of(reshard_after_forward=reshard_after_forward))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        batch = local_part(next(batches(1)))
+
+        def step() -> list[int]:
+            gpt_loss(model, batch).backward()
+            clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            tensors = [item.to_local() for param in model.parameters() for item in (param, param.grad)]
+            optimizer.zero_grad(set_to_none=False)
+            return [tensor.data_ptr() for tensor in tensors]
+
+        step()
+        places = step()
+        before = clocks.accesses
+        with clocks.captured():
+            assert step() == places
+        assert clocks.accesses > before
+        assert step() == places
+        assert not clocks.faults, clocks.faults
+
+
+@distributed(world_size=2)
+def test_what_a_graph_capture_forbids_is_seen():
+    with Clocks() as clocks:
+        side, event = clocks.Stream(), clocks.Event()
+        x = torch.ones(4)
+        event.record(clocks.compute)
+
+        def wait_for_earlier_work() -> None:
+            clocks.compute.wait_event(event)
+
+        def issue_outside() -> None:
+            with clocks.stream(side):
+                x.clone()
+
+        def leave_unjoined() -> None:
+            side.wait_stream(clocks.compute)
+            with clocks.stream(side):
+                x.clone()
+
+        for mistake, fault in (
+            (wait_for_earlier_work, "outside captures"),
+            (issue_outside, "takes no part"),
+            (leave_unjoined, "before it has waited"),
+            (x.sum().item, "host would wait"),
+            (clocks.compute.synchronize, "host waits"),
+        ):
+            clocks.faults.clear()
+            with clocks.captured():
+                mistake()
+            assert any(fault in line for line in clocks.faults), (fault, clocks.faults)

@@ -1,0 +1,315 @@
+"""Invariant 10: ties hold. One parameter in modules of several groups trains as in the unsharded model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compose import RaggedDTensor, distribute_ragged, fully_shard, no_sync
+from fsdp_compose.group.registry import _get_fsdp_handles
+from tests.harness import distributed
+from tests.models import Layer
+from tests.training import Twins, local_part, mean_square, plain_sgd
+
+VOCABULARY, DIM = 7, 5
+
+
+class TiedModel(nn.Module):
+    """Embedding and head share a weight; the head has a bias of its own, and a second layer shares the first's."""
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.embed = nn.Embedding(VOCABULARY, DIM)
+        self.layers = nn.ModuleList(Layer(DIM) for _ in range(3))
+        self.head = nn.Linear(DIM, VOCABULARY)
+        self.head.weight = self.embed.weight
+        self.layers[2].linear.weight = self.layers[0].linear.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+def each_apart(model: TiedModel, **options: bool) -> None:
+    for module in (model.embed, *model.layers, model.head):
+        fully_shard(module, **options)
+    fully_shard(model, **options)
+
+
+def embedding_apart(model: TiedModel, **options: bool) -> None:
+    fully_shard(model.embed, **options)
+    fully_shard([model.layers[0], model.layers[1]], **options)
+    fully_shard(model, **options)
+
+
+def head_and_last_layer_apart(model: TiedModel, **options: bool) -> None:
+    fully_shard(model.layers[2], **options)
+    fully_shard(model.head, **options)
+    fully_shard(model, **options)
+
+
+WAYS: list[Callable[..., None]] = [each_apart, embedding_apart, head_and_last_layer_apart]
+
+
+def tokens(steps: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (12, 3), generator=generator) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("shard", WAYS)
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@distributed(world_size=3)
+def test_tied_weights_across_groups_train_as_unsharded(shard, reshard_after_forward):
+    twins = Twins(TiedModel(), lambda model: shard(model, reshard_after_forward=reshard_after_forward))
+    model = twins.sharded
+    ids = [id(param) for param in model.parameters()]
+    assert model.head.weight is model.embed.weight and isinstance(model.head.weight, RaggedDTensor)
+    assert model.layers[2].linear.weight is model.layers[0].linear.weight
+    for batch in tokens(2):
+        with torch.no_grad():
+            torch.testing.assert_close(model(local_part(batch)), local_part(twins.reference(batch)))
+        with no_sync(model):
+            twins.backward(mean_square, batch)
+        twins.backward(mean_square, batch)
+        twins.step()
+    assert [id(param) for param in model.parameters()] == ids
+    assert model.head.weight is model.embed.weight
+    assert len({handle.shard.data_ptr() for handle in _get_fsdp_handles(model)}) == len(_get_fsdp_handles(model))
+    assert sum(len(handle.sharded_params) for handle in _get_fsdp_handles(model)) == len(ids)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@distributed(world_size=2)
+def test_tied_weights_across_groups_with_checkpointing(use_reentrant):
+    twins = Twins(TiedModel(use_reentrant), each_apart)
+    for batch in tokens(2):
+        twins.backward(mean_square, batch)
+        twins.step()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@distributed(world_size=2)
+def test_load_state_dict_with_assign_keeps_ties(trained):
+    twins = Twins(TiedModel(), each_apart, make_optimizer=plain_sgd)
+    batches = tokens(2)
+    if trained:
+        twins.backward(mean_square, batches[0])
+        twins.step()
+    params = list(twins.sharded.parameters())
+    for twin in twins.both:
+        state = {name: value.detach() * 0.5 for name, value in twin.state_dict().items()}
+        twin.load_state_dict(state, assign=twin is twins.sharded)
+    assert all(ours is param for ours, param in zip(twins.sharded.parameters(), params, strict=True))
+    assert twins.sharded.head.weight is twins.sharded.embed.weight
+    twins.backward(mean_square, batches[1])
+    twins.step()
+
+
+class InTwoPlaces(nn.Module):
+    """``inner`` runs inside ``outer`` and by itself; both have a layer with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(DIM, DIM), Layer(DIM)
+        self.outer = nn.Sequential(self.inner, Layer(DIM))
+        self.outer[1].linear.weight = self.inner.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(self.first(x)))
+
+
+@distributed(world_size=2)
+def test_tied_weight_of_a_module_that_also_runs_outside_the_group_around_it():
+    def shard(model: nn.Module) -> None:
+        for module in (model.inner, model.outer, model):
+            fully_shard(module)
+
+    Twins(InTwoPlaces(), shard).train(mean_square)
+
+
+class KeepsALoss(nn.Module):
+    """Keeps a loss that is computed after a layer; backward enters by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = Layer(DIM), nn.Linear(DIM, 1)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.kept = self.gate(y).square().mean()
+        return y
+
+
+class TiedInside(nn.Module):
+    """The layer inside ``block`` has the weight of one outside."""
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.block = Layer(DIM), KeepsALoss()
+        self.block.layer.linear.weight = self.first.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.use_reentrant is None:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@pytest.mark.parametrize("use_reentrant", [None, False])
+@distributed(world_size=2)
+def test_tied_weight_that_backward_reaches_by_a_loss_kept_inside_another_group(use_reentrant, reshard_after_forward):
+    def shard(model: nn.Module) -> None:
+        fully_shard(model.block)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)
+
+    twins = Twins(TiedInside(use_reentrant), shard)
+    twins.train(lambda model, x: model(x).square().mean() + model.block.kept)
+
+
+@distributed(world_size=2)
+def test_tied_weights_keep_hooks_values_loaded_before_and_copies():
+    twins = Twins(TiedModel(), each_apart, make_optimizer=plain_sgd)
+    fired: list[str] = []
+    twins.sharded.embed.weight.register_post_accumulate_grad_hook(lambda param: fired.append("embed"))
+    twins.sharded.head.bias.register_post_accumulate_grad_hook(lambda param: fired.append("bias"))
+    state = {name: torch.randn(tensor.shape) for name, tensor in twins.reference.state_dict().items()}
+    state["head.weight"], state["layers.2.linear.weight"] = state["embed.weight"], state["layers.0.linear.weight"]
+    twins.reference.load_state_dict(state)
+    with torch.no_grad():
+        for name, param in twins.sharded.named_parameters():
+            param.copy_(distribute_ragged(state[name], param.device_mesh, param.placements))
+    before = copy.deepcopy(twins.sharded)
+    for batch in tokens(2):
+        twins.backward(mean_square, batch)
+        assert sorted(fired) == ["bias", "embed"]
+        fired.clear()
+        twins.step()
+    after = copy.deepcopy(twins.sharded)
+    assert after.head.weight is after.embed.weight
+    batch = local_part(tokens()[0])
+    torch.testing.assert_close(after(batch), twins.sharded(batch))
+    twins.reference.load_state_dict(state)
+    torch.testing.assert_close(before(batch), twins.reference(batch))
+
+
+@distributed(world_size=2)
+def test_tied_module_run_by_itself_raises_and_the_model_goes_on():
+    twins = Twins(TiedModel(), each_apart)
+    batch = tokens()[0]
+    with pytest.raises(ValueError, match=r"head\.weight|weight: tied weights|weight.*common parent"):
+        twins.sharded.head(torch.ones(2, DIM))
+    twins.backward(mean_square, batch)
+    twins.step()
+    with pytest.raises(Exception, match="DTensor|Tensor"):
+        twins.sharded.head(torch.ones(2, DIM))
+    twins.backward(mean_square, batch)
+    twins.step()
+
+
+@distributed(world_size=2)
+def test_meta_device_with_ties():
+    with torch.device("meta"):
+        model = TiedModel()
+    each_apart(model)
+    model.to_empty(device="cpu")
+    assert model.head.weight is model.embed.weight
+    torch.manual_seed(0)
+    reference = TiedModel()
+    with torch.no_grad():
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert isinstance(param, RaggedDTensor), name
+            param.copy_(distribute_ragged(expected.detach(), param.device_mesh, param.placements))
+    batch = tokens()[0]
+    torch.testing.assert_close(model(batch), reference(batch))
+
+
+class Chain(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = torch.tanh(module(x))
+        return x
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@distributed(world_size=2)
+def test_a_tied_weight_comes_into_a_group_of_two_modules_that_have_equal_names_inside(order):
+    a, b, c, d = (nn.Linear(DIM, DIM).double() for _ in range(4))
+    b.weight = a.weight
+    model = Chain(Chain(a), Chain(b, c, a), d)  # `a` stands in both, so it is a group of its own
+    reference = copy.deepcopy(model)
+    fully_shard(a)
+    fully_shard([model[i] for i in order])
+    fully_shard(model)
+    optimizers = plain_sgd(model.parameters()), plain_sgd(reference.parameters())
+    for step in range(3):
+        x = torch.randn(4, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for one, batch, optimizer in ((model, local_part(x), optimizers[0]), (reference, x, optimizers[1])):
+            one(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs)
+    for handle in _get_fsdp_handles(model):
+        assert len({*handle.fqns}) == len(handle.fqns)
+
+
+def square(model: nn.Module) -> torch.Tensor:
+    """A term of the loss on every parameter, gathered here and now."""
+    wholes = [param.full_tensor() if isinstance(param, RaggedDTensor) else param for param in model.parameters()]
+    return torch.stack([whole.square().sum() for whole in wholes]).sum()
+
+
+def norms(model: nn.Module) -> torch.Tensor:
+    return torch.stack([getattr(n, "full_tensor", lambda n=n: n)() for n in map(torch.norm, model.parameters())]).sum()
+
+
+FIRSTS = ("with sync", "without sync", "of the term alone")
+HOOKS = (None, "on gradient", "after accumulation")
+
+
+@pytest.mark.parametrize("term_of", [square, norms])
+@pytest.mark.parametrize("shard", WAYS)
+@distributed(world_size=3)
+def test_gradients_of_terms_computed_before_tied_weights_move(shard, term_of):
+    """The first forward shards a tied weight anew; what autograd brings from before is sharded as it was then."""
+    for first in FIRSTS:
+        for hook in HOOKS if shard is each_apart else (None,):
+            train_with_term(shard, term_of, first, hook)
+
+
+def train_with_term(
+    shard: Callable[..., None], term_of: Callable[[nn.Module], torch.Tensor], first: str, hook: str | None
+) -> None:
+    twins, batches = Twins(TiedModel(), shard), tokens(3)
+    models = (twins.sharded, twins.reference)
+    for param in models[0].parameters() if hook else ():
+        if hook == "on gradient":
+            param.register_hook(lambda grad: None)
+        else:
+            param.register_post_accumulate_grad_hook(lambda param: None)
+    terms = [term_of(model) for model in models]
+    with no_sync(models[0]) if first == "without sync" else contextlib.nullcontext():
+        for model, term, is_ours in zip(models, terms, (True, False), strict=True):
+            loss = mean_square(model, local_part(batches[0]) if is_ours else batches[0])
+            (term if first == "of the term alone" else loss + term).backward()
+    for batch in batches[1:]:
+        mean_square(models[0], local_part(batch)).backward()
+        mean_square(models[1], batch).backward()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert ours.grad.placements == ours.placements and ours.grad.to_local().shape == ours.to_local().shape
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)

@@ -1,0 +1,103 @@
+"""No rank waits forever: a rendezvous of which one rank is gone raises in bounded time, and names it.
+
+One rank alone in a first forward: ``test_bad_input``; in recovery: ``test_recovery``; in
+``summon_full_params``: ``test_summon``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from fsdp_compose import fully_shard
+from fsdp_compose.comm.store import TIMEOUT_ENV
+from tests.harness import run_forked
+from tests.models import Stack, rows
+from tests.training import mean_square
+
+
+def train_until_one_dies(rank: int, port: int) -> None:
+    os.environ[TIMEOUT_ENV] = "2"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        mean_square(model, rows()).backward()
+        model.zero_grad()
+    loss = mean_square(model, rows())
+    if rank == 1:
+        model.blocks[1].trip.arm("backward", KeyboardInterrupt())
+        try:
+            loss.backward()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    for attempt in (loss.backward, lambda: model(rows())):
+        begin = time.monotonic()
+        try:
+            attempt()
+            print("no error")
+        except RuntimeError as error:
+            print(f"after {time.monotonic() - begin:.1f} s: {error}".replace("\n", " "))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def wait_for_one_that_stays_away(rank: int, port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = fully_shard(Stack())
+    for _ in range(2):
+        mean_square(model, rows()).backward()
+    _set_pg_timeout(timedelta(seconds=2))
+    if rank == 1:
+        with contextlib.suppress(RuntimeError):
+            store.wait(["raised"], timedelta(seconds=12))
+        os._exit(0)
+    begin = time.monotonic()
+    try:
+        model(rows())
+        print("no error")
+    except RuntimeError as error:
+        print(f"after {time.monotonic() - begin:.1f} s: {error}".replace("\n", " "))
+        store.set("raised", "")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def test_a_timeout_that_is_set_later_holds_for_messages_too(tmp_path):
+    """gloo's messages know the timeout of when the group was made."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = run_forked(2, tmp_path, wait_for_one_that_stays_away, store.port, timeout=80)
+    told = next(line for line in ranks[0][1].splitlines() if line.startswith(("after ", "no error")))
+    assert "rank 0: the all-gather" in told and float(told.split()[1]) < 10, told
+
+
+def test_rank_that_dies_in_backward_makes_the_others_raise_and_names_itself_at_the_next_forward(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    begin = time.monotonic()
+    ranks = run_forked(3, tmp_path, train_until_one_dies, store.port, timeout=80)
+    assert time.monotonic() - begin < 60, "they waited for the timeout of the process group"
+    assert ranks[1][0] == -signal.SIGKILL
+    for rank in (0, 2):
+        text = ranks[rank][1]
+        told = [line for line in text.splitlines() if line.startswith(("after ", "no error"))]
+        first, second = told or [text, ""]
+        assert f"rank {rank}: the" in first and "another rank died" in first, first
+        assert "recovery after an interrupted iteration: rank(s)" in second and "did not come" in second, second
+        # The first rank tells who is absent. The other one may be, too: in the collective, waiting for the first rank's
+        # part, which never comes, until that one's connection is gone as well.
+        assert rank != 0 or re.search(r"rank\(s\) 1(, 2)? did", second), second
