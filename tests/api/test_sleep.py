@@ -134,7 +134,7 @@ def test_a_model_that_has_not_run_yet_sleeps_too(flat):
     optimizer = adamw(flat_parameters(model) if flat else model.parameters())
     other = adamw(flat_parameters(twin) if flat else twin.parameters())
     offload_model(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
+    with pytest.raises(RuntimeError, match=r"since offload_model\(\): call onload_model"):
         model(local_part(next(batches(1)))[:, :-1])
     onload_model(model)
     assert train_gpt(model, optimizer, 2, 1) == train_gpt(twin, other, 2, 1)
@@ -149,9 +149,9 @@ def test_while_asleep_nothing_runs_and_nothing_can_be_read():
     offload_model(model, optimizer)
     ids = local_part(next(batches(1)))[:, :-1]
     for part, given in ((model, ids), (model.blocks[0], torch.ones(2, 3, 16))):
-        with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
+        with pytest.raises(RuntimeError, match=r"since offload_model\(\): call onload_model"):
             part(given)
-    with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
+    with pytest.raises(RuntimeError, match=r"since offload_model\(\): call onload_model"):
         optimizer.step()
     with pytest.raises(RuntimeError):
         _get_fsdp_handles(model)[0].shard.sum()
@@ -258,7 +258,7 @@ def test_waking_up_can_be_tried_again():
 
     with mock.patch.object(torch, "empty", scarce), pytest.raises(torch.OutOfMemoryError):
         onload_model(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"offload\(model\): call onload"):
+    with pytest.raises(RuntimeError, match=r"since offload_model\(\): call onload_model"):
         model(local_part(next(batches(1)))[:, :-1])
     onload_model(model, optimizer)
     assert train_gpt(model, optimizer, 2, 2) == train_gpt(twin, other, 2, 2)
@@ -299,7 +299,7 @@ def test_weights_for_other_programs_are_refused_by_name_while_the_model_sleeps()
     model = shard_layers(GPT())
     gpt_loss(model, local_part(next(batches(1)))).backward()
     offload_model(model)
-    with pytest.raises(RuntimeError, match=r"are in host memory since offload\(model\)"), full_parameters(model) as it:
+    with pytest.raises(RuntimeError, match=r"in host memory since offload_model\(\)"), full_parameters(model) as it:
         next(it)
     onload_model(model)
     with full_parameters(model) as buckets:
