@@ -284,7 +284,7 @@ def test_first_forward_names_a_rank_that_does_not_come_and_can_be_repeated(early
     late = 1 - early
     with environment(**{TIMEOUT_ENV: "0.5"}):
         if dist.get_rank() == early:
-            with pytest.raises(RuntimeError, match=rf"first forward: rank\(s\) {late} did not come.*{TIMEOUT_ENV}"):
+            with pytest.raises(RuntimeError, match=rf"first forward: rank\(s\) {late} did not arrive.*{TIMEOUT_ENV}"):
                 model(inputs())
         else:
             time.sleep(1)
@@ -1305,7 +1305,7 @@ def test_interruption_on_one_rank_names_the_absent_rank_in_time(where, recoverin
             interrupt(model, where, 1, ValueError("by the user"))
             begin = time.monotonic()
             with pytest.raises(
-                RuntimeError, match=rf"recovery.*rank\(s\) {1 - recovering} did not come.*{TIMEOUT_ENV}"
+                RuntimeError, match=rf"recovery.*rank\(s\) {1 - recovering} did not arrive.*{TIMEOUT_ENV}"
             ):
                 model(inputs())
             assert 1 <= time.monotonic() - begin < 3
@@ -1378,7 +1378,7 @@ def test_interruptions_far_apart_name_the_absent_rank_and_never_hang():
         patch.setattr(store, "_GRACE", timedelta(seconds=0.5))
         if dist.get_rank() == 0:
             interrupt(model, "forward", 0, ValueError("by the user"))
-            with pytest.raises(RuntimeError, match=r"rank\(s\) 1 did not come"):
+            with pytest.raises(RuntimeError, match=r"rank\(s\) 1 did not arrive"):
                 model(inputs())
             time.sleep(2)  # until rank 1's all-gather, which rank 0 never joined, has failed
         else:
@@ -1386,7 +1386,7 @@ def test_interruptions_far_apart_name_the_absent_rank_and_never_hang():
             with pytest.raises(RuntimeError, match="the all-gather of the fully_shard"):
                 model(inputs())
         with pytest.raises(
-            RuntimeError, match="different places on different ranks|come to the rendezvous|restart the processes"
+            RuntimeError, match="different places on different ranks|arrive at the rendezvous|restart the processes"
         ):
             model(inputs())
 

@@ -797,7 +797,7 @@ def test_what_cannot_be_sharded_is_refused_by_name():
         fully_shard(model, mesh=mesh["tp"])
     with pytest.raises(ValueError, match=r"1\.up\.weight is a DTensor already.*one mesh"):
         fully_shard(model, mesh=DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("a", "b"))["a"])
-    with pytest.raises(ValueError, match="expected a mesh of one dimension, or of two"):
+    with pytest.raises(ValueError, match="expected a mesh with one dimension, or with two"):
         fully_shard(model, mesh=mesh_of(1, 2, 2, names=("a", "b", "c")))
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     with pytest.raises(ValueError, match=r"1\.up\.weight is a DTensor already.*Partial.*Shard and Replicate"):

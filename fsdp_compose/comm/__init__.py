@@ -1,8 +1,8 @@
-"""Process groups, and what goes between ranks; knows no parameter and no module.
+"""Process groups and all communication between ranks; nothing here knows about parameters or modules.
 
-``mesh`` has the process groups, ``transport`` the collectives of flat tensors, ``gloo`` and ``shared_memory`` what
-replaces them there, ``control_exchange`` and ``store`` small exchanges and rendezvous, ``journal`` and ``failure`` what
-errors need to know.
+``mesh`` holds the process groups and ``transport`` the collectives on flat tensors; ``gloo`` and ``shared_memory``
+replace those collectives on gloo. ``control_exchange`` and ``store`` do small exchanges and rendezvous; ``journal`` and
+``failure`` collect what errors report.
 """
 
 from .control_exchange import Carrier as Carrier
