@@ -450,7 +450,7 @@ def test_what_it_cannot_do_raises_by_name():
             what()
     with pytest.raises(NotImplementedError, match=r"layers.0.weight.* cannot train"):
         param.requires_grad_(True)
-    with pytest.raises(NotImplementedError, match=r"cannot be made torch.bfloat16"):
+    with pytest.raises(NotImplementedError, match=r"cannot be converted to torch.bfloat16"):
         copy.deepcopy(model).to(torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"cannot be pickled: save .to_local\(\)"):
         torch.save(param, "/dev/null")

@@ -803,7 +803,7 @@ def test_what_cannot_be_sharded_is_refused_by_name():
     with pytest.raises(ValueError, match=r"1\.up\.weight is a DTensor already.*Partial.*Shard and Replicate"):
         fully_shard(placed_model(mesh["tp"], Partial()), mesh=mesh["dp"])
     sharded = fully_shard(uneven(), mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"0\.up\.weight is sharded.*parallelize_module\(\) comes before"):
+    with pytest.raises(ValueError, match=r"0\.up\.weight is already sharded.*parallelize_module\(\) before"):
         parallelize_module(sharded, mesh["tp"], {"0.up": ColwiseParallel()})
     with pytest.raises(ValueError, match=r"1\.up\.weight.*not cut evenly.*'rows'"):
         fully_shard(model, mesh=mesh["dp"], granularity=lambda fqn, param: "rows")

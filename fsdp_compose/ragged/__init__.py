@@ -1,10 +1,10 @@
-"""``RaggedDTensor``, a DTensor of which every rank holds one contiguous range; knows nothing of data parallelism.
+"""``RaggedDTensor``, a DTensor of which each rank holds one contiguous range; it knows nothing about data parallelism.
 
-``placement`` says how a tensor is sharded and what of it this rank holds, ``dtensor`` moves it between layouts, ``ops``
-gives it its operations.
+``placement`` describes how a tensor is sharded and which part this rank holds, ``dtensor`` moves tensors between
+layouts, and ``ops`` implements the operations.
 """
 
-from . import dtensor as dtensor  # lets torch's functions take its placements
+from . import dtensor as dtensor  # lets torch's functions accept its placements
 from . import ops as ops  # gives RaggedDTensor its operations
 from .dtensor import RaggedDTensor as RaggedDTensor
 from .dtensor import distribute_ragged as distribute_ragged
