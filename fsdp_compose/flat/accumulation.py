@@ -91,9 +91,9 @@ class UnreducedGradient(RaggedDTensor):
         """Raise, the same on every rank."""
         raise RuntimeError(
             f"{what}: the gradient of {self._name} has not been reduced: its last backward ran without gradient sync "
-            "(no_sync(), set_requires_gradient_sync(False), or set_requires_all_reduce(False)), so every rank holds a "
-            "part of it, unsharded or of one replica. Run the last backward of an accumulation with gradient sync, and "
-            "clip and step after it; zero_grad() drops what was accumulated"
+            "(no_sync(), set_requires_gradient_sync(False), or set_requires_all_reduce(False)), so each rank holds "
+            "only its own part, unsharded or for one replica. Run the last backward of an accumulation with gradient "
+            "sync, and clip and step after it; zero_grad() drops what was accumulated"
         )
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:

@@ -150,7 +150,8 @@ def _shard_composite_again(
     place = handle_of(sharded)
     if place is None or place[0].mesh.shard_group != mesh.shard_group:
         raise ValueError(
-            f"the parameter {item.fqn} is a {parts.name}, tied across groups on different meshes: shard both on one"
+            f"the parameter {item.fqn} is a {parts.name} that is tied across groups on different meshes: shard both "
+            "groups on one mesh"
         )
     layout = plan_equal_rows(
         item.fqn, (mesh.shard_world_size, parts.nbytes), mesh.shard_world_size, PART_ALIGNMENT_BYTES
@@ -174,8 +175,8 @@ def _new_handle(
     if kind.extension is not None:
         raise ValueError(
             f"fully_shard(offload_policy=...): the parameter {layout.params[0].fqn} is a "
-            f"{kind.extension.cls.__name__}, which is gathered in another form, on the device: leave it out "
-            "by ignored_params, or shard it without offload"
+            f"{kind.extension.cls.__name__}, which is gathered in another form, on the device: leave it out with "
+            "ignored_params, or shard it without offload"
         )
     handle = OffloadedFlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
     home = HostShardStorage if offload.parameters else HostGradientStorage
@@ -231,8 +232,8 @@ def _plan(
         shapes.append(whole if spec is None else local_shape(spec))
         if spec is not None and granule not in (None, "elements", "whole") and not is_even(spec):
             raise ValueError(
-                f"fully_shard(granularity=...): {item.fqn}, placed {list(spec.placements)}, is not cut evenly by "
-                f"tensor parallelism, so that {granule!r} is not the same on all ranks: choose 'elements' or 'whole'"
+                f"fully_shard(granularity=...): tensor parallelism does not split {item.fqn}, placed "
+                f"{list(spec.placements)}, evenly, so {granule!r} differs between ranks: choose 'elements' or 'whole'"
             )
     layout = plan_layout(specs, mesh.shard_world_size, alignment)
     return layout.with_shapes(shapes)
@@ -253,13 +254,14 @@ def reflatten(handle: FlatParamHandle) -> None:
         if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
             raise ValueError(
                 f"the parameters of one fully_shard group no longer agree: {handle.label.names(fqn)} is {local.dtype} "
-                f"on {local.device}, {first} is {locals_[0].dtype} on {locals_[0].device}; convert or move "
-                "the whole sharded module, or shard the part that differs by its own fully_shard() call"
+                f"on {local.device}, {first} is {locals_[0].dtype} on {locals_[0].device}; convert or move the whole "
+                "sharded module, or give the part that differs a fully_shard() call of its own"
             )
         if tuple(local.shape) != tuple(shape):
             raise ValueError(
-                f"the sharded parameter {handle.label.names(fqn)} was given data of shape {tuple(local.shape)} on rank "
-                f"{handle.mesh.rank}, where its local shard has shape {tuple(shape)}: assign data of that shape"
+                f"the sharded parameter {handle.label.names(fqn)} was given data of shape {tuple(local.shape)} on "
+                f"rank {handle.mesh.rank}, but its local shard there has shape {tuple(shape)}: assign data of that "
+                "shape"
             )
     device = locals_[0].device
     home = handle.storage.device(handle.mesh)
@@ -301,11 +303,11 @@ def is_stale(handle: FlatParamHandle) -> bool:
         return True
     names = ", ".join(handle.names)
     raise RuntimeError(
-        f"rank {handle.mesh.rank}: a sharded parameter was written to through its local memory (to_local(), or "
-        "a flat view made with local=True) after it had been gathered, which other ranks cannot know, so that "
-        f"what was gathered would be used with old values. It is one of {names}. Write to the sharded parameter "
-        "itself, under torch.no_grad(); or outside forward, where no keep_unsharded() keeps what was gathered (the "
-        "group that comes next in a forward is gathered ahead)"
+        f"rank {handle.mesh.rank}: a sharded parameter was written to through its local memory (to_local(), or a flat "
+        "view made with local=True) after it had been gathered. Other ranks cannot know that, so the old gathered "
+        f"values would be used. It is one of {names}. Write to the sharded parameter itself, under torch.no_grad(); "
+        "or write outside forward, while no keep_unsharded() is active (during a forward, the next group is gathered "
+        "ahead)"
     )
 
 

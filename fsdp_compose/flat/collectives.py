@@ -168,10 +168,10 @@ class AllGathers:
     def _refuse_exported(self, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         names = ", ".join(handle.names)
         return RuntimeError(
-            f"rank {handle.mesh.rank}: the memory of unsharded parameters cannot be freed, since forward has "
-            f"given it to NumPy, which torch then cannot take away. It is one of {names}. Call .numpy() on a clone() "
-            "of the parameter, or outside forward on .full_tensor() of the sharded one; this model cannot go on: build "
-            f"it anew ({error})"
+            f"rank {handle.mesh.rank}: the memory of unsharded parameters cannot be freed, because forward has passed "
+            f"it to NumPy, and torch cannot take it back. It is one of {names}. Call .numpy() on a clone() of the "
+            "parameter, or outside forward on .full_tensor() of the sharded one; this model cannot continue: build "
+            f"it again ({error})"
         )
 
 

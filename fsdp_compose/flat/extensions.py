@@ -157,8 +157,8 @@ def check_protocol(param: torch.Tensor, fqn: str) -> None:
     cls, methods = type(param).__name__, [name for name in (PRE, POST) if hasattr(param, name)]
     if len(methods) == 1:
         raise ValueError(
-            f"fully_shard(): the class {cls} of the parameter {fqn} has {methods[0]} alone: an all-gather of its own "
-            f"is {PRE} and {POST}"
+            f"fully_shard(): the class {cls} of the parameter {fqn} has only {methods[0]}: an all-gather of its own "
+            f"needs both {PRE} and {POST}"
         )
     if hasattr(param, RELEASES):
         if not methods:
@@ -296,8 +296,8 @@ class Parts:
             expected = _times(item.shape, self.num_ranks) if item.is_cut else item.shape
             if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (expected, item.dtype):
                 raise ValueError(
-                    f"a {self.name} of shape {tuple(self.shape)} with {item.name} {_describe(tensor)} was given, where "
-                    f"the sharded one has {item.dtype} {tuple(expected)}: quantise it alike"
+                    f"got a {self.name} of shape {tuple(self.shape)} with {item.name} {_describe(tensor)}, but the "
+                    f"sharded one has {item.dtype} {tuple(expected)}: quantize it the same way"
                 )
         for item in self.inner:
             tensor = getattr(whole, item.name)
@@ -330,8 +330,8 @@ class Parts:
             if not is_whole or (part.shape, part.dtype) != (item.shape, item.dtype):
                 raise ValueError(
                     f"{item.name} of a {self.name} of shape {tuple(self.shape)} was saved as {_describe(first)} for "
-                    f"{rows} rows, of which no rank of {self.num_ranks} has its {item.dtype} {tuple(item.shape)}: load "
-                    "it on as many ranks as have saved it"
+                    f"{rows} rows, from which no rank of {self.num_ranks} can get its {item.dtype} "
+                    f"{tuple(item.shape)}: load it on as many ranks as saved it"
                 )
             written.append(part)
         for item, tensor in zip(self.inner, written, strict=True):
@@ -432,24 +432,24 @@ def refusal(param: torch.Tensor, fqn: str, why: str) -> ValueError:
     parts = ", ".join(f"{name}: {_describe(tensor)}" for name, tensor in inner_tensors(param).items())
     return ValueError(
         f"fully_shard(): the parameter {fqn} is a {type(param).__name__} of shape {tuple(param.shape)} and "
-        f"{param.dtype}, which is kept as ({parts}) and cannot be sharded: {why}. Or leave it out by ignored_params "
-        "(every rank then keeps it whole)"
+        f"{param.dtype}, which is stored as ({parts}) and cannot be sharded: {why}. Or leave it out with "
+        "ignored_params (every rank then keeps all of it)"
     )
 
 
 def check_composite(param: nn.Parameter, fqn: str, is_gathered: bool) -> None:
     """Raise ValueError if a composite parameter is refused for what can be seen before it is cut."""
     if not is_gathered:
-        raise refusal(param, fqn, "replicate() gathers nothing: shard it by fully_shard()")
+        raise refusal(param, fqn, "replicate() gathers nothing: shard it with fully_shard()")
     if param.requires_grad:
-        raise refusal(param, fqn, "it is trainable, and its parts cannot train: freeze it, .requires_grad_(False)")
+        raise refusal(param, fqn, "it is trainable, but its parts cannot train: freeze it, .requires_grad_(False)")
     if param.is_meta:
-        raise refusal(param, fqn, "it is on the meta device: give it its elements first")
+        raise refusal(param, fqn, "it is on the meta device: materialize it first")
     if not param.is_contiguous():
-        raise refusal(param, fqn, "it is not contiguous: make it so")
+        raise refusal(param, fqn, "it is not contiguous: make it contiguous")
     for name, tensor in inner_tensors(param).items():
         if not isinstance(tensor, torch.Tensor) or is_wrapper(tensor) or not tensor.is_contiguous():
-            raise refusal(param, fqn, f"{name} is no contiguous plain tensor: make it one")
+            raise refusal(param, fqn, f"{name} is not a contiguous plain tensor: make it one")
 
 
 def cut(
@@ -486,7 +486,7 @@ def cut(
                 raise refusal(
                     param,
                     fqn,
-                    f"its class cuts {name} in {num_ranks} parts of shape {tuple(tensor.shape)}, which together are "
+                    f"its class cuts {name} into {num_ranks} parts of shape {tuple(tensor.shape)}, which together are "
                     "not the whole",
                 )
             inner.append(InnerTensor(name, tensor.shape, tensor.dtype, start, is_cut))
@@ -523,8 +523,8 @@ def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int) -> torch.Ten
     raise refusal(
         whole,
         fqn,
-        f"its class cannot cut it in {num_ranks} parts of {rows} rows each ({'; '.join(answers)}). Choose a number of "
-        "ranks for which blocks and scales stay whole",
+        f"its class cannot cut it into {num_ranks} parts of {rows} rows each ({'; '.join(answers)}). Choose a number "
+        "of ranks that keeps blocks and scales whole",
     )
 
 

@@ -423,22 +423,20 @@ def segment_over(handle: FlatParamHandle, sharded_params: range, is_local: bool)
         shared = sorted({*segment.sharded_params} & {*sharded_params})
         if shared and (segment.sharded_params != sharded_params or segment.is_local != is_local):
             what = (
-                "with other neighbours"
-                if segment.sharded_params != sharded_params
-                else f"with local={segment.is_local}"
+                "with other neighbors" if segment.sharded_params != sharded_params else f"with local={segment.is_local}"
             )
             raise ValueError(
-                f"flat_parameters(): the parameter {handle.name_of(shared[0])} is already in a flat "
-                f"view that an earlier call has made, {what}. A parameter is in one flat view: let the selections "
+                f"flat_parameters(): the parameter {handle.name_of(shared[0])} is already in a flat view that an "
+                f"earlier call has made, {what}. A parameter can be in only one flat view: let the selections "
                 "(where=...) of your parameter groups exclude each other, and repeat them unchanged"
             )
         if shared:
             return segment
     if is_local and handle.storage.has_host_gradients and not handle.storage.is_host:
         raise ValueError(
-            f"flat_parameters(local=True): gradients of {handle.name_of(sharded_params[0])} are in host memory, and "
-            "the parameter is on the device (CPUOffloadPolicy(parameters=False)): torch lets no plain tensor have such "
-            "a gradient. Leave local out"
+            f"flat_parameters(local=True): gradients of {handle.name_of(sharded_params[0])} are in host memory, but "
+            "the parameter is on the device (CPUOffloadPolicy(parameters=False)): torch does not allow such a "
+            "gradient on a plain tensor. Leave local out"
         )
     return None
 
@@ -461,14 +459,13 @@ def check_segments(handle: FlatParamHandle) -> None:
     themselves, were given other memory."""
     if not handle.snapshot.has_locals():
         raise RuntimeError(
-            f"the parameters of the fully_shard group with {handle.name_of(0)} were moved, converted or "
-            "assigned to since the last forward, and flat views follow at the next one: run a forward before the "
-            "optimizer's step"
+            f"the parameters of the fully_shard group with {handle.name_of(0)} were moved, converted or assigned to "
+            "since the last forward. Flat views follow only at the next forward: run one before the optimizer's step"
         )
     if not all(segment.is_at(handle.shard, segment.parameter) for segment in handle.segments):
         raise RuntimeError(
-            f".data of a flat view over {handle.name_of(0)} and its neighbours was assigned to, so "
-            "that it is no part of the model any more: copy_() into it instead"
+            f".data of a flat view over {handle.name_of(0)} and its neighbors was assigned to, so it is no longer "
+            "part of the model: use copy_() on it instead"
         )
 
 

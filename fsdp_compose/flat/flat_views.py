@@ -146,7 +146,7 @@ def check_segments_agree(segments: Sequence[FlatSegment], flags: Sequence[bool],
         }
         if len(those) > 1:
             raise ValueError(
-                f"requires_grad of {those[False]} is now False and that of {those[True]} "
-                "is True, but flat_parameters() has put both into one flat view, which an optimizer moves as a "
-                "whole: freeze parameters before flat_parameters(), or make two selections of them (where=...)"
+                f"requires_grad of {those[False]} is now False and that of {those[True]} is True, but "
+                "flat_parameters() has put both into one flat view, which an optimizer updates as a whole: freeze "
+                "parameters before flat_parameters(), or put the two into separate selections (where=...)"
             )

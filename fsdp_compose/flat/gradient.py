@@ -353,9 +353,9 @@ class FlatGradient:
             if any(i in segment.sharded_params for i in sharded_params):
                 if gradient_hooks(segment.parameter):
                     raise RuntimeError(
-                        "a gradient has come to a sharded parameter through autograd (functional mode, or a term of "
-                        "the loss computed from the parameter itself), and its flat view has a hook by "
-                        "register_hook(), which cannot see it by itself: register it on the model's parameters"
+                        "a gradient reached a sharded parameter through autograd (functional mode, or a loss term "
+                        "computed from the parameter itself), and its flat view has a register_hook() hook, which "
+                        "cannot see that gradient: register the hook on the model's parameters"
                     )
                 with torch.no_grad():
                     for hook in post_accumulate_hooks(segment.parameter):
@@ -409,10 +409,10 @@ class FlatGradient:
                 if self._sharded_params[i].grad is not None and not is_ours[i] and not self._hooks.has_arrived(i):
                     name, first = self._hooks.name_of(i), self._hooks.name_of(segment.sharded_params.start)
                     raise RuntimeError(
-                        f".grad of the sharded parameter {name} was assigned to, and it is a part of a flat view of "
-                        f"flat_parameters() (the one that begins with {first}): what looks at the flat view before the "
-                        "step (GradScaler.unscale_(), torch's clip_grad_norm_) would pass by what was assigned. Change "
-                        "the gradient in place, or assign to .grad of the flat view"
+                        f".grad of the sharded parameter {name} was assigned to, but it is part of a flat view of "
+                        f"flat_parameters() (the one that begins with {first}): code that looks at the flat view "
+                        "before the step (GradScaler.unscale_(), torch's clip_grad_norm_) would miss the assigned "
+                        "gradient. Change the gradient in place, or assign to .grad of the flat view"
                     )
 
 

@@ -26,8 +26,8 @@ from .accumulation import behind, put_behind
 from .sharded_param import is_sharded_like, like_sharded_param
 
 _REFUSED = (
-    "the sharded parameter {}: {} asks for the node of autograd that accumulates its gradient, and that node does not "
-    "run: the gradient arrives by a reduction, so hooks on the node would never be called. Register them after "
+    "the sharded parameter {}: {} asks for the autograd node that accumulates its gradient, but that node never runs: "
+    "the gradient arrives by a reduction, so hooks on the node would never be called. Register them after "
     "fully_shard(), with the parameter's register_post_accumulate_grad_hook() or register_hook(), or in functional "
     "mode (set_functional_mode(model) first)"
 )

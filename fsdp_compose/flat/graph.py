@@ -335,9 +335,9 @@ def refuse_written(names: str, *params: torch.Tensor) -> None:
     is."""
     if any([was_written_in_graph(param) for param in params]):
         raise RuntimeError(
-            f"torch.compile: forward of a fully_shard'ed module writes to a parameter of its own, one of {names}: the "
-            "write would be lost, since the sharded parameters are authoritative. Modify parameters outside forward, "
-            "or keep what changes in forward in a buffer"
+            f"torch.compile: forward of a fully_shard'ed module writes to one of its own parameters, among {names}: "
+            "the write would be lost, because the sharded parameters are authoritative. Modify parameters outside "
+            "forward, or keep what changes in forward in a buffer"
         )
 
 

@@ -136,8 +136,8 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
     annotations = sys.modules.get("spmd_types")  # optional; FSDP2 of torch 2.14 reads what it has noted
     if annotations is not None and annotations.get_local_type(param):
         raise ValueError(
-            f"fully_shard(): the parameter {fqn} has annotations of spmd_types, which are not followed here: make it a "
-            "DTensor on the mesh of the other dimensions, or leave it out by ignored_params"
+            f"fully_shard(): the parameter {fqn} has spmd_types annotations, which are not supported here: make it a "
+            "DTensor on the mesh of the other dimensions, or leave it out with ignored_params"
         )
     cls = type(param)
     if not is_wrapper(param):
@@ -145,7 +145,7 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
             kind = "quantized" if param.is_quantized else param.layout
             raise ValueError(
                 f"fully_shard(): the parameter {fqn} is {kind}, which cannot be sharded: make it a dense tensor, or "
-                "leave it out by ignored_params"
+                "leave it out with ignored_params"
             )
         check_protocol(param, fqn)
         return
@@ -159,7 +159,8 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
         why = "no all-gather of its own (fsdp_pre_all_gather)" if is_gathered else "nothing to gather: it is replicated"
         warnings.warn(
             f"fully_shard(): the parameter {fqn} is a {cls.__name__}, with {why}: forward sees the tensor that it "
-            f"wraps, in {param.dtype} or the policy's param_dtype, without the class (this is said once per class)",
+            f"wraps, in {param.dtype} or the policy's param_dtype, without the class (this warning appears once per "
+            "class)",
             stacklevel=6,  # where the user calls fully_shard()
         )
 
@@ -267,16 +268,16 @@ def _overlap(a: Region, b: Region) -> bool:
 def _message(a: Region, b: Region) -> str:
     if a is b:
         return (
-            f"fully_shard(): elements of the parameter {a.name} share memory with each other (an expanded tensor), and "
-            "would be separated by sharding: give it memory of its own, .clone()"
+            f"fully_shard(): elements of the parameter {a.name} share memory with each other (an expanded tensor), "
+            "and sharding would separate them: give it memory of its own, .clone()"
         )
     if not a.is_sharded:
         a, b = b, a
     is_same = (a.start, a.shape, a.strides, a.dtype) == (b.start, b.shape, b.strides, b.dtype)
-    other = "the parameter" if b.is_sharded else "the buffer, or parameter that is not sharded,"
+    other = "the parameter" if b.is_sharded else "the buffer, or unsharded parameter,"
     tie = f"make them one parameter ({b.name} = {a.name}, tied weights), or " if is_same and b.is_sharded else ""
     return (
-        f"fully_shard(): the parameter {a.name} and {other} {b.name} are different tensors in the same memory, so that "
-        "a change of one changes the other. Sharding would give each memory of its own, without a word: "
-        f"{tie}give one of them memory of its own before fully_shard(), .clone()"
+        f"fully_shard(): the parameter {a.name} and {other} {b.name} are different tensors in the same memory, so "
+        f"changing one changes the other. Sharding would silently give each memory of its own: {tie}give one of them "
+        "memory of its own before fully_shard(), .clone()"
     )

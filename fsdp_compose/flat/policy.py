@@ -89,7 +89,7 @@ class MixedPrecisionPolicy:
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise TypeError(
                 f"MixedPrecisionPolicy(param_dtype_override_fn={self.param_dtype_override_fn!r}): expected a function "
-                "of a parameter, such as lambda param: torch.float32 if param.ndim == 1 else None"
+                "of one parameter, such as lambda param: torch.float32 if param.ndim == 1 else None"
             )
 
     def compute_dtype_of(self, fqn: str, param: nn.Parameter) -> torch.dtype | None:
@@ -104,8 +104,8 @@ class MixedPrecisionPolicy:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or not param.is_floating_point():
             raise ValueError(
                 f"MixedPrecisionPolicy(param_dtype_override_fn=...): for the parameter {fqn}, which is {param.dtype}, "
-                f"it returned {dtype!r}; expected its own dtype, None (param_dtype) or, of a floating-point parameter, "
-                "a floating-point dtype"
+                f"it returned {dtype!r}; expected the parameter's own dtype, None (for param_dtype) or, for a "
+                "floating-point parameter, a floating-point dtype"
             )
         return None if dtype == param.dtype else dtype
 

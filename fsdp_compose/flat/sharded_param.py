@@ -147,8 +147,8 @@ def check_content(sharded: nn.Parameter, source: Any, name: str) -> None:
         kind = "DTensor" if isinstance(source, DTensor) else "plain tensor"
         raise ValueError(
             f"load_state_dict(assign=True): the sharded parameter {name} of shape {tuple(sharded.shape)} was given a "
-            f"{kind} of shape {tuple(source.shape)}: give it a DTensor of its shape (see distribute_ragged()), or "
-            "load full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict()"
+            f"{kind} of shape {tuple(source.shape)}: pass a DTensor of its shape (see distribute_ragged()), or load "
+            "full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict()"
         )
 
 

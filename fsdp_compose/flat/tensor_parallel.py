@@ -44,19 +44,19 @@ AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
 
 def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
     """Raise ValueError if a DTensor cannot be sharded over ``mesh`` too."""
-    what = f"fully_shard(): the parameter {fqn} is a DTensor already, placed {list(param.placements)} on "
+    what = f"fully_shard(): the parameter {fqn} is already a DTensor, placed {list(param.placements)} on "
     local = local_tensor(param)
     if is_composite(local):
         raise ValueError(
-            f"{what}{param.device_mesh}, of {type(local).__name__}, which is kept as several tensors: leave it out by "
-            "ignored_params, or do not cut it by tensor parallelism"
+            f"{what}{param.device_mesh}, of {type(local).__name__}, which is stored as several tensors: leave it out "
+            "with ignored_params, or do not split it by tensor parallelism"
         )
     if PLAIN_SHARDED_PARAMS:
         raise ValueError(f"{what}{param.device_mesh}: tensor parallelism needs torch 2.12 or newer")
     if isinstance(param, RaggedDTensor):
-        raise ValueError(f"{what}{param.device_mesh}: it was made by distribute_ragged(); give its module plain ones")
+        raise ValueError(f"{what}{param.device_mesh}: distribute_ragged() made it; give its module plain parameters")
     if any(not item.is_replicate() and type(item) is not Shard for item in param.placements):
-        raise ValueError(f"{what}{param.device_mesh}: of tensor parallelism, Shard and Replicate are supported")
+        raise ValueError(f"{what}{param.device_mesh}: only Shard and Replicate are supported for tensor parallelism")
     own, data = (set(item.mesh.flatten().tolist()) for item in (param.device_mesh, mesh))
     advice = (
         "Both must be dimensions of one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then "
@@ -65,7 +65,7 @@ def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
     if own & data != {dist.get_rank()}:
         raise ValueError(
             f"{what}the ranks {sorted(own)}, and the data-parallel mesh is on the ranks {sorted(data)}, so the ranks "
-            f"{sorted(own & data)} are in both (without mesh=, it is on all ranks). {advice}"
+            f"{sorted(own & data)} are in both (without mesh=, the data-parallel mesh has all ranks). {advice}"
         )
     try:
         joined_mesh(mesh, param.device_mesh)

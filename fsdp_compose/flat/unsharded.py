@@ -470,9 +470,9 @@ class Unsharded:
 def error_of_late_access(rank: int, label: Label) -> str:
     """The error for those who read parameters while they are sharded."""
     return (
-        f"rank {rank}: the unsharded {label} of a fully_shard group were used while they are sharded. A parameter that "
-        "was kept in forward (as an attribute, in a list, by a hook) must be cloned there; and every tensor that a "
-        "loss is computed from must be returned by forward, or kept as an attribute of its module"
+        f"rank {rank}: the unsharded {label} of a fully_shard group were used while they are sharded. If you keep a "
+        "parameter in forward (as an attribute, in a list, in a hook), keep a clone(); and forward must return every "
+        "tensor that a loss is computed from, or keep it as an attribute of its module"
     )
 
 
@@ -487,6 +487,6 @@ def explain_refused_access(error: BaseException | None) -> None:
 _ERROR_OF_TORCH = "Cannot access data pointer of Storage that is invalid"
 _NOTE = (
     "fsdp_compose: if this tensor is (a view of) a parameter of a fully_shard'ed module, it was used while the module "
-    "is sharded. clone() what is kept of a parameter inside forward, and do not compute with a parameter outside the "
+    "is sharded. Inside forward, clone() any parameter that you keep, and do not compute with a parameter outside the "
     "forward of its module"
 )

@@ -176,13 +176,13 @@ class _Form:
         if result.shape != self.extension.shape:
             raise ValueError(
                 f"{self.extension.cls.__name__}.fsdp_post_all_gather() returned a tensor of shape "
-                f"{tuple(result.shape)} for the parameter {self._label}, which has {tuple(self.extension.shape)}"
+                f"{tuple(result.shape)} for the parameter {self._label}, which has shape {tuple(self.extension.shape)}"
             )
         self._inner = [(item, item.untyped_storage().nbytes()) for item in inner if not self.memory.holds(item)]
         if self.extension.releases and (len(self._inner) < len(inner) or not inner):
             raise ValueError(
-                f"{self.extension.cls.__name__} has what it gathers of the parameter {self._label} freed early "
-                f"({RELEASES}), but fsdp_post_all_gather() returned views of what was gathered, or no inner tensors"
+                f"{self.extension.cls.__name__} asks to free what it gathers of the parameter {self._label} early "
+                f"({RELEASES}), but fsdp_post_all_gather() returned views of it, or no inner tensors"
             )
         if self._inner:
             self.memory.refuse_no_access()

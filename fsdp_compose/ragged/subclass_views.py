@@ -71,10 +71,8 @@ class _Shown:
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
-            (
-                "a sharded tensor whose local tensor is shown as an instance of its class cannot be pickled: pickle "
-                ".detach()"
-            )
+            "a sharded tensor whose local tensor is shown as an instance of its class cannot be pickled: pickle "
+            ".detach()"
         )
 
     def instance(self, local: torch.Tensor) -> Any:
