@@ -182,7 +182,7 @@ def test_parent_that_computes_with_a_sharded_childs_weight_is_told_which_and_wha
     fully_shard(model.child)
     fully_shard(model)
     with pytest.raises(
-        RuntimeError, match=r"parameter child\.\w+ of the fully_shard group child.*do not give a module"
+        RuntimeError, match=r"parameter child\.\w+ of the fully_shard group child.*do not make a separate group"
     ):
         model(torch.randn(2, DIM))
     Twins(UsesAChildsWeight(how), fully_shard).backward(mean_square, next(inputs()))

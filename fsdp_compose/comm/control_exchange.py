@@ -92,6 +92,7 @@ class Doubling:
         self.control, self.messages = control, gloo_messages(control)
         look_after_pending()
         self._group = weakref.ref(group)
+        # Makes the connections in the order of the rounds, pair by pair: made later, out of order, they can deadlock.
         self.begin(torch.zeros(1, dtype=torch.uint8)).wait()
         remember_connected(control, [item.partner for item in self.rounds])
 

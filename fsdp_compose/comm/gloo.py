@@ -199,6 +199,7 @@ class _InFlight:
     def __init__(self, transport: Messages, tag: int) -> None:
         self._group, self._journal, self._tag = transport.group, transport._journal, tag
         self._number = self._journal.count
+        # The journal holds the messages too: gloo (torch 2.13) reads and writes the freed memory of dropped ones.
         self._pending = self._journal.under_way[self._number] = Pending(transport.group)
 
     def issue(self, received: Iterable[Message], sent: Iterable[Message]) -> None:

@@ -431,6 +431,7 @@ def _group_of_this_rank() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "there are process groups"
     if world not in _alone or is_destroyed(_alone[world]):
+        # Local synchronization: the other ranks do not take part.
         _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return _alone[world]
 

@@ -341,6 +341,7 @@ class SharedMemory:
 
     def _free(self, nbytes: int) -> tuple[int, _Mapped]:
         """Return memory of at least ``nbytes`` that no rank reads, with its number."""
+        # See Note [When memory is free again].
         ended = min(page.words[0] for page in self._pages)
         fitting = [item for item in self._own.items() if item[1].number <= ended and item[1].bytes.numel() >= nbytes]
         if fitting:

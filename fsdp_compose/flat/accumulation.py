@@ -281,18 +281,18 @@ def _take(params: Sequence[nn.Parameter]) -> list[Any]:
 
 
 class PendingGradients:
-    """What this rank has to bring to the next reduction of one flat parameter.
+    """What this rank contributes to the next reduction of one flat parameter.
 
     Attributes:
-        dtype: to reduce in; ``options``: how; ``reduction``: through which memory, once there was one.
+        dtype: the dtype to reduce in; ``options``: how to reduce; ``reduction``: made by the first one.
         is_used: for each parameter, 1 if it has contributed to the gradient that is reduced next; a part of the
             control exchange's memory, which all ranks combine.
         is_trainable: some parameter requires grad, as far as is known.
-        accumulation: the gradients of backwards without gradient sync, or without the replicas' average.
+        accumulation: the gradients of backwards without gradient sync, or without the average over replicas.
         outside: whole gradients, by parameter, of uses outside the group's forward; see ``differentiable_gather``.
         awaits_publication: reduced in this backward, not yet shown to the user.
-        tensor_parallel: how the parameters lie on meshes of their own; ``None`` if none does.
-        placed: which gradients of this backward are where they are averaged already; see ``collectives``.
+        tensor_parallel: how the parameters are placed on meshes of their own; ``None`` if none is.
+        placed: which gradients of this backward were already moved to where they are averaged; see ``collectives``.
     """
 
     __slots__ = (

@@ -109,7 +109,7 @@ class AllGathers:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure("all-gather", handle, error) from error
-            if self._all_gather_stream is not None and handle.mesh.is_simulated:
+            if self._all_gather_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._all_gather_stream)
             handle.unsharded.arrive()
 
@@ -468,7 +468,7 @@ class Communicator(AllGathers):
                 work.wait()
             except RuntimeError as error:
                 raise self._failure("reduce-scatter", handle, error) from error
-            if self._reduce_stream is not None and handle.mesh.is_simulated:
+            if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._reduce_stream)
         if reduction.then is FINISH and not discards:
             reduction.finish()
@@ -486,7 +486,7 @@ class Communicator(AllGathers):
                 average.work.wait()
             except RuntimeError as error:
                 raise self._failure("all-reduce", handle, error) from error
-            if self._reduce_stream is not None and handle.mesh.is_simulated:
+            if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._reduce_stream)
         if not discards:
             average.finish()

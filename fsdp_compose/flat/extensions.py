@@ -77,7 +77,7 @@ class Extension:
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """The name of the class."""
         return self.cls.__name__
 
     def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
