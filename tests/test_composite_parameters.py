@@ -454,7 +454,7 @@ def test_what_it_cannot_do_raises_by_name():
         copy.deepcopy(model).to(torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"cannot be pickled: save .to_local\(\)"):
         torch.save(param, "/dev/null")
-    with pytest.raises(TypeError, match=r"or of a whole Gathered of its shape; got a Tensor"), torch.no_grad():
+    with pytest.raises(TypeError, match=r"or from a whole Gathered of its shape; got a Tensor"), torch.no_grad():
         param.copy_(torch.zeros(DIM, DIM))
     with pytest.raises(NotImplementedError, match=r"layers.0.weight.*is a Gathered, gathered by its class"):
         with functional_mode(model):

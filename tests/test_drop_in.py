@@ -545,7 +545,7 @@ def test_dimensions_that_cannot_be_meant_are_refused():
             assert get_state(model) is None
         model.bias = None
         model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Replicate(), Shard(0)]))
-        with pytest.raises(ValueError, match="weight is already a DTensor"):  # data parallelism alone beside tp
+        with pytest.raises(ValueError, match="weight is a DTensor already"):  # data parallelism alone beside tp
             drop_in.fully_shard(model, mesh=mesh, dp_mesh_dims=drop_in.DataParallelMeshDims(replicate="dp"))
         model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0), Replicate()]))
         with pytest.raises(ValueError, match="Replicate"):
