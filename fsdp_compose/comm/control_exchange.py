@@ -1,23 +1,24 @@
 """The control exchange: once per backward, every rank learns whether all ranks did the same.
 
-The runtime calls it at the end of each backward. It is a maximum over all ranks of a few bytes, the same number for
-every model and of any size. It goes by messages between partners (recursive doubling, below) or through memory that
-the ranks share::
+The runtime starts it at the end of each backward. It takes the maximum over all ranks of a small buffer, whose head has
+the same length for every model. The buffer travels in messages between partners (recursive doubling, below) or through
+memory that the ranks share::
 
     | hash of the order | its complement | hash of used | its complement | steps | complement | late | round | padding |
 
-Of a hash and its complement the greatest of all ranks add up to all ones only if all ranks have the same. Equal hashes
-of the order mean that every rank issued the same collectives in the same order: collectives of equal size pair silently
-otherwise. Where ranks run different models, their exchanges meet and differ. ``steps`` are those of optimizers since
-the last exchange; both bytes are zero where a rank has nothing to train. ``late``: whether groups of this rank received
-gradients after they had been reduced.
+The maxima of a hash and of its complement add up to all ones only if all ranks have the same hash. Equal hashes of the
+order mean that every rank issued the same collectives in the same order; without this check, mismatched collectives of
+equal size would pair silently. If ranks run different models, their exchanges still meet, and differ. ``steps`` counts
+optimizer steps since the last exchange; both bytes are zero on a rank that has nothing to train. ``late`` says whether
+groups of this rank received gradients after they had been reduced.
 
-``used``, one byte for each parameter, is how ranks agree which parameters have a gradient (``None`` is the same
-everywhere). Mostly they all have the same; only where the hashes differ, or a group is late, all ranks exchange the
-bytes themselves, at once. All know of it, and whether it was needed they know alike.
+``used`` has one byte per parameter. With it, ranks agree which parameters have a gradient, so ``None`` is the same
+everywhere. Usually all ranks have the same bytes. Only if the hashes differ, or a group is late, do all ranks exchange
+the bytes themselves, right away. Every rank sees the same maxima, so all ranks agree on whether that is needed.
 
-``round`` is 1 in what ranks tell each other elsewhere (``group/iteration``), so that it is not taken for the end of a
-backward: there are marks behind the head then, and all exchanges of the process group are as long."""
+``round`` is 1 in exchanges that ranks make elsewhere (``group/iteration``), so they cannot be mistaken for the end of a
+backward. Marks then follow the head, and all exchanges of the process group have that length.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +42,21 @@ from .transport import BACKWARD, FORWARD, ROUND, Work
 
 # ---- The elementwise maximum of a few bytes over all ranks, by messages between partners: recursive doubling.
 #
-# In each round two partners tell each other what they know: after round ``k`` each knows what ``2 ** (k + 1)`` have.
-# Ranks beyond the largest power of two tell a partner below it first, and hear the result from it. Six ranks::
+# In each round, two partners exchange what they know: after round ``k``, each has the maximum of ``2 ** (k + 1)``
+# ranks. A rank beyond the largest power of two first tells a partner below it, and gets the result from that partner at
+# the end. Six ranks::
 #
 #     before     4 -> 0     5 -> 1
 #     round 0    0 <-> 1    2 <-> 3
 #     round 1    0 <-> 2    1 <-> 3
 #     after      0 -> 4     1 -> 5
 #
-# So a rank has at most ``log2(N) + 1`` connections, made once, and its wait is that of as many messages. A ring has ``2
-# * (N - 1)`` hops. Partners are pairs, for good reason: over connections that are made when they are first used, a
-# message to one rank and one from another wait for each other in a circle (gloo, torch 2.13, at 3 and 4 ranks).
+# So a rank has at most ``log2(N) + 1`` connections, made once, and waits for that many messages; a ring has ``2 * (N -
+# 1)`` hops. Partners must be pairs: gloo makes a connection at its first message, and then a message to one rank and a
+# message from another can wait for each other in a circle (torch 2.13, seen with 3 and 4 ranks).
 
 
-_TAG = 1  # each pair talks once in an exchange, and messages of a pair arrive in their order
+_TAG = 1  # each pair exchanges one message per exchange and direction, and a pair's messages arrive in order
 
 
 class Round(NamedTuple):
@@ -66,7 +68,7 @@ class Round(NamedTuple):
 
 
 def rounds_of(rank: int, size: int) -> list[Round]:
-    """The rounds of ``rank``, of ``size`` ranks, in order."""
+    """The rounds of ``rank`` out of ``size`` ranks, in order."""
     power = 1 << (size.bit_length() - 1)
     if rank >= power:
         return [Round(rank - power, sends=True, receives=True)]
@@ -78,11 +80,11 @@ def rounds_of(rank: int, size: int) -> list[Round]:
 
 
 class Doubling:
-    """Exchanges over ``control``, a process group on gloo whose connections are made when they are first used; those of
-    this rank are made here, with all ranks together. ``group``: the one whose timeout holds.
+    """Exchanges over ``control``, a gloo process group that makes its connections on first use; creating this object
+    makes those of this rank, together with all ranks. ``group``: the one whose timeout applies.
 
     Raises:
-        PartnerLost: one did not come.
+        PartnerLost: a partner did not answer.
     """
 
     def __init__(self, control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
@@ -90,15 +92,17 @@ class Doubling:
         self.control, self.messages = control, gloo_messages(control)
         look_after_pending()
         self._group = weakref.ref(group)
+        # Makes the connections in the order of the rounds, pair by pair: made later, out of order, they can deadlock.
         self.begin(torch.zeros(1, dtype=torch.uint8)).wait()
         remember_connected(control, [item.partner for item in self.rounds])
 
     def begin(self, tensor: torch.Tensor) -> Flight:
-        """Begin to replace ``tensor``, on the CPU, by its maximum; all ranks, with equally many elements."""
+        """Start replacing ``tensor``, on the CPU, by its maximum. Ranks: all, with equally many elements."""
         return Flight(self, tensor, torch.empty_like(tensor))
 
     def limit(self) -> timedelta:
-        """How long a rank waits for a message: gloo's messages know the timeout of when the group was made."""
+        """How long a rank waits for a message. Read anew each time: gloo's own messages keep the timeout from when the
+        group was made."""
         group = self._group()
         return timedelta(0) if group is None else group_timeout(group)
 
@@ -112,8 +116,8 @@ class PartnerLost(RuntimeError):
 
 
 class Flight:
-    """One exchange under way. The messages of the first round are on their way; ``wait`` sees to the others. After an
-    interruption (Ctrl-C) it goes on where it was."""
+    """One exchange in flight. The messages of the first round have been started; ``wait`` does the rest. After an
+    interruption (Ctrl-C), another ``wait`` continues where it stopped."""
 
     __slots__ = ("_doubling", "_failure", "_incoming", "_index", "_num_begun", "_pending", "_tensor")
 
@@ -124,7 +128,7 @@ class Flight:
         if doubling.rounds:
             try:
                 self._begin_round()
-            except PartnerLost as error:  # raised by who waits for it
+            except PartnerLost as error:  # raised by wait()
                 self._failure = error
 
     def _begin_round(self) -> None:
@@ -141,7 +145,7 @@ class Flight:
         self._num_begun = self._index + 1
 
     def wait(self) -> None:
-        """Until the maximum is there.
+        """Wait for the maximum.
 
         Raises:
             PartnerLost: a partner has closed its connection, or did not answer in time.
@@ -166,18 +170,18 @@ class Flight:
 
 _HEAD = struct.Struct("<QQQQBBBB4x")
 _ALL_ONES = (1 << 64) - 1
-_PER_BYTE = 0x9E3779B97F4A7C15  # spreads the number of bytes over the hash
+_PER_BYTE = 0x9E3779B97F4A7C15  # mixes the number of bytes into the hash
 _KINDS = {"backward": BACKWARD, "forward": FORWARD, ROUND: ROUND}  # by what an exchange is at the end of
-_GRACE = timedelta(seconds=2)  # in which partners tell whom they have waited for, once an exchange has failed
+_GRACE = timedelta(seconds=2)  # in which partners report whom they waited for, once an exchange has failed
 
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-_destroyable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # those of them that torch knew
+_destroyable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # the keys of _control_groups that torch knew
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The process group that carries the exchanges of ``group``; made once, by all ranks of ``group``. Its connections
-    are made by its ``Carrier``."""
+    """The process group that carries the exchanges of ``group``; made once, by all ranks of ``group``. Its ``Carrier``
+    makes its connections."""
     control = _control_groups.get(group)
     if control is None:
         _forget_destroyed()
@@ -191,8 +195,8 @@ def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _forget_destroyed() -> None:
-    """Close the control groups of process groups that were destroyed: torch's own caches may keep these for ever, by
-    the meshes of DTensors, and each control group has connections and threads."""
+    """Close the control groups of destroyed process groups. torch's own caches may keep these forever, through the
+    meshes of DTensors, and each control group has connections and threads."""
     for group in [*_destroyable]:
         if is_destroyed(group):
             _destroyable.discard(group)
@@ -201,11 +205,11 @@ def _forget_destroyed() -> None:
 
 
 class Carrier:
-    """What carries all exchanges of one process group, one after the other.
+    """Carries all exchanges of one process group, one after the other.
 
     Attributes:
-        num_exchanges: how many it has begun.
-        num_whole: of how many all bytes were exchanged, because ranks differed.
+        num_exchanges: how many it has started.
+        num_whole: how many of them exchanged all bytes, because ranks differed.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -214,8 +218,8 @@ class Carrier:
         self._head = bytearray(_HEAD.size)
         with outside_modes():
             self._head_tensor = torch.frombuffer(self._head, dtype=torch.uint8)
-        self._bytes = bytearray()  # behind the hashes, of all ranks if they were needed
-        self._whole: torch.Tensor | None = None  # over the same memory, if there are any
+        self._bytes = bytearray()  # behind the hashes: all ranks' bytes, if they were needed
+        self._whole: torch.Tensor | None = None  # over the same memory, if there are bytes
         self._work: Work | None = None
         self._end_of = ""
         self.num_exchanges = self.num_whole = 0
@@ -224,20 +228,20 @@ class Carrier:
                 self._doubling = Doubling(self._control, group)
         except PartnerLost as error:
             raise RuntimeError(
-                f"making the connections of the control exchange: rank {error.partner} did not connect to rank "
-                f"{group.rank()} in time: it has died, hangs, or took another path. {error}"
+                f"setting up the control exchange: rank {error.partner} did not connect to rank {group.rank()} in "
+                f"time: it has died, hangs, or took another path. {error}"
             ) from error
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Carrier:
-        """That of the control group of ``group``; see there."""
+        """The carrier of ``group``'s control group; see there."""
         carrier = _carriers.get(group)
         if carrier is None:
             carrier = _carriers[group] = Carrier(group)
         return carrier
 
     def make_room(self, num_marks: int) -> None:
-        """Rounds of as many marks will come: all ranks call this between the same two exchanges."""
+        """Make room for this many marks in every later exchange. Ranks: all, between the same two exchanges."""
         missing = _HEAD.size + num_marks - len(self._head)
         if missing > 0:
             self.abandon()
@@ -246,8 +250,8 @@ class Carrier:
                 self._head_tensor = torch.frombuffer(self._head, dtype=torch.uint8)
 
     def make_round(self, digest: int | None, marks: memoryview) -> bool:
-        """Replace ``marks`` by the greatest of all ranks; whether those that give a digest give the same, and none is
-        at an exchange instead."""
+        """Replace ``marks`` by the maximum over all ranks. Return whether all ranks that give a digest give the same
+        one, and none is at another exchange instead."""
         known = (0, 0) if digest is None else (digest & _ALL_ONES, _ALL_ONES - (digest & _ALL_ONES))
         self.send(_HEAD.pack(*known, 0, 0, 0, 0, 0, 1) + marks, b"", ROUND)
         self.abandon()
@@ -256,7 +260,7 @@ class Carrier:
         return used == 0 and order + complement in (0, _ALL_ONES)
 
     def send(self, head: bytes, whole: bytes | bytearray, end_of: str) -> None:
-        """Begin an exchange. ``whole``: what all bytes are exchanged of, if ``head`` turns out to differ."""
+        """Start an exchange. ``whole``: the bytes to exchange if the heads turn out to differ."""
         self.abandon()
         self._end_of = end_of
         self._head[:] = head.ljust(len(self._head), b"\0")
@@ -276,15 +280,15 @@ class Carrier:
         return self._doubling.begin(tensor)
 
     def receive(self, whole: memoryview) -> bytearray:
-        """Wait for the head of all ranks, and for all bytes if ranks differ; these are written to ``whole``."""
+        """Wait for the heads of all ranks and, if ranks differ, for all bytes, which are written to ``whole``."""
         assert self._work is not None
         if self.abandon():
             whole[:] = self._bytes
         return self._head
 
     def abandon(self) -> bool:
-        """Wait for an exchange in flight, if there is one, such as an exception has left; whether all bytes were
-        exchanged."""
+        """Wait for an exchange that an exception has left in flight, if there is one; return whether it exchanged all
+        bytes."""
         work, self._work = self._work, None
         if work is None:
             return False
@@ -306,7 +310,7 @@ class Carrier:
             group = self._group()
             what, died = f"control exchange at the end of {self._end_of}", f"did not run this {self._end_of}"
             if self._end_of == ROUND:
-                what, died = ROUND, "did not come to it"
+                what, died = ROUND, "did not reach it"
             failure = f"the {what} failed: " + (
                 ("" if group is None else difference_of(group))
                 or f"another rank died, or {died}{self._absent(error)}. {error}"
@@ -317,13 +321,14 @@ class Carrier:
             journal.go_on()
 
     def _absent(self, error: RuntimeError) -> str:
-        """Name the rank that held up this one. Its partner may have waited for another one itself: ranks whose exchange
-        fails tell in the store whom they waited for. The one at the end of the line has told nothing."""
+        """Name the rank that held up this one. Its partner may itself have been waiting for another rank: ranks whose
+        exchange fails report in the store whom they waited for, and the rank at the end of that chain has reported
+        nothing."""
         group = self._group()
         store = None if group is None else known_namespace(group)
         if group is None or store is None or not isinstance(error, PartnerLost):
             return ""
-        close_connections(self._control)  # those that wait for this rank hear of it
+        close_connections(self._control)  # wakes the ranks that wait for this one
         store, seen, rank = dist.PrefixStore("lost", store), {group.rank()}, error.partner
         deadline = time.monotonic() + _GRACE.total_seconds()
         with contextlib.suppress(dist.DistNetworkError):  # the process that holds the store is gone
@@ -338,8 +343,8 @@ class Carrier:
 
 
 def maximum_of_all_ranks(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Replace ``tensor``, on the CPU, by its elementwise maximum over ``group``, whose own backend does not take such.
-    Ranks: all of ``group``, between two exchanges."""
+    """Replace ``tensor``, on the CPU, by its elementwise maximum over ``group``, whose own backend does not take CPU
+    tensors. Ranks: all of ``group``, between two exchanges."""
     Carrier.of(group)._doubling.begin(tensor).wait()
 
 
@@ -347,8 +352,8 @@ _carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakK
 
 
 class ControlExchange:
-    """The exchanges of one root. ``carrier`` is ``None`` where there is no other rank; ``end_of``: a backward or a
-    forward, for messages."""
+    """The exchanges of one root. ``carrier`` is ``None`` if there is no other rank; ``end_of``, for messages: backward
+    or forward."""
 
     def __init__(self, num_params: int, num_groups: int, carrier: Carrier | None, *, end_of: str = "backward") -> None:
         self._carrier = carrier
@@ -360,8 +365,8 @@ class ControlExchange:
         self._num_params, self._end_of = num_params, end_of
 
     def start(self, order_hash: int, steps: int | None) -> None:
-        """Send off this rank's ``used`` and ``late``, which the caller has filled in, the hash, and how many optimizer
-        steps it has made (up to 255); ``None`` where that tells nothing."""
+        """Send this rank's ``used`` and ``late``, which the caller has filled in, with the hash and the number of
+        optimizer steps it has made (up to 255; ``None`` if that says nothing)."""
         if self._carrier is None:
             return
         order = (order_hash + len(self._buffer) * _PER_BYTE) & _ALL_ONES  # so that equal ones have equally many bytes
@@ -372,10 +377,10 @@ class ControlExchange:
         self._carrier.send(head, self._buffer, self._end_of)
 
     def wait(self) -> bool:
-        """Wait for the answer, after which ``used`` and ``late`` are every rank's together.
+        """Wait for the answer; then ``used`` and ``late`` hold the maximum over all ranks.
 
         Returns:
-            Whether all ranks issued the same collectives in the same order. ``steps_agree`` tells whether they have
+            Whether all ranks issued the same collectives in the same order. ``steps_agree`` says whether all ranks have
             made the same number of steps.
 
         Raises:
@@ -395,7 +400,7 @@ class ControlExchange:
 
 
 def _asks_for_all(head: bytearray) -> bool:
-    """Whether the greatest bytes of all ranks say that all bytes must be exchanged, which are equally many."""
+    """Whether the maximum over all ranks says that all bytes must be exchanged; all ranks have equally many."""
     order, complement, used, other, _, _, is_late, is_round = _HEAD.unpack_from(head)
     is_same_order: bool = order + complement == _ALL_ONES and not is_round
     return is_same_order and (bool(is_late) or used + other != _ALL_ONES)

@@ -1,9 +1,10 @@
-"""Failed collectives: process groups that are broken, messages that are still pending, and the thread that watches.
+"""Failed collectives: broken process groups, pending messages, and the thread that watches over them.
 
-A process group in which a collective failed carries nothing any more: a rank died, or did not come in time. Ranks that
-talk to the dead one learn of it at once; a rank that waits for one that has given up would wait for the timeout of the
-process group. So a rank that gives up closes its connections, which tells its neighbours, and so on. A rendezvous on
-such a process group goes through the store and waits a few seconds only."""
+After a collective has failed (a rank died, or did not arrive in time), its process group is unusable. Ranks that talk
+to the dead rank learn of it at once, but a rank that waits for one that has given up would wait for the whole timeout
+of the process group. So a rank that gives up closes its connections: that tells its neighbors, they give up too, and so
+on. A rendezvous on a broken process group goes through the store and waits only a few seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ import torch.distributed as dist
 
 from .._torch import close_gloo_connections, group_timeout, has_closed, is_gloo_connection_closed, stop_waiting_for
 
-# Weak both ways: the group of a control group, and the control group of a group.
+# Weak in both directions: from a control group to its group, and from a group to its control group.
 _partners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-# Process groups of one mesh: a rank that waits in one of them waits for ranks that wait in others.
+# The process groups of one mesh: a rank that waits in one of them waits for ranks that wait in the others.
 _families: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -35,7 +36,7 @@ def carries(control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
 
 
 def fail_together(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Where a collective of one of ``groups`` has failed, none of them carries anything more."""
+    """Once a collective of one of ``groups`` has failed, all of them are broken."""
     for group in groups:
         _families.setdefault(group, weakref.WeakSet()).update(groups)
 
@@ -50,7 +51,7 @@ def give_up(group: dist.ProcessGroup, failure: str) -> None:
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Let the other ranks hear that a collective of ``group`` has failed."""
+    """Close the connections of ``group``, which tells the other ranks that a collective has failed."""
     for item in _together(group):
         close_gloo_connections(item)
 
@@ -73,13 +74,13 @@ def failure_of(group: dist.ProcessGroup) -> str:
 
 
 def gone(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
-    """Those of ``ranks`` whose connections are closed: they have died, or given up."""
+    """Return those of ``ranks`` whose connections are closed, because they died or gave up."""
     return [rank for rank in ranks if any(is_gloo_connection_closed(item, rank) for item in _same_ranks(group))]
 
 
 @contextmanager
 def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Within, a collective of ``group`` is issued and waited for by functions that raise gloo's own errors."""
+    """Report gloo's own errors: for code that issues a collective of ``group`` and waits for it by other functions."""
     try:
         yield
     except RuntimeError as error:
@@ -92,7 +93,7 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
         raise RuntimeError(failure) from error
 
 
-# ---- A thread that looks, twice a second, after what this process waits for: one for all process groups.
+# ---- The watchdog: one thread that checks, twice a second, what this process waits for, in all process groups.
 
 
 PERIOD = 0.5  # seconds between looks
@@ -120,8 +121,8 @@ _watchdog: _Watchdog | None = None
 
 
 def look_regularly(look: Look) -> None:
-    """Call ``look``, which raises nothing, every ``PERIOD`` seconds from now on, in a thread; once, however often this
-    is asked for."""
+    """Have a thread call ``look``, which must not raise, every ``PERIOD`` seconds from now on. Repeated calls register
+    it once."""
     global _watchdog
     if look not in _looks:
         _looks.append(look)
@@ -131,12 +132,12 @@ def look_regularly(look: Look) -> None:
         atexit.register(_watchdog.end)
 
 
-# ---- Messages of gloo's that a rank waits for, no longer than they can still come.
+# ---- Pending gloo messages. Waiting stops once the peer's connection is closed.
 #
-# gloo (torch 2.13) tells those who wait when a connection closes, but for one: who waits for the message whose bytes
-# were just passing is not told, and waits for the timeout of the process group. So a rank that is killed while it
-# sends, or is sent, something long would stop all others for half an hour. A thread (``_Watchdog``) looks after all who
-# wait, and lets them go where a connection is closed.
+# When a connection closes, gloo (torch 2.13) wakes every waiter but one: whoever waits for the message whose bytes were
+# just in transit is not woken, and waits for the timeout of the process group. So a rank that is killed in the middle
+# of a long message would stop all others for half an hour. A thread (``_Watchdog``) watches all waits, and ends those
+# whose connection is closed.
 
 
 _NO_RANK = -1
@@ -165,15 +166,15 @@ class Pending:
         self._messages.append((message, rank))
 
     def fail(self, error: RuntimeError) -> None:
-        """None of them will arrive; who waits is told why."""
+        """Mark all of them as failed, and tell the waiter why."""
         self._rest = iter([(_Failed(error.with_traceback(None)), _NO_RANK)])
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """For all of them, each for up to ``limit``, which is by default that of the process group. After an
-        interruption (Ctrl-C), for the rest.
+        """Wait for all of them, each up to ``limit`` (default: the timeout of the process group). After an interruption
+        (Ctrl-C), a second call waits for the rest.
 
         Raises:
-            RuntimeError: one did not arrive.
+            RuntimeError: a message did not arrive.
         """
         group = self._group()
         if limit is None and group is not None:
@@ -189,8 +190,8 @@ class Pending:
             self._current = None
 
     def look(self) -> None:
-        """Let a thread that waits go, if it would wait in vain. In another thread. (That others have closed their
-        connections says nothing: they may have sent all they had to, and be done.)"""
+        """End a wait that cannot succeed; called in the watchdog's thread. A closed connection alone proves nothing:
+        the peer may have sent everything and be done."""
         group, current, suspect = self._group(), self._current, self._suspect
         self._suspect = None
         if group is None or current is None or not has_closed(group, current[1]):
@@ -218,7 +219,7 @@ _waited_for: set[Pending] = set()
 
 
 def look_after_pending() -> None:
-    """From now on those who wait are looked after. Called where messages will be sent."""
+    """Start the watchdog for messages; call this before any are sent."""
     look_regularly(_look)
 
 

@@ -1,11 +1,11 @@
-"""Direct messages between ranks in the place of collectives: for gloo.
+"""Direct messages between ranks instead of collectives: for gloo.
 
-gloo's own all-gather and reduce-scatter pass everything through a buffer of theirs, as large as the tensor. Messages
-arrive where they belong, or next to what they are added to, sooner (``benchmarks/transport.py``). An all-reduce of
-messages takes about as long as gloo's; but where ranks differ, gloo's ends the processes. Where all ranks are on one
-machine, sums that are not short go through memory that they share (``shared_memory``), in less than half the time.
+gloo's own all-gather and reduce-scatter copy everything through a buffer as large as the tensor. Messages arrive where
+they belong, or next to what they are added to, and are faster (``benchmarks/transport.py``). An all-reduce made of
+messages takes about as long as gloo's, but gloo's aborts the processes when ranks disagree. If all ranks are on one
+machine, longer sums go through shared memory (``shared_memory``), in less than half the time.
 
-Each message belongs to one collective, by its tag (``journal``).
+A tag ties each message to its collective (``journal``).
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from .transport import (
 )
 
 TRANSPORT_ENV = "FSDP_COMPOSE_TRANSPORT"
-_SHORT_BYTES = 1 << 16  # of an all-reduce that is not worth two halves, times the number of ranks
-_LONG_BYTES = 1 << 14  # of a sum that goes through memory that the ranks share
+# an all-reduce shorter than this, times the number of ranks, is not worth splitting in two halves
+_SHORT_BYTES = 1 << 16
+_LONG_BYTES = 1 << 14  # sums from this size on go through shared memory, if all ranks are on one machine
 _TAG_BITS = 31
-MOST_RANKS = 16  # each rank sends to each: with many, gloo's rings ask less of a network
+MOST_RANKS = 16  # each rank sends to each: with many ranks, gloo's rings load a network less
 
-# By the owner of the journal, whose numbers it goes by, and the process group, which all ranks have equally long: when
-# a transport goes may differ.
+# Keyed by the owner of the journal, whose numbers it uses, and then by the process group, which lives equally long on
+# all ranks: a transport may be freed at different times.
 _known_memory: weakref.WeakKeyDictionary[
     dist.ProcessGroup, weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None]
 ] = weakref.WeakKeyDictionary()
@@ -54,8 +55,9 @@ Message = tuple[int, torch.Tensor]
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.ProcessGroup | None = None) -> Transport:
-    """How tensors on ``device`` move between the ranks of ``group``: the same on every rank. ``peers``: all ranks that
-    issue the same collectives in the same order, each in the process groups that it is in; default: ``group``."""
+    """Choose how tensors on ``device`` move between the ranks of ``group``; the choice is the same on every rank.
+    ``peers``: all ranks that issue the same collectives in the same order, each in its own process groups; default:
+    ``group``."""
     goes_direct = device.type == "cpu" and 2 <= group.size() <= MOST_RANKS and has_gloo_on_cpu(group)
     if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
         return Messages(group, peers)
@@ -63,8 +65,8 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.Pro
 
 
 class Messages(Transport):
-    """Collectives that are made of direct messages, of dtypes of all kinds. Sums are made in the order of the ranks:
-    they do not depend on which rank has which part."""
+    """Collectives made of direct messages, for every dtype. Sums are added in rank order, so they do not depend on
+    which rank holds which part."""
 
     name = "messages"
 
@@ -100,8 +102,8 @@ class Messages(Transport):
         return flight.begin(parts[self._rank], [(rank, parts[rank]) for rank in self._peers], shard, is_average)
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
-        """Between two ranks, and where it is short, each rank sends all it has to each; else each sums up a part, and
-        the second half begins in ``wait()``: all ranks wait in one order."""
+        """With two ranks, or a short tensor, each rank sends everything to every other. Otherwise each rank sums up one
+        part, and the second half begins in ``wait()``, which all ranks call in the same order."""
         journal, size, shared = self._journal, self.group.size(), self._shared_for(tensor.nbytes, label)
         flight = _Sum(self, journal.enter(ALL_REDUCE, label, tensor.nbytes), shared, self._memory)
         if size == 2 or size * tensor.nbytes <= _SHORT_BYTES:
@@ -130,7 +132,8 @@ class Messages(Transport):
         self._journal.enter(MESSAGES, label, nbytes)
 
     def _shared_for(self, nbytes: int, label: Label) -> SharedMemory | None:
-        """The memory through which a sum of ``nbytes`` goes, if it is long and all ranks are on one machine."""
+        """The shared memory for a sum of ``nbytes``; ``None`` if the sum is short or the ranks are on several
+        machines."""
         if nbytes < _LONG_BYTES:
             return None
         if not self._has_met:
@@ -155,7 +158,7 @@ class Messages(Transport):
         return None
 
     def _tell_all(self, number: int, label: Label) -> list[tuple[int, int]]:
-        """Tell the other ranks a number, and hear theirs."""
+        """Send a number to the other ranks and return theirs."""
         own, theirs = torch.tensor([number]), [(rank, torch.zeros(1, dtype=torch.int64)) for rank in self._peers]
         self.exchange([(rank, own) for rank in self._peers], theirs, own.nbytes, label, INTRODUCTION)
         return [(rank, int(item)) for rank, item in theirs]
@@ -168,8 +171,8 @@ class Messages(Transport):
         label: Label,
         kind: str = MESSAGES,
     ) -> None:
-        """Send and receive messages, and wait for them. Those from one rank to another arrive in their order, empty
-        ones are left out. ``nbytes``: a size of it all that is the same on every rank; ``kind``: of the exchange."""
+        """Send and receive messages, and wait for them. Messages from one rank to another arrive in order; empty ones
+        are not sent. ``nbytes``: a size for the whole exchange that is the same on every rank; ``kind``: its kind."""
         flight = _InFlight(self, self._journal.enter(kind, label, nbytes))
         flight.issue(received, sent)
         with self._noticing_failure(label):
@@ -188,18 +191,19 @@ class Messages(Transport):
 
 
 class _InFlight:
-    """The messages of one collective. An exception of the user's (Ctrl-C) between two of them leaves the rest to be
-    waited for; where no one does (an iteration was interrupted, and its model deleted), the journal will."""
+    """The messages of one collective. If an exception (Ctrl-C) interrupts it between two messages, a later ``wait()``
+    finishes the rest. If nobody calls that (the model of an interrupted iteration was deleted), the journal does."""
 
     __slots__ = ("_group", "_journal", "_number", "_pending", "_tag")
 
     def __init__(self, transport: Messages, tag: int) -> None:
         self._group, self._journal, self._tag = transport.group, transport._journal, tag
         self._number = self._journal.count
+        # The journal holds the messages too: gloo (torch 2.13) reads and writes the freed memory of dropped ones.
         self._pending = self._journal.under_way[self._number] = Pending(transport.group)
 
     def issue(self, received: Iterable[Message], sent: Iterable[Message]) -> None:
-        """Begin to receive and to send, all but empty messages. What fails fails when it is waited for."""
+        """Start receiving and sending all messages that are not empty. Errors are raised by ``wait()``."""
         group, tag, pending = self._group, self._tag, self._pending
         try:
             for rank, item in received:
@@ -212,7 +216,7 @@ class _InFlight:
             self._fail(error)
 
     def _fail(self, error: RuntimeError) -> None:
-        """Nothing will arrive any more."""
+        """Mark the remaining messages as lost."""
         self._pending.fail(error)
         self._journal.forget(self._number)
 
@@ -233,13 +237,13 @@ class _InFlight:
 
 
 class _Note:
-    """What another rank tells of where it has put its part of a collective."""
+    """A note from another rank that says where its part of a collective is."""
 
     __slots__ = ("_group", "_shared", "_tag", "note", "rank")
 
     def __init__(self, group: dist.ProcessGroup, shared: SharedMemory, tag: int, rank: int) -> None:
         self._group, self._shared, self._tag, self.rank = group, shared, tag, rank
-        self.note: Descriptor = (0, 0, 0)  # until it has come: memory has numbers from 1 on
+        self.note: Descriptor = (0, 0, 0)  # until the note arrives: memory is numbered from 1
 
     def wait(self, timeout: timedelta | None = None) -> None:
         group = self._group
@@ -250,13 +254,13 @@ class _Note:
 
 
 def _failure_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> str:
-    """Why nothing will come from some ranks any more, as far as is known."""
+    """Return why nothing more will come from these ranks, if that is known; else an empty string."""
     lost = gone(group, ranks)
     return failure_of(group) or (f"rank {lost[0]} has closed its connections" if lost else "")
 
 
 class _Maximum:
-    """The elementwise maximum of a short tensor over the ranks, through memory that they share."""
+    """The elementwise maximum of a short tensor over the ranks, through shared memory."""
 
     __slots__ = ("_failure", "_notes", "_number", "_shared", "_tensor")
 
@@ -269,7 +273,7 @@ class _Maximum:
         limit, failure = group_timeout(group), partial(_failure_of, group, peers)
         try:
             shared.put(number, tag, [(peer, tensor) for peer in peers], limit, failure)
-        except RuntimeError as error:  # as with messages
+        except RuntimeError as error:  # raised by wait(), as with messages
             self._failure = error.with_traceback(None)
 
     def wait(self) -> None:
@@ -287,30 +291,31 @@ class _Maximum:
 
 
 def begin_maximum(group: dist.ProcessGroup, number: int, tag: int, tensor: torch.Tensor) -> Work | None:
-    """Begin to replace ``tensor``, short, by its elementwise maximum over the ranks of ``group``, as the entry of a
-    number and a tag in its journal. ``None`` where these ranks do not share memory, or have not found out yet."""
+    """Start replacing ``tensor``, which is short, by its elementwise maximum over the ranks of ``group``; ``number``
+    and ``tag`` are those of its journal entry. Return ``None`` if these ranks do not share memory, or have not found
+    out yet."""
     known = _known_memory.get(group)
     shared = None if known is None else known.get(group)
     return None if shared is None else _Maximum(group, shared, number, tag, tensor)
 
 
 class _Sum(_InFlight):
-    """A reduction: what the other ranks send is added to this rank's own part, in the order of the ranks."""
+    """A reduction: adds what the other ranks send to this rank's own part, in rank order."""
 
     __slots__ = ("_divisor", "_memory", "_notes", "_own", "_pool", "_result", "_shared", "_terms")
 
     def __init__(
         self, transport: Messages, tag: int, shared: SharedMemory | None, pool: list[torch.Tensor] | None = None
     ) -> None:
-        """``shared``: the memory in which the ranks read what they add; else they send it. ``pool``: has memory for
-        what arrives, and takes it back when the sum is made: new memory takes longer to get than to add up."""
+        """``shared``: the memory through which ranks read the terms; ``None``: they are sent as messages. ``pool``:
+        reusable buffers for received terms, returned after the sum: allocating memory takes longer than adding."""
         super().__init__(transport, tag)
         self._shared, self._pool = shared, pool
         self._notes: list[_Note] = []
 
     def begin(self, own: torch.Tensor, sent: Sequence[Message], result: torch.Tensor, is_average: bool) -> _Sum:
-        """Send each of the others what it is to add; ``result``, which may be ``own``, takes the sum, or average, of
-        ``own`` and of what they send."""
+        """Send each other rank what it has to add. The sum or average of ``own`` and of what they send goes to
+        ``result``, which may be ``own``."""
         rank, size = self._group.rank(), self._group.size()
         self._own, self._result, self._divisor = own, result, size if is_average else 1
         if self._shared is not None:
@@ -324,9 +329,9 @@ class _Sum(_InFlight):
         return self
 
     def _put(self, shared: SharedMemory, sent: Sequence[Message]) -> None:
-        """As ``issue``, in memory that the ranks share."""
+        """Like ``issue``, but through shared memory."""
         group, peers = self._group, [peer for peer, _ in sent]
-        tag = self._number << _TAG_BITS | self._tag  # those of messages come again
+        tag = self._number << _TAG_BITS | self._tag  # tags of messages repeat, so the number goes in front
         self._notes = [_Note(group, shared, tag, peer) for peer in peers]
         for note in self._notes:
             self._pending.add(note, note.rank)
@@ -355,7 +360,7 @@ class _Sum(_InFlight):
         for i, term in enumerate(terms[1:-1]):
             if i > 0:
                 total.add_(term)
-            elif self._shared is not None:  # what others have put there is theirs
+            elif self._shared is not None:  # do not write to what other ranks have put in shared memory
                 total = total + term
             else:
                 total = torch.add(total, term, out=term if total is self._own else total)
@@ -366,11 +371,11 @@ class _Sum(_InFlight):
     def __del__(self) -> None:
         super().__del__()
         if self._shared is not None:
-            self._shared.end(self._number)  # if it was dropped
+            self._shared.end(self._number)  # in case it was dropped without wait()
 
 
 def _taken_from(pool: list[torch.Tensor], like: torch.Tensor, numel: int) -> torch.Tensor:
-    """Memory for so many elements of a dtype: some of the pool's, if it has such."""
+    """Memory for ``numel`` elements of the dtype and device of ``like``, from the pool if it has some."""
     for i, memory in enumerate(pool):
         if (memory.numel(), memory.dtype, memory.device) == (numel, like.dtype, like.device):
             return pool.pop(i)
@@ -378,7 +383,7 @@ def _taken_from(pool: list[torch.Tensor], like: torch.Tensor, numel: int) -> tor
 
 
 class _InTurn:
-    """Two collectives, of which the second begins when the first is done."""
+    """Two collectives; the second begins when the first is done."""
 
     __slots__ = ("_begin", "_first", "_second")
 

@@ -1,18 +1,18 @@
-"""What process groups have carried, in order, where ranks talk by messages; and ranks that wait for each other.
+"""What process groups have carried, in order, when ranks talk by messages; and the check of ranks that wait too long.
 
-A collective made of messages (``gloo``) takes the next number of its journal, and so does a control exchange. The
-process groups of one mesh share a journal, that of all its ranks, for their training: these issue the same collectives
-in the same order, each in the process groups that it is in. Messages have tags, of the number, the kind and the size,
-so that none is taken for one of an earlier or a later collective. (Which parameters it is for the exchange at the end
-of backward compares, as with all collectives.)
+Every collective made of messages (``gloo``), and every control exchange, takes the next number of its journal. The
+process groups of one mesh share one journal for training: all its ranks issue the same collectives in the same order,
+each in its own process groups. A message's tag combines number, kind and size, so it cannot be mistaken for a message
+of an earlier or later collective. (The exchange at the end of backward compares which parameters a collective was for,
+as it does on every backend.)
 
-So ranks that have gone different ways wait. A thread looks after them: a rank that has waited for ``STALL_SECONDS``
-tells in the key-value store what it has entered last, and reads what the others have told. If two ranks have entered
-different collectives under one number, connections are closed, and every rank raises one error, which tells what they
-were at. Ranks that do not wait that long have none of this cost.
+So ranks whose programs diverge end up waiting. A thread watches for that: a rank that has waited for ``STALL_SECONDS``
+writes its last entries to the key-value store and reads those of the other ranks. If two ranks have entered different
+collectives under one number, connections are closed, and every rank raises the same error, which says what each of the
+two was doing. Ranks that never wait that long pay nothing.
 
-gloo (torch 2.13) carries nothing more to or from a rank whose message was dropped before it arrived, and reads and
-writes memory that was freed meanwhile. So the journal holds all messages until they were waited for.
+If a pending message is dropped before it arrives, gloo (torch 2.13) carries nothing more to or from that rank, and
+reads and writes the freed memory. So the journal holds all messages until somebody has waited for them.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from .failure import PERIOD, Pending, close_connections, give_up, look_regularly
 from .store import known_namespace
 from .transport import KINDS, Label
 
-STALL_SECONDS = 3.0  # of waiting, after which a rank tells what it waits for
-_NUM_KEPT = 64  # collectives that a rank can tell: more than are under way at a time
-_FIRST_TAG, _NUMBER_BITS, _WHAT_BITS = 1 << 30, 10, 20  # tags have 31 bits; those from the first on are ours
-_GRACE = 0.5  # seconds in which the others may tell what they wait for, once a collective has failed
-_DIFFERENCE = "difference"  # the key of what was found
+STALL_SECONDS = 3.0  # of waiting, after which a rank tells the others what it waits for
+_NUM_KEPT = 64  # entries that a rank can report: more than are ever in flight
+_FIRST_TAG, _NUMBER_BITS, _WHAT_BITS = 1 << 30, 10, 20  # tags have 31 bits; those from _FIRST_TAG on are ours
+_GRACE = 0.5  # seconds in which other ranks may report what they wait for, once a collective has failed
+_DIFFERENCE = "difference"  # the key under which the first difference is stored
 
 _KINDS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 class Journal:
-    """The order of what one process group carries, or, of several with parts of its ranks, what these do together.
+    """The order of what one process group carries; or, for several process groups of one mesh, of what they do
+    together.
 
     Attributes:
         count: how many collectives and exchanges this rank has entered.
-        under_way: by number, the messages of a collective that are still to be waited for.
-        dropped: the numbers of those that no one will wait for.
-        waits_for: the number of the one whose other parts this rank waits for; 0 if it does not wait.
-        patience: seconds of waiting after which this rank tells what it waits for.
+        under_way: by number, the messages of a collective that nobody has waited for yet.
+        dropped: the numbers of collectives that nobody will wait for.
+        waits_for: the number of the collective that this rank waits for; 0 if it does not wait.
+        patience: seconds of waiting after which this rank reports what it waits for.
         difference: how the ranks differ, once that is known.
     """
 
@@ -66,30 +67,32 @@ class Journal:
         self.difference = ""
 
     def enter(self, kind: str, label: Label | None, nbytes: int) -> int:
-        """Note the next collective (``kind``: one of ``KINDS``); the tag of its messages."""
+        """Enter the next collective (``kind``: one of ``KINDS``) and return the tag of its messages."""
         self.count += 1
-        # Its name as it is now: a label is renamed when a root is known, and others may have told of the old one.
+        # Stores the name as it is now: labels are renamed when a root is known, and others may have reported the old
+        # one.
         self._entries.append((self.count, kind, "" if label is None else label.text, nbytes))
-        what = hash((_KINDS[kind], nbytes)) & ((1 << _WHAT_BITS) - 1)  # of integers: alike in every process
+        what = hash((_KINDS[kind], nbytes)) & ((1 << _WHAT_BITS) - 1)  # a hash of integers is the same in every process
         return _FIRST_TAG | (self.count & ((1 << _NUMBER_BITS) - 1)) << _WHAT_BITS | what
 
     def wait(self, number: int) -> None:
-        """This rank waits for a collective. What was dropped comes first: it may be what the others wait for."""
+        """Note that this rank waits for a collective. First finishes dropped collectives: the other ranks may wait for
+        those."""
         self.waits_for = number
         if self.dropped:
             self.finish([*self.dropped])
 
     def go_on(self) -> None:
-        """This rank no longer waits."""
+        """Note that this rank no longer waits."""
         self.waits_for = 0
 
     def forget(self, number: int) -> None:
-        """All messages of a collective have arrived, or none will any more."""
+        """Drop a collective whose messages have all arrived, or never will."""
         self.under_way.pop(number, None)
         self.dropped.discard(number)
 
     def finish(self, numbers: Iterable[int]) -> None:
-        """Wait for the messages of some collectives, whose results are of no use."""
+        """Wait for the messages of some collectives whose results are not needed."""
         for number in numbers:
             pending = self.under_way.get(number)
             if pending is not None:
@@ -97,16 +100,16 @@ class Journal:
             self.forget(number)
 
     def finish_all(self) -> None:
-        """Wait for all messages: their memory may be freed then."""
+        """Wait for all messages, so that their memory may be freed."""
         self.finish([*self.under_way])
 
     def restart(self, count: int) -> None:
-        """All ranks have thrown away what was under way, and go on from one number."""
+        """Continue from a number that all ranks agree on, after they have thrown away everything in flight."""
         self.count, self.waits_for = count, 0
         self._entries.clear()
 
     def as_text(self) -> str:
-        """The last entries, for other ranks: the number of each, and what it is."""
+        """The last entries, as JSON for other ranks: numbers with descriptions."""
         entries = [*self._entries]  # at once: another thread may read them while this one goes on
         return json.dumps(
             [(number, f"{kind} of {text}, {nbytes} bytes" if text else kind) for number, kind, text, nbytes in entries]
@@ -130,12 +133,12 @@ def known_journal(group: dist.ProcessGroup) -> Journal | None:
     return _journals.get(group)
 
 
-# ---- ranks that wait
+# ---- Ranks that wait for each other
 
 
 def difference_of(group: dist.ProcessGroup) -> str:
-    """How the ranks differ, now that a collective of ``group`` has failed; empty if no other rank tells of a difference
-    in a moment. Closes the connections of ``group``, so that the others hear of it."""
+    """Say how the ranks differ, after a collective of ``group`` has failed. Empty if no other rank reports a difference
+    within a moment. Closes the connections of ``group``, so that the other ranks notice."""
     journal = known_journal(group)
     if journal is None:
         return ""
@@ -148,7 +151,8 @@ def difference_of(group: dist.ProcessGroup) -> str:
 
 
 def _compare(group: dist.ProcessGroup, journal: Journal) -> bool:
-    """Tell what this rank has entered, and read what other ranks that wait have told. Whether all is known."""
+    """Report what this rank has entered and read what other waiting ranks have reported. Return whether everything is
+    known."""
     namespace = known_namespace(group)
     if namespace is None:
         return True
@@ -166,8 +170,8 @@ def _compare(group: dist.ProcessGroup, journal: Journal) -> bool:
 
 
 def first_difference_of(rank: int, ours: str, other: int, theirs: str) -> str:
-    """How two ranks differ in what they have entered; empty if they do not. What they told may be old: what a rank has
-    entered does not change by its going on."""
+    """How two ranks differ in what they have entered; empty if they do not. Reports may be old, which does no harm:
+    entries never change afterwards."""
     if other < rank:
         rank, ours, other, theirs = other, theirs, rank, ours
     names = dict(json.loads(theirs))
@@ -175,11 +179,11 @@ def first_difference_of(rank: int, ours: str, other: int, theirs: str) -> str:
         other_name = names.get(number, name)
         if name != other_name:
             return (
-                f"the ranks run different programs: as number {number} of what their process group carries, rank "
-                f"{rank} has entered the {name}, rank {other} the {other_name}. Every rank must run the same forwards "
-                "and backwards in the same order: where one rank would skip one (a loss that is NaN, an empty batch) "
-                "or do one more (for its log), let all ranks decide together, by all-reducing a flag. What was under "
-                "way is lost: restart the processes from a checkpoint"
+                f"the ranks run different programs: as collective number {number} of their process group, rank {rank} "
+                f"has entered the {name}, rank {other} the {other_name}. Every rank must run the same forwards and "
+                "backwards in the same order: if one rank wants to skip one (a NaN loss, an empty batch) or to run "
+                "an extra one (for logging), let all ranks decide together, by all-reducing a flag. The current "
+                "iteration is lost: restart the processes from a checkpoint"
             )
     return ""
 

@@ -1,14 +1,15 @@
-"""The ranks that a group runs on: a checked view of the user's ``DeviceMesh``, and the peers who run one model.
+"""The ranks that a group runs on: a checked view of the user's ``DeviceMesh``, and the peers that run one model.
 
-The runtime asks this object for process groups and ranks and never looks at the mesh itself. There are four sets of
-ranks, which are one and the same on a mesh of one dimension::
+The runtime asks this object for process groups and ranks, and never looks at the mesh itself. There are four sets of
+ranks; on a mesh with one dimension they are the same::
 
-    shard group       share the shards: gather, scatter                            one for each group
-    replicate group   hold the same shard: average what was scattered              one for each group; may be none
-    data ranks        have different batches: gradients are averaged over them     of a root: the largest
-    peers             run the model together: meet, exchange, recover              of a root: the widest
+    shard group       share the shards: gather, scatter                            one per group
+    replicate group   hold the same shard: average what was scattered              one per group; may be none
+    data ranks        have different batches: gradients are averaged over them     per root: the largest
+    peers             run the model together: meet, exchange, recover              per root: the widest
 
-Peers that are not data ranks hold other parts of the parameters (tensor parallelism) and get the same batches."""
+Peers that are not data ranks hold other parts of the parameters (tensor parallelism) and get the same batches.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +33,23 @@ from .gloo import TRANSPORT_ENV, transport_of
 from .store import agree_on_name
 from .transport import Transport
 
-# ---- The process group of all ranks that run a model together: its *peers*, who meet, exchange and recover.
+# ---- The process group of all ranks that run a model together: its *peers*, which meet, exchange and recover.
 #
-# On a mesh of one dimension they are the ranks that share the shards. On a mesh of several, of which the user has a
-# process group for each dimension, they are all ranks of it: the default process group if these are all there are, else
-# one that is made here, on gloo, for it carries rendezvous, control exchanges and checkpoints, not training.
+# On a mesh with one dimension, they are the ranks that share the shards. On a mesh with several, the user has one
+# process group per dimension, and the peers are all ranks of the mesh: the default process group if it has just these
+# ranks, else one made here. That one uses gloo, because it carries rendezvous, control exchanges and checkpoints, but
+# no training.
 
 
 _GRACE = timedelta(seconds=5)
 _numbers = itertools.count()
 _Made = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
-# Strongly: ranks that drop their models at different times still have the same ones.
+# Strong references: ranks that drop their models at different times must still agree on the same process groups.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()
 
 
 class _Gathering:
-    """Ranks that have no process group yet, as ``agree_on_name`` knows a process group."""
+    """Ranks that have no process group yet, in the form that ``agree_on_name`` expects of a process group."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self._ranks, self._rank = ranks, rank
@@ -69,17 +71,18 @@ def group_of_ranks(
     like: dist.ProcessGroup | None = None,
     is_simulated: bool = False,
 ) -> dist.ProcessGroup:
-    """A process group over ``ranks``, which are numbers in the default one: that one, one of ``known``, or one that is
-    made for it, once.
+    """Return a process group over ``ranks`` (numbers in the default process group): the default one, one of ``known``,
+    or one that is made once.
 
     Ranks: all of ``ranks``, where it must be made.
 
     Args:
-        like: one for other ranks, whose backends it must have (it is not the default one then); default: any.
-        is_simulated: the other ranks are not there.
+        like: a process group over other ranks whose backends the result must have (the default process group is then
+            not used); default: any backend.
+        is_simulated: the other ranks do not exist.
 
     Raises:
-        RuntimeError: some of them did not come in time.
+        RuntimeError: some of the ranks did not arrive in time.
     """
     wanted, world = tuple(sorted(ranks)), dist.group.WORLD
     assert world is not None, "there are process groups"
@@ -100,13 +103,13 @@ def _make(
 
     def absence(absent: Sequence[int]) -> RuntimeError:
         return RuntimeError(
-            f"making a process group of the ranks {[*ranks]}, for a model that they run together: rank(s) "
-            f"{', '.join(str(ranks[i]) for i in absent)} did not come within {timeout.total_seconds():g} s. Every rank "
-            "of a mesh must call fully_shard()"
+            f"making a process group of ranks {[*ranks]}, which run one model together: rank(s) "
+            f"{', '.join(str(ranks[i]) for i in absent)} did not arrive within {timeout.total_seconds():g} s. Every "
+            "rank of a mesh must call fully_shard()"
         )
 
     gathering = _Gathering(ranks, world.rank())
-    # The name is one that no earlier initialisation has used: torch keeps what it needs for the group below it.
+    # A name that no earlier initialization has used: torch keeps its own data for the group below that name.
     name = f"{gathering.group_name}/{next(_numbers)}"
     if not is_simulated:
         name = agree_on_name(gathering, timeout, _GRACE, absence)
@@ -118,11 +121,11 @@ def _make(
 
 SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
 
-# Each mesh weakly: it knows the process group, which has connections and threads.
+# Weak references to meshes: a mesh holds its process group, which has connections and threads.
 _Joined = weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 _joined: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joined] = weakref.WeakKeyDictionary()
 
-# The groups of a model share one: to make and to compare meshes takes time that grows with the number of ranks.
+# All groups of a model share one mesh: making and comparing meshes takes time that grows with the number of ranks.
 _DefaultMeshes = weakref.WeakValueDictionary[tuple[str, tuple[str] | None], DeviceMesh]
 _default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, _DefaultMeshes] = weakref.WeakKeyDictionary()
 
@@ -132,22 +135,22 @@ class DataParallelMesh:
     """The ranks over which the flat parameters of a ``fully_shard`` group are sharded, and replicated.
 
     Attributes:
-        mesh: the user's mesh: of one dimension, or (replicate, shard).
+        mesh: the user's mesh: one dimension, or (replicate, shard).
         shard_group: process group over which shards are gathered and gradients scattered.
-        shard_rank, shard_world_size: this rank's place in it.
-        replicate_group: process group of the ranks that hold the same shard; ``None`` if this rank alone does.
-        replicate_world_size: how many they are.
+        shard_rank, shard_world_size: this rank's number in it, and its size.
+        replicate_group: process group of the ranks that hold the same shard; ``None`` if there are no others.
+        replicate_world_size: its size.
         peers: process group of all ranks that run the group together.
         device: where shards and unsharded parameters live.
         is_simulated: the process group only pretends (backend ``fake``, or the variable ``FSDP_COMPOSE_SIMULATED=1``):
             there are no ranks to meet, and checks that need other ranks are local.
-        has_whole: each of several ranks holds all elements: there is nothing to gather or to scatter, only to average.
+        has_whole: every rank holds all elements, and there are several: nothing to gather or scatter, only to average.
         transport: how flat tensors move over ``shard_group``.
         replica_transport: how they move over ``replicate_group``.
-        missing_factor: how many times more data ranks there are than ranks here, over which collectives average: the
-            rest of gradients came together in backward, as sums (expert parallelism).
-        part_transport: among the neighbours in the shard group that hold the parameters together between forward and
-            backward (``reshard_after_forward=int``); ``None`` if there is no such set of ranks.
+        missing_factor: the number of data ranks divided by the number of ranks over which collectives average here.
+            Backward has already summed gradients over the rest (expert parallelism).
+        part_transport: how they move among the adjacent ranks that keep the parameters sharded among themselves between
+            forward and backward (``reshard_after_forward=int``); ``None`` without that option.
     """
 
     mesh: DeviceMesh
@@ -166,7 +169,7 @@ class DataParallelMesh:
     part_transport: Transport | None = None
 
     def with_transports(self, change: Callable[[Transport], Transport]) -> DataParallelMesh:
-        """The same, whose transports are what ``change`` makes of these."""
+        """A copy with ``change(transport)`` instead of each transport."""
         replicas, parts = self.replica_transport, self.part_transport
         return replace(
             self,
@@ -177,37 +180,37 @@ class DataParallelMesh:
 
     @property
     def has_peers(self) -> bool:
-        """Whether there are other ranks that one can really talk to."""
+        """Whether there are other ranks to talk to, not just simulated ones."""
         return self.peers.size() > 1 and not self.is_simulated
 
     @property
     def rank(self) -> int:
-        """This rank's number among the peers: the one that errors name."""
+        """This rank's number among the peers; errors print it."""
         return self.peers.rank()
 
     @property
     def data_world_size(self) -> int:
-        """Over how many ranks gradients are averaged."""
+        """The number of ranks over which gradients are averaged."""
         return self.shard_world_size * self.replicate_world_size
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank's shard is the one that counts, where only one is wanted."""
+        """Whether this rank's shard is the one to use when only one replica is wanted."""
         return self.replicate_group is None or self.replicate_group.rank() == 0
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups that carry something for the group."""
+        """The process groups whose collectives serve the group."""
         part_group = None if self.part_transport is None else self.part_transport.group
         groups = [self.peers, self.shard_group, self.replicate_group, part_group]
         return [group for group in groups if group is not None]
 
     @property
     def first_rank(self) -> int:
-        """The rank, by its number in the default process group, that holds the first shard of the first replica."""
+        """The number, in the default process group, of the rank that holds the first shard of the first replica."""
         return int(self.mesh.mesh.flatten()[0])
 
     def facts(self) -> dict[str, object]:
-        """What must be the same on every rank."""
+        """Facts that must be equal on every rank."""
         facts: dict[str, object] = {"transport": self.transport.unrecorded.name}
         if self.mesh.ndim > 1:
             facts |= {"replicas": self.replicate_world_size, "shards": self.shard_world_size}
@@ -217,7 +220,7 @@ class DataParallelMesh:
 
     @property
     def part_size(self) -> int | None:
-        """How many ranks share parts; ``None`` if none do."""
+        """How many ranks share parts; ``None`` without parts."""
         return None if self.part_transport is None else self.part_transport.group.size()
 
     def ranks(self) -> frozenset[int]:
@@ -229,19 +232,19 @@ class DataParallelMesh:
         return frozenset(self.mesh.mesh.flatten().tolist())
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
-        """How a tensor lies on ``mesh`` that is ``sharded`` over the shard group."""
+        """The placements on ``mesh`` of a tensor that is ``sharded`` over the shard group."""
         return (Replicate(),) * (self.mesh.ndim - 1) + (sharded,)
 
     @property
     def data_rank(self) -> int:
-        """This rank's place on ``mesh``."""
+        """This rank's position on ``mesh``."""
         place = 0
         for dim, size in enumerate(self.mesh.shape):
             place = place * size + self.mesh.get_local_rank(dim)
         return place
 
     def shard_mesh(self) -> DeviceMesh:
-        """The shard group, as a mesh of one dimension."""
+        """The shard group, as a mesh with one dimension."""
         mesh = self.mesh
         if mesh.ndim == 1:
             return mesh
@@ -250,11 +253,11 @@ class DataParallelMesh:
         return DeviceMesh.from_group(self.shard_group, mesh.device_type)
 
     def beside(self, tensor_mesh: DeviceMesh) -> DeviceMesh:
-        """The mesh of parameters that were DTensors on ``tensor_mesh`` before: the dimensions of both."""
+        """The mesh of parameters that were DTensors on ``tensor_mesh`` before: it has the dimensions of both."""
         return joined_mesh(self.mesh, tensor_mesh)
 
     def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> DataParallelMesh:
-        """The same, below a root of these peers; for ``missing_factor`` see there."""
+        """A copy for use below a root with these peers; ``missing_factor``: see the attribute."""
         if self.peers is peers and self.missing_factor == missing_factor:
             return self
         fail_together([peers, *self.groups()])
@@ -263,10 +266,10 @@ class DataParallelMesh:
 
 
 def joined_mesh(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions of both, which are parts of one mesh; made once.
+    """Return a mesh with the dimensions of both, which must be parts of one mesh; made once.
 
     Raises:
-        RuntimeError: they are not.
+        RuntimeError: they are not parts of one mesh.
     """
     known = _joined.setdefault(mesh.get_group(mesh.ndim - 1), weakref.WeakValueDictionary())
     joined = known.get((mesh, tensor_mesh))
@@ -276,13 +279,13 @@ def joined_mesh(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
 
 
 def replicated_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """A mesh (replicate, shard) of the ranks of ``mesh``, of one dimension (by default all ranks), each of which is to
-    hold everything. No communication.
+    """Return a mesh (replicate, shard) over the ranks of ``mesh``, which has one dimension (default: all ranks), for
+    holding everything on every rank. No communication.
 
     Raises:
         RuntimeError, TypeError, ValueError: as ``check_mesh``; and the mesh has two dimensions.
     """
-    return _with_own_dimension(_checked(mesh, "replicate", 1, "of one dimension, all of which replicates"))
+    return _with_own_dimension(_checked(mesh, "replicate", 1, "with one dimension, over which to replicate"))
 
 
 def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -293,7 +296,7 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         TypeError: ``mesh`` is no ``DeviceMesh``.
         ValueError: ``mesh`` has more than two dimensions, or this rank is not in it.
     """
-    expected = "of one dimension, or of two, (replicate, shard)"
+    expected = "with one dimension, or with two, (replicate, shard)"
     return _checked(mesh, "fully_shard", 2, expected)
 
 
@@ -309,9 +312,9 @@ def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str
         raise TypeError(f"{caller}(mesh=...): expected a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
     if mesh.ndim > most_dims:
         raise ValueError(
-            f"{caller}(mesh=...): expected a mesh {expected}, got {mesh.ndim} "
-            f"dimensions {mesh.mesh_dim_names or ''} of shape {tuple(mesh.mesh.shape)}; pass the data-parallel ones "
-            "alone, for example mesh['shard'] or mesh['replicate', 'shard']"
+            f"{caller}(mesh=...): expected a mesh {expected}, got {mesh.ndim} dimensions {mesh.mesh_dim_names or ''} "
+            f"of shape {tuple(mesh.mesh.shape)}; pass only the data-parallel ones, for example mesh['shard'] or "
+            "mesh['replicate', 'shard']"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"{caller}(mesh=...): rank {dist.get_rank()} is not in the mesh {mesh}")
@@ -323,14 +326,13 @@ def data_parallel_mesh(
 ) -> DataParallelMesh:
     """Describe a mesh that was checked.
 
-    Ranks: all of the mesh and of ``tensor_meshes``, where these are not all ranks there are, or there is a
-    ``part_size``.
+    Ranks: all of the mesh and of ``tensor_meshes``, if these are not all ranks of the job or there is a ``part_size``.
 
     Args:
-        part_size: how many neighbours in the shard group hold the parameters together between forward and backward, a
-            factor of their number; ``None``: none do.
-        tensor_meshes: those that parameters of the group lie on already (tensor parallelism); all of them are parts of
-            the mesh that ``mesh`` is a part of.
+        part_size: how many adjacent ranks of the shard group keep the parameters sharded among themselves between
+            forward and backward; it divides the size of the shard group. ``None``: do not do that.
+        tensor_meshes: the meshes of parameters that are already DTensors (tensor parallelism); all of them are parts of
+            the same mesh as ``mesh``.
 
     Raises:
         ValueError: this machine has no device of the mesh, or none of the meshes contains the ranks of the others.
@@ -346,7 +348,8 @@ def data_parallel_mesh(
     return described
 
 
-# Groups of one mesh share one object, which then is in the caches. Weakly: models on it keep it.
+# Groups on one mesh share one object, which then stays in the CPU caches. Weak: the models on it keep it
+# alive.
 _described: weakref.WeakValueDictionary[tuple[object, ...], DataParallelMesh] = weakref.WeakValueDictionary()
 
 
@@ -387,7 +390,7 @@ def _describe(
 
 
 def _part_group(group: dist.ProcessGroup, size: int, is_simulated: bool) -> dist.ProcessGroup:
-    """The process group of ``size`` neighbours in ``group``."""
+    """The process group of the ``size`` adjacent ranks in ``group`` that include this one."""
     first = group.rank() // size * size
     ranks = dist.get_process_group_ranks(group)[first : first + size]
     return group_of_ranks(ranks, like=group, is_simulated=is_simulated)
@@ -401,9 +404,9 @@ def _widest(meshes: list[DeviceMesh]) -> DeviceMesh:
     for item in meshes:
         if not ranks.issuperset(item.mesh.flatten().tolist()):
             raise ValueError(
-                f"fully_shard(): parameters of one group are DTensors on the ranks {sorted(ranks)} and "
-                f"{sorted(item.mesh.flatten().tolist())} (data-parallel ones included): one of the meshes must contain "
-                "the others"
+                f"fully_shard(): the parameters of one group are DTensors on ranks {sorted(ranks)} and "
+                f"{sorted(item.mesh.flatten().tolist())} (data-parallel ranks included): one of the meshes must "
+                "contain the others"
             )
     return widest
 
@@ -414,12 +417,12 @@ def _transport(
     return Transport(group) if is_simulated else transport_of(group, device, peers)
 
 
-# By default process group: that of this rank alone.
+# The process group of this rank alone, by default process group.
 _alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def _with_own_dimension(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of one dimension with a second one, in which each rank is alone."""
+    """Return a mesh with one dimension plus a second one, in which each rank is alone."""
     groups, ranks = [mesh.get_group(0), _group_of_this_rank()], [[rank] for rank in mesh.mesh.tolist()]
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
@@ -428,17 +431,18 @@ def _group_of_this_rank() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "there are process groups"
     if world not in _alone or is_destroyed(_alone[world]):
+        # Local synchronization: the other ranks do not take part.
         _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return _alone[world]
 
 
 def mesh_of_this_rank(device_type: str) -> DeviceMesh:
-    """A mesh of one dimension, in which this rank is alone."""
+    """Return a mesh with one dimension, in which this rank is alone."""
     return DeviceMesh.from_group(_group_of_this_rank(), device_type, mesh_dim_names=("alone",))
 
 
 def default_mesh(mesh_dim_names: tuple[str] | None = None) -> DeviceMesh:
-    """All ranks, on the accelerator that the process group serves, else on the CPU."""
+    """Return a mesh of all ranks, on the accelerator that the process group serves, else on the CPU."""
     world, device_type = dist.group.WORLD, "cpu"
     assert world is not None, "the caller has checked"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -452,7 +456,7 @@ def default_mesh(mesh_dim_names: tuple[str] | None = None) -> DeviceMesh:
 
 
 def device_of_mesh(mesh: DeviceMesh) -> torch.device:
-    """Where shards of groups on ``mesh`` live.
+    """Return the device where shards of groups on ``mesh`` live.
 
     Raises:
         ValueError: this machine has no such device.
@@ -461,5 +465,5 @@ def device_of_mesh(mesh: DeviceMesh) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     if not torch.get_device_module(device_type).is_available():
-        raise ValueError(f"the device mesh given is on {device_type}, and this machine has no such device")
+        raise ValueError(f"the given device mesh is on {device_type}, but this machine has no such device")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

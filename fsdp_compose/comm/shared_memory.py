@@ -1,16 +1,17 @@
-"""Memory that the ranks of one machine share, for sums: it replaces messages through gloo.
+"""Memory that the ranks of one machine share: sums use it instead of messages through gloo.
 
-``comm/gloo`` is the only caller. A rank copies what it sends into memory of its own that the others can map, and sends
-a descriptor that says where it is; they read it there. A message would be copied into the kernel and out of it, piece
-by piece.
+``comm/gloo`` is the only caller. A rank copies what it sends into memory of its own that the other ranks can map, and
+sends a descriptor of where it is; they read it there. A message would instead be copied into the kernel and out again,
+piece by piece.
 
-Note [When memory is free again]. Others may read what a rank has sent until each of them has ended that collective. So
-each rank shows a number in a page of its own, up to which it has ended all. What was used for a later one is not used
-again yet; where no memory is free, there is more.
+Note [When memory is free again]. The other ranks may read what a rank has sent until each of them has ended that
+collective. So each rank publishes, in a page of its own, the number up to which it has ended all collectives. Memory
+used for a later one is not reused yet; if none is free, more is allocated.
 
-The memory has no name in a file system (``memfd``), and goes with the last process that maps it, however that ends. The
-others get it with the first note that tells of it. Ranks that are not on one machine, or in containers with networks of
-their own, find out when they introduce themselves."""
+The memory has no name in a file system (``memfd``) and vanishes with the last process that maps it, however that
+process ends. The other ranks receive it with the first note that mentions it. Ranks on different machines, or in
+containers with separate networks, find that out when they introduce themselves.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +29,28 @@ from datetime import timedelta
 
 import torch
 
-# ---- Short notes between two processes of one machine, by a local socket: in the place of messages through gloo.
+# ---- Short notes between two processes on one machine, over a local socket instead of messages through gloo.
 #
-# Each message of gloo's takes three on the way (both sides tell that they are ready), and while one thread writes, with
-# the lock of the connection, the thread that looks after connections spins. A note is one write and one read.
+# Each gloo message takes three trips (both sides announce that they are ready first). And while one thread writes,
+# holding the connection's lock, gloo's own thread spins. A note is one write and one read.
 #
-# A note may bring a file descriptor. The system keeps what was sent until it is read, also when the sender has ended.
-# Notes of several collectives may be under way, and are told apart by their tags.
+# A note may carry a file descriptor. The system keeps what was sent until it is read, even after the sender has ended.
+# Notes of several collectives may be in flight; tags tell them apart.
 
 
 _FORMAT = struct.Struct("=4q")
-_PERIOD = 0.2  # seconds between looks at whether waiting is of any use
+_PERIOD = 0.2  # seconds between checks whether waiting still makes sense
 
 Descriptor = tuple[int, int, int]
 Failure = Callable[[], str]
-"""Why nothing will come any more, as far as is known; empty if nothing is."""
+"""Return why nothing more will come, if that is known; else an empty string."""
 
 
 class Connection:
-    """The notes between this process and another one.
+    """The notes between this process and another.
 
     Attributes:
-        files: descriptors that notes have brought, by their first number.
+        files: file descriptors received with notes, by the first number of the note.
     """
 
     __slots__ = ("_arrived", "_poll", "_socket", "files")
@@ -62,7 +63,7 @@ class Connection:
         self.files: dict[int, int] = {}
 
     def try_to_send(self, tag: int, note: Descriptor, file: int = -1) -> bool:
-        """Whether there is room for it, and it is sent. ``file``: a descriptor, -1 for none.
+        """Send a note if there is room, and return whether it was sent. ``file``: a descriptor; -1 for none.
 
         Raises:
             RuntimeError: the other process has ended.
@@ -76,10 +77,10 @@ class Connection:
         return True
 
     def wait(self, tag: int, limit: timedelta, failure: Failure) -> Descriptor:
-        """The note of a tag, when it has arrived.
+        """Wait for the note with this tag, and return it.
 
         Raises:
-            RuntimeError: it has not.
+            RuntimeError: it did not arrive.
         """
         deadline = time.monotonic() + limit.total_seconds()
         while not (tag in self._arrived or (self.read() and tag in self._arrived)):
@@ -88,14 +89,14 @@ class Connection:
                 if message := failure():
                     raise RuntimeError(message)
                 if left <= 0:
-                    raise RuntimeError(f"the other rank did not come within {limit.total_seconds():g} s")
+                    raise RuntimeError(f"the other rank did not arrive within {limit.total_seconds():g} s")
         return self._arrived.pop(tag)
 
     def read(self) -> bool:
-        """Take in the notes that have arrived; whether there were any.
+        """Read the notes that have arrived, and return whether there were any.
 
         Raises:
-            RuntimeError: there is none, and the other process has ended.
+            RuntimeError: there are none, and the other process has ended.
         """
         for count in range(1 << 30):
             try:
@@ -121,10 +122,10 @@ class Connection:
 
 
 class Listener:
-    """Where the others find this process, until all have come.
+    """Where the other ranks find this process, until all of them have connected.
 
     Attributes:
-        number: a part of its address, which no one can guess: so whoever has it is on this machine, and was told.
+        number: the secret part of its address: whoever has it is on this machine and was told.
     """
 
     __slots__ = ("_listener", "number")
@@ -136,7 +137,7 @@ class Listener:
         self._listener.listen(128)
 
     def accept(self, limit: timedelta) -> tuple[int, Connection]:
-        """The next rank that has come, by ``connect``. Raises OSError."""
+        """Return the next rank that calls ``connect``, and the connection. Raises OSError."""
         self._listener.settimeout(limit.total_seconds())
         connected, _ = self._listener.accept()
         connected.settimeout(limit.total_seconds())
@@ -147,7 +148,7 @@ class Listener:
 
 
 def connect(number: int, rank: int) -> Connection:
-    """Come, as a rank, to the door of a number. Raises OSError if it is not on this machine."""
+    """Connect, as ``rank``, to the listener with this number. Raises OSError if it is not on this machine."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connected.connect(_address(number))
@@ -159,7 +160,7 @@ def connect(number: int, rank: int) -> Connection:
 
 
 def _address(number: int) -> str:
-    return f"\0fsdp_compose-{number:x}"  # of the zero: without a name in a file system
+    return f"\0fsdp_compose-{number:x}"  # the leading zero: an abstract address, without a name in a file system
 
 
 # ---- The memory
@@ -167,20 +168,20 @@ def _address(number: int) -> str:
 
 _ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
-_PAGE_TAG = 0  # of the first notes; tags of collectives are larger
-_ROOM_PERIOD = 1e-3  # seconds between looks at whether there is room for a note
+_PAGE_TAG = 0  # tag of the first notes; tags of collectives are larger
+_ROOM_PERIOD = 1e-3  # seconds between checks whether there is room for a note
 
 Sent = tuple[int, torch.Tensor]
-"""A rank, and what is sent to it."""
+"""A rank, and what to send to it."""
 
 
 class _Mapped:
-    """One piece of memory, of this rank's or of another's.
+    """One piece of shared memory, this rank's or another's.
 
     Attributes:
         bytes: all of it; ``words``: its beginning, as integers.
-        file: its descriptor, until all others have it; -1 from then on.
-        number: of the collective that it was used for last.
+        file: its descriptor until all other ranks have it, then -1.
+        number: the number of the collective that used it last.
     """
 
     __slots__ = ("__weakref__", "bytes", "file", "number", "words")
@@ -199,7 +200,7 @@ class _Mapped:
         return _Mapped(file)
 
     def close(self) -> None:
-        """It stays mapped."""
+        """Close the descriptor; the memory stays mapped."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
@@ -213,16 +214,16 @@ class _Mapped:
 
 
 class SharedMemory:
-    """What one rank of a process group shares with the others, all on one machine.
+    """The memory that one rank of a process group shares with the others, all on one machine.
 
-    Collectives have numbers that grow, the same on every rank.
+    Collectives have increasing numbers, the same on every rank.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._others = rank, [other for other in range(size) if other != rank]
         self._door: Listener | None = Listener()
         self._channels: dict[int, Connection] = {}
-        self._page = _Mapped.new(_PAGE)  # up to which number all is ended
+        self._page = _Mapped.new(_PAGE)  # publishes the number up to which all collectives are ended
         self._own: dict[int, _Mapped] = {}
         self._pages: list[_Mapped] = []
         self._theirs: dict[tuple[int, int], _Mapped] = {}
@@ -230,23 +231,23 @@ class SharedMemory:
         self._last = 0
         self._fence = threading.Lock()
 
-    # ---- at the beginning, in this order
+    # ---- Setup, in this order
 
     @staticmethod
     def of_this_rank(rank: int, size: int) -> SharedMemory | None:
-        """``None`` where the system has no such memory."""
+        """Return ``None`` if the system has no such memory."""
         with suppress(OSError, AttributeError):
             return SharedMemory(rank, size)
         return None
 
     @property
     def introduction(self) -> int:
-        """The number that lets the other ranks find this one."""
+        """The number by which the other ranks find this one."""
         assert self._door is not None
         return self._door.number
 
     def connect_to(self, introductions: Iterable[tuple[int, int]]) -> bool:
-        """Come to the ranks before this one that gave these numbers; whether all are on this machine."""
+        """Connect to all lower ranks, by the numbers they gave. Returns whether all ranks are on this host."""
         with suppress(OSError):
             for rank, number in introductions:
                 if rank < self._rank:
@@ -255,10 +256,10 @@ class SharedMemory:
         return False
 
     def begin(self, limit: timedelta, failure: Failure) -> None:
-        """All ranks have come to those before them.
+        """Accept the connections of all higher ranks, and exchange pages.
 
         Raises:
-            RuntimeError: and one of their processes has ended since.
+            RuntimeError: the process of another rank has ended.
         """
         assert self._door is not None
         try:
@@ -276,10 +277,10 @@ class SharedMemory:
             self._pages.append(_Mapped(channel.files.pop(0)))
             self._pages[-1].close()
 
-    # ---- in collectives
+    # ---- Collectives
 
     def put(self, number: int, tag: int, sent: Sequence[Sent], limit: timedelta, failure: Failure) -> None:
-        """Let all others read what is sent to them in the collective of a number, from now on; ``tag``: of the notes.
+        """Let each rank read what is sent to it in collective ``number``, from now on. ``tag``: the tag of the notes.
 
         Raises:
             RuntimeError: one of the processes has ended.
@@ -306,22 +307,22 @@ class SharedMemory:
         memory.close()
 
     def _send_later(self, rank: int, tag: int, note: Descriptor, file: int, deadline: float, failure: Failure) -> None:
-        """Wait for room, and take in meanwhile what the others send: they may wait for room too."""
+        """Wait for room, and read incoming notes meanwhile: the other ranks may be waiting for room too."""
         while not self._channels[rank].try_to_send(tag, note, file):
             for channel in self._channels.values():
                 channel.read()
             if message := failure():
                 raise RuntimeError(message)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {rank} takes in no notes")
+                raise RuntimeError(f"rank {rank} does not read its notes")
             time.sleep(_ROOM_PERIOD)
 
     def wait(self, tag: int, rank: int, limit: timedelta, failure: Failure) -> Descriptor:
-        """The note of a rank; see ``Channel.wait``."""
+        """Wait for the note of a rank; see ``Connection.wait``."""
         return self._channels[rank].wait(tag, limit, failure)
 
     def read(self, rank: int, note: Descriptor, dtype: torch.dtype) -> torch.Tensor:
-        """What a rank has put where its note says: until this collective is ended."""
+        """The elements that a rank's note refers to; valid until this collective is ended."""
         serial, start, nbytes = note
         memory, files = self._theirs.get((rank, serial)), self._channels[rank].files
         if memory is None:
@@ -330,7 +331,7 @@ class SharedMemory:
         return memory.bytes[start : start + nbytes].view(dtype)
 
     def end(self, number: int) -> None:
-        """This rank reads nothing more of what was sent in that collective."""
+        """Declare that this rank reads nothing more of what was sent in that collective."""
         if self._under_way.pop(number, 0) is None:
             ended = min(self._under_way, default=self._last + 1) - 1
             with self._fence:  # all reads come before the second one, on every processor
@@ -339,7 +340,8 @@ class SharedMemory:
                 self._page.words[0] = ended
 
     def _free(self, nbytes: int) -> tuple[int, _Mapped]:
-        """Memory of at least so many bytes that no rank reads, and its number."""
+        """Return memory of at least ``nbytes`` that no rank reads, with its number."""
+        # See Note [When memory is free again].
         ended = min(page.words[0] for page in self._pages)
         fitting = [item for item in self._own.items() if item[1].number <= ended and item[1].bytes.numel() >= nbytes]
         if fitting:

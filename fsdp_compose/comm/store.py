@@ -1,18 +1,20 @@
 """What ranks do through the key-value store: rendezvous, names that separate process groups, and records for errors.
 
 All of it is rare, bounded in time and independent of the collectives, so it still works when those hang. A rendezvous
-compares what each rank brings and ends the same way on every rank: all return, or all raise one error. It is used
+compares one payload per rank and ends the same way on every rank: all return, or all raise the same error. It is used
 where a collective would hang or pair wrongly: at the first forward, and after an interrupted iteration.
 
-Where all must bring the same they bring digests, and the long texts behind them stay where they are: if a digest
+If all payloads must be equal, ranks send digests, and the long texts behind them stay where they are: when a digest
 differs from the first rank's, the first rank asks that one rank for its text. The keys of a round::
 
-    open      the first rank has begun it                          payload/3   what rank 3 brings; it deletes it
-    verdict   how it ends, and which ranks were absent             details     what an asked rank tells; told: the error
+    open      the first rank has begun it                          payload/3   rank 3's payload; rank 3 deletes it
+    verdict   how it ends, and which ranks were absent             details     the text of an asked rank; told: the
+    error
 
-Cost: five operations for each rank but the first, and less than 300 bytes of keys and values. The first rank waits for,
-reads and judges one small value of each rank. It deletes the other keys in a later round: when all ranks have come to
-that, they have read those of the ones before."""
+Cost: five operations on each rank but the first, and less than 300 bytes of keys and values. The first rank waits for,
+reads and judges one small value per rank. It deletes the other keys in a later round: once all ranks have arrived at
+that one, they have read those of the rounds before.
+"""
 
 from __future__ import annotations
 
@@ -31,30 +33,31 @@ import torch.distributed as dist
 from .._torch import default_store, group_timeout
 from .failure import failure_of, give_up, gone
 
-# ---- The part of the key-value store that belongs to one initialisation of a process group.
+# ---- The part of the key-value store that belongs to one initialization of a process group.
 #
 # A store can outlive the processes that use it: ``torchrun --max-restarts`` starts new ones on the store of the dead
-# ones, and a program may destroy its process group and make another. What was written before then looks like an answer.
-# So everything that this package keeps in the store lies under a name that the ranks of a process group agree on when
-# they first meet, and that no other initialisation has.
+# ones, and a program may destroy its process group and make another. Whatever was written before that looks like an
+# answer. So this package keeps everything under a name that the ranks of a process group agree on when they first meet,
+# and that no other initialization has.
 #
-# How they agree, in a store in which any key may be an old one: every rank has a random token. The first rank puts its
-# own, the *challenge*, under a fixed key; the others answer it under keys that contain the challenge; the first rank
-# grants each answer under a key that contains the token it was answered with. Keys that contain a token of this
-# initialisation cannot be old, so the first rank counts fresh answers only, and a rank that has answered an old
-# challenge is not granted anything and answers again as soon as there is another. The challenge is the name.
+# How they agree, in a store where any key may be an old one: every rank has a random token. The first rank writes its
+# own, the *challenge*, under a fixed key. The others answer it under keys that contain the challenge. The first rank
+# grants each answer under a key that contains the answering rank's token. Keys that contain a token of this
+# initialization cannot be old. So the first rank counts only fresh answers, and a rank that has answered an old
+# challenge is granted nothing and answers again when a new challenge appears. The challenge is the name.
 #
-# Cost, once per process group: about ten operations a rank, however many ranks; all keys are deleted but the challenge.
+# Cost, once per process group: about ten operations per rank, however many ranks; all keys but the challenge are
+# deleted.
 
 
 _FIRST_CHALLENGE_LOOK, _RAREST_CHALLENGE_LOOK = 0.002, 0.5  # seconds between looks for a newer challenge
 
 Absence = Callable[[Sequence[int]], Exception]
-"""The error to raise when these ranks did not come."""
+"""Return the error to raise when these ranks did not arrive."""
 
 
 class Ranks(Protocol):
-    """Ranks that meet: a process group, or those that are to form one."""
+    """Ranks that meet: a process group, or the future members of one."""
 
     @property
     def group_name(self) -> str: ...
@@ -69,19 +72,20 @@ _tokens: weakref.WeakKeyDictionary[Ranks, str] = weakref.WeakKeyDictionary()
 
 
 def known_namespace(group: dist.ProcessGroup) -> dist.Store | None:
-    """The store in which only this initialisation of ``group`` writes; ``None`` before the ranks have agreed on it."""
+    """Return the store that only this initialization of ``group`` writes to; ``None`` before the ranks have agreed on
+    it."""
     return _namespaces.get(group)
 
 
 def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: timedelta, absence: Absence) -> dist.Store:
-    """The store in which only this initialisation of ``group`` writes. At the first call all ranks must come; a call
-    that failed may be made again.
+    """Return the store that only this initialization of ``group`` writes to. All ranks must make the first call; a call
+    that failed may be repeated.
 
     Args:
-        timeout: how long the first rank waits for the others; these wait for ``grace`` longer.
+        timeout: how long the first rank waits for the others; they wait ``grace`` longer.
 
     Raises:
-        Exception: what ``absence`` returns for the ranks that did not come.
+        Exception: the one that ``absence`` returns for the ranks that did not arrive.
     """
     namespace = _namespaces.get(group)
     if namespace is None:
@@ -91,7 +95,7 @@ def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: time
 
 
 def agree_on_name(ranks: Ranks, timeout: timedelta, grace: timedelta, absence: Absence) -> str:
-    """A name that ``ranks`` agree on, and that no earlier initialisation has used; otherwise as
+    """Return a name that ``ranks`` agree on and that no earlier initialization has used; otherwise like
     ``agree_on_namespace``."""
     base = f"fsdp_compose/{ranks.group_name}"
     store = dist.PrefixStore(f"{base}/challenge", default_store())
@@ -146,21 +150,22 @@ def _forget(store: dist.Store, challenge: str, rank: int) -> None:
 
 
 def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:
-    """Whether all ``keys`` were there in time."""
+    """Wait for ``keys``, and return whether all of them appeared in time."""
     try:
         store.wait(list(keys), timeout)
     except dist.DistNetworkError:
-        raise  # the process that holds the store is gone
+        raise  # the process that hosts the store is gone
     except RuntimeError:
         return False
     return True
 
 
-# ---- The last collective of every rank, for errors: on with ``FSDP_COMPOSE_DEBUG=1``, set on all ranks before the
-# first forward.
+# ---- The last collective of every rank, for errors: enabled by ``FSDP_COMPOSE_DEBUG=1`` on all ranks before the first
+# forward.
 #
-# Each collective is then noted in the key-value store before it is issued: one round trip to the store. So an error can
-# tell what every rank was at, also a rank that hangs or is gone. When it is off none of this code runs.
+# Each collective is then recorded in the key-value store before it is issued, at the cost of one round trip to the
+# store. An error can then say what every rank was doing, even one that hangs or is gone. When it is off, none of this
+# code runs.
 
 
 DEBUG_ENV = "FSDP_COMPOSE_DEBUG"
@@ -173,14 +178,14 @@ def is_on() -> bool:
 
 
 def note(group: dist.ProcessGroup, what: str) -> None:
-    """This rank is about to issue a collective on ``group``; ``what``: it, as text."""
+    """Record that this rank is about to issue a collective on ``group``; ``what`` describes it."""
     store = _store(group)
     if store is not None:
         store.set(str(group.rank()), what)
 
 
 def last_of_every_rank(group: dist.ProcessGroup) -> str:
-    """The last collective that each rank has entered, as the end of an error; empty when records are off."""
+    """The last collective that each rank has entered, as the end of an error message; empty when recording is off."""
     if not is_on():
         return ""
     store = _store(group)
@@ -192,7 +197,7 @@ def last_of_every_rank(group: dist.ProcessGroup) -> str:
             for rank in range(min(group.size(), _MAX_RANKS))
         ]
     except dist.DistNetworkError:
-        return ""  # the process that held the store is gone
+        return ""  # the process that hosted the store is gone
     return f"\nThe last collective of each rank ({DEBUG_ENV}=1):\n" + "\n".join(lines)
 
 
@@ -205,10 +210,10 @@ def _store(group: dist.ProcessGroup) -> dist.Store | None:
 
 
 TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
-RECOVERY_TIMEOUT = timedelta(seconds=60)  # of ranks that were all interrupted
-_BROKEN_TIMEOUT = timedelta(seconds=5)  # where a rank is known to be dead or stuck, and the others hear of it at once
+RECOVERY_TIMEOUT = timedelta(seconds=60)  # after all ranks were interrupted
+_BROKEN_TIMEOUT = timedelta(seconds=5)  # once a rank is known to be dead or stuck: the others notice at once
 _GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
-_FIRST_LOOK, _RAREST_LOOK = 5.0, 60.0  # seconds of waiting between looks whether ranks have died
+_FIRST_LOOK, _RAREST_LOOK = 5.0, 60.0  # seconds of waiting between checks whether ranks have died
 _NO_GRACE = timedelta(0)
 _MOST_NAMED = 32  # ranks that an error lists
 _DIGEST_LENGTH = 64
@@ -218,9 +223,9 @@ class _RankGone(RuntimeError):
     pass
 
 
-# The number of the next round for each purpose, as far as this rank knows: part of the keys.
+# The number of the next round for each purpose, as far as this rank knows; part of the keys.
 _next_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-# The keys of rounds that are over, by purpose: on the first rank.
+# The keys of finished rounds, by purpose; on the first rank.
 _Leftovers = dict[str, list["_Round"]]
 _leftovers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Leftovers] = weakref.WeakKeyDictionary()
 
@@ -236,26 +241,27 @@ def meet(
     timeout: timedelta | None = None,
     aside: str = "",
 ) -> str:
-    """Bring ``payload`` to a rendezvous of all ranks of ``group`` and return its verdict, the same on every rank.
+    """Send ``payload`` to a rendezvous of all ranks of ``group`` and return the verdict, which is the same on every
+    rank.
 
     Every rank of ``group`` must call it, for the same ``purpose``. The first rank opens a round, waits for the others
-    and judges it. A round that failed stays closed: ranks that try again, and those that come late, meet in the next.
+    and judges it. A failed round stays closed: ranks that try again, and late ranks, meet in the next one.
 
     Args:
-        payload: a short text. Where ``explain`` is given, all ranks must bring the same; of a long one, a digest goes.
-        judge: called on the first rank with every rank's payload, or aside if there is one; its text is the verdict.
-        details: a long text, which leaves the rank only when ``explain`` is given and its payload is the first that
-            differs from the first rank's.
+        payload: a short text. With ``explain``, all ranks must send the same; a long one is sent as a digest.
+        judge: called on the first rank with every rank's payload (or aside, if there is one); returns the verdict.
+        details: a long text. It is sent only if ``explain`` is given and this rank's payload is the first that differs
+            from the first rank's.
         explain: called on the first rank with (rank, its own details, that rank's details) for the first rank whose
-            payload differs; its text replaces the verdict and is raised.
-        where: what the message about absent ranks adds to ``purpose``.
-        timeout: how long to wait, where ``FSDP_COMPOSE_TIMEOUT`` does not say it and a collective of the group has not
-            failed before; default: the timeout of the group.
-        aside: a line that ``judge`` is to see and that may differ from rank to rank; on all ranks or on none.
+            payload differs; every rank raises the text it returns.
+        where: added to ``purpose`` in the message about absent ranks.
+        timeout: how long to wait, unless ``FSDP_COMPOSE_TIMEOUT`` is set or a collective of the group has failed
+            before; default: the timeout of the group.
+        aside: one line for ``judge`` that may differ between ranks; given on all ranks or on none.
 
     Raises:
-        RuntimeError: on every rank that came: some rank did not within the time, naming the call and the absent ranks;
-            what ``explain`` said; or the store is gone.
+        RuntimeError: on every rank that arrived: some rank did not arrive in time (the message names the call and the
+            absent ranks); ``explain`` returned a text; or the store is gone.
     """
     if explain is not None and len(payload) > _DIGEST_LENGTH:
         payload = hashlib.sha256(payload.encode()).hexdigest()
@@ -267,13 +273,13 @@ def meet(
         raise RuntimeError(str(error)) from None
     except dist.DistNetworkError as error:
         raise RuntimeError(
-            f"{purpose}{where}: the key-value store cannot be reached: the process that holds it (torchrun, or that of "
-            f"the first rank) has died. Restart the processes from a checkpoint. {error}"
+            f"{purpose}{where}: the key-value store cannot be reached: the process that hosts it (torchrun, or the "
+            f"first rank's) has died. Restart the processes from a checkpoint. {error}"
         ) from error
 
 
 class _Waits:
-    """Who meets, what for, and how long ranks wait for each other."""
+    """Which ranks meet, for what purpose, and how long they wait for each other."""
 
     def __init__(self, group: dist.ProcessGroup, purpose: str, where: str, timeout: timedelta) -> None:
         self.group, self.purpose, self.timeout = group, purpose, timeout
@@ -282,10 +288,10 @@ class _Waits:
     def wait(
         self, store: dist.Store, keys: Sequence[str], awaited: Callable[[], Sequence[int]], grace: timedelta = _NO_GRACE
     ) -> None:
-        """Wait for keys, and look now and then, less and less often, whether an awaited rank has died.
+        """Wait for keys, checking less and less often whether an awaited rank has died.
 
         Raises:
-            RuntimeError: they did not come in time.
+            RuntimeError: they did not appear in time.
             _RankGone: a rank has died.
         """
         deadline, look = time.monotonic() + (self.timeout + grace).total_seconds(), _FIRST_LOOK
@@ -302,7 +308,7 @@ class _Waits:
 
 
 class _Round(NamedTuple):
-    """One round for a purpose: its keys. ``store``: that of the purpose."""
+    """The keys of one round. ``store``: that of its purpose."""
 
     store: dist.Store
     number: int
@@ -360,7 +366,7 @@ def _meet(
 
 
 def _attend(waits: _Waits, this: _Round, payload: str, details: str) -> tuple[str, str]:
-    """The part of the ranks but the first; how the round ends."""
+    """Take part in a round as any rank but the first; return how it ends."""
     store, rank = this.store, waits.group.rank()
     store.set(this.payload(rank), payload)
     waits.wait(store, [this.verdict], lambda: [0], _GRACE)
@@ -378,7 +384,7 @@ def _attend(waits: _Waits, this: _Round, payload: str, details: str) -> tuple[st
 
 
 def own_store(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None) -> dist.Store:
-    """The store in which only this initialisation of ``group`` writes. At the first call every rank must come."""
+    """Return the store that only this initialization of ``group`` writes to. Every rank must make the first call."""
     timeout = timeout or _timeout(group, None)
 
     def error(absent: Sequence[int]) -> RuntimeError:
@@ -395,7 +401,7 @@ def _preside(
     details: str,
     explain: Callable[[int, str, str], str] | None,
 ) -> tuple[str, str]:
-    """The first rank's part; how the round ends."""
+    """Lead a round as the first rank; return how it ends."""
     store, group = this.store, waits.group
     keys = [this.payload(rank) for rank in range(1, group.size())]
 
@@ -411,7 +417,7 @@ def _preside(
         kind, text = "gone" if isinstance(error, _RankGone) else "error", str(error)
         missing = ",".join(map(str, absent()))
     else:
-        _tidy(group, waits.purpose)  # all ranks have come: none asks for an earlier round
+        _tidy(group, waits.purpose)  # all ranks have arrived: none asks for an earlier round
         brought = [payload, *(item.decode() for item in (store.multi_get(keys) if keys else []))]
         differing = _first_differing(brought) if explain is not None else None
         if explain is not None and differing is not None:
@@ -432,7 +438,7 @@ def _first_differing(brought: Sequence[str]) -> int | None:
 def _ask(
     waits: _Waits, this: _Round, rank: int, details: str, explain: Callable[[int, str, str], str]
 ) -> tuple[str, str]:
-    """Ask a rank for its details, tell all ranks what follows from them, and return it."""
+    """Ask a rank for its details, explain the difference to all ranks, and return the explanation."""
     store = this.store
     store.set(this.verdict, f"tell::{rank}")
     kind = "error"
@@ -447,8 +453,8 @@ def _ask(
 
 
 def _tidy(group: dist.ProcessGroup, purpose: str) -> None:
-    """Delete the keys of rounds that no rank can ask for, now that all ranks have come to one. Those of a round to
-    which some did not come stay until all come for the same purpose: these ranks count on from there."""
+    """Delete the keys of rounds that no rank can ask for any more, now that all ranks have arrived at one. The keys of
+    a round that some ranks missed stay until all meet for the same purpose: those ranks count on from there."""
     known = _leftovers.get(group, {})
     for this in (*known.pop("", []), *known.pop(purpose, [])):
         this.delete()
@@ -459,18 +465,17 @@ def _is_gone(group: dist.ProcessGroup, purpose: str, awaited: Callable[[], Seque
     if not dead:
         return ""
     return (
-        f"{purpose}: rank(s) {_listed(dead)} have died, or have given up because others did: their "
-        f"connections are closed, and they did not come to the rendezvous of {group.size()} ranks. Restart the "
-        f"processes from a checkpoint{last_of_every_rank(group)}"
+        f"{purpose}: rank(s) {_listed(dead)} have died, or gave up because other ranks did: their connections are "
+        f"closed, and they did not arrive at the rendezvous of {group.size()} ranks. Restart the processes from a "
+        f"checkpoint{last_of_every_rank(group)}"
     )
 
 
 def _absence(absent: Sequence[int], group: dist.ProcessGroup, purpose: str, timeout: timedelta) -> str:
     return (
-        f"{purpose}: rank(s) {_listed(absent)} did not come to the rendezvous of {group.size()} ranks "
-        f"within {timeout.total_seconds():g} s. Every rank must make this call; a rank that is missing has died, "
-        f"hangs in a collective, or took another path (set {TIMEOUT_ENV} to wait longer or shorter)"
-        f"{last_of_every_rank(group)}"
+        f"{purpose}: rank(s) {_listed(absent)} did not arrive at the rendezvous of {group.size()} ranks within "
+        f"{timeout.total_seconds():g} s. Every rank must make this call; a missing rank has died, hangs in a "
+        f"collective, or took another path (set {TIMEOUT_ENV} to wait longer or shorter){last_of_every_rank(group)}"
     )
 
 
@@ -489,7 +494,7 @@ def _timeout(group: dist.ProcessGroup, default: timedelta | None) -> timedelta:
 
 
 def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[int, Any, Any] | None:
-    """The first place where two sequences differ, with both values (``None`` past an end)."""
+    """The first position where two sequences differ, with both values (``None`` past an end)."""
     for i in range(max(len(ours), len(theirs))):
         a = ours[i] if i < len(ours) else None
         b = theirs[i] if i < len(theirs) else None

@@ -1,9 +1,10 @@
-"""How flat tensors move between the ranks of a process group: each collective is spelled here, once.
+"""How flat tensors move between the ranks of a process group: each collective is written here, once.
 
 A ``Transport`` belongs to one process group and serves the groups on it; ``FlatParamHandle.change_transports`` gives a
 group another one. A transport only issues: its caller chooses the stream, waits, and reports failures. This file also
-has the labels by which errors and schedules name a collective, the conversion of elements that a backend cannot
-carry, and a transport that records what goes through another one."""
+holds the labels by which errors and schedules name a collective, the conversion of elements that a backend cannot
+carry, and a transport that records what passes through another one.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from .._torch import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, group_device_types
 
-# ---- What collectives are, and what they are for, as errors and schedules name them.
+# ---- Kinds of collectives, and labels for what they carry, as errors and schedules print them.
 
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD, INTRODUCTION, ROUND = KINDS = (
@@ -31,20 +32,20 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, SECOND_HALF, MESSAGES, BACKWARD, FORWARD
     "introduction before the first long sum",
     "round about optional groups",
 )
-GATHER = "gather"  # of unequal parts, or to one rank: by several of these, or by calls of torch.distributed
+GATHER = "gather"  # of unequal parts, or to one rank: several of these collectives, or calls of torch.distributed
 
 
 class Work(Protocol):
     """A collective in flight."""
 
     def wait(self) -> Any:
-        """Let what follows, on the present stream, see the result. After an interruption it may be called again."""
+        """Make the result visible to later work on the current stream. May be called again after an interruption."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """How a group's parameters are called in the root. In the group, names begin with the number of the module, where
-    it has several.
+    """Turns the names of a group's parameters into names in the root. If the group has several modules, its own names
+    begin with the number of the module.
 
     Attributes:
         modules: the names of the group's modules in the root.
@@ -67,10 +68,10 @@ IN_GROUP = Names(("",))  # before a root is known
 
 
 class Label:
-    """What collectives are for: some parameters.
+    """The parameters that collectives are for.
 
     Attributes:
-        names: how they are called.
+        names: turns their names in the group into names in the root.
         whole_group: the name of their group, if they are all of its parameters; else empty.
         text: the label in messages: the group's name, if they are all of its parameters and several.
     """
@@ -87,7 +88,7 @@ class Label:
         self.text = whole_group if whole_group and len(self._fqns) > 1 else self._parameters()
 
     def of(self, indices: Sequence[int]) -> Label:
-        """For some of them."""
+        """A label for some of the parameters."""
         return Label([self._fqns[i] for i in indices], self.names)
 
     @property
@@ -103,20 +104,20 @@ class Label:
         return self.text
 
 
-# ---- How elements travel between ranks.
+# ---- Conversion of elements for transport
 
 
-# gloo does not know them.
+# unknown to gloo
 _AS_BYTES = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
-# Every backend knows them.
+# known to every backend
 PLAIN = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64})
 
 
 def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a dtype that every backend can gather, and reduce unless they are integers (complex numbers
-    travel as pairs)."""
+    """A view of the same memory, in a dtype that every backend can gather, and can reduce unless it holds integers
+    (complex numbers travel as pairs)."""
     if tensor.dtype.is_complex:
         return torch.view_as_real(tensor).view(-1)
     if tensor.dtype.itemsize == 1 or tensor.dtype in _AS_BYTES:
@@ -125,8 +126,8 @@ def as_transferable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a tensor on ``device`` must be for the collectives of ``group``: for host memory it may have no backend
-    (NCCL alone)."""
+    """The device where a tensor on ``device`` must be for collectives of ``group``, which may have no backend for host
+    memory (NCCL alone)."""
     if device.type != "cpu":
         return device
     types = group_device_types(group)
@@ -139,20 +140,20 @@ def device_for(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 # ---- The transport
 
 
-_LONG_BYTES = 1 << 20  # of one rank's part: copies of all parts would take more than a broadcast for each
+_LONG_BYTES = 1 << 20  # of one rank's part: above this, copying padded parts costs more than one broadcast per part
 
 Range = tuple[int, int]
-"""The elements from the first number to before the second."""
+"""Elements from the first number up to, but not including, the second."""
 
 
 class Transport:
     """The collectives of the process group itself.
 
-    Tensors are 1-D, contiguous, and on one device. Ranks: each method is called by all ranks of the process group, in
-    one order. ``label`` says what for.
+    Tensors are 1-D, contiguous, and on one device. Ranks: all ranks of the process group call each method, in the same
+    order. ``label`` names the parameters that a collective is for.
 
     Attributes:
-        name: compared at the first forward: the same on every rank.
+        name: compared at the first forward: it must be the same on every rank.
         group: the process group.
     """
 
@@ -163,11 +164,11 @@ class Transport:
 
     @property
     def unrecorded(self) -> Transport:
-        """This one, or what it records."""
+        """This transport, or the one that it records."""
         return self
 
     def among(self, peers: dist.ProcessGroup) -> Transport:
-        """The same, for ranks that do the same together with all of ``peers``."""
+        """A transport for the same process group whose ranks work in lockstep with all of ``peers``."""
         return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
@@ -178,14 +179,14 @@ class Transport:
         return self.group._allgather_base(whole, shard, _ALL_GATHER)
 
     def prepared_all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Callable[[], Work]:
-        """What issues ``all_gather`` with these arguments, again and again."""
+        """Return a function that issues ``all_gather`` with these arguments each time it is called."""
         if type(self) is not Transport:
             return partial(self.all_gather, whole, shard, label)
         return partial(self.group._allgather_base, as_transferable(whole), as_transferable(shard), _ALL_GATHER)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        """Fill ``shard`` with this rank's part of the sum, or average, of what each rank has in ``whole``; it may be
-        its part of ``whole``, which may be overwritten."""
+        """Fill ``shard`` with this rank's part of the sum, or average, of ``whole`` over the ranks. ``shard`` may be
+        this rank's part of ``whole``, and ``whole`` may be overwritten."""
         options = _AVERAGE if is_average else _SUM
         if whole.dtype not in PLAIN:
             whole, shard = as_transferable(whole), as_transferable(shard)
@@ -202,10 +203,10 @@ class Transport:
         """Fill ``whole`` with the parts of all ranks, and wait for it.
 
         Args:
-            whole: ``None`` where it is not wanted.
+            whole: ``None`` on a rank that does not want it.
             part: this rank's elements.
-            ranges: where the part of each rank is in ``whole``; they may be unequal.
-            is_everywhere: all ranks want it, else the first one alone.
+            ranges: the position of each rank's part in ``whole``; parts may have unequal lengths.
+            is_everywhere: all ranks want it, rather than only the first.
         """
         lengths = {stop - start for start, stop in ranges}
         if lengths == {0}:
@@ -224,13 +225,13 @@ class Transport:
             dist.gather(as_transferable(part.resolve_conj()), parts, group=self.group, group_dst=0)
 
     def skip(self, nbytes: int, label: Label) -> None:
-        """Ranks of other process groups of the mesh gather ``nbytes``, and those of this one do not."""
+        """Called when ranks of other process groups of the mesh gather ``nbytes`` and those of this one do not."""
 
     def _gather_uneven(self, whole: torch.Tensor, part: torch.Tensor, ranges: Sequence[Range], label: Label) -> None:
         owners = [rank for rank, (start, stop) in enumerate(ranges) if stop > start]
         longest = max(stop - start for start, stop in ranges)
         if 2 * len(owners) <= len(ranges) or longest * part.element_size() >= _LONG_BYTES:
-            # Few ranks hold anything, or there is much to send: parts go straight to where they belong.
+            # Few ranks hold anything, or there is much to send: broadcast each part straight to its place.
             whole[slice(*ranges[self.group.rank()])] = part
             works = [
                 dist.broadcast(
@@ -250,7 +251,7 @@ class Transport:
             whole[start:stop] = everything[rank * longest : rank * longest + stop - start]
 
     def _gather_uneven_on_first(self, whole: torch.Tensor | None, part: torch.Tensor, ranges: Sequence[Range]) -> None:
-        """By messages: what is sent arrives where it belongs."""
+        """With point-to-point messages, which arrive at their final place."""
         if whole is None:
             messages = [dist.P2POp(dist.isend, as_transferable(part), group=self.group, group_peer=0)]
         else:
@@ -288,7 +289,7 @@ _ALL_AVERAGE = _all_reduce_options(dist.ReduceOp.AVG)
 _ALL_SUM = _all_reduce_options(dist.ReduceOp.SUM)
 
 
-# ---- A transport that notes what goes through another one: what a schedule is, for debugging and for tests.
+# ---- A transport that records what passes through another one, for debugging and for tests.
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,11 +297,11 @@ class Collective:
     """One collective.
 
     Attributes:
-        kind: see ``Label``.
+        kind: one of ``KINDS``, or ``GATHER``.
         label: the parameters that it is for.
         numel, dtype: of the whole tensor, which each rank has before or after it.
-        num_ranks: among how many ranks.
-        place: of a gather, the ranks that get the whole tensor, in words.
+        num_ranks: how many ranks take part.
+        place: for a gather, which ranks get the whole tensor, in words.
     """
 
     kind: str
@@ -312,7 +313,7 @@ class Collective:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Bytes of the whole tensor."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -323,27 +324,28 @@ class Collective:
 
 
 class CollectiveNotes(Protocol):
-    """Hears of each collective, in this order; of one that fails, not to the end."""
+    """Receives these calls for each collective, in this order; if the collective fails, the later ones are missing."""
 
     def issue(self, collective: Collective) -> None:
-        """It is about to be issued: what raises here leaves nothing under way."""
+        """It is about to be issued; an exception raised here leaves nothing in flight."""
 
     def under_way(self, collective: Collective, work: Work) -> None:
-        """It was issued, on the present stream."""
+        """It was issued, on the current stream."""
 
     def wait(self, collective: Collective) -> None:
-        """Its result is about to be waited for, on the present stream."""
+        """Its result is about to be waited for, on the current stream."""
 
     def done(self, collective: Collective) -> None:
-        """What follows sees the result."""
+        """Later work sees the result."""
 
 
 class Recorder(Transport):
-    """Does all by ``inner``, and notes each collective when it is issued and when its result is waited for.
+    """Delegates everything to ``inner``, and reports each collective when it is issued and when its result is waited
+    for.
 
     Args:
         inner: a transport.
-        notes: hears of them.
+        notes: receives the reports.
 
     Attributes:
         inner: as given.

@@ -1,4 +1,5 @@
-"""One flat parameter: its layout, its shard, the unsharded buffer, its gradient and their reduction; knows no module.
+"""One flat parameter: its layout, its shard, the unsharded buffer, its gradient and reductions; nothing here knows
+about modules.
 
 ``FlatParamHandle`` (``flat_param``) builds and holds the parts. ``Communicator`` (``collectives``) moves them between
 ranks when the runtime asks for it. Read ``layout`` first, then ``flat_param``, ``unsharded`` and ``gradient``.

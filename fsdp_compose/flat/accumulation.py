@@ -1,15 +1,16 @@
-"""Gradients on their way to a reduction: what the running backward has brought, and what earlier ones have accumulated.
+"""Gradients on their way to a reduction: those of the running backward, and those accumulated by earlier ones.
 
-``PendingGradients`` holds what backwards bring until a reduction takes it. ``Accumulation`` holds gradients that are
-not reduced over all data ranks yet, in the reduce dtype, on every rank by itself. Both are owned by a
-``FlatParamHandle``; ``Communicator`` takes from them.
+``PendingGradients`` holds what backwards produce until a reduction takes it. ``Accumulation`` holds gradients that are
+not yet reduced over all data ranks; each rank has its own, in the reduce dtype. A ``FlatParamHandle`` owns both, and
+``Communicator`` takes from them.
 
-What backwards without gradient sync (``no_sync``) accumulate is unsharded; what backwards accumulate that leave out the
-replicas' average (``set_requires_all_reduce``) is scattered. An ``Accumulation`` lasts from the first such backward to
-the next one that reduces over all: the unsharded buffer becomes the input of its reduce-scatter, what was scattered is
-added to the result. Meanwhile the sharded parameters show an ``UnreducedGradient``, which raises whenever it is read:
-no rank knows the gradient yet. And because it stands in ``.grad``, ``zero_grad()`` is noticed, and drops what was
-accumulated."""
+Backwards without gradient sync (``no_sync``) accumulate unsharded gradients. Backwards that leave out the average over
+replicas (``set_requires_all_reduce``) accumulate scattered ones. An ``Accumulation`` lasts from the first such backward
+to the next one that reduces over all ranks: then the unsharded sum becomes the input of the reduce-scatter, and the
+scattered sum is added to its result. Until then, the sharded parameters show an ``UnreducedGradient``, which raises
+whenever it is read, because no rank knows the gradient yet. It stands in ``.grad``, so ``zero_grad()`` is noticed, and
+drops what was accumulated.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +34,18 @@ from .tensor_parallel import AddUp, TensorParallel
 class UnreducedGradient(RaggedDTensor):
     """The tensor in ``.grad`` of a sharded parameter after a backward without gradient sync.
 
-    It has the shape, dtype and placement of the gradient and no elements. ``zero_()`` and dropping it work, as
-    ``zero_grad()`` does either, and so does adding to it, as autograd does with terms of the loss on the parameter
-    itself; everything else raises.
+    It has the shape, dtype and placement of the gradient, but no elements. You can call ``zero_()`` on it or drop it,
+    since ``zero_grad()`` does one of the two. Autograd can add to it, as it does for loss terms computed from the
+    parameter itself. Everything else raises.
     """
 
-    hidden: torch.Tensor | None  # what ``.grad`` was before, and what was added since
+    hidden: torch.Tensor | None  # what ``.grad`` was before, plus what was added since
     _name: str
     _zero: Callable[[], None]
 
     @staticmethod
     def of(parameter: nn.Parameter, mesh: DeviceMesh, name: str, zero: Callable[[], None]) -> UnreducedGradient:
-        """``zero``: called when the user zeroes it in place."""
+        """Make one for a parameter. ``zero``: called when the user zeroes it in place."""
         if isinstance(parameter, DTensor):
             spec = dtensor_spec(parameter)
         else:
@@ -88,12 +89,12 @@ class UnreducedGradient(RaggedDTensor):
             self.refuse("add_() of another shape")
 
     def refuse(self, what: str, *_: Any, **__: Any) -> Any:
-        """Raise, the same on every rank."""
+        """Raise the error, which is the same on every rank."""
         raise RuntimeError(
             f"{what}: the gradient of {self._name} has not been reduced: its last backward ran without gradient sync "
-            "(no_sync(), set_requires_gradient_sync(False), or set_requires_all_reduce(False)), so every rank holds a "
-            "part of it, unsharded or of one replica. Run the last backward of an accumulation with gradient sync, and "
-            "clip and step after it; zero_grad() drops what was accumulated"
+            "(no_sync(), set_requires_gradient_sync(False), or set_requires_all_reduce(False)), so each rank holds "
+            "only its own part, unsharded or for one replica. Run the last backward of an accumulation with gradient "
+            "sync, and clip and step after it; zero_grad() drops what was accumulated"
         )
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
@@ -119,12 +120,12 @@ class UnreducedGradient(RaggedDTensor):
 
 
 def behind(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Of a gradient that ``.grad`` shows, what is reduced already."""
+    """The reduced part of a gradient that ``.grad`` shows."""
     return gradient.hidden if isinstance(gradient, UnreducedGradient) else gradient
 
 
 def put_behind(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Make ``gradient`` what is reduced already of that of a parameter."""
+    """Make ``gradient`` the reduced part of a parameter's gradient."""
     if isinstance(parameter.grad, UnreducedGradient):
         parameter.grad.hidden = gradient
     else:
@@ -135,14 +136,14 @@ def _flatten(items: Sequence[Any]) -> list[Any]:
     return [leaf for item in items for leaf in (_flatten(item) if isinstance(item, (list, tuple)) else [item])]
 
 
-# Accumulations that wait for a reduction; while there is one, gradients are looked at before they are used.
+# Accumulations that wait for a reduction; while there are any, gradients are checked before they are used.
 waiting: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
 
 def refuse_unreduced(what: str, params: Iterable[torch.Tensor]) -> None:
-    """Raise if the gradient of a parameter was not reduced: before ``what`` changes anything (optimizers decay weights
-    before they read the gradient). What was dropped from a flat view, or from all sharded parameters of one, is
-    dropped."""
+    """Raise if the gradient of a parameter is not reduced, before ``what`` changes anything (optimizers decay weights
+    before they read gradients). If the user dropped the gradient of a flat view, or of all sharded parameters in one,
+    drops what was accumulated."""
     for accumulation in [*waiting]:
         accumulation.follow_zero_grad()
         accumulation.show()
@@ -185,26 +186,26 @@ class Accumulation:
         waiting.add(self)
 
     def shows_at(self, parameter: nn.Parameter, sharded_params: range) -> None:
-        """``parameter`` stands for several of the sharded parameters, too: its gradient is theirs."""
+        """Note that ``parameter`` also stands for several of the sharded parameters: its gradient is theirs."""
         self._places.append(_Place(parameter, sharded_params))
 
     def begin(self, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-        """There is memory for backwards without gradient sync: zeros, of the flat parameter's length, and views of it,
-        with the parameters' shapes."""
+        """Allocate memory for backwards without gradient sync: zeros, as long as the flat parameter, with views in the
+        parameters' shapes."""
         self.flat, self._views = flat, views
 
     def keep_scattered(self, scattered: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-        """``views``: with the shapes of the local shards."""
+        """Keep a scattered sum. ``views``: views of it, in the shapes of the local shards."""
         self.scattered, self._local_views = scattered, views
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients that one backward has left on the unsharded parameters."""
+        """Add the gradients that a backward has left on the unsharded parameters."""
         present = [(view, grad) for view, grad in zip(self._views, grads, strict=True) if grad is not None]
         if present:
             foreach_add_([view for view, _ in present], [grad for _, grad in present])
 
     def show(self) -> None:
-        """Let every parameter that has contributed, on any rank, say so."""
+        """Show an ``UnreducedGradient`` on every parameter that has contributed, on any rank."""
         reference = weakref.ref(self)
         for place in self._places:
             if place.shown is None and any(self.is_used[i] for i in place.sharded_params):
@@ -213,7 +214,7 @@ class Accumulation:
                 place.parameter.grad = place.shown
 
     def follow_zero_grad(self) -> bool:
-        """Put back what was shown before, and forget the parameters whose gradients the user has dropped.
+        """Put back what ``.grad`` was before, and forget the parameters whose gradients the user has dropped.
 
         Returns:
             Whether anything is left.
@@ -232,7 +233,7 @@ class Accumulation:
         return any(self.is_used)
 
     def zero(self, place: _Place) -> None:
-        """The user has zeroed a gradient in place."""
+        """Handle a gradient that the user has zeroed in place."""
         for i in place.sharded_params:
             self._zero(i)
         if place.shown is not None and place.shown.hidden is not None:
@@ -245,7 +246,7 @@ class Accumulation:
 
 
 class _Place:
-    """A parameter that shows the gradient of one sharded parameter, or of several neighbours."""
+    """A parameter that shows the gradient of one sharded parameter, or of several adjacent ones."""
 
     __slots__ = ("__weakref__", "parameter", "sharded_params", "shown")
 
@@ -255,7 +256,7 @@ class _Place:
 
 
 def _zero_of(reference: weakref.ref[Accumulation], place: _Place) -> Callable[[], None]:
-    """Refers weakly: the parameters hold their gradients, and must be freed without the garbage collector."""
+    """Holds weak references: parameters hold their gradients, and must be freed without the garbage collector."""
     first = weakref.ref(place)
 
     def zero() -> None:
@@ -266,7 +267,7 @@ def _zero_of(reference: weakref.ref[Accumulation], place: _Place) -> Callable[[]
     return zero
 
 
-# ---- The gradients that backwards have brought to one flat parameter, until a reduction takes them.
+# ---- The gradients that backwards have produced for one flat parameter, until a reduction takes them
 
 
 _grad = attrgetter("grad")
@@ -280,18 +281,18 @@ def _take(params: Sequence[nn.Parameter]) -> list[Any]:
 
 
 class PendingGradients:
-    """What this rank has to bring to the next reduction of one flat parameter.
+    """What this rank contributes to the next reduction of one flat parameter.
 
     Attributes:
-        dtype: to reduce in; ``options``: how; ``reduction``: through which memory, once there was one.
+        dtype: the dtype to reduce in; ``options``: how to reduce; ``reduction``: made by the first one.
         is_used: for each parameter, 1 if it has contributed to the gradient that is reduced next; a part of the
             control exchange's memory, which all ranks combine.
         is_trainable: some parameter requires grad, as far as is known.
-        accumulation: the gradients of backwards without gradient sync, or without the replicas' average.
+        accumulation: the gradients of backwards without gradient sync, or without the average over replicas.
         outside: whole gradients, by parameter, of uses outside the group's forward; see ``differentiable_gather``.
         awaits_publication: reduced in this backward, not yet shown to the user.
-        tensor_parallel: how the parameters lie on meshes of their own; ``None`` if none does.
-        placed: which gradients of this backward are where they are averaged already; see ``collectives``.
+        tensor_parallel: how the parameters are placed on meshes of their own; ``None`` if none is.
+        placed: which gradients of this backward were already moved to where they are averaged; see ``collectives``.
     """
 
     __slots__ = (
@@ -311,14 +312,14 @@ class PendingGradients:
         self.placed: set[int] = set()
 
     def write_used_to(self, memory: memoryview) -> None:
-        """From now on note there which parameters were used."""
+        """Record from now on, in this memory, which parameters were used."""
         memory[:] = self.is_used
         self.is_used = memory
         if self.accumulation is not None:
             self.accumulation.is_used = memory
 
     def restart(self, dtype: torch.dtype) -> None:
-        """There is another shard, whose gradient is reduced in ``dtype``."""
+        """Start over with another shard, whose gradient is reduced in ``dtype``."""
         self.dtype, self.reduction = dtype, None
 
     def apply_options(self, options: ReductionOptions) -> None:
@@ -338,9 +339,9 @@ class PendingGradients:
     def take(
         self, params: Sequence[nn.Parameter], awaits_publication: bool = False, add_up: AddUp | None = None
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Move the gradients out of the unsharded parameters; which are missing (None in the list).
-        ``awaits_publication``: they are about to be reduced, to be shown at the end of this backward. ``add_up``: where
-        there is ``tensor_parallel``, see there."""
+        """Move the gradients out of the unsharded parameters; return them (``None`` for missing ones) and which are
+        missing. ``awaits_publication``: they are about to be reduced, to be shown at the end of this backward.
+        ``add_up``: see ``tensor_parallel``."""
         if awaits_publication:
             self.awaits_publication = True
         if self.tensor_parallel is None:
@@ -368,13 +369,13 @@ class PendingGradients:
         return grads, missing
 
     def take_placed(self) -> None:
-        """What was placed is being reduced."""
+        """Called when placed gradients are being reduced."""
         for index in self.placed:
             self.is_used[index] = 1
         self.placed = set()
 
     def accumulate(self, accumulation: Accumulation) -> None:
-        """Gradients are accumulated there from now on."""
+        """Accumulate gradients there from now on."""
         self.accumulation = accumulation
 
     def take_accumulation(self) -> Accumulation | None:
@@ -387,18 +388,19 @@ class PendingGradients:
             self.accumulation = None
 
     def await_publication(self) -> None:
-        """They are being reduced."""
+        """Note that the gradients are being reduced."""
         self.awaits_publication = True
 
     def take_used(self) -> bytes:
-        """Which parameters have contributed, on any rank, to the gradient that is published now."""
+        """Return which parameters have contributed, on any rank, to the gradient that is published now."""
         self.awaits_publication = False
         used = bytes(self.is_used)
         self.is_used[:] = self._none_used
         return used
 
     def drop(self, has_accumulated: bool) -> None:
-        """Forget those of an interrupted iteration; ``has_accumulated``: and what earlier ones have accumulated."""
+        """Drop the gradients of an interrupted iteration and, if ``has_accumulated``, those accumulated by earlier
+        ones."""
         self.outside, self.placed = {}, set()
         self.awaits_publication = False
         if has_accumulated:

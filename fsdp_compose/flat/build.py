@@ -1,8 +1,9 @@
-"""Flat parameters are built here, and rebuilt when their memory changes.
+"""Builds flat parameters, and rebuilds them when their memory changes.
 
-They are made from parameters as they are, or from some that other flat parameters have sharded. When the user moves or
-casts a model, its flat parameters take the new memory over here. Called by ``api.shard``, by tied parameters
-and by the runtime between iterations."""
+A flat parameter is made from ordinary parameters, or from parameters that other flat parameters have sharded. When the
+user moves or casts a model, its flat parameters adopt the new memory here. Called by ``api.shard``, by tied parameters,
+and by the runtime between iterations.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from .sharded_param import (
 )
 from .tensor_parallel import TensorParallel, is_even, largest_local_shape, local_shape, spec_of, specs_of
 
-SHARD_ALIGNMENT_BYTES = 16  # cuBLAS and NCCL both need it; all-gathers that miss it lose up to 12x of their bandwidth
+SHARD_ALIGNMENT_BYTES = 16  # required by cuBLAS and NCCL; misaligned all-gathers lose up to 12x of their bandwidth
 
 
 def shard_params(
@@ -46,8 +47,8 @@ def shard_params(
     granularity: Granularity | None = None,
     offload: CPUOffloadPolicy | None = None,
 ) -> FlatParamHandle:
-    """A flat parameter over parameters of one kind (see ``group/registry``): copies this rank's elements, and changes
-    nothing in the modules."""
+    """Make a flat parameter from parameters of one kind (see ``group/registry``): copies this rank's elements, and
+    changes nothing in the modules."""
     if isinstance(managed[0].kind.extension, CompositeExtension):
         return _shard_composite(managed[0], managed[0].kind.extension, mesh, offload)
     originals = [item.parameter for item in managed]
@@ -76,7 +77,7 @@ def shard_params(
 def _shard_composite(
     item: ManagedParameter, extension: CompositeExtension, mesh: DataParallelMesh, offload: CPUOffloadPolicy | None
 ) -> FlatParamHandle:
-    """The same of a parameter that is kept as several tensors: its shard is their bytes."""
+    """Like ``shard_params``, for a parameter that is stored as several tensors: its shard holds their bytes."""
     original, fqn = item.parameter, item.fqn
     num_ranks, label = mesh.shard_world_size, Label([fqn])
 
@@ -112,7 +113,7 @@ def shard_again(
     granularity: Granularity | None = None,
     offload: CPUOffloadPolicy | None = None,
 ) -> FlatParamHandle:
-    """A flat parameter over parameters that are sharded already, by others, whose place it takes.
+    """Make a flat parameter from parameters that other flat parameters have sharded, and replace those.
 
     Ranks: all ranks of the mesh; each parameter is all-gathered once.
     """
@@ -141,16 +142,17 @@ def shard_again(
 def _shard_composite_again(
     item: ManagedParameter, extension: CompositeExtension, mesh: DataParallelMesh, offload: CPUOffloadPolicy | None
 ) -> FlatParamHandle:
-    """The same of a parameter that is kept as several tensors, whose ranks keep what they have of it.
+    """Like ``shard_again``, for a parameter that is stored as several tensors: every rank keeps its part.
 
     Raises:
-        ValueError: the ranks are others.
+        ValueError: the ranks differ.
     """
     sharded, parts = item.parameter, extension.bytes
     place = handle_of(sharded)
     if place is None or place[0].mesh.shard_group != mesh.shard_group:
         raise ValueError(
-            f"the parameter {item.fqn} is a {parts.name}, tied across groups on different meshes: shard both on one"
+            f"the parameter {item.fqn} is a {parts.name} that is tied across groups on different meshes: shard both "
+            "groups on one mesh"
         )
     layout = plan_equal_rows(
         item.fqn, (mesh.shard_world_size, parts.nbytes), mesh.shard_world_size, PART_ALIGNMENT_BYTES
@@ -174,8 +176,8 @@ def _new_handle(
     if kind.extension is not None:
         raise ValueError(
             f"fully_shard(offload_policy=...): the parameter {layout.params[0].fqn} is a "
-            f"{kind.extension.cls.__name__}, which is gathered in another form, on the device: leave it out "
-            "by ignored_params, or shard it without offload"
+            f"{kind.extension.cls.__name__}, which is gathered in another form, on the device: leave it out with "
+            "ignored_params, or shard it without offload"
         )
     handle = OffloadedFlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
     home = HostShardStorage if offload.parameters else HostGradientStorage
@@ -183,7 +185,7 @@ def _new_handle(
 
 
 def _own_spec(sharded: nn.Parameter) -> DTensorSpec | None:
-    """How a parameter that is sharded was placed before, if it was a DTensor."""
+    """The placement that a parameter about to be sharded had as a DTensor, if it was one."""
     place = handle_of(sharded)
     own = None if place is None else place[0].tensor_parallel
     return None if place is None or own is None else own.specs[place[1]]
@@ -207,7 +209,7 @@ def _local_shards(
 
 
 def _param_starts(layout: FlatLayout, mesh: DataParallelMesh) -> list[int]:
-    """Which of each parameter's elements is the first that this rank has."""
+    """For each parameter, the index of the first element that this rank holds."""
     return [layout.local_shard(i, mesh.shard_rank).param_start for i in range(len(layout.params))]
 
 
@@ -231,18 +233,18 @@ def _plan(
         shapes.append(whole if spec is None else local_shape(spec))
         if spec is not None and granule not in (None, "elements", "whole") and not is_even(spec):
             raise ValueError(
-                f"fully_shard(granularity=...): {item.fqn}, placed {list(spec.placements)}, is not cut evenly by "
-                f"tensor parallelism, so that {granule!r} is not the same on all ranks: choose 'elements' or 'whole'"
+                f"fully_shard(granularity=...): tensor parallelism does not split {item.fqn}, placed "
+                f"{list(spec.placements)}, evenly, so {granule!r} differs between ranks: choose 'elements' or 'whole'"
             )
     layout = plan_layout(specs, mesh.shard_world_size, alignment)
     return layout.with_shapes(shapes)
 
 
-# ---- What a flat parameter makes of other memory for its sharded parameters, and of writes to them.
+# ---- Changes by the user: new memory for sharded parameters, and writes to them
 
 
 def reflatten(handle: FlatParamHandle) -> None:
-    """Take the sharded parameters' present elements, wherever they are, into a new shard.
+    """Copy the current elements of the sharded parameters, wherever they are, into a new shard.
 
     Raises:
         ValueError: the sharded parameters no longer agree on dtype or device, or one has another shape.
@@ -253,13 +255,14 @@ def reflatten(handle: FlatParamHandle) -> None:
         if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
             raise ValueError(
                 f"the parameters of one fully_shard group no longer agree: {handle.label.names(fqn)} is {local.dtype} "
-                f"on {local.device}, {first} is {locals_[0].dtype} on {locals_[0].device}; convert or move "
-                "the whole sharded module, or shard the part that differs by its own fully_shard() call"
+                f"on {local.device}, {first} is {locals_[0].dtype} on {locals_[0].device}; convert or move the whole "
+                "sharded module, or give the part that differs a fully_shard() call of its own"
             )
         if tuple(local.shape) != tuple(shape):
             raise ValueError(
-                f"the sharded parameter {handle.label.names(fqn)} was given data of shape {tuple(local.shape)} on rank "
-                f"{handle.mesh.rank}, where its local shard has shape {tuple(shape)}: assign data of that shape"
+                f"the sharded parameter {handle.label.names(fqn)} was given data of shape {tuple(local.shape)} on "
+                f"rank {handle.mesh.rank}, but its local shard there has shape {tuple(shape)}: assign data of that "
+                "shape"
             )
     device = locals_[0].device
     home = handle.storage.device(handle.mesh)
@@ -271,7 +274,7 @@ def reflatten(handle: FlatParamHandle) -> None:
         )
     handle.gradient.detach_segments()
     shard = handle.flatten()
-    # One that no shard had before.
+    # A version that no shard had before.
     note_write_of_all_ranks((shard,) * max(handle.shard._version + 1 - shard._version, 1))
     for segment in handle.segments:
         segment.rebind(shard)
@@ -281,14 +284,14 @@ def reflatten(handle: FlatParamHandle) -> None:
     was_unsharded = handle.unsharded.is_allocated
     handle.set_shard(shard)
     if was_unsharded and not handle.unsharded.never_freed and not handle.unsharded.is_meta:
-        handle.unsharded.allocate()  # to be gathered again when the other ranks do
+        handle.unsharded.allocate()  # so that it is gathered again when the other ranks gather
 
 
 def is_stale(handle: FlatParamHandle) -> bool:
-    """Whether the ranks have written to the sharded parameters since these were gathered. The same on all ranks.
+    """Whether the ranks have written to the sharded parameters since they were gathered; the same on all ranks.
 
     Raises:
-        RuntimeError: this rank has, by itself.
+        RuntimeError: this rank alone has written.
     """
     version, segments, num_writes = handle.unsharded.gathered
     if handle.unsharded.never_freed:
@@ -301,16 +304,16 @@ def is_stale(handle: FlatParamHandle) -> bool:
         return True
     names = ", ".join(handle.names)
     raise RuntimeError(
-        f"rank {handle.mesh.rank}: a sharded parameter was written to through its local memory (to_local(), or "
-        "a flat view made with local=True) after it had been gathered, which other ranks cannot know, so that "
-        f"what was gathered would be used with old values. It is one of {names}. Write to the sharded parameter "
-        "itself, under torch.no_grad(); or outside forward, where no keep_unsharded() keeps what was gathered (the "
-        "group that comes next in a forward is gathered ahead)"
+        f"rank {handle.mesh.rank}: a sharded parameter was written to through its local memory (to_local(), or a flat "
+        "view made with local=True) after it had been gathered. Other ranks cannot know that, so the old gathered "
+        f"values would be used. It is one of {names}. Write to the sharded parameter itself, under torch.no_grad(); "
+        "or write outside forward, while no keep_unsharded() is active (during a forward, the next group is gathered "
+        "ahead)"
     )
 
 
 def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
-    """The facts that must be the same on every rank: one for each parameter, then one for the whole."""
+    """The facts that must be the same on every rank: one per parameter, then one for the flat parameter."""
     specs, extension = specs_of(handle.tensor_parallel, len(handle.fqns)), handle.kind.extension
     facts: list[dict[str, Any]] = [
         {

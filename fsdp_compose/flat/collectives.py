@@ -1,9 +1,10 @@
 """``Communicator``: the all-gathers and reductions of flat parameters, on their streams.
 
-One for each root, called by the runtime's steps (``runtime/group_ops``) in every mode. It decides streams and order,
-never when a group is due. The all-gathers, whose class is the base of ``Communicator`` and has Note [Memory and
-streams], come first; then the reductions of gradients that every rank holds whole, what happens to gradients that are
-not reduced over all data ranks yet, and the communicator itself."""
+There is one per root; the runtime's steps (``runtime/group_ops``) call it in every mode. It decides streams and order,
+never when a group is due. The file begins with the all-gathers, whose class is the base of ``Communicator``. Then come
+the reductions of gradients that every rank holds whole, the handling of gradients that are not yet reduced over all
+data ranks, and the communicator itself, with Note [Memory and streams].
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class AllGathers:
     """The stream of all-gathers that the groups below one root share, and errors of collectives.
 
     Attributes:
-        storages: where shards or gradients live, if not on the device: what was issued for them is awaited when a
-            top-level forward ends.
+        storages: where shards or gradients live, if not on the device. The end of a top-level forward waits for their
+            copies.
     """
 
     __slots__ = ("__weakref__", "_all_gather_stream", "_device", "_module", "storages")
@@ -51,21 +52,21 @@ class AllGathers:
         self._all_gather_stream = self._module.Stream(device, priority=-1) if self._module else None
 
     def serve(self, handles: Iterable[FlatParamHandle]) -> None:
-        """These are the flat parameters of the groups."""
+        """Set the flat parameters that this object serves."""
         self.storages = tuple({handle.storage for handle in handles if handle.storage.has_host_gradients})
 
-    # ---- for agreement before collectives, which another class has (see ``group/debug``); here they do nothing
+    # ---- Hooks for the agreement before collectives; another class implements them (see ``group/debug``)
 
     def announce(self, handle: FlatParamHandle, what: str) -> None:
-        """A collective is about to be issued that the other methods do not issue."""
+        """Called before a collective that the other methods do not issue."""
 
     def announce_exchange(self, root: object, code: int) -> None:
-        """A control exchange is about to begin."""
+        """Called before a control exchange."""
 
     def announce_recovery(self, root: object) -> None:
-        """All ranks are about to throw away what an interrupted iteration left."""
+        """Called before all ranks throw away what an interrupted iteration has left."""
 
-    # ---- parameters
+    # ---- Parameters
 
     @in_range("all_gather")
     def unshard(self, handle: FlatParamHandle) -> None:
@@ -82,7 +83,7 @@ class AllGathers:
 
     @in_range("all_gather")
     def unshard_parts(self, handle: FlatParamHandle) -> None:
-        """As ``unshard``, of the parts that ``reshard_to_part`` has kept, among the ranks that share them."""
+        """Like ``unshard``, from the parts that ``reshard_to_part`` has kept, among the ranks that share them."""
         handle.unsharded.allocate()
         if self._all_gather_stream is None:
             handle.unsharded.gather_parts()
@@ -92,7 +93,7 @@ class AllGathers:
             handle.unsharded.gather_parts()
 
     def refresh(self, handle: FlatParamHandle) -> None:
-        """Gather again into the storage of a handle that was left unsharded; its shard may have changed."""
+        """Gather again into the memory of a handle that was left unsharded; its shard may have changed."""
         if handle.unsharded.never_freed:
             return
         self.wait(handle)
@@ -101,14 +102,14 @@ class AllGathers:
 
     @in_range("wait all_gather")
     def wait(self, handle: FlatParamHandle) -> None:
-        """Make the unsharded parameters usable by what is issued from here on."""
+        """Make the unsharded parameters usable by later work on the current stream."""
         work = handle.unsharded.work
         if work is not None:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure("all-gather", handle, error) from error
-            if self._all_gather_stream is not None and handle.mesh.is_simulated:
+            if self._all_gather_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._all_gather_stream)
             handle.unsharded.arrive()
 
@@ -126,7 +127,7 @@ class AllGathers:
             raise self._refuse_exported(handle, error) from error
 
     def reshard_to_part(self, handle: FlatParamHandle) -> None:
-        """As ``reshard``, but let this rank's part of what was gathered stay, if it is to keep one."""
+        """Like ``reshard``, but keep this rank's part of the gathered parameters, if it has one to keep."""
         unsharded = handle.unsharded
         if unsharded.part is not None and unsharded.is_allocated and not unsharded.keep:
             if unsharded.work is not None:
@@ -136,8 +137,8 @@ class AllGathers:
 
     @in_range("all_gather")
     def all_gather_copy(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
-        """The whole flat parameter in its compute dtype, gathered from ``shard``, a tensor like the handle's own, into
-        memory of its own and waited for: for functional mode."""
+        """Gather the whole flat parameter, in its compute dtype, from ``shard`` (a tensor like the handle's own) into
+        memory of its own, and wait for it: for functional mode."""
         mesh, shard = handle.mesh, handle.storage.on_device(shard).to(handle.unsharded.dtype)
         if mesh.shard_world_size == 1:
             return shard.clone()
@@ -148,11 +149,11 @@ class AllGathers:
             raise self._failure("all-gather", handle, error) from error
         return flat
 
-    # ---- for both kinds of collectives
+    # ---- Helpers for both kinds of collectives
 
     def _wait_for_stream(self, stream: Any) -> None:
-        """Let compute wait for all of a side stream. The work of a simulated group does not wait: what it copies are
-        kernels of the stream it was issued on."""
+        """Make compute wait for everything on a side stream. The ``wait()`` of a simulated group does nothing: its
+        copies are kernels on the stream that issued them."""
         self._module.current_stream(self._device).wait_stream(stream)
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
@@ -165,27 +166,27 @@ class AllGathers:
     def _refuse_exported(self, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         names = ", ".join(handle.names)
         return RuntimeError(
-            f"rank {handle.mesh.rank}: the memory of unsharded parameters cannot be freed, since forward has "
-            f"given it to NumPy, which torch then cannot take away. It is one of {names}. Call .numpy() on a clone() "
-            "of the parameter, or outside forward on .full_tensor() of the sharded one; this model cannot go on: build "
-            f"it anew ({error})"
+            f"rank {handle.mesh.rank}: the memory of unsharded parameters cannot be freed, because forward has passed "
+            f"it to NumPy, and torch cannot take it back. It is one of {names}. Call .numpy() on a clone() of the "
+            "parameter, or outside forward on .full_tensor() of the sharded one; this model cannot continue: build "
+            f"it again ({error})"
         )
 
 
-# ---- The reduction of a flat gradient that every rank holds whole: nothing is scattered, all is averaged, in one
-# stage.
+# ---- Reductions of a flat gradient that every rank holds whole: nothing is scattered, everything is averaged, in one
+# stage
 #
-# The gradients go straight to where the average belongs, and are averaged there, unless there is a gradient already, or
-# they are reduced in another dtype. Large ones go there while backward runs, each as soon as it has come (``place``):
-# the caches still have it, and its memory serves the next one. The rest goes there when all have come.
+# The gradients go straight to the memory of the average, and are averaged there, unless that already holds a gradient,
+# or they are reduced in another dtype. Large gradients go there during backward, each as soon as it arrives
+# (``place``): it is still in the caches, and its memory serves the next one. The rest follow once all have arrived.
 
 
-LARGE_BYTES = 1 << 17  # of a gradient; below, a call by itself costs more than it saves
+LARGE_BYTES = 1 << 17  # of a gradient; below this size, a separate call costs more than it saves
 
 
 def place(handle: FlatParamHandle, index: int) -> None:
-    """Take the gradient that autograd has just left on an unsharded parameter to where it is averaged, if that is
-    possible. The handle is reduced later in this backward."""
+    """Move the gradient that autograd has just left on an unsharded parameter to where it is averaged, if possible. The
+    handle is reduced later in this backward."""
     param, contributions = handle.unsharded.params[index], handle.pending_gradients
     if contributions.awaits_publication or not _goes_direct(handle, _prepare(handle)):
         return
@@ -207,15 +208,15 @@ def _place(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> None:
 
 
 def _prepare(handle: FlatParamHandle) -> WriteMode:
-    """How the gradient is written that is about to be reduced."""
+    """Decide how the gradient that is about to be reduced is written."""
     gradient = handle.gradient
     if gradient.target is not None and not handle.pending_gradients.awaits_publication:
-        return gradient.write_mode  # some was placed there already
+        return gradient.write_mode  # some gradients were already placed there
     return gradient.prepare()
 
 
 def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
-    """Whether gradients go to where the average belongs, each divided by the number of ranks."""
+    """Whether gradients go straight to the memory of the average, each divided by the number of ranks."""
     contributions, dtype = handle.pending_gradients, handle.gradient.buffer.dtype
     return (
         mode is FRESH
@@ -228,8 +229,8 @@ def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
 
 
 def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> ReplicaAverage:
-    """The average, not begun, of gradients that were taken from the unsharded parameters (``None`` for those that are
-    ``missing``), of what was placed, and of what was accumulated before."""
+    """Return the average, not yet started, of the gradients taken from the unsharded parameters (``None`` for
+    ``missing`` ones), of the placed ones, and of what was accumulated before."""
     contributions, gradient, options = handle.pending_gradients, handle.gradient, handle.pending_gradients.options
     mode = _prepare(handle)
     target, dtype, is_added = gradient.target, contributions.dtype, mode is ADDED
@@ -254,10 +255,10 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
 
 
 def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> None:
-    """Take to where the average belongs what was not placed there."""
+    """Move the gradients that were not placed to the memory of the average."""
     buffer, placed = handle.gradient.buffer, handle.pending_gradients.placed
     for i in placed:
-        if grads[i] is not None:  # it has come after that
+        if grads[i] is not None:  # it arrived after placing
             _place(handle, i, grads[i])
     handle.pending_gradients.take_placed()
     rest = [i for i in range(len(grads)) if i not in placed]
@@ -269,7 +270,7 @@ def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[
     buffer.zero_gaps()
 
 
-# ---- Where what a backward brings is kept, when it is not reduced over all data ranks: the accumulation of a handle.
+# ---- Gradients that are not reduced over all data ranks yet: the accumulation of a handle
 
 
 def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> None:
@@ -284,12 +285,12 @@ def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) ->
 
 
 def keep_scattered(handle: FlatParamHandle, scattered: torch.Tensor) -> None:
-    """Keep what a reduction has scattered, until it is averaged over the replicas."""
+    """Keep the scattered result of a reduction until it is averaged over the replicas."""
     _accumulation_of(handle).keep_scattered(scattered, handle.views_of(scattered))
 
 
 def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
-    """The accumulation there is, or a new one."""
+    """The handle's accumulation, made if there is none."""
     contributions = handle.pending_gradients
     if contributions.accumulation is None:
         names, used = handle.names, contributions.is_used
@@ -302,19 +303,19 @@ def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
 
 
 # ---- All-gathers and reductions of flat parameters, on their streams: the gathers of forward and backward, and the one
-# reduction of every mode.
+# reduction of every mode
 #
-# Called by ``runtime``; works on one ``FlatParamHandle`` at a time and never looks at modules.
+# ``runtime`` calls this; it works on one ``FlatParamHandle`` at a time and never looks at modules.
 #
-# Note [Memory and streams]. On an accelerator two side streams carry the communication. One rule makes memory safe
-# without ``record_stream``: all memory belongs to the compute stream, which allocates and frees it; a side stream waits
-# for compute when its work is issued; compute waits for the work before it uses *or frees* what the work touches
-# (``Work.wait()`` makes the current stream wait and does not block the host). The caching allocator's own order then
-# does the rest. On the CPU the same code runs without streams and ``wait()`` blocks.
+# Note [Memory and streams]. On an accelerator, two side streams carry the communication. One rule makes memory safe
+# without ``record_stream``: all memory belongs to the compute stream, which allocates and frees it. A side stream waits
+# for compute when its work is issued, and compute waits for the work before it uses *or frees* what the work touches.
+# (``Work.wait()`` makes the current stream wait and does not block the host.) The caching allocator's own order does
+# the rest. On the CPU, the same code runs without streams, and ``wait()`` blocks.
 
 
 class Communicator(AllGathers):
-    """Streams and reduce buffers that the groups below one root share."""
+    """The streams and reduce buffers that all groups below one root share."""
 
     __slots__ = ("_averages", "_buffers", "_in_flight", "_pool_id", "_reduce_stream")
 
@@ -327,8 +328,8 @@ class Communicator(AllGathers):
         self._pool_id = next(pool_ids)
 
     def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
-        """Take the gradients into the handle's unsharded accumulation buffer (reduce dtype), without communication.
-        ``is_kept``: the group stays unsharded, for a forward that is running or for the next one."""
+        """Add the gradients to the handle's unsharded accumulation buffer (reduce dtype), without communication.
+        ``is_kept``: the group stays unsharded, for a running forward or for the next one."""
         handle.pending_gradients.follow_zero_grad()
         grads, _ = self._take(handle, False)
         if not is_kept:
@@ -336,7 +337,7 @@ class Communicator(AllGathers):
         accumulate(handle, grads)
 
     def _take(self, handle: FlatParamHandle, awaits_publication: bool) -> tuple[list[torch.Tensor], list[int]]:
-        """The gradients, and which are missing; see ``Contributions.take``."""
+        """The gradients, and which are missing; see ``PendingGradients.take``."""
         contributions = handle.pending_gradients
         add_up = None if contributions.tensor_parallel is None else partial(self._add_up, handle)
         return contributions.take(handle.unsharded.params, awaits_publication, add_up)
@@ -348,10 +349,11 @@ class Communicator(AllGathers):
             transport.all_reduce(flat, False, handle.label.of(indices)).wait()
 
     def reduce(self, handle: FlatParamHandle, is_kept: bool = False, averages: bool = True) -> bool:
-        """Take the gradients and start their reduction; every rank calls this for the same handles in one order.
+        """Take the gradients and start their reduction. Every rank calls this for the same handles in the same order.
 
         Parameters without a gradient on this rank contribute zeros. ``is_kept``: as for ``accumulate``. ``averages``:
-        over the replicas too, if there are any; else what is scattered waits for a reduction that does.
+        also average over the replicas, if there are any; otherwise the scattered result waits for a reduction that
+        does.
 
         Returns:
             Whether the result is added to a gradient that was there before.
@@ -363,7 +365,7 @@ class Communicator(AllGathers):
             contributions.follow_zero_grad()
         grads, missing = self._take(handle, averages)
         if not is_kept:
-            self.reshard(handle)  # before the reduce buffer is taken: the peak is one of the two, not both
+            self.reshard(handle)  # before the reduce buffer is taken: the peak has one of the two, not both
         reduction = contributions.reduction
         buffer = None if reduction is None else reduction.buffer
         if reduction is None or buffer is None or buffer.pool_id != self._pool_id:
@@ -377,7 +379,7 @@ class Communicator(AllGathers):
             earlier = accumulation.scattered
         if accumulation is not None and accumulation.flat is not None:
             accumulation.add(grads)
-            buffer.free()  # nothing is in flight in it, and this reduction brings its own memory
+            buffer.free()  # nothing is in flight in it, and this reduction has memory of its own
             reduction = handle.reduction_of(accumulation.flat)
         else:
             buffer.take(reduction)
@@ -399,7 +401,7 @@ class Communicator(AllGathers):
         return is_added
 
     def _reduce_whole(self, handle: FlatParamHandle, is_kept: bool, averages: bool) -> bool:
-        """``reduce`` of a handle that every rank holds whole."""
+        """Like ``reduce``, for a handle that every rank holds whole."""
         if not averages:
             self.accumulate(handle, is_kept)
             return False
@@ -424,7 +426,7 @@ class Communicator(AllGathers):
             average.issue(handle.mesh, handle.label)
 
     def _go_on_with_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
-        """Issue the second stage behind the first, on the same stream."""
+        """Issue the second stage after the first, on the same stream."""
         with self._module.stream(self._reduce_stream):
             if reduction.work is not None:
                 reduction.work.wait()  # that stream waits, not the host
@@ -444,7 +446,7 @@ class Communicator(AllGathers):
         self._averages.append((handle, reduction.average_replicas()))
 
     def _finish(self, buffer: ReduceBuffer, discards: bool = False) -> None:
-        """End the reduction that is in flight in ``buffer``."""
+        """Finish the reduction that is in flight in ``buffer``."""
         handle, reduction = pair = self._in_flight.pop(buffer)
         try:
             self._finish_reduction(handle, reduction, discards)
@@ -456,14 +458,14 @@ class Communicator(AllGathers):
 
     @in_range("wait reduce_scatter")
     def _finish_reduction(self, handle: FlatParamHandle, reduction: Reduction, discards: bool = False) -> None:
-        """Wait for a reduction; the result goes on to the replicas, or to where it is to go."""
+        """Wait for a reduction, and pass the result on to the replicas or to its destination."""
         work = reduction.work
         if work is not None:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure("reduce-scatter", handle, error) from error
-            if self._reduce_stream is not None and handle.mesh.is_simulated:
+            if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._reduce_stream)
         if reduction.then is FINISH and not discards:
             reduction.finish()
@@ -481,13 +483,13 @@ class Communicator(AllGathers):
                 average.work.wait()
             except RuntimeError as error:
                 raise self._failure("all-reduce", handle, error) from error
-            if self._reduce_stream is not None and handle.mesh.is_simulated:
+            if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._reduce_stream)
         if not discards:
             average.finish()
 
     def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
-        """Do ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
+        """Run ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
         dtype of the gradient: for functional mode."""
         result = torch.empty_like(handle.shard, dtype=handle.gradient.dtype)
         reduction.set_destination(handle.pending_gradients.options, (result, False, None))
@@ -501,11 +503,11 @@ class Communicator(AllGathers):
 
     @in_range("publish")
     def publish(self, handle: FlatParamHandle, has_others: bool) -> None:
-        """Show the gradients that were reduced to the user."""
+        """Show the reduced gradients to the user."""
         handle.gradient.publish(handle.pending_gradients.take_used(), has_others)
 
     def finish(self, discards: bool = False) -> None:
-        """Wait for every reduction in flight and free the buffers; ``discards``: the results are of no use."""
+        """Wait for every reduction in flight and free the buffers. ``discards``: throw the results away."""
         for buffer in self._buffers.values():
             if buffer in self._in_flight:
                 self._finish(buffer, discards)
@@ -514,7 +516,7 @@ class Communicator(AllGathers):
             self._finish_averages(discards)
 
     def _finish_averages(self, discards: bool = False) -> None:
-        """Wait for the replicas' averages that are in flight, in their order."""
+        """Wait for the averages over replicas that are in flight, in order."""
         while self._averages:
             try:
                 self._finish_average(*self._averages[0], discards)

@@ -1,14 +1,14 @@
 """Flat parameters whose shard and gradient live in host memory.
 
-Other classes in the place of those of ordinary models, so that nothing on the way of these asks where a shard is::
+These classes replace those of ordinary models, so the code paths of ordinary models never ask where a shard is::
 
     host     shard ------.                          .-> (added to) flat gradient     optimizer steps here
              one copy    |                          |   one copy, in the dtype of the shard
     device   [staging, cast] -> unsharded -> ... -> reduced
                          all-gather, in place       reduce-scatter [, all-reduce]
 
-A cast happens on the device: from host memory half the bytes would go, but after a pass of the CPU over all elements,
-for which the host would wait. When the host may look: Note [Host memory].
+Casts happen on the device. Casting in host memory first would halve the bytes to copy, but takes a CPU pass over all
+elements, for which the host would have to wait. When the host may read and write: Note [Host memory].
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .reduction import FINISH, Destination, ReduceBuffer, Reduction, ReductionOp
 from .shard_storage import HostCopies, HostShardStorage, host_copies
 from .unsharded import ShardSource, Unsharded
 
-# ---- on the way in
+# ---- To the device
 
 
 class _HostSource(ShardSource):
-    """Shards in host memory: each rank copies its own into its slice of the buffer, and gathers in place.
+    """Shards in host memory: each rank copies its own shard into its slice of the buffer, and gathers in place.
 
     Attributes:
         allocate, free: the memory in which a shard waits on the device to be cast.
@@ -88,7 +88,7 @@ class _UnshardedFromHost(Unsharded):
         self._source.allocate()
 
     def gather(self, segments: int) -> None:
-        self._source.allocate()  # unless the caller has, on the compute stream
+        self._source.allocate()  # unless the caller already has, on the compute stream
         super().gather(segments)
         if self.work is None:
             self._source.free()
@@ -98,7 +98,7 @@ class _UnshardedFromHost(Unsharded):
         self._source.free()
 
 
-# ---- on the way out
+# ---- To the host
 
 
 class _HostGradientBuffer(GradientBuffer):
@@ -116,8 +116,8 @@ class _HostGradientBuffer(GradientBuffer):
 
 
 class _GradientOnHost(ShardedGradient):
-    """A flat gradient in host memory, shown when all that was reduced has come there. Page-locked memory takes long to
-    come by: it is kept while there is no gradient."""
+    """A flat gradient in host memory, shown once all reduced gradients have arrived there. Page-locked memory is slow
+    to allocate, so it is kept while there is no gradient."""
 
     __slots__ = ()
 
@@ -138,8 +138,8 @@ class _GradientOnHost(ShardedGradient):
 
 
 class _ReductionToHost(Reduction):
-    """A reduction whose result goes to host memory, by way of memory of its own: the pooled buffer serves the next
-    reduction while it is copied."""
+    """A reduction whose result goes to host memory, through memory of its own: the pooled buffer serves the next
+    reduction while the copy runs."""
 
     __slots__ = ("_storage",)
 
@@ -156,8 +156,8 @@ class _ReductionToHost(Reduction):
 
 
 class OffloadedFlatParamHandle(FlatParamHandle):
-    """A flat parameter whose shard and gradient, or gradient alone, live in host memory, in ``storage``, which
-    ``live_in`` sets."""
+    """A flat parameter whose shard and gradient, or gradient alone, live in host memory, in ``storage``; ``live_in``
+    sets that."""
 
     __slots__ = ("storage",)
 

@@ -1,7 +1,8 @@
-"""Who listens to what groups do: methods that report it, and the spans that a profiler shows.
+"""Listeners for what groups do: methods that report events, and the spans that a profiler shows.
 
-A method that may be watched is, without listeners, itself: it is exchanged in its class for another version when the
-first listener comes, and put back when the last one has gone. So to be watched costs nothing while none listens."""
+While nobody listens, a watched method is just itself. When the first listener arrives, its class gets another version
+of it, and when the last one leaves, the original comes back. So watching costs nothing while nobody listens.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from .._torch import is_profiling
 
 
 class Group(Protocol):
-    """What a group is to listeners."""
+    """What listeners see of a group."""
 
     @property
     def name(self) -> str: ...
 
 
 class Handle(Protocol):
-    """What a ``FlatParamHandle`` is to listeners."""
+    """What listeners see of a ``FlatParamHandle``."""
 
     @property
     def owner(self) -> Callable[[], Group | None] | None: ...  # a weak reference
@@ -35,11 +36,11 @@ End = Callable[[], None]
 
 
 class Listener(Protocol):
-    """Hears what groups do."""
+    """Receives events of groups."""
 
     def begin(self, what: str, group: Group | None, name: str) -> End:
-        """A group does something from now on, until what is returned is called, by the same thread. ``group``: unless
-        there is none yet; ``name``: its name."""
+        """A group begins to do something; it ends when the same thread calls the returned function. ``group``: the
+        group, or ``None`` before there is one; ``name``: what it does."""
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -48,21 +49,21 @@ _methods: list[_Watched] = []
 
 
 def listen(listener: Listener) -> None:
-    """``listener`` hears all that begins from now on, in all models of the process."""
+    """Report to ``listener`` everything that begins from now on, in all models of the process."""
     _listeners.append(listener)
     if len(_listeners) == 1:
         _choose()
 
 
 def stop_listening(listener: Listener) -> None:
-    """It hears no more beginnings. Ends of what it has heard the beginnings of may still come."""
+    """Report nothing new to this listener. Ends of what it has seen begin may still arrive."""
     _listeners.remove(listener)
     if not _listeners:
         _choose()
 
 
 def begin(what: str, group: Group | None, name: str) -> End:
-    """Tell all listeners; call what is returned at the end."""
+    """Report to all listeners that something begins; call the result at its end."""
     ends = [listener.begin(what, group, name) for listener in _listeners]
 
     def end() -> None:
@@ -73,7 +74,7 @@ def begin(what: str, group: Group | None, name: str) -> End:
 
 
 def watched(version: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[_F], _F]:
-    """A decorator for methods. ``version`` makes, of the method, the one that stands in its place while any listens."""
+    """A decorator for methods. ``version`` makes, from the method, the one that replaces it while anyone listens."""
 
     def decorate(method: _F) -> _F:
         return _Watched(method, version)  # type: ignore[return-value]
@@ -82,7 +83,7 @@ def watched(version: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Call
 
 
 class _Watched:
-    """Stands for a method until its class is made, which then has the method itself."""
+    """Stands for a method until its class is made; the class then gets the method itself."""
 
     def __init__(self, method: Callable[..., Any], version: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._plain, self._watched = method, version(method)
@@ -101,16 +102,17 @@ def _choose() -> None:
         method.choose(bool(_listeners))
 
 
-# ---- What groups do, as spans: for a profiler, and for whoever else listens.
+# ---- What groups do, as spans: for a profiler and other listeners
 #
 # Around calls: ``all_gather layers.0``, ``wait all_gather``, ``reshard``, ``reduce_scatter``, ``wait reduce_scatter``,
 # ``all_reduce``, ``wait all_reduce``, ``publish``, ``all_reduce over tensor-parallel ranks of``. From hook to hook (see
-# ``group/hook_decorators``): ``forward``, ``recomputation``, ``backward``. In profiles their names begin with
-# ``fsdp_compose::``. Whether a profiler runs is asked once for each iteration, and once for each backward.
+# ``group/hook_decorators``): ``forward``, ``recomputation``, ``backward``. In profiles, their names begin with
+# ``fsdp_compose::``. Whether a profiler runs is checked once per iteration, and once per backward.
 
 
 def in_range(what: str, when: Callable[[Any], bool] | None = None) -> Callable[[_F], _F]:
-    """A decorator for methods whose first argument is a handle. ``when``: of a handle, whether it does anything."""
+    """A decorator for methods whose first argument is a handle. ``when``: takes the handle; whether the call does
+    anything."""
 
     def version(plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(communicator: object, handle: Handle, *args: Any) -> Any:
@@ -129,7 +131,7 @@ def in_range(what: str, when: Callable[[Any], bool] | None = None) -> Callable[[
 
 
 class _Profiler:
-    """The profiler of torch, as a listener."""
+    """torch's profiler, as a listener."""
 
     def begin(self, what: str, group: Group | None, name: str) -> End:
         item = record_function(f"fsdp_compose::{what} {name}")
@@ -142,7 +144,7 @@ _is_listening = False
 
 
 def follow_profiler() -> None:
-    """From now on there are spans if a profiler runs; asked at the start of iterations and backwards."""
+    """Report spans from now on if a profiler runs; checked at the start of iterations and backwards."""
     global _is_listening
     if is_profiling() is not _is_listening:
         _is_listening = not _is_listening

@@ -1,21 +1,25 @@
 """Parameters whose class has an all-gather of its own (FSDP2's extension protocol), and those that consist of several
-tensors (quantised weights).
+tensors (quantized weights).
 
-The first kind is gathered in another form, often in fewer bytes, than it is kept and trained in (torchao's weights for
-float8 training). Used when flat parameters are built and by ``unsharded_extension``; other parameters never come here.
+Parameters of the first kind are gathered in another form than they are stored and trained in, often with fewer bytes
+(torchao's weights for float8 training). Used when flat parameters are built, and by ``unsharded_extension``; other
+parameters never reach this file.
 
-A class has two methods. Each rank calls the first on what it has of a parameter, an instance of the class; what it
-returns is gathered, tensor by tensor, concatenated along dim 0, and the second makes of that what forward sees::
+A class has two methods. Each rank calls the first one on its part of a parameter, which is an instance of the class.
+The returned tensors are gathered one by one, concatenated along dim 0. From them, the second method makes the tensor
+that forward sees::
 
     fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors); None if given ``out``
 
-Both may communicate on ``mesh``. ``out`` is what an earlier call returned, to be filled again. The inner tensors are
-the memory of the result: it is freed, and allocated again, with the gathered tensors. A third method is optional::
+Both may communicate on ``mesh``. ``out`` is the result of an earlier call, to be filled again. The inner tensors are
+the memory of the result: it is freed, and allocated again, together with the gathered tensors. A third method is
+optional::
 
     fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool
 
-If it returns True, the gathered tensors are freed as soon as the second has made the result, which is no view of them.
+If it returns True, the gathered tensors are freed as soon as the second method has made the result, which must not be a
+view of them.
 """
 
 from __future__ import annotations
@@ -41,18 +45,18 @@ RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 @dataclass(frozen=True, eq=False)
 class Extension:
-    """The all-gather of one parameter's class. No two are equal: its parameter is in a flat parameter by itself.
+    """The all-gather of one parameter's class. No two are equal, so the parameter gets a flat parameter of its own.
 
     Attributes:
         cls: the class.
-        inner: the attribute in which an instance has its elements; ``None``: they are its own.
-        context: what else an instance is made of.
-        shape: of the parameter.
-        module: the module in which it stands.
-        policy: what the user has decided about dtypes.
-        is_short: the first method takes the mesh alone.
-        releases: what was gathered is not needed once the result is made.
-        is_composite: an instance is several tensors.
+        inner: the attribute that holds an instance's elements; ``None`` if the instance itself does.
+        context: the other data that an instance is made from.
+        shape: the parameter's shape.
+        module: the module that has the parameter.
+        policy: the user's policy about dtypes.
+        is_short: the first method takes only the mesh.
+        releases: the gathered tensors are not needed once the result is made.
+        is_composite: an instance consists of several tensors.
     """
 
     cls: type[Any]
@@ -67,21 +71,21 @@ class Extension:
     is_composite: ClassVar[bool] = False
 
     def of_a_copy(self, memo: dict[int, Any]) -> Extension:
-        """For the copy of the module, which ``memo`` has, or gets."""
+        """The extension for the copy of the module, which ``memo`` holds, or will hold."""
         module = self.module()
         return self if module is None else replace(self, module=weakref.ref(copy.deepcopy(module, memo)))
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """The name of the class."""
         return self.cls.__name__
 
     def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
-        """Of the parameter with this shard."""
+        """The dtype of the parameter that has this shard."""
         return shard.dtype
 
     def over(self, local: torch.Tensor) -> Any:
-        """An instance of the class over some rows."""
+        """Make an instance of the class over some rows."""
         if self.inner is None:
             instance = local.as_subclass(self.cls)
             instance.__dict__.update(self.context)
@@ -89,19 +93,19 @@ class Extension:
         return self.cls.__tensor_unflatten__({self.inner: local}, self.context, local.shape, local.stride())
 
     def over_shard(self, shard: torch.Tensor) -> Any:
-        """The same, over all of a shard."""
+        """Make an instance of the class over all of a shard."""
         return self.over(shard.view(-1, *self.shape[1:]))
 
     def whole_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The parameter, of the whole of what its ranks keep."""
+        """Make the parameter from everything that its ranks store."""
         return whole
 
     def own_attributes(self, instance: Any) -> dict[str, Any]:
-        """What was set on an instance, besides its elements."""
+        """The attributes that were set on an instance, besides its elements."""
         return {key: value for key, value in vars(instance).items() if key != self.inner}
 
     def inputs(self, instance: Any, mesh: DeviceMesh) -> tuple[list[torch.Tensor], Any]:
-        """What is gathered, and the metadata, of this rank's rows. Ranks: all of ``mesh``."""
+        """Return what to gather of this rank's rows, and the metadata. Ranks: all of ``mesh``."""
         if self.is_short:
             inputs, metadata = instance.fsdp_pre_all_gather(mesh)
         else:
@@ -113,14 +117,14 @@ class Extension:
     def make(
         self, instance: Any, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """What forward sees of what was gathered, and the memory of that."""
+        """Make the tensor that forward sees from the gathered tensors; return it with its memory."""
         made: tuple[torch.Tensor, Sequence[torch.Tensor]] = instance.fsdp_post_all_gather(outputs, metadata, dtype)
         return made
 
     def fill(
         self, instance: Any, outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, out: torch.Tensor
     ) -> None:
-        """Let what ``make`` has made show what was gathered now."""
+        """Update the result of ``make`` from newly gathered tensors."""
         instance.fsdp_post_all_gather(outputs, metadata, dtype, out=out)
 
 
@@ -130,7 +134,7 @@ def has_protocol(param: torch.Tensor) -> bool:
 
 
 def extension_of(param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy) -> Extension | None:
-    """The all-gather of the class of ``param``, a checked parameter in ``module``, if it has one."""
+    """The all-gather of ``param``'s class, if it has one; ``param`` is a checked parameter in ``module``."""
     if not has_protocol(param) or not param.numel() or not param.dim():
         return None
     inner, context = None, dict[str, Any]()
@@ -143,22 +147,22 @@ def extension_of(param: nn.Parameter, module: nn.Module, policy: MixedPrecisionP
 
 
 def num_arguments(param: Any) -> int:
-    """Of the first method."""
+    """The number of arguments of the first method."""
     return len(inspect.signature(param.fsdp_pre_all_gather).parameters)
 
 
 def releases(param: Any) -> bool:
-    """What the third method says, if there is one."""
+    """The third method's answer, if there is one."""
     return hasattr(param, RELEASES) and getattr(param, RELEASES)()
 
 
 def check_protocol(param: torch.Tensor, fqn: str) -> None:
-    """Raise ValueError if the class of a parameter has the protocol in part."""
+    """Raise ValueError if the class of a parameter has only part of the protocol."""
     cls, methods = type(param).__name__, [name for name in (PRE, POST) if hasattr(param, name)]
     if len(methods) == 1:
         raise ValueError(
-            f"fully_shard(): the class {cls} of the parameter {fqn} has {methods[0]} alone: an all-gather of its own "
-            f"is {PRE} and {POST}"
+            f"fully_shard(): the class {cls} of the parameter {fqn} has only {methods[0]}: an all-gather of its own "
+            f"needs both {PRE} and {POST}"
         )
     if hasattr(param, RELEASES):
         if not methods:
@@ -178,23 +182,23 @@ def check_protocol(param: torch.Tensor, fqn: str) -> None:
         )
 
 
-# ---- Parameters of a class that keeps several tensors of other shapes and dtypes (quantised weights: packed data,
-# scales).
+# ---- Parameters of a class that holds several tensors of other shapes and dtypes (quantized weights: packed data,
+# scales)
 #
-# Each rank keeps its rows of such a parameter as bytes: the tensors inside an instance of the class over these rows,
-# one after the other. How rows are cut is the class's own affair: it is asked, by ``split()`` or ``narrow()``, as FSDP2
-# asks. What it answers is checked, tensor by tensor: one inside is either cut in the same places (dim 0), or the same
-# on every rank (a mean, a table)::
+# Each rank stores its rows of such a parameter as bytes: the tensors inside an instance of the class over these rows,
+# one after the other. Only the class knows how to cut rows, so it is asked, by ``split()`` or ``narrow()``, as FSDP2
+# does. Its answer is checked tensor by tensor: an inner tensor must either be cut at the same places (dim 0), or be the
+# same on every rank (a mean, a table)::
 #
 #     whole    data |a a a a|b b b b|   scales |a|b|   mean |m|
 #     rank 0   bytes |a a a a|a|m|
 #     rank 1   bytes |b b b b|b|m|
 #
-# So putting the parts together again gives the original, bit for bit. If the class has an all-gather of its own, it is
-# gathered by that; else tensor by tensor, and forward sees the original again.
+# So putting the parts together again gives the original, bit for bit. If the class has an all-gather of its own, the
+# parameter is gathered by that; otherwise tensor by tensor, and forward sees the original again.
 
 
-PART_ALIGNMENT_BYTES = 16  # of each tensor in the bytes, and of the whole
+PART_ALIGNMENT_BYTES = 16  # alignment of each tensor in the bytes, and of the whole
 
 
 @dataclass(frozen=True)
@@ -203,8 +207,9 @@ class InnerTensor:
 
     Attributes:
         name: the attribute.
-        start: its first byte.
-        is_cut: the whole one is this rank's and the other ranks', one after the other along dim 0; else it is this one.
+        start: the position of its first byte.
+        is_cut: the ranks' tensors, one after the other along dim 0, form the whole one; otherwise every rank has the
+            whole one.
     """
 
     name: str
@@ -218,22 +223,22 @@ class InnerTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     def view(self, local: torch.Tensor) -> torch.Tensor:
-        """It, in the bytes ``local``."""
+        """View it in the bytes ``local``."""
         return local[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """How the tensors inside a parameter are cut, and lie in the bytes of one rank.
+    """How the tensors inside a parameter are cut, and where they are in the bytes of one rank.
 
     Attributes:
         cls: the class.
-        shape, dtype: of the parameter.
+        shape, dtype: those of the parameter.
         inner: the tensors.
-        nbytes: of one rank.
-        context, whole_context: what else an instance over one rank's rows is made of; and the whole.
-        num_ranks, rank: of the shard group.
-        gather_bytes: from this rank's bytes those of all ranks.
+        nbytes: the number of bytes on one rank.
+        context, whole_context: the other data from which an instance over one rank's rows, and the whole one, is made.
+        num_ranks, rank: size of the shard group, and this rank in it.
+        gather_bytes: gathers the bytes of all ranks from this rank's.
     """
 
     cls: type[Any]
@@ -261,16 +266,16 @@ class Parts:
         return _instance(self.cls, tensors, self.context, _rows(self.shape, self.num_ranks))
 
     def part_in_own_memory(self, local: torch.Tensor) -> Any:
-        """The same, whose tensors are copies, each in memory of its own."""
+        """Like ``over``, but the tensors are copies, each in memory of its own."""
         tensors = {item.name: item.view(local).clone() for item in self.inner}
         return _instance(self.cls, tensors, self.context, _rows(self.shape, self.num_ranks))
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """A whole instance, of whole tensors."""
+        """Make a whole instance from whole tensors."""
         return _instance(self.cls, tensors, self.whole_context, self.shape)
 
     def whole_of(self, flat: torch.Tensor) -> Any:
-        """A whole instance, in memory of its own, of the bytes of all ranks."""
+        """Make a whole instance, in memory of its own, from the bytes of all ranks."""
         locals_ = [*flat.view(self.num_ranks, self.nbytes)]
         tensors = {}
         for item in self.inner:
@@ -281,14 +286,14 @@ class Parts:
         return self.whole(tensors)
 
     def gather(self, local: torch.Tensor) -> Any:
-        """The same, of this rank's bytes. Ranks: all of the shard group."""
+        """Make a whole instance from this rank's bytes. Ranks: all of the shard group."""
         return self.whole_of(self.gather_bytes(local))
 
     def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
         """Write this rank's part of a whole instance into ``local``.
 
         Raises:
-            ValueError: its tensors are of other shapes.
+            ValueError: its tensors have other shapes or dtypes.
         """
         whole = whole.detach()
         for item in self.inner:
@@ -296,8 +301,8 @@ class Parts:
             expected = _times(item.shape, self.num_ranks) if item.is_cut else item.shape
             if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (expected, item.dtype):
                 raise ValueError(
-                    f"a {self.name} of shape {tuple(self.shape)} with {item.name} {_describe(tensor)} was given, where "
-                    f"the sharded one has {item.dtype} {tuple(expected)}: quantise it alike"
+                    f"got a {self.name} of shape {tuple(self.shape)} with {item.name} {_describe(tensor)}, but the "
+                    f"sharded one has {item.dtype} {tuple(expected)}: quantize it the same way"
                 )
         for item in self.inner:
             tensor = getattr(whole, item.name)
@@ -306,10 +311,10 @@ class Parts:
             item.view(local).copy_(tensor)
 
     def write_rows(self, local: torch.Tensor, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Write this rank's part into ``local``, of pieces of a whole that was cut for another number of ranks.
+        """Write this rank's part into ``local``, from pieces of a whole that was cut for another number of ranks.
 
         Args:
-            pieces: each with its first row, in their order; together they have all rows of this rank.
+            pieces: each with its first row, in order; together they have all rows of this rank.
 
         Raises:
             ValueError: their tensors cannot be cut for these ranks.
@@ -330,8 +335,8 @@ class Parts:
             if not is_whole or (part.shape, part.dtype) != (item.shape, item.dtype):
                 raise ValueError(
                     f"{item.name} of a {self.name} of shape {tuple(self.shape)} was saved as {_describe(first)} for "
-                    f"{rows} rows, of which no rank of {self.num_ranks} has its {item.dtype} {tuple(item.shape)}: load "
-                    "it on as many ranks as have saved it"
+                    f"{rows} rows, from which no rank of {self.num_ranks} can get its {item.dtype} "
+                    f"{tuple(item.shape)}: load it on as many ranks as saved it"
                 )
             written.append(part)
         for item, tensor in zip(self.inner, written, strict=True):
@@ -343,7 +348,7 @@ class CompositeExtension(Extension):
     """How a composite parameter is gathered.
 
     Attributes:
-        has_protocol: by its class; else tensor by tensor.
+        has_protocol: by its class; otherwise tensor by tensor.
         parts: how it is cut, once that is known.
     """
 
@@ -354,7 +359,7 @@ class CompositeExtension(Extension):
 
     @property
     def bytes(self) -> Parts:
-        """How it lies in the bytes of a rank."""
+        """How it is stored in a rank's bytes."""
         assert self.parts is not None, "known when it is sharded"
         return self.parts
 
@@ -396,14 +401,14 @@ class CompositeExtension(Extension):
             super().fill(instance, outputs, metadata, dtype, out)
 
     def _gathered(self) -> list[InnerTensor]:
-        """The tensors that one rank has a part of; of one rank alone, all."""
+        """The tensors that are cut over ranks; with a single rank, all of them."""
         return [item for item in self.bytes.inner if item.is_cut or self.bytes.num_ranks == 1]
 
 
 def composite_extension_of(
     param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
 ) -> CompositeExtension | None:
-    """How ``param``, a checked composite parameter in ``module``, is gathered; how it is cut is not known yet."""
+    """How ``param`` is gathered, a checked composite parameter in ``module``; the cut is not known yet."""
     has = has_protocol(param)
     is_short = has and num_arguments(param) == 1
     reference = weakref.ref(module)
@@ -412,7 +417,7 @@ def composite_extension_of(
 
 
 def is_composite(param: torch.Tensor) -> bool:
-    """Whether a parameter, which is no DTensor, is more than one tensor of its own shape and dtype."""
+    """Whether a parameter that is not a DTensor consists of more than one tensor of its own shape and dtype."""
     if not is_wrapper(param) or isinstance(param, DTensor):
         return False
     tensors = inner_tensors(param)
@@ -423,7 +428,7 @@ def is_composite(param: torch.Tensor) -> bool:
 
 
 def inner_tensors(param: Any) -> dict[str, Any]:
-    """What is inside a wrapper, by attribute."""
+    """The tensors inside a wrapper, by attribute."""
     return {name: getattr(param, name) for name in param.__tensor_flatten__()[0]}
 
 
@@ -432,24 +437,24 @@ def refusal(param: torch.Tensor, fqn: str, why: str) -> ValueError:
     parts = ", ".join(f"{name}: {_describe(tensor)}" for name, tensor in inner_tensors(param).items())
     return ValueError(
         f"fully_shard(): the parameter {fqn} is a {type(param).__name__} of shape {tuple(param.shape)} and "
-        f"{param.dtype}, which is kept as ({parts}) and cannot be sharded: {why}. Or leave it out by ignored_params "
-        "(every rank then keeps it whole)"
+        f"{param.dtype}, which is stored as ({parts}) and cannot be sharded: {why}. Or leave it out with "
+        "ignored_params (every rank then keeps all of it)"
     )
 
 
 def check_composite(param: nn.Parameter, fqn: str, is_gathered: bool) -> None:
-    """Raise ValueError if a composite parameter is refused for what can be seen before it is cut."""
+    """Raise ValueError if a composite parameter is refused for reasons that show before it is cut."""
     if not is_gathered:
-        raise refusal(param, fqn, "replicate() gathers nothing: shard it by fully_shard()")
+        raise refusal(param, fqn, "replicate() gathers nothing: shard it with fully_shard()")
     if param.requires_grad:
-        raise refusal(param, fqn, "it is trainable, and its parts cannot train: freeze it, .requires_grad_(False)")
+        raise refusal(param, fqn, "it is trainable, but its parts cannot train: freeze it, .requires_grad_(False)")
     if param.is_meta:
-        raise refusal(param, fqn, "it is on the meta device: give it its elements first")
+        raise refusal(param, fqn, "it is on the meta device: materialize it first")
     if not param.is_contiguous():
-        raise refusal(param, fqn, "it is not contiguous: make it so")
+        raise refusal(param, fqn, "it is not contiguous: make it contiguous")
     for name, tensor in inner_tensors(param).items():
         if not isinstance(tensor, torch.Tensor) or is_wrapper(tensor) or not tensor.is_contiguous():
-            raise refusal(param, fqn, f"{name} is no contiguous plain tensor: make it one")
+            raise refusal(param, fqn, f"{name} is not a contiguous plain tensor: make it one")
 
 
 def cut(
@@ -459,10 +464,10 @@ def cut(
     device: torch.device,
     gather_bytes: Callable[[torch.Tensor], torch.Tensor],
 ) -> tuple[Parts, torch.Tensor]:
-    """How a checked composite parameter is cut, and this rank's bytes of it. No communication.
+    """Cut a checked composite parameter; return the cut and this rank's bytes. No communication.
 
     Args:
-        ranks: their number, and which one this is.
+        ranks: their number, and this rank.
         device: to compute on.
         gather_bytes: see ``Parts``.
 
@@ -486,7 +491,7 @@ def cut(
                 raise refusal(
                     param,
                     fqn,
-                    f"its class cuts {name} in {num_ranks} parts of shape {tuple(tensor.shape)}, which together are "
+                    f"its class cuts {name} into {num_ranks} parts of shape {tuple(tensor.shape)}, which together are "
                     "not the whole",
                 )
             inner.append(InnerTensor(name, tensor.shape, tensor.dtype, start, is_cut))
@@ -500,7 +505,7 @@ def cut(
 
 
 def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int) -> torch.Tensor:
-    """One rank's rows, as the class cuts them."""
+    """One rank's rows, cut by the class."""
     num_rows = whole.shape[0] if whole.dim() else 0
     if not num_rows or num_rows % num_ranks:
         raise refusal(
@@ -513,7 +518,7 @@ def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int) -> torch.Ten
     for how in ("split", "narrow"):
         try:
             part = whole.split(rows)[rank] if how == "split" else whole.narrow(0, rank * rows, rows)
-        except Exception as error:  # whatever a class raises that cannot
+        except Exception as error:  # whatever a class raises if it cannot cut
             first_line = str(error).strip().partition("\n")[0]
             answers.append(f"{how}(): {type(error).__name__}: {first_line[:200]}")
             continue
@@ -523,13 +528,13 @@ def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int) -> torch.Ten
     raise refusal(
         whole,
         fqn,
-        f"its class cannot cut it in {num_ranks} parts of {rows} rows each ({'; '.join(answers)}). Choose a number of "
-        "ranks for which blocks and scales stay whole",
+        f"its class cannot cut it into {num_ranks} parts of {rows} rows each ({'; '.join(answers)}). Choose a number "
+        "of ranks that keeps blocks and scales whole",
     )
 
 
 def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Whether two tensors are equal, bit for bit."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -47,11 +47,11 @@ from .unsharded_extension import make_unsharded
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
 LocalShards = list[tuple[int, int, tuple[int, ...]]]
-"""What one rank has of each parameter: (start, stop, shape) in its shard."""
+"""This rank's range of each parameter: (start, stop, shape) in its shard."""
 
 
 class Summoned(Protocol):
-    """What stands in the place of the sharded parameters within ``summon_full_params``."""
+    """What replaces the sharded parameters inside ``summon_full_params``."""
 
     @property
     def is_everywhere(self) -> bool:
@@ -74,23 +74,23 @@ class Owner(Protocol):
 
 
 class FlatParamHandle:
-    """The flat parameter over parameters of one kind (see ``group/registry``); made by ``build``.
+    """The flat parameter that holds parameters of one kind (see ``group/registry``); ``build`` makes it.
 
     Attributes:
         label: the parameters, as collectives and errors name them.
         mesh: the ranks.
-        kind: what was decided for the parameters.
-        layout: where each parameter is.
-        local_shards: what this rank has of each: (start, stop, shape) in its shard.
+        kind: what was decided for them.
+        layout: the position of each parameter.
+        local_shards: this rank's range of each parameter: (start, stop, shape) in its shard.
         sharded_params: the sharded parameters, by parameter; permanently the same objects.
-        shard: this rank's equal slice, of which they are views.
+        shard: this rank's slice of the flat parameter; the sharded parameters are views of it.
         unsharded: what ``forward`` computes with.
-        pending_gradients: what backwards have brought to the next reduction.
-        gradient: the flat gradient, where it goes.
+        pending_gradients: the gradients for the next reduction.
+        gradient: the flat gradient, where the reduction's result goes.
         storage: where shard and gradient live.
-        segments: the flat views that ``flat_parameters()`` has made of the shard.
+        segments: the flat views of the shard that ``flat_parameters()`` has made.
         owner: the group, once there is one.
-        summoned: while full parameters stand in the place of the sharded parameters.
+        summoned: set while full parameters replace the sharded parameters.
     """
 
     __slots__ = (
@@ -129,10 +129,10 @@ class FlatParamHandle:
         self.summoned: Summoned | None = None
         self.pending_gradients = PendingGradients(len(layout.params), torch.float32, tensor_parallel)
 
-    # ---- building
+    # ---- Building
 
     def hold(self, params: list[nn.Parameter], hooks: GradientHooks) -> None:
-        """These are the sharded parameters, and their hooks. ``adopt`` comes next."""
+        """Set the sharded parameters and their hooks. Call ``set_shard`` next."""
         self.sharded_params, self.hooks = params, hooks
         _register(self, {id(sharded): i for i, sharded in enumerate(params)}, sharded_param_owners)
 
@@ -140,7 +140,7 @@ class FlatParamHandle:
         return FlatParamHandle(self.layout, mesh, self.kind, self.local_shards, self.tensor_parallel)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
-        """A handle of its own, over copies of the sharded parameters: those that ``memo`` has, which modules show."""
+        """Copy the handle, over copies of the sharded parameters: those in ``memo``, which the copied modules show."""
         mesh = self.mesh.with_transports(attrgetter("unrecorded"))
         twin = self._empty_twin(mesh)
         memo[id(self)] = twin
@@ -151,7 +151,7 @@ class FlatParamHandle:
         return twin
 
     def set_shard(self, shard: torch.Tensor) -> None:
-        """Make ``shard``, of which the sharded parameters are views already, this handle's; build the other parts."""
+        """Adopt ``shard``, of which the sharded parameters already are views, and build the other parts."""
         self.shard = shard
         self.unsharded, self.gradient = self._build(shard)
         self.pending_gradients.restart(self.kind.reduction_dtype(shard.dtype))
@@ -166,35 +166,35 @@ class FlatParamHandle:
         return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(shard.dtype))
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
-        """``names``: how they are called in the root; ``whole_group``: as in ``Label``."""
+        """Name the parameters; ``names`` turns names in the group into names in the root, ``whole_group`` as in ``Label``."""
         if (names, whole_group) != (self.label.names, self.label.whole_group):
             self.label.rename(names, whole_group)
             self.unsharded.memory.rename(error_of_late_access(self.mesh.rank, self.label))
 
     def change_transports(self, change: Callable[[Transport], Transport]) -> None:
-        """Move shards and gradients by what ``change`` makes of the present transports, from the next collective on.
-        Ranks: all, between iterations."""
+        """Replace each transport of shards and gradients by ``change(transport)``, from the next collective on. Ranks:
+        all, between iterations."""
         self.run_on(self.mesh.with_transports(change))
         if self.tensor_parallel is not None:
             self.tensor_parallel.change_transports(change)
 
     def run_on(self, mesh: DataParallelMesh) -> None:
-        """Run on ``mesh``, which has the same ranks."""
+        """Switch to ``mesh``, which has the same ranks."""
         if mesh is not self.mesh:
             self.mesh = mesh
             self.unsharded.gather_on(mesh)
-            self.pending_gradients.restart(self.pending_gradients.dtype)  # of which the reductions know the mesh
+            self.pending_gradients.restart(self.pending_gradients.dtype)  # because the reductions know the mesh
 
     def belong_to(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
 
     def summon(self, summoned: Summoned | None) -> None:
-        """Full parameters stand in the place of the sharded ones from now on, or no longer do."""
+        """Replace the sharded parameters by full ones, or stop doing so."""
         self.summoned = summoned
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:
-        """How the parameters lie on meshes of their own; ``None`` if none was a DTensor."""
+        """How the parameters are placed on meshes of their own; ``None`` if none of them was a DTensor."""
         return self.pending_gradients.tensor_parallel
 
     @property
@@ -219,14 +219,14 @@ class FlatParamHandle:
         """Views of ``flat``, a whole flat parameter, with the parameters' shapes."""
         return full_views(self.layout, flat)
 
-    # ---- what the user may have done since the last iteration
+    # ---- Checks for what the user may have done since the last iteration
 
     def was_moved(self) -> bool:
         """Whether a sharded parameter was given other memory (``module.to()``, ``to_empty()``, ``p.data = ...``)."""
         return not self.snapshot.has_locals() or not self.snapshot.has_addresses()
 
     def flatten(self) -> torch.Tensor:
-        """A new shard with the sharded parameters' present elements, of which they are views from now on."""
+        """Make a new shard from the current elements of the sharded parameters, which become views of it."""
         locals_ = [local_elements(sharded) for sharded in self.sharded_params]
         with torch.inference_mode(False), torch.no_grad():
             shard = self.storage.zeros(self.layout.shard_numel, locals_[0].dtype, locals_[0].device)
@@ -241,7 +241,7 @@ class FlatParamHandle:
             return [*map(_requires_grad, self.sharded_params)] != self.unsharded.flags
 
     def follow_requires_grad(self) -> None:
-        """Give the unsharded parameters the ``requires_grad`` that the sharded parameters have now."""
+        """Copy the sharded parameters' ``requires_grad`` to the unsharded parameters."""
         flags = [*map(_requires_grad, self.sharded_params)]
         if flags != self.unsharded.flags:
             check_segments_agree(self.segments, flags, self.names)
@@ -249,17 +249,17 @@ class FlatParamHandle:
         self.pending_gradients.train(any(flags))
 
     def follow_unsharded_requires_grad(self) -> None:
-        """Give the sharded parameters the ``requires_grad`` that the unsharded parameters have got in forward."""
+        """Copy to the sharded parameters the ``requires_grad`` that forward has set on the unsharded ones."""
         flags = self.unsharded.present_flags()
         check_segments_agree(self.segments, flags, self.names)
         for sharded, old, new in zip(self.sharded_params, self.unsharded.flags, flags, strict=True):
             if old != new:
                 sharded.requires_grad_(new)
         self.unsharded.note_flags(flags)
-        # All ranks still reduce what they were about to.
+        # All ranks still reduce what they were going to reduce.
         self.pending_gradients.train(self.pending_gradients.is_trainable or any(flags))
 
-    # ---- gradients
+    # ---- Gradients
 
     def _group(self) -> Owner | None:
         return self.owner() if self.owner is not None else None
@@ -277,7 +277,8 @@ class FlatParamHandle:
         return group is None or group.is_functional
 
     def after_publication(self, call: Callable[[], None]) -> None:
-        """Make ``call`` when gradients of the backward that is running are published; now, if none of the root is."""
+        """Call ``call`` when the gradients of the running backward are published; at once if no backward of the root is
+        running."""
         group = self._group()
         if group is None:
             call()
@@ -285,28 +286,28 @@ class FlatParamHandle:
             group.after_publication(call)
 
     def show_to_segments(self, sharded_params: Sequence[int]) -> None:
-        """Call the hooks of flat views, which have what autograd has brought to some sharded parameters."""
+        """Call the hooks of flat views for gradients that reached some sharded parameters through autograd."""
         self.gradient.show_to_segments(sharded_params)
 
     def prepare_reduction(self, buffer: ReduceBuffer) -> Reduction:
-        """The reduction through a pooled buffer, from now on."""
+        """Set the reduction that goes through a pooled buffer."""
         reduction = self.reduction_of(buffer.view(self.layout.flat_numel), buffer)
         self.pending_gradients.reduce_by(reduction)
         return reduction
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
-        """A reduction of ``flat``, a whole flat gradient; of which ``buffer`` is the memory, if that is pooled."""
+        """Make a reduction of ``flat``, a whole flat gradient; ``buffer`` is its memory, if that is pooled."""
         return Reduction(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
 
     def follow_user(self) -> None:
-        """Make sharded parameters and flat views agree after what the user, or autograd, did to gradients of either."""
+        """Make sharded parameters and flat views agree, after the user or autograd has changed gradients of either."""
         self.pending_gradients.follow_zero_grad()
         self.gradient.follow_user()
         if self.pending_gradients.accumulation is not None:
             self.pending_gradients.accumulation.show()
 
     def drop_iteration(self, is_tainted: bool) -> None:
-        """Forget the gradients of an interrupted iteration; if it had ``is_tainted`` older ones, these too."""
+        """Drop the gradients of an interrupted iteration and, if it has ``is_tainted`` older ones, those too."""
         for param in self.unsharded.params:
             param.grad = None
         self.hooks.forget_arrivals()
@@ -316,10 +317,11 @@ class FlatParamHandle:
             self.gradient.forget_result()
         self.pending_gradients.drop(has_accumulated=is_tainted)
 
-    # ---- facts
+    # ---- Facts
 
     def segment_version(self) -> int:
-        """Changes when a flat view that is a DTensor is written to, which does not count at the shard."""
+        """A number that changes when a flat view that is a DTensor is written to; the shard's version does not count
+        such writes."""
         return sum([segment.parameter._version for segment in self.segments if not segment.is_local])
 
     @property
@@ -338,7 +340,7 @@ Owners = dict[int, tuple["weakref.ref[FlatParamHandle]", int]]
 
 
 def _register(handle: FlatParamHandle, indexes: Mapping[int, int], owners: Owners) -> None:
-    """Remember ``handle`` as the owner of objects, by id and with their indexes, for as long as it lives (they live
+    """Record ``handle`` as the owner of objects, by id and with their indices, for as long as it lives (they live
     longer)."""
     reference = weakref.ref(handle)
     owners.update({key: (reference, index) for key, index in indexes.items()})
@@ -346,44 +348,44 @@ def _register(handle: FlatParamHandle, indexes: Mapping[int, int], owners: Owner
 
 
 def know_as(handle: FlatParamHandle, param: nn.Parameter, index: int) -> None:
-    """Let ``handle_of(param)`` find ``handle``. By id: a weak reference to a sharded parameter makes ``module.to()``
+    """Make ``handle_of(param)`` find ``handle``. By id: a weak reference to a sharded parameter makes ``module.to()``
     fail."""
     sharded_param_owners[id(param)] = (weakref.ref(handle), index)
 
 
 def forget(param: nn.Parameter) -> None:
-    """``param`` no longer stands for a sharded parameter."""
+    """Note that ``param`` no longer stands for a sharded parameter."""
     del sharded_param_owners[id(param)]
 
 
 def _forget(ids: Iterable[int], owners: Owners) -> None:
     for key in ids:
         owner = owners.get(key)
-        if owner is not None and owner[0]() is None:  # else another handle has taken it over
+        if owner is not None and owner[0]() is None:  # otherwise another handle owns it now
             del owners[key]
 
 
-# By the id of a sharded parameter, and by that of a flat view, the handle that it belongs to, and its index there.
-# Plain dicts with plain look-ups: optimizers and clipping ask for thousands.
+# The owning handle, and the index in it, by the id of a sharded parameter and by the id of a flat view. Plain dicts,
+# because optimizers and clipping look up thousands of them.
 sharded_param_owners: Owners = {}
 segment_owners: Owners = {}
 
 
 def register_segment(handle: FlatParamHandle, segment: FlatSegment) -> None:
-    """Let a flat view be found by its id."""
+    """Record a flat view, so that its id finds it."""
     _register(handle, {id(segment.parameter): segment.sharded_params.start}, segment_owners)
 
 
-# ---- Which flat parameter a tensor belongs to, and what is remembered on the tensors themselves.
+# ---- Which flat parameter a tensor belongs to, and what is stored on the tensors themselves
 
 
 def handle_of(param: torch.Tensor) -> tuple[FlatParamHandle, int] | None:
-    """The handle that holds a sharded parameter, and which of its parameters it is."""
+    """Return the handle that holds a sharded parameter, and the parameter's index in it."""
     return find(sharded_param_owners, param)
 
 
 def handle_of_segment(param: torch.Tensor) -> FlatParamHandle | None:
-    """The handle that a flat view belongs to."""
+    """Return the handle that a flat view belongs to."""
     found = find(segment_owners, param)
     return None if found is None else found[0]
 
@@ -395,14 +397,14 @@ def find(owners: Owners, param: torch.Tensor) -> tuple[FlatParamHandle, int] | N
 
 
 def note_write(sharded: nn.Parameter) -> None:
-    """Let a backward whose forward came before know that ``sharded`` has got other elements, in memory of their own."""
+    """Tell a backward whose forward is over that ``sharded`` has received other elements, in memory of their own."""
     place = handle_of(sharded)
     if place is not None:
         note_write_of_all_ranks(place[0].shard)
 
 
 def mark_owner(parameter: nn.Parameter, group: str, fqn: str) -> None:
-    """Remember on ``parameter`` which fully_shard call owns it, to recognise it elsewhere in the model."""
+    """Store on ``parameter`` which fully_shard call owns it, to recognize it elsewhere in the model."""
     setattr(parameter, OWNER_ATTRIBUTE, (group, fqn))
 
 
@@ -410,42 +412,40 @@ def owner_of(parameter: nn.Parameter) -> tuple[str, str] | None:
     return getattr(parameter, OWNER_ATTRIBUTE, None)
 
 
-# ---- The flat views of one flat parameter: made once, checked before they are used.
+# ---- The flat views of one flat parameter: made once, checked before they are used
 
 
 def segment_over(handle: FlatParamHandle, sharded_params: range, is_local: bool) -> FlatSegment | None:
-    """The segment over exactly these sharded parameters, if there is one.
+    """Return the segment over exactly these sharded parameters, if there is one.
 
     Raises:
-        ValueError: there is one that has some of them, or one of the other kind.
+        ValueError: there is a segment with only some of them, or one with another value of ``is_local``.
     """
     for segment in handle.segments:
         shared = sorted({*segment.sharded_params} & {*sharded_params})
         if shared and (segment.sharded_params != sharded_params or segment.is_local != is_local):
             what = (
-                "with other neighbours"
-                if segment.sharded_params != sharded_params
-                else f"with local={segment.is_local}"
+                "with other neighbors" if segment.sharded_params != sharded_params else f"with local={segment.is_local}"
             )
             raise ValueError(
-                f"flat_parameters(): the parameter {handle.name_of(shared[0])} is already in a flat "
-                f"view that an earlier call has made, {what}. A parameter is in one flat view: let the selections "
+                f"flat_parameters(): the parameter {handle.name_of(shared[0])} is already in a flat view that an "
+                f"earlier call has made, {what}. A parameter can be in only one flat view: let the selections "
                 "(where=...) of your parameter groups exclude each other, and repeat them unchanged"
             )
         if shared:
             return segment
     if is_local and handle.storage.has_host_gradients and not handle.storage.is_host:
         raise ValueError(
-            f"flat_parameters(local=True): gradients of {handle.name_of(sharded_params[0])} are in host memory, and "
-            "the parameter is on the device (CPUOffloadPolicy(parameters=False)): torch lets no plain tensor have such "
-            "a gradient. Leave local out"
+            f"flat_parameters(local=True): gradients of {handle.name_of(sharded_params[0])} are in host memory, but "
+            "the parameter is on the device (CPUOffloadPolicy(parameters=False)): torch does not allow such a "
+            "gradient on a plain tensor. Leave local out"
         )
     return None
 
 
 def add_segment(handle: FlatParamHandle, sharded_params: range, is_local: bool, among_cut: bool = False) -> FlatSegment:
-    """A new segment, over sharded parameters of which none is in another one, and which all are cut alike by tensor
-    parallelism unless ``is_local``; ``among_cut``: it has cut some of the model."""
+    """Make a segment over sharded parameters that are in no other segment. Unless ``is_local``, tensor parallelism must
+    split all of them in the same way. ``among_cut``: tensor parallelism splits some parameters of the model."""
     own = None if is_local else handle.tensor_parallel
     cut = () if own is None else own.sharded_dims(sharded_params[0])
     segment = FlatSegment(handle.layout, handle.mesh, sharded_params, is_local, handle.shard, cut, among_cut)
@@ -457,32 +457,33 @@ def add_segment(handle: FlatParamHandle, sharded_params: range, is_local: bool, 
 
 
 def check_segments(handle: FlatParamHandle) -> None:
-    """Raise RuntimeError if a step of the flat views would be lost: the sharded parameters, or the flat views
+    """Raise RuntimeError if a step of the flat views would be lost, because the sharded parameters, or the flat views
     themselves, were given other memory."""
     if not handle.snapshot.has_locals():
         raise RuntimeError(
-            f"the parameters of {handle.label.group} were moved, converted or assigned to since the last forward, and "
-            "flat views follow at the next one: run a forward before the optimizer's step"
+            f"the parameters of {handle.label.group} were moved, converted or assigned to since the last forward. Flat "
+            "views follow only at the next forward: run one before the optimizer's step"
         )
     if not all(segment.is_at(handle.shard, segment.parameter) for segment in handle.segments):
         raise RuntimeError(
-            f".data of a flat view over {handle.name_of(0)} and its neighbours was assigned to, so "
-            "that it is no part of the model any more: copy_() into it instead"
+            f".data of a flat view over {handle.name_of(0)} and its neighbors was assigned to, so it is no longer "
+            "part of the model: use copy_() on it instead"
         )
 
 
-# ---- The whole of one flat tensor, in memory of its own.
+# ---- The whole of one flat tensor, in memory of its own
 
 
 def wholes_of(handle: FlatParamHandle, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The parameters that ``flat``, a whole flat parameter, has: views of it, unless their class makes more of it."""
+    """The whole parameters in ``flat``, a whole flat parameter: views of it, unless their class builds something else
+    from it."""
     views, extension = handle.full_views_of(flat), handle.kind.extension
     return views if extension is None else [extension.whole_of(view) for view in views]
 
 
 def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
-    """The whole of a flat tensor sharded like the flat parameter of ``handle``, of which this rank has ``shard``;
-    ``None`` where it is not wanted. One collective; of replicas, the first alone gathers what one rank wants."""
+    """Gather a flat tensor that is sharded like the flat parameter of ``handle``, from this rank's ``shard``; ``None``
+    on ranks that do not want it. One collective. If only one rank wants it, only the first replica gathers."""
     mesh, numel, shard_bytes = handle.mesh, shard.numel(), shard.element_size()
     if rank0_only and not mesh.is_first_replica:
         if mesh.shard_world_size > 1 and numel:

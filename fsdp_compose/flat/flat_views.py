@@ -1,4 +1,4 @@
-"""Flat views: contiguous parts (segments) of a flat parameter, each one leaf parameter, for optimizers that ask for no
+"""Flat views: contiguous parts (segments) of a flat parameter, each one leaf parameter, for optimizers that ignore
 shapes.
 
 ``FlatParamHandle`` owns the segments of its flat parameter, ``optim/flat_parameters`` asks for them, and
@@ -8,8 +8,9 @@ shapes.
     whole            |x x x x x x x x x x x x|    stock DTensor, Shard(0): the shards are equal, padding included
     a and b only     |x x x x|x x|                RaggedDTensor: rank 0 holds 6 elements, rank 1 none
 
-What tensor parallelism has cut is in flat views of its own: of the rest the ranks of its mesh have the same elements.
-Such a flat view is what they hold, one after the other."""
+Parameters that tensor parallelism has split get flat views of their own, which hold the parts of the ranks one after
+the other. For all other parameters, the ranks of the tensor-parallel mesh hold the same elements.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +29,27 @@ from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
 from .layout import FlatLayout
 from .sharded_param import copy_attributes, shown_on
 
-FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # on the flat views that ``flat_parameters()`` has made
+FLAT_ATTRIBUTE = "_fsdp_compose_flat"  # set on the flat views that ``flat_parameters()`` has made
 
 
 class FlatSegment:
-    """Neighbouring sharded parameters of one flat parameter, as one 1-D parameter: a flat view.
+    """Adjacent sharded parameters of one flat parameter, as one 1-D parameter: a flat view.
 
     Args:
-        layout: of the flat parameter.
+        layout: the flat parameter's layout.
         mesh: the ranks.
-        sharded_params: the neighbours, as a range of indices; all of them: the whole shard, with its padding.
+        sharded_params: the adjacent parameters, as a range of indices; if it has all of them, the flat view is the
+            whole shard, with its padding.
         is_local: the flat view is a plain tensor of what this rank holds, instead of a DTensor.
         shard: this rank's shard, of which the flat view shows a part.
-        cut: the dimensions of a mesh of their own over which tensor parallelism has cut all of them, if it has.
-        among_cut: it has cut others of the model: torch does not combine norms of stock DTensors with theirs.
+        cut: the dimensions of the tensor-parallel mesh over which all of these parameters are split, if any.
+        among_cut: other parameters of the model are split by tensor parallelism; torch cannot combine their norms with
+            those of stock DTensors.
 
     Attributes:
-        start, stop: what it takes of the shard, in elements.
+        start, stop: its range in the shard, in elements.
         parameter: the flat view, a leaf parameter; permanently the same object.
-        gradient: what ``parameter.grad`` is when there is a gradient: a view of the flat gradient, if that has memory.
+        gradient: the tensor for ``parameter.grad``, a view of the flat gradient; ``None`` while that has no memory.
     """
 
     __slots__ = (
@@ -69,7 +72,7 @@ class FlatSegment:
         self._mesh, self._cut, self._is_stock = mesh, cut, self.is_whole and not cut and not among_cut
         numel, last = layout.shard_numel, layout.params[sharded_params[-1]]
         begin, end = layout.params[sharded_params[0]].offset, last.offset + last.numel
-        if cut:  # with the padding: ranks may have unequally much of the last one
+        if cut:  # with the padding: ranks may hold unequal parts of the last parameter
             following = layout.params[sharded_params.stop :]
             end = following[0].offset if following else layout.flat_numel
         if self.is_whole:
@@ -90,21 +93,21 @@ class FlatSegment:
         copy_attributes(fresh, self.parameter)
 
     def is_at(self, flat: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, the parameter or its gradient, still is a view of ``flat``, the shard or flat gradient:
-        its ``.data`` was not assigned to."""
+        """Whether ``tensor``, the parameter or its gradient, is still a view of ``flat``, the shard or flat gradient:
+        nobody assigned to its ``.data``."""
         address = local_of(tensor).data_ptr()
         return self.start == self.stop or address == flat.data_ptr() + self.start * flat.element_size()
 
     def is_among(self, is_used: bytes) -> bool:
-        """Whether ``is_used``, one byte for each sharded parameter, holds a 1 for one of this segment's."""
+        """Whether ``is_used``, one byte per sharded parameter, holds a 1 for a parameter of this segment."""
         return 1 in is_used[self.sharded_params.start : self.sharded_params.stop]
 
     def have_gradient(self, flat: torch.Tensor | None) -> None:
-        """``gradient`` is a view of ``flat``, the flat gradient, from now on, or nothing."""
+        """Make ``gradient`` a view of ``flat``, the flat gradient, from now on; or ``None``."""
         self.gradient = None if flat is None else self.make_gradient(flat)
 
     def make_gradient(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor for ``parameter.grad``, over a flat gradient."""
+        """Make the tensor for ``parameter.grad``, over a flat gradient."""
         gradient = self.placed(flat[self.start : self.stop])
         return shown_on(self.parameter.device, gradient) if isinstance(gradient, DTensor) else gradient
 
@@ -117,7 +120,7 @@ class FlatSegment:
         return parameter
 
     def placed(self, local: torch.Tensor) -> torch.Tensor:
-        """A tensor sharded like the flat view, of which this rank has ``local``."""
+        """A tensor sharded like the flat view, from this rank's ``local``."""
         if self.is_local:
             return local
         mesh, placements = self._mesh.mesh, self._mesh.placements(self._placement)
@@ -133,7 +136,7 @@ class FlatSegment:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
+    """This rank's part of a tensor."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
@@ -146,7 +149,7 @@ def check_segments_agree(segments: Sequence[FlatSegment], flags: Sequence[bool],
         }
         if len(those) > 1:
             raise ValueError(
-                f"requires_grad of {those[False]} is now False and that of {those[True]} "
-                "is True, but flat_parameters() has put both into one flat view, which an optimizer moves as a "
-                "whole: freeze parameters before flat_parameters(), or make two selections of them (where=...)"
+                f"requires_grad of {those[False]} is now False and that of {those[True]} is True, but "
+                "flat_parameters() has put both into one flat view, which an optimizer updates as a whole: freeze "
+                "parameters before flat_parameters(), or put the two into separate selections (where=...)"
             )

@@ -1,7 +1,8 @@
-"""The flat gradient of one shard: its memory, when backwards write it, and when and as what the user sees it.
+"""The flat gradient of one shard: its memory, when backwards write to it, and when and in which form the user sees it.
 
-Owned by its ``FlatParamHandle``. ``Communicator`` writes it; ``publish`` shows it at the end of backward, as views that
-``GradientBuffer`` keeps. A gradient that the user keeps is never written again. Nothing here communicates."""
+Its ``FlatParamHandle`` owns it. ``Communicator`` writes it; ``publish`` shows it at the end of backward, as views from
+its ``GradientBuffer``. A gradient that the user keeps is never written to again. Nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from .gradient_hooks import GradientHooks
 from .param_kind import expect_gradient
 from .sharded_param import follow_layout, local_elements, make_gradient
 
-# ---- The memory of a flat gradient, and its views: what ``.grad`` of the sharded parameters and of flat views holds.
+# ---- The memory of a flat gradient, and its views: the tensors in ``.grad`` of sharded parameters and flat views
 #
-# Owned by the ``ShardedGradient`` of a handle, which decides when gradients are shown. The views are built once and
-# recycled, unless the user still holds one: then the memory is left to him, and made anew.
+# The ``ShardedGradient`` of a handle owns it, and decides when gradients are shown. The views are built once and
+# recycled. But while the user still holds one, that memory is left to the user, and new memory is made.
 
 
 LocalShard = tuple[int, int, tuple[int, ...]]
@@ -38,13 +39,13 @@ class GradientBuffer:
         local_shards: for each sharded parameter, (start, stop, shape) of its local shard inside the shard, in elements.
         shard: the shard.
         segments: the flat views over the shard; the list is the handle's own.
-        dtype: of the tensor; ``None``: that of the shard.
+        dtype: the tensor's dtype; ``None``: that of the shard.
 
     Attributes:
-        flat: the tensor; ``None`` before its first use, and after it was left to the user.
-        views: for each sharded parameter; ``locals`` are their local tensors, as they were made. Empty without
+        flat: the tensor; ``None`` before its first use, and after its memory was left to the user.
+        views: one for each sharded parameter; ``locals``: the local tensors that they were made with. Empty without
             ``flat``.
-        is_allocated: there is memory behind ``flat``.
+        is_allocated: ``flat`` has memory.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class GradientBuffer:
         self.views: list[torch.Tensor] = []
         self.locals: list[torch.Tensor] = []
         self.is_allocated = False
-        self._objects: list[torch.Tensor] = []  # views and locals; and how often each is referred to
+        self._objects: list[torch.Tensor] = []  # views and locals, whose reference counts are compared
         self._references: list[int] = []
         self._num_others = (0, 0)  # references to the segments' views, and uses of the storage
 
@@ -74,7 +75,7 @@ class GradientBuffer:
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """The padding: (start, stop) of what belongs to no sharded parameter."""
+        """The padding: (start, stop) of each range that belongs to no sharded parameter."""
         ranges = sorted((start, stop) for start, stop, _ in self._local_shards if stop > start)
         starts, stops = [0, *(stop for _, stop in ranges)], [*(start for start, _ in ranges), self.numel]
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
@@ -85,10 +86,10 @@ class GradientBuffer:
         for start, stop in self.gaps:
             self.flat[start:stop].zero_()
 
-    # ---- memory
+    # ---- Memory
 
     def ensure_writable(self) -> None:
-        """Have memory, and views of it, that are not held elsewhere."""
+        """Make sure that there is memory, with views that nobody else holds."""
         if self.is_allocated and self._is_held_elsewhere():
             self._forget()
         if self.flat is None:
@@ -98,13 +99,13 @@ class GradientBuffer:
             self.is_allocated = True
 
     def release(self) -> None:
-        """Free the memory, or leave it where it is held elsewhere."""
+        """Free the memory; if somebody else holds it, leave it to them."""
         if self._is_held_elsewhere():
             self._forget()
             return
         try:
             self._storage.resize_(0)
-        except RuntimeError:  # it was shown to NumPy: torch never changes its size again
+        except RuntimeError:  # NumPy has seen it: torch can never resize it again
             self._forget()
         else:
             self.is_allocated = False
@@ -162,14 +163,14 @@ class GradientBuffer:
                 count += getrefcount(segment.gradient) + getrefcount(local_of(segment.gradient))
         return count, storage_use_count(self._storage)
 
-    # ---- what the user may have done to the views
+    # ---- Checks for what the user may have done to the views
 
     def is_in_place(self) -> bool:
-        """Whether the sharded parameters' views have their memory (their ``.data`` was not assigned to)."""
+        """Whether the sharded parameters' views have their own memory (nobody assigned to their ``.data``)."""
         return all(map(is_, map(local_elements, self.views), self.locals))
 
     def holds(self, segment: FlatSegment) -> bool:
-        """Whether a segment's view has its memory."""
+        """Whether a segment's view has its own memory."""
         assert self.flat is not None and segment.gradient is not None
         return segment.is_at(self.flat, segment.gradient)
 
@@ -182,14 +183,14 @@ class GradientBuffer:
         self.zero_gaps()
 
 
-# ---- The flat gradient of one shard, as the user sees it, and what he does to it between backwards.
+# ---- The flat gradient of one shard, as the user sees it, and what the user does to it between backwards
 #
-# ``zero_grad()`` is noticed by looking, and frees the memory at the next forward.
+# ``zero_grad()`` is noticed by looking; the next forward then frees the memory.
 #
-# Note [One owner]. Where an optimizer has flat views (``flat_views``), their ``.grad`` and those of the sharded
-# parameters are views of the same memory. Dropping one side drops the other, and tensors that the user has put in the
-# place of views are copied into the flat gradient: when a forward begins, before a backward adds, and before the
-# optimizer's step (``follow_user``).
+# Note [One owner]. If an optimizer has flat views (``flat_views``), their ``.grad`` and those of the sharded parameters
+# are views of the same memory. Dropping one side drops the other, and tensors that the user has put where our views
+# were are copied into the flat gradient: when a forward begins, before a backward adds, and before the optimizer's step
+# (``follow_user``).
 
 
 _grad = attrgetter("grad")
@@ -204,8 +205,8 @@ class FlatGradient:
         shard: the shard, whose length and device the gradient has.
         hooks: the gradient hooks of the sharded parameters, which ``publish`` calls.
         segments: the flat views over the shard; the list is the handle's own.
-        keeps_memory: also while there is no gradient, as a bucket does.
-        dtype: of the gradient; ``None``: that of the shard.
+        keeps_memory: keep the memory also while there is no gradient, as a bucket does.
+        dtype: the gradient's dtype; ``None``: that of the shard.
 
     Attributes:
         buffer: the memory, and its views.
@@ -234,7 +235,7 @@ class FlatGradient:
         self.buffer = self._memory(sharded_params, local_shards, shard, segments, dtype)
         for param in (*sharded_params, *(segment.parameter for segment in segments)):
             expect_gradient(param, self.dtype)
-        self._is_dropped = False  # no sharded parameter had a gradient when the present forward began
+        self._is_dropped = False  # no sharded parameter had a gradient when the current forward began
         self._is_published = bytes(len(sharded_params))
 
     @property
@@ -242,7 +243,7 @@ class FlatGradient:
         return self.buffer.dtype
 
     def release_if_dropped(self, is_known_to_be: bool = False) -> None:
-        """Free the memory when the user has dropped the gradient (``zero_grad()``), or is known to have."""
+        """Free the memory if the user has dropped the gradient (``zero_grad()``), or is known to have."""
         if self._segments:
             is_known_to_be = not self.follow_user()
         self._is_dropped = is_known_to_be
@@ -256,10 +257,10 @@ class FlatGradient:
             self.buffer.release()
         self._is_published = bytes(len(self._sharded_params))
 
-    # ---- together with flat views; Note [One owner]
+    # ---- Together with flat views; Note [One owner]
 
     def attach(self, segment: FlatSegment) -> None:
-        """Give a new segment, the last of the list, the gradient that there may be already."""
+        """Show a new segment, the last of the list, the gradient that may already exist."""
         expect_gradient(segment.parameter, self.dtype)
         self.buffer.attach(segment)
         views = self.buffer.views
@@ -267,8 +268,8 @@ class FlatGradient:
             segment.parameter.grad = segment.gradient
 
     def detach_segments(self) -> None:
-        """Before the shard is replaced. What flat views have dropped is dropped; what is left is the sharded
-        parameters'."""
+        """Detach flat views, before the shard is replaced. Gradients that flat views have dropped are dropped; the
+        others stay with the sharded parameters."""
         for segment in self._segments:
             if segment.parameter.grad is None:
                 self._drop_views(segment)
@@ -280,7 +281,7 @@ class FlatGradient:
         return are_untouched((self,))
 
     def _shown(self) -> Sequence[torch.Tensor | None]:
-        """``.grad`` of the sharded parameters, if the user has done nothing to it."""
+        """``.grad`` of the sharded parameters, unless the user has changed something."""
         buffer, published = self.buffer, self._is_published
         if not buffer.is_allocated:
             return [None] * len(self._sharded_params)
@@ -299,15 +300,16 @@ class FlatGradient:
 
     @property
     def flat(self) -> torch.Tensor | None:
-        """The flat gradient, if some sharded parameter has a part of it; only while ``is_untouched``."""
+        """The flat gradient, if some sharded parameter has a part of it; valid only while ``is_untouched``."""
         return self.buffer.flat if self.buffer.is_allocated and 1 in self._is_published else None
 
     def published_locals(self, sharded_params: Iterable[int]) -> list[torch.Tensor]:
-        """This rank's part of the gradients of some sharded parameters; without those that have none."""
+        """This rank's part of the gradients of some sharded parameters; those without a gradient are left out."""
         return [self.buffer.locals[i] for i in sharded_params if self._is_published[i]]
 
     def zero_unpublished(self) -> None:
-        """Zero padding and the parts of sharded parameters without a gradient, after the flat gradient was scaled."""
+        """Zero the padding, and the parts of sharded parameters without a gradient, after the flat gradient was
+        scaled."""
         buffer = self.buffer
         buffer.zero_gaps()
         if 0 in self._is_published:
@@ -316,13 +318,13 @@ class FlatGradient:
                     local.zero_()
 
     def follow_user(self) -> bool:
-        """Make sharded parameters and flat views agree after what the user did to the gradients of either.
+        """Make sharded parameters and flat views agree after the user has changed gradients of either.
 
         Returns:
             Whether there is a gradient.
 
         Raises:
-            RuntimeError: the user gave a gradient of his own to a sharded parameter that is a part of a flat view.
+            RuntimeError: the user assigned a gradient to a sharded parameter that is part of a flat view.
         """
         if self.is_untouched():
             return self.flat is not None
@@ -348,14 +350,14 @@ class FlatGradient:
         return True
 
     def show_to_segments(self, sharded_params: Sequence[int]) -> None:
-        """Call the hooks of flat views, which have what autograd has brought to some sharded parameters."""
+        """Call the hooks of flat views for gradients that reached some sharded parameters through autograd."""
         for segment in self._segments:
             if any(i in segment.sharded_params for i in sharded_params):
                 if gradient_hooks(segment.parameter):
                     raise RuntimeError(
-                        "a gradient has come to a sharded parameter through autograd (functional mode, or a term of "
-                        "the loss computed from the parameter itself), and its flat view has a hook by "
-                        "register_hook(), which cannot see it by itself: register it on the model's parameters"
+                        "a gradient reached a sharded parameter through autograd (functional mode, or a loss term "
+                        "computed from the parameter itself), and its flat view has a register_hook() hook, which "
+                        "cannot see that gradient: register the hook on the model's parameters"
                     )
                 with torch.no_grad():
                     for hook in post_accumulate_hooks(segment.parameter):
@@ -370,7 +372,7 @@ class FlatGradient:
 
     @torch.no_grad()
     def _take_in(self) -> None:
-        """Copy what the user has put in the place of our views into the flat gradient, and zero what was dropped."""
+        """Copy the tensors that the user put where our views were into the flat gradient, and zero what was dropped."""
         buffer, sharded_params = self.buffer, self._sharded_params
         replaced = [
             (item, item.parameter.grad)
@@ -381,7 +383,7 @@ class FlatGradient:
         self._refuse_foreign(is_ours)
         self._is_dropped = False
         given_ours = [item for item in self._segments if item.parameter.grad is item.gradient is not None]
-        if not any(is_ours) and not given_ours:  # there is nothing in the flat gradient
+        if not any(is_ours) and not given_ours:  # the flat gradient is empty
             buffer.ensure_writable()
             assert buffer.flat is not None
             buffer.flat.zero_()
@@ -391,7 +393,7 @@ class FlatGradient:
             elif sharded.grad is not view:
                 view.copy_(sharded.grad)
                 sharded.grad = view
-            elif local_elements(view) is not local:  # its .data was assigned to
+            elif local_elements(view) is not local:  # somebody assigned to its .data
                 local.copy_(local_elements(view))
                 set_local_tensor(view, local)
         for segment, given in replaced:
@@ -403,21 +405,22 @@ class FlatGradient:
             segment.parameter.grad = segment.gradient if segment.is_among(self._is_published) else None
 
     def _refuse_foreign(self, is_ours: Sequence[bool]) -> None:
-        """The optimizer of a flat view, ``GradScaler`` and torch's clipping look at the flat view alone."""
+        """Refuse an assigned gradient: the optimizer of a flat view, ``GradScaler`` and torch's clipping look only at
+        the flat view."""
         for segment in self._segments:
             for i in segment.sharded_params:
                 if self._sharded_params[i].grad is not None and not is_ours[i] and not self._hooks.has_arrived(i):
                     name, first = self._hooks.name_of(i), self._hooks.name_of(segment.sharded_params.start)
                     raise RuntimeError(
-                        f".grad of the sharded parameter {name} was assigned to, and it is a part of a flat view of "
-                        f"flat_parameters() (the one that begins with {first}): what looks at the flat view before the "
-                        "step (GradScaler.unscale_(), torch's clip_grad_norm_) would pass by what was assigned. Change "
-                        "the gradient in place, or assign to .grad of the flat view"
+                        f".grad of the sharded parameter {name} was assigned to, but it is part of a flat view of "
+                        f"flat_parameters() (the one that begins with {first}): code that looks at the flat view "
+                        "before the step (GradScaler.unscale_(), torch's clip_grad_norm_) would miss the assigned "
+                        "gradient. Change the gradient in place, or assign to .grad of the flat view"
                     )
 
 
 def are_untouched(gradients: Sequence[FlatGradient]) -> bool:
-    """Whether all of them are untouched, in one pass: before its step an optimizer asks for all its handles."""
+    """Whether all gradients are untouched, in one pass: an optimizer asks for all its handles before its step."""
     with PlainAttributes():
         sharded_params = chain.from_iterable([gradient._sharded_params for gradient in gradients])
         shown = chain.from_iterable([gradient._shown() for gradient in gradients])
@@ -439,7 +442,7 @@ class WriteMode(Enum):
     FOREIGN = "a sharded parameter holds a gradient that the user put there: the result is added to each one's own"
 
 
-# By themselves: on the hot path, where looking into an Enum takes time.
+# Module-level names for the hot path: attribute access on an Enum is slow.
 FRESH, ADDED, FOREIGN = WriteMode.FRESH, WriteMode.ADDED, WriteMode.FOREIGN
 
 
@@ -469,17 +472,17 @@ class ShardedGradient(FlatGradient):
 
     @property
     def write_mode(self) -> WriteMode:
-        """What ``prepare`` has decided last."""
+        """The last decision of ``prepare``."""
         return self._write_mode
 
-    # ---- while a backward runs
+    # ---- While a backward runs
 
     def prepare(self) -> WriteMode:
-        """Decide where the gradient that is about to be reduced goes; called once per reduction. A second reduction
-        in the same backward is added to the first."""
+        """Decide where the gradient that is about to be reduced goes; called once per reduction. A second reduction in
+        the same backward is added to the first."""
         if self.target is not None:
             return ADDED
-        # On the hot path: asked only where there may be hooks. Where nothing is known, publish() looks again.
+        # Hot path: ask only if there may be hooks. If that is unknown, publish() checks again.
         if not self._is_dropped or ((self._hooks.on_gradient or self._segments) and self._want_gradients()):
             if self._segments:
                 self.follow_user()
@@ -495,20 +498,20 @@ class ShardedGradient(FlatGradient):
         is_ours = buffer.views and buffer.is_in_place() and not self._want_gradients()
         if is_ours and all(grad is None or grad is view for grad, view in zip(grads, buffer.views, strict=True)):
             for i, grad in enumerate(grads):
-                if grad is None and self._is_published[i]:  # dropped by the user since: starts from zero again
+                if grad is None and self._is_published[i]:  # the user has dropped it: it starts from zero again
                     buffer.local_shard_of(buffer.flat, i).zero_()
             self._is_published = bytes(grad is not None for grad in grads)
             self._write_mode, self.target = ADDED, buffer.flat
             if self._segments:
-                buffer.zero_gaps()  # a flat gradient that was scaled by NaN has NaN in its padding
+                buffer.zero_gaps()  # scaling by NaN leaves NaN in the padding
         else:
             self._write_mode = FOREIGN
             self.target = torch.empty(buffer.numel, dtype=buffer.dtype, device=buffer.device)
         return self._write_mode
 
     def publish(self, is_used: bytes, has_others: bool = True) -> None:
-        """Show the reduced gradient: ``sharded.grad`` of every sharded parameter for which ``is_used`` holds a 1; the
-        others stay as they are, ``None`` when they had none. ``has_others``: sharded parameters may have gradients that
+        """Show the reduced gradient: ``sharded.grad`` of every sharded parameter for which ``is_used`` holds a 1. The
+        others stay as they are (``None`` if they had none). ``has_others``: sharded parameters may have gradients that
         are not ours."""
         self._is_dropped = False
         buffer = self.buffer
@@ -556,7 +559,7 @@ class ShardedGradient(FlatGradient):
                 self._hooks.accumulated(i)
 
     def _publish_separately(self, is_used: bytes) -> None:
-        """Add to the flat gradient what hooks want to see by itself."""
+        """Add to the flat gradient the gradients that hooks want to see separately."""
         buffer, result = self.buffer, self.target
         assert buffer.flat is not None and result is not None
         used = [i for i in range(len(self._sharded_params)) if is_used[i]]
@@ -576,7 +579,7 @@ class ShardedGradient(FlatGradient):
             self._hooks.accumulated(i)
 
     def _publish_segments(self, is_used: bytes) -> None:
-        """Show the gradient of the flat views of which a part was used."""
+        """Show the gradient of flat views of which a part was used."""
         for segment in self._segments:
             if not segment.is_among(is_used):
                 continue
@@ -601,7 +604,7 @@ class ShardedGradient(FlatGradient):
         return False
 
     def _add_others(self, is_used: bytes) -> bytes:
-        """Add what the same backward has put into ``sharded.grad`` by itself: terms of the loss on the sharded
+        """Add what autograd has put into ``sharded.grad`` in the same backward: loss terms computed from the sharded
         parameters.
 
         Returns:
@@ -615,7 +618,7 @@ class ShardedGradient(FlatGradient):
         return bytes(used)
 
     def forget_result(self) -> None:
-        """Do not publish what was reduced."""
+        """Do not publish the reduced gradient."""
         self.target = None
 
     def discard(self) -> None:
@@ -629,7 +632,7 @@ class ShardedGradient(FlatGradient):
 
 
 def _add_other(parameter: torch.Tensor, view: torch.Tensor) -> None:
-    """Add what is in ``parameter.grad`` to our view, which is about to take its place, if it is not that view."""
+    """Add the gradient in ``parameter.grad``, unless it is our view, to that view, which is about to replace it."""
     other = parameter.grad
     if other is not None and other is not view:
         with torch.no_grad():
@@ -637,7 +640,7 @@ def _add_other(parameter: torch.Tensor, view: torch.Tensor) -> None:
 
 
 def _call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Call the hooks of ``register_hook``; what they return takes the gradient's place, in its memory."""
+    """Call the hooks of ``register_hook``; a gradient that they return is copied over the original."""
     hooks = gradient_hooks(param)
     if hooks:
         with torch.no_grad():

@@ -1,12 +1,12 @@
 """Gradient hooks of sharded parameters.
 
-The gradients of sharded parameters arrive by a reduction, not through autograd, which therefore never calls the hooks
-that users register on them. They are kept here instead, and called by the sharded gradient when it is published: once
-in each backward that reduces, with the sharded gradient.
+The gradients of sharded parameters arrive by a reduction, not through autograd, so autograd never calls the hooks that
+users register on them. This file stores the hooks instead. The sharded gradient calls them when it is published: once
+per backward that reduces, with the sharded gradient.
 
-A term of the loss that was computed from a sharded parameter itself (a penalty on its weights) brings a gradient
-through autograd. Parameters that have hooks have two of autograd's own as well, which note it: the sum of both goes
-through the user's hooks when the group's gradient is published, or else at the end of backward.
+A loss term computed from a sharded parameter itself (a penalty on its weights) produces a gradient through autograd.
+Parameters with hooks therefore also have two autograd hooks of ours, which note that gradient. The sum of both
+gradients goes through the user's hooks when the group's gradient is published, or otherwise at the end of backward.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .accumulation import behind, put_behind
 from .sharded_param import is_sharded_like, like_sharded_param
 
 _REFUSED = (
-    "the sharded parameter {}: {} asks for the node of autograd that accumulates its gradient, and that node does not "
-    "run: the gradient arrives by a reduction, so hooks on the node would never be called. Register them after "
+    "the sharded parameter {}: {} asks for the autograd node that accumulates its gradient, but that node never runs: "
+    "the gradient arrives by a reduction, so hooks on the node would never be called. Register them after "
     "fully_shard(), with the parameter's register_post_accumulate_grad_hook() or register_hook(), or in functional "
     "mode (set_functional_mode(model) first)"
 )
@@ -36,8 +36,8 @@ _Hooks = OrderedDict[int, Callable[[Any], Any]]
 
 
 class _Arrival(NamedTuple):
-    """The gradient that autograd brings to a parameter in this backward, and a copy of what was in ``.grad`` before
-    (``None`` where there was nothing, or where no hook needs to see the new gradient by itself)."""
+    """The gradient that autograd has produced for a parameter in this backward, and a copy of the previous ``.grad``
+    (``None`` if there was none, or if no hook needs to see the new gradient separately)."""
 
     gradient: torch.Tensor
     before: torch.Tensor | None
@@ -68,10 +68,11 @@ class GradientHooks:
     """The hooks of the parameters of one handle.
 
     Args:
-        sharded_params: the sharded parameters; from now on ``register_hook`` and ``register_post_accumulate_grad_hook``
-            on one of them arrive here, also after ``module.to()`` has exchanged everything in it but its identity.
-        before: the object that has kept the hooks of each sharded parameter until now, or ``None``.
-        owner: the handle, whose ``after_publication`` says when the gradients of a backward are there.
+        sharded_params: the sharded parameters; from now on, their ``register_hook`` and
+            ``register_post_accumulate_grad_hook`` arrive here, even after ``module.to()`` has exchanged everything in a
+            parameter but its identity.
+        before: for each sharded parameter, the object that has held its hooks so far, or ``None``.
+        owner: the handle; its ``after_publication`` tells when the gradients of a backward are complete.
 
     Attributes:
         on_gradient, after_accumulation: the hooks of either kind, by index of the sharded parameter.
@@ -87,8 +88,8 @@ class GradientHooks:
         self._sharded_params = sharded_params
         self._owner = weakref.ref(owner)
         self._arrivals: dict[int, _Arrival] = {}  # by index of the sharded parameter
-        self._recent: Sequence[int] = ()  # those that were just accumulated, while flat views take them in
-        self._accumulated: set[int] = set()  # of those, which autograd has added to ``.grad`` in this backward
+        self._recent: Sequence[int] = ()  # those just accumulated, while flat views copy them
+        self._accumulated: set[int] = set()  # the ones that autograd has added to ``.grad`` in this backward
         self.on_gradient: dict[int, _Hooks] = {}
         self.after_accumulation: dict[int, _Hooks] = {}
         for i, earlier in enumerate(before):
@@ -128,8 +129,8 @@ class GradientHooks:
         return handle
 
     def is_forward_running(self) -> bool:
-        """Whether a forward of the model is running: whatever has gathered the parameters will not look where they are
-        before the next one."""
+        """Whether a forward of the model is running. Whoever has gathered the parameters then does not check where they
+        are until the next one."""
         owner = self._owner()
         return owner is not None and owner.is_in_forward
 
@@ -141,7 +142,7 @@ class GradientHooks:
             raise RuntimeError(_REFUSED.format(self.name_of(self._index(sharded)), what))
 
     def has_arrived(self, index: int) -> bool:
-        """Whether autograd has brought a gradient to a sharded parameter that was not shown yet."""
+        """Whether autograd has produced a gradient for a sharded parameter that was not shown yet."""
         return index in self._arrivals or index in self._recent
 
     def name_of(self, index: int) -> str:
@@ -153,17 +154,17 @@ class GradientHooks:
 
     @property
     def want_gradients(self) -> bool:
-        """Whether some hook must see the gradient of a backward by itself, before it is accumulated."""
+        """Whether some hook must see the gradient of a backward separately, before it is accumulated."""
         return any(self.on_gradient.values())
 
     @property
     def is_empty(self) -> bool:
         return not (self.on_gradient or self.after_accumulation)
 
-    # ---- called when a gradient is published
+    # ---- Called when a gradient is published
 
     def replace(self, index: int, gradient: torch.Tensor) -> None:
-        """Call the hooks on a gradient; what they return takes its place, in its memory."""
+        """Call the hooks on a gradient; a gradient that they return is copied over it."""
         with torch.no_grad():
             for hook in [*self.on_gradient.get(index, {}).values()]:
                 result = hook(gradient)
@@ -191,13 +192,13 @@ class GradientHooks:
                 sharded.grad = reduced
             elif is_sharded_like(present, sharded):
                 present.add_(reduced)
-            else:  # autograd has brought it from before a tied parameter was sharded anew
+            else:  # autograd produced it before a tied parameter was sharded again
                 sharded.grad = like_sharded_param(present, sharded).add_(reduced)
         self.accumulated(index)
 
     def take_arrival(self, index: int, reduced: torch.Tensor, into: torch.Tensor) -> bool:
-        """Add to ``reduced``, for the hooks, what autograd has brought to a sharded parameter in this backward, and set
-        ``into`` to what its gradient was before; whether there is such a thing, and a hook that must see it."""
+        """Add to ``reduced`` the gradient that autograd has produced for a sharded parameter in this backward, and set
+        ``into`` to the gradient before it. Return whether there is one, and a hook that must see it."""
         if index not in self._accumulated or not self.on_gradient.get(index):
             return False
         gradient, before = self._arrivals[index]
@@ -209,7 +210,8 @@ class GradientHooks:
         return True
 
     def _put(self, index: int, gradient: torch.Tensor) -> None:
-        """Make ``.grad``, to which autograd has added already, what it was before plus ``gradient`` after the hooks."""
+        """Set ``.grad``, to which autograd has already added, to its earlier value plus ``gradient`` as the hooks
+        return it."""
         self.replace(index, gradient)
         sharded, before = self._sharded_params[index], self._arrivals[index].before
         with torch.no_grad():
@@ -220,10 +222,10 @@ class GradientHooks:
                 assert present is not None
                 present.copy_(before.add_(gradient))
 
-    # ---- gradients that autograd brings
+    # ---- Gradients produced by autograd
 
     def listen_again(self) -> None:
-        """Called when the content of sharded parameters may have been exchanged: autograd's hooks are lost with it."""
+        """Register autograd's hooks again; they are lost when the content of sharded parameters is exchanged."""
         owner = self._owner()
         if owner is not None and owner.segments:
             self.listen_to_all()
@@ -232,12 +234,13 @@ class GradientHooks:
                 self._listen(index)
 
     def listen_to_all(self) -> None:
-        """There are flat views: what autograd brings to a sharded parameter is theirs too."""
+        """Listen to all sharded parameters, because there are flat views: gradients that autograd produces belong to
+        those too."""
         for index in range(len(self._sharded_params)):
             self._listen(index)
 
     def _listen(self, index: int) -> None:
-        """Let autograd say when it brings a gradient to a sharded parameter."""
+        """Register the autograd hooks that note a gradient of a sharded parameter."""
         reference = weakref.ref(self)
 
         def on_gradient(gradient: torch.Tensor) -> None:
@@ -254,12 +257,12 @@ class GradientHooks:
 
     def _note(self, index: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:
-            return  # of a parameter that the loss does not use
+            return  # the loss does not use this parameter
         if not self._accumulated:
-            self._arrivals.clear()  # of an autograd.grad(), which accumulates nothing
+            self._arrivals.clear()  # left by an autograd.grad(), which accumulates nothing
             owner = self._owner()
             if owner is not None and owner.segments:
-                owner.follow_user()  # what was dropped from a flat view shall not be added to
+                owner.follow_user()  # autograd must not add to a gradient that was dropped through a flat view
         before = behind(self._sharded_params[index].grad)
         if before is not None:
             before = before.clone() if self.on_gradient.get(index) else None
@@ -278,8 +281,8 @@ class GradientHooks:
             owner.after_publication(self._call_for_the_rest)
 
     def _call_for_the_rest(self) -> None:
-        """Call the hooks of sharded parameters to which autograd has brought a gradient that no publication has shown
-        to them."""
+        """Call the hooks of sharded parameters that have a gradient from autograd that no publication has shown to
+        them."""
         accumulated = sorted(self._accumulated)
         for index in accumulated:
             if self.on_gradient.get(index):
@@ -296,7 +299,7 @@ class GradientHooks:
             owner.show_to_segments(accumulated)
 
     def forget(self, is_published: bytes) -> None:
-        """Forget what autograd has brought to these sharded parameters: it is in what was published."""
+        """Forget the gradients that autograd has produced for these sharded parameters: they were published."""
         for index in [*self._accumulated]:
             if is_published[index]:
                 del self._arrivals[index]

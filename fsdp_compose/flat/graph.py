@@ -1,15 +1,16 @@
-"""One flat parameter inside a graph that ``torch.compile`` captures: its gather and its reduction as operations.
+"""One flat parameter inside a graph that ``torch.compile`` captures: its gather and its reduction, as operators.
 
-Used by ``group/graph`` and by ``runtime/graph_mode``; eager training never enters this file. What surrounds the
-operations (what reductions do with their result, accumulation, publication) is that of the eager modes: a graph only
-delivers gradients. It reads the shard through a plain leaf over the same memory. Its gradient arrives there, or at a
-``grad_leaf`` where it has another dtype or length. Which parameters had no gradient is known when the backward is
-captured; unless all had one, the graph reports it through an ``unused_mask``.
+``group/graph`` and ``runtime/graph_mode`` use this file; eager training never enters it. What happens around the
+operators (where results of reductions go, accumulation, publication) is the same code as in the eager modes: a graph
+only delivers gradients. It reads the shard through a plain leaf over the same memory. The gradient arrives at that
+leaf, or at a ``grad_leaf`` if it has another dtype or length. Which parameters had no gradient is known when the
+backward is captured; unless all had one, the graph reports it through an ``unused_mask``.
 
-The graph uses torch's functional collectives, which compilers know, where the process group's own collectives carry
-the training, and operations of this package that send messages where messages do.
+If the process group's own collectives carry the training, the graph uses torch's functional collectives, which
+compilers know. If messages do, it uses operators of this package that send messages.
 
-A hash of this file's source is part of the numbers of captured graphs, so an edit here renews them, and caches on disk.
+A hash of this file's source is part of the numbers of captured graphs, so every edit here renews them, along with
+caches on disk.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ from .flat_param import FlatParamHandle
 from .gradient import ADDED
 from .reduction import ReductionOptions, bring_result
 
-# ---- Collectives as operations of graphs.
+# ---- Collectives as operators of graphs
 #
-# Where a process group's own collectives carry the training these are torch's functional ones, which compilers know.
-# Where another transport does (messages, on gloo), they are operations of ours that call it; ``wait_tensor`` waits for
-# them too.
+# If a process group's own collectives carry the training, these are torch's functional collectives, which compilers
+# know. If another transport does (messages, on gloo), they are operators of ours that call it; ``wait_tensor`` waits
+# for those too.
 
 
 _Tensor = torch.Tensor
-_OURS = "by "  # begins the routes of our operations
+_OURS = "by "  # the routes of our operators begin with this
 _routes: weakref.WeakValueDictionary[str, Transport] = weakref.WeakValueDictionary()
 _labels: dict[str, Label] = {}
 
 
 def route_of(transport: Transport, label: Label) -> str:
-    """By which the operations here find the ranks, and how tensors move between them; the same on every rank of the
+    """The route by which an operator finds the ranks, and how tensors move between them; the same on every rank of the
     process group, and in every run of a program."""
     if type(transport) is Transport:
         return group_name_of(transport.group)
@@ -90,16 +91,16 @@ def all_reduce(flat: _Tensor, is_average: bool, route: str) -> _Tensor:
 
 
 def flatten(grads: Sequence[_Tensor], places: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> _Tensor:
-    """One tensor of pieces of ``sizes`` elements: ``grads`` at these ``places``, zeros in the others.
+    """Make one tensor of pieces with ``sizes`` elements: ``grads`` at these ``places``, zeros in the others.
 
-    An operation of its own, not a concatenation: into one of those Inductor fuses what makes the gradients, across
-    groups, so that the whole gradients of all groups come to lie in memory at the same time.
+    This is an operator of its own, not a concatenation. Inductor fuses the computation of gradients into a
+    concatenation, across groups, and the whole gradients of all groups would then be in memory at the same time.
     """
     result: _Tensor = torch.ops.fsdp_compose.flatten(grads, places, sizes, dtype)
     return result
 
 
-# ---- our operations
+# ---- Our operators
 
 
 def _flatten(grads: Sequence[_Tensor], places: Sequence[int], sizes: Sequence[int], dtype: torch.dtype) -> _Tensor:
@@ -133,7 +134,7 @@ def _all_reduce(flat: _Tensor, is_average: bool, route: str) -> _Tensor:
 
 
 def _issued(result: _Tensor, work: Work, source: _Tensor) -> _Tensor:
-    """``result``, for which ``wait_tensor`` is to wait; ``source`` is read until then."""
+    """Return ``result``, for which ``wait_tensor`` must wait; ``source`` is read until then."""
     register_work(result, WorkOfGraph(lambda: work.wait(), source))
     return result
 
@@ -166,12 +167,12 @@ _OPERATIONS: dict[str, tuple[Callable[..., _Tensor], Callable[..., _Tensor]]] = 
 
 @cache
 def define() -> None:
-    """Let the operations exist, also for a graph that was not captured but found in a cache on disk."""
+    """Define the operators, also for a graph that was found in a cache on disk instead of captured."""
     define_operations("fsdp_compose", _OPERATIONS)
 
 
 def _teach_compiler() -> None:
-    """Inductor, if it is there, is not to reuse memory that a collective reads."""
+    """Keep Inductor, if it is there, from reusing memory that a collective still reads."""
     if "torch._inductor.lowering" in sys.modules:
         _lower()
 
@@ -186,7 +187,7 @@ def _lower() -> None:
 
 
 class GradientForm(Enum):
-    """What arrives of a gradient when the backward of a graph has run."""
+    """Which form of a gradient arrives when the backward of a graph has run."""
 
     REDUCED = "this rank's part of the average"
     SCATTERED = "this rank's part of the average over the shard group; that over the replicas is yet to come"
@@ -196,18 +197,18 @@ class GradientForm(Enum):
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """All that the operations of one flat parameter depend on. Equal ones make equal graphs.
+    """Everything that the operators of one flat parameter depend on. Equal plans make equal graphs.
 
     Attributes:
-        route, replica_route: how shards move, and what is averaged over replicas; ``None``: not at all.
-        world_size: of the shard group.
-        shard_dtype, dtype: of the shard, and to compute in.
-        reduce_dtype, gradient_dtype: to reduce in, and of the reduced gradient.
-        sizes: of the pieces of the flat parameter, parameters and padding, in order.
-        params: which piece each parameter is, and its shape.
+        route, replica_route: how shards move, and how gradients are averaged over replicas; ``None``: not at all.
+        world_size: the size of the shard group.
+        shard_dtype, dtype: the dtype of the shard, and the compute dtype.
+        reduce_dtype, gradient_dtype: the dtype to reduce in, and that of the reduced gradient.
+        sizes: the sizes of the flat parameter's pieces, parameters and padding, in order.
+        params: the piece and the shape of each parameter.
         flags: which of them require grad.
-        arrives: what a backward brings.
-        before, is_average: what gradients are divided by before they are reduced, and whether the collective averages.
+        arrives: the form of gradient that a backward delivers.
+        before, is_average: the divisor of gradients before they are reduced, and whether the collective averages.
     """
 
     route: str | None
@@ -226,17 +227,17 @@ class GatherPlan:
 
     @property
     def needs_grad_leaf(self) -> bool:
-        """Whether the gradient has not the form of the leaf."""
+        """Whether the gradient differs from the leaf in dtype or length."""
         if self.arrives is GradientForm.REDUCED:
             return self.gradient_dtype != self.shard_dtype
         return self.arrives is not GradientForm.NOTHING
 
     @property
     def is_gathered(self) -> bool:
-        """Whether parameters are in memory of their own, not in that of the shard."""
+        """Whether parameters have memory of their own, rather than the shard's."""
         return self.route is not None or self.dtype != self.shard_dtype
 
-    # ---- operations; called with the tensors of a graph that is being captured
+    # ---- Operators; called with the tensors of a graph that is being captured
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         flat = shard if shard.dtype == self.dtype else shard.to(self.dtype)
@@ -248,12 +249,12 @@ class GatherPlan:
         return tuple([flat[start:stop].view(shape) for start, stop, shape in bounds])
 
     def whole_gradient(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The gradients of the parameters as one of the flat parameter, with zeros in the padding."""
+        """Concatenate the gradients of the parameters into one for the flat parameter, with zeros in the padding."""
         present = [(grad, piece) for grad, (piece, _) in zip(grads, self.params, strict=True) if grad is not None]
         return flatten([grad for grad, _ in present], [piece for _, piece in present], self.sizes, self.reduce_dtype)
 
     def reduce(self, flat: torch.Tensor) -> torch.Tensor:
-        """What arrives of a whole gradient."""
+        """Reduce a whole gradient to the form that arrives."""
         if self.arrives is GradientForm.WHOLE:
             return flat
         if self.before != 1:
@@ -271,7 +272,7 @@ class GatherPlan:
 
 
 class _GatheredParameters(torch.autograd.Function):
-    """The parameters, from a shard; in backward, what is to arrive, from their gradients."""
+    """Forward: the parameters, from a shard. Backward: the form of gradient to deliver, from their gradients."""
 
     @staticmethod
     def forward(
@@ -298,8 +299,8 @@ _flats: dict[int, GatherPlan] = {}
 
 
 def plan_id(flat: GatherPlan) -> int:
-    """A number for it, which graphs can be guarded on. It depends on all that the operations do: what Dynamo has
-    captured has this number alone, and caches on disk may know graphs of earlier processes by it."""
+    """Return a number for the plan, on which graphs can be guarded. It depends on everything that the operators do:
+    code captured by Dynamo contains only this number, and caches on disk may know graphs of earlier processes by it."""
     number = int(hashlib.sha256(f"{_sources()}{flat!r}".encode()).hexdigest()[:15], 16)
     _flats[number] = flat
     return number
@@ -307,12 +308,12 @@ def plan_id(flat: GatherPlan) -> int:
 
 @cache
 def _sources() -> str:
-    """The code of the operations, as a digest."""
+    """A digest of the operators' code."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def summary_of(number: int) -> str:
-    """The collectives of the flat parameter of this number, in words."""
+    """Describe the collectives of the flat parameter with this number, in words."""
     flat = _flats[number]
     gather = "nothing gathered" if flat.route is None else f"all-gather of {flat.dtype} over {flat.world_size} ranks"
     if flat.arrives is GradientForm.NOTHING:
@@ -325,19 +326,18 @@ def summary_of(number: int) -> str:
 def gather_captured(
     number: int, leaf: torch.Tensor, grad_leaf: torch.Tensor | None, unused_mask: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The parameters of the flat parameter of this number, gathered; to be put into a graph as it is."""
+    """Gather the parameters of the flat parameter with this number; goes into a graph as it is."""
     result: tuple[torch.Tensor, ...] = _GatheredParameters.apply(_flats[number], leaf, grad_leaf, unused_mask)
     return result
 
 
 def refuse_written(names: str, *params: torch.Tensor) -> None:
-    """Raise, while a graph is captured, if forward has written to gathered parameters; to be put into a graph as it
-    is."""
+    """Raise, while a graph is captured, if forward has written to gathered parameters; goes into a graph as it is."""
     if any([was_written_in_graph(param) for param in params]):
         raise RuntimeError(
-            f"torch.compile: forward of a fully_shard'ed module writes to a parameter of its own, one of {names}: the "
-            "write would be lost, since the sharded parameters are authoritative. Modify parameters outside forward, "
-            "or keep what changes in forward in a buffer"
+            f"torch.compile: forward of a fully_shard'ed module writes to one of its own parameters, among {names}: "
+            "the write would be lost, because the sharded parameters are authoritative. Modify parameters outside "
+            "forward, or keep what changes in forward in a buffer"
         )
 
 
@@ -350,21 +350,21 @@ class GraphInputs(NamedTuple):
 
 
 class CapturedShard:
-    """The leaves of one flat parameter in graphs, and what they bring; for as long as the shard stays the same.
+    """The leaves of one flat parameter in graphs, and the gradients that arrive at them; lives as long as the shard.
 
-    What a forward was captured for may have changed when its backward comes, and backwards of several may come
-    together: so each way in which gradients arrive has a place of its own, which stays.
+    Options may change between a forward and its backward, and backwards of several forwards may run together. So each
+    form of gradient arrives at a place of its own, which stays.
 
     Attributes:
-        shard: of which the leaves have the memory and the version counter.
-        flat: what the next graphs do.
-        inputs: of these graphs.
+        shard: the shard, whose memory and version counter the leaves share.
+        flat: the plan of the next graphs.
+        inputs: the inputs of these graphs.
     """
 
     __slots__ = ("_device", "_frozen", "_note", "_places", "_unused_mask", "flat", "inputs", "shard")
 
     def __init__(self, handle: FlatParamHandle, flat: GatherPlan, note: Callable[[torch.Tensor], None]) -> None:
-        """``note`` is called with the place at which a gradient has come."""
+        """``note`` is called with the place at which a gradient has arrived."""
         self.shard, self._note = handle.shard, note
         self._device = handle.storage.compute_device(handle.shard)
         with torch.inference_mode(False):
@@ -376,7 +376,7 @@ class CapturedShard:
         self.follow(flat)
 
     def follow(self, flat: GatherPlan) -> None:
-        """The next graphs do ``flat``."""
+        """Use the plan ``flat`` for the next graphs."""
         self.flat = flat
         if flat.arrives is GradientForm.NOTHING:
             self.inputs = self._frozen
@@ -390,9 +390,9 @@ class CapturedShard:
             self.inputs = GraphInputs(place, None, self._unused_mask)
 
     def _place_for(self, flat: GatherPlan) -> nn.Parameter:
-        """Where autograd is to bring what arrives."""
+        """The place to which autograd delivers the gradient."""
         with torch.inference_mode(False):
-            if flat.needs_grad_leaf:  # of one element, whatever its length
+            if flat.needs_grad_leaf:  # one element, whatever its length
                 numel = sum(flat.sizes) if flat.arrives is GradientForm.WHOLE else self.shard.numel()
                 dtype = flat.gradient_dtype if flat.arrives is GradientForm.REDUCED else flat.reduce_dtype
                 place = nn.Parameter(torch.zeros((), dtype=dtype, device=self._device).expand(numel))
@@ -406,16 +406,17 @@ class CapturedShard:
         return [*self._places.values()]
 
     def has_grad(self) -> bool:
-        """Whether graphs have brought something that was not taken."""
+        """Whether graphs have delivered gradients that nobody has taken."""
         return any([place.grad is not None for place in self._places.values()])
 
     def drop(self) -> None:
-        """Forget what graphs have brought."""
+        """Drop the gradients that graphs have delivered."""
         for tensor in (*self._places.values(), self._unused_mask):
             tensor.grad = None
 
     def take(self) -> tuple[list[tuple[GradientForm, torch.Tensor]], list[bool]]:
-        """What graphs have brought, in each way, and which parameters have a part of it as far as they tell."""
+        """Take the gradients that graphs have delivered, by form, and report which parameters have a part of them, as
+        far as the graphs tell."""
         arrived = []
         for arrives, place in self._places.items():
             if place.grad is not None:
@@ -427,7 +428,7 @@ class CapturedShard:
 
 
 def captured_flat(handle: FlatParamHandle, is_synced: bool, averages: bool, options: ReductionOptions) -> GatherPlan:
-    """What graphs do with a flat parameter. ``is_synced``: backwards reduce; ``averages``: over replicas too."""
+    """The plan for a flat parameter in graphs. ``is_synced``: backwards reduce; ``averages``: over replicas too."""
     define()
     mesh, layout, contributions = handle.mesh, handle.layout, handle.pending_gradients
     sizes: list[int] = []
@@ -469,21 +470,21 @@ def captured_flat(handle: FlatParamHandle, is_synced: bool, averages: bool, opti
 
 
 def deliver_gradients(handle: FlatParamHandle, shard: CapturedShard) -> tuple[bool, bool]:
-    """Take what graphs have brought, and lead it where an eager backward would; no reduction of the handle is in
-    flight.
+    """Move the gradients that compiled graphs produced to where eager backward puts them. No reduction of the handle is
+    in flight.
 
     Returns:
-        Whether older gradients, or accumulated ones, have changed by it; and whether something is yet to be reduced.
+        Whether older or accumulated gradients have changed; and whether something still has to be reduced.
     """
     arrived, told = shard.take()
     has_added = is_due = False
     for arrives, grad in arrived:
         views = handle.full_views_of(grad) if arrives is GradientForm.WHOLE else handle.views_of(grad)
-        # One that a forward has used in one call of its module and not in another has a gradient.
+        # A parameter that a forward used in one call of its module, but not in another, has a gradient.
         used = [is_one or bool(view.any()) for is_one, view in zip(told, views, strict=True)]
         flags = handle.unsharded.flags
         for view, flag in zip(views, flags, strict=True):
-            if not flag:  # frozen since the forward: the norm of the flat gradient is not to know of it
+            if not flag:  # frozen since the forward: keep it out of the norm of the flat gradient
                 view.zero_()
         used = [is_one and flag for is_one, flag in zip(used, flags, strict=True)]
         for index, is_one in enumerate(used):

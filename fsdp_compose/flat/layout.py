@@ -1,26 +1,27 @@
-"""Where each parameter of a group lies in the flat parameter, and which part of it each rank holds.
+"""Where each parameter of a group is in the flat parameter, and which part of it each rank holds.
 
-A flat parameter is one buffer of `world_size` equal shards. The parameters lie in it in registration order, each in
-one piece. A shard boundary may fall inside a parameter, but never inside one of its granules. Here `a` of shape
-(5, 4), `b` of shape (3,) and `c` of shape (2, 4) lie on 3 ranks, aligned to 4 elements, one letter an element:
+A flat parameter is one buffer of `world_size` equal shards. It holds the parameters in registration order, each in one
+piece. A shard boundary may fall inside a parameter, but never inside one of its granules. Here `a` of shape (5, 4), `b`
+of shape (3,) and `c` of shape (2, 4) are on 3 ranks, aligned to 4 elements, one letter per element:
 
     flat parameter     |aaaaaaaaaaaa|aaaaaaaabbb.|cccccccc....|      . padding, always zero
     shard              |rank 0      |rank 1      |rank 2      |
     local shards of a  |3 rows      |2 rows      |none        |      the shard boundary lies between two rows
 
-The part of a parameter inside one shard is a local shard: contiguous in the parameter, in the flat parameter and in
-the shard; possibly empty. Every parameter and every shard starts on a multiple of `alignment` elements.
+The part of a parameter inside one shard is a local shard: contiguous in the parameter, in the flat parameter and in the
+shard; possibly empty. Every parameter and every shard starts on a multiple of `alignment` elements.
 
-Planning finds the smallest shard length at which the granules that the user asked for stay whole. Within a budget of
-padding it then looks for a length at which as many of the other parameters as possible are sharded between rows of
-dim 0, so that their local shards keep a natural N-D shape. What remains is sharded between any two elements, which
-costs no padding but alignment's. Given a shard length, placing each parameter in turn as early as is legal is optimal:
-a later start never lets the next parameter start earlier. So only the length needs a search.
+Planning finds the smallest shard length that keeps the granules whole that the user asked for. Then, within a budget of
+padding, it looks for a length at which as many of the other parameters as possible are sharded between rows of dim 0:
+their local shards keep a natural N-D shape. The rest is sharded between any two elements, which costs no padding beyond
+alignment. For a given shard length, it is optimal to place each parameter in turn as early as is legal: a later start
+never lets the next parameter start earlier. So only the length needs a search.
 
-The plan is a pure function of shapes and sizes: no tensors, no process groups, no state, and the same answer
-on every rank. `fully_shard` plans once per flat parameter; buffers, DTensors and checkpoints only read the plan.
+The plan is a pure function of shapes and sizes: no tensors, no process groups, no state, and the same answer on every
+rank. `fully_shard` plans once per flat parameter; buffers, DTensors and checkpoints only read the plan.
 
-Granules come first in this file, then the plan, then the views of a whole flat tensor that follow from it."""
+Granules come first in this file, then the plan, then the views of a whole flat tensor that it defines.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ import torch
 
 from ..ragged import RunLengths
 
-# ---- Granules: the pieces of parameters that no shard boundary divides; from what the user writes to a number of
-# elements.
+# ---- Granules: the pieces of parameters that no shard boundary divides, converted from the user's notation to a number
+# of elements
 #
 # Pure functions of shapes.
 
@@ -49,12 +50,12 @@ tuple)."""
 
 
 def row_numel(shape: tuple[int, ...]) -> int:
-    """Elements of one index of dim 0, but at least 1: so that it can divide."""
+    """Elements of one index of dim 0, but at least 1, because it is used as a divisor."""
     return max(1, math.prod(shape[1:]))
 
 
 def expected_granule(granule: Granule | None, ndim: int) -> str:
-    """A description of the legal granules of a parameter of so many dimensions; empty if the given one is legal."""
+    """Describe the legal granules of a parameter with so many dimensions; empty if the given one is legal."""
     if granule is None or granule in ("elements", "rows", "whole"):
         return ""
     sizes = granule if isinstance(granule, tuple) else (granule,)
@@ -64,7 +65,7 @@ def expected_granule(granule: Granule | None, ndim: int) -> str:
 
 
 def granule_numel(granule: Granule, shape: tuple[int, ...]) -> int:
-    """The distance between neighbouring legal shard boundaries, counted from the parameter's start."""
+    """The distance between adjacent legal shard boundaries, counted from the parameter's start."""
     numel = math.prod(shape)
     if isinstance(granule, tuple):
         wanted = _block_stride(granule, shape)
@@ -125,8 +126,8 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """Where a parameter lies. Local shards that are not empty start on a multiple of `granule` elements, counted from
-    the parameter's start. `row_aligned`: every shard boundary inside the parameter lies between two rows of dim 0."""
+    """Where a parameter is. Local shards that are not empty start on a multiple of `granule` elements, counted from the
+    parameter's start. `row_aligned`: every shard boundary inside the parameter is between two rows of dim 0."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -180,7 +181,7 @@ class FlatLayout:
         return LocalShard(start, stop - start, param.offset + start - shard_offset if stop > start else 0)
 
     def local_shards_of(self, index: int) -> dict[int, LocalShard]:
-        """The part of parameter `index` that each rank holds, by rank, of those that hold some."""
+        """The parts of parameter `index`, by rank, for the ranks that hold some of it."""
         return {rank: self.local_shard(index, rank) for rank in self.holders(index)}
 
     def counts(self, index: int) -> RunLengths:
@@ -198,7 +199,7 @@ class FlatLayout:
         return range(param.offset // shard, -(-(param.offset + param.numel) // shard) if param.numel else 0)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """The shape of `rank`'s local shard: N-D where the shard boundaries lie between rows, else 1-D."""
+        """The shape of `rank`'s local shard: N-D if the shard boundaries are between rows, else 1-D."""
         param, numel = self.params[index], self.local_shard(index, rank).numel
         if not param.shape:
             return () if numel else (0,)
@@ -207,8 +208,9 @@ class FlatLayout:
         return (numel // row_numel(param.shape), *param.shape[1:])
 
     def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> FlatLayout:
-        """The same places, on a rank that has less of some parameters than was planned for (uneven tensor parallelism):
-        offsets and shard length are those of all ranks. What is missing of a parameter is padding."""
+        """The same layout, on a rank that holds less of some parameters than was planned for (uneven tensor
+        parallelism): offsets and shard length stay those of all ranks, and what is missing of a parameter is
+        padding."""
         if all(param.shape == tuple(shape) for param, shape in zip(self.params, shapes, strict=True)):
             return self
         params = [
@@ -225,8 +227,8 @@ class FlatLayout:
 
 
 def plan_equal_rows(fqn: str, shape: tuple[int, ...], world_size: int, alignment: int) -> FlatLayout:
-    """One parameter by itself, of which every rank has equally many rows of dim 0, as far as there are some: what is
-    missing at the end is padding. `alignment`: every shard is of a multiple of so many elements.
+    """Plan one parameter by itself, with equally many rows of dim 0 on every rank; what is missing at the end is
+    padding. `alignment`: every shard is a multiple of this many elements.
 
         5 rows of 4 elements on 3 ranks    |aaaaaaaa|aaaaaaaa|aaaa....|
     """
@@ -245,8 +247,8 @@ def plan_layout(
         params: the parameters. A granule they name is never split, whatever that costs.
         world_size: number of shards.
         alignment: every parameter and every shard starts on a multiple of this many elements.
-        padding_budget: how much padding, as a fraction of the payload, parameters without a granule may cost for being
-            sharded between rows. Padding that alignment or the named granules cause in any case counts against it.
+        padding_budget: how much padding, as a fraction of the payload, may be spent to shard parameters without a
+            granule between rows. Padding that alignment or the named granules cause in any case counts against it.
 
     The shards are never empty, even if all parameters are: a buffer without bytes has no address of its own.
 
@@ -275,7 +277,7 @@ def plan_layout(
 class _Request(NamedTuple):
     numel: int
     granule: int
-    required: bool  # else a wish: dropped where it costs too much
+    required: bool  # otherwise a wish, dropped if it costs too much
 
 
 @dataclass(frozen=True)
@@ -303,8 +305,8 @@ class _Draft(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _solve(problem: _Problem, padding_budget: float) -> tuple[_Draft, int]:
-    """The best draft, and the padding that required granules cost. Kept, since a model's layers are mostly alike, and
-    hundreds of parameters among thousands of ranks take a tenth of a second."""
+    """The best draft, and the padding that required granules cost. Cached: a model's layers are mostly alike, and
+    planning hundreds of parameters for thousands of ranks takes a tenth of a second."""
     payload_numel = sum(request.numel for request in problem.requests)
     smallest = _smallest_shard(problem)
     largest = max(smallest, int((1 + padding_budget) * payload_numel) // problem.world_size)
@@ -313,7 +315,7 @@ def _solve(problem: _Problem, padding_budget: float) -> tuple[_Draft, int]:
 
 
 def clear_plans() -> None:
-    """Forget what was planned: for measurements."""
+    """Clear the cache of plans, for measurements."""
     _solve.cache_clear()
 
 
@@ -330,7 +332,7 @@ def _round_up(value: int, multiple: int) -> int:
 def _placement(spec: ParamSpec, offset: int, granule: int, shard_numel: int) -> ParamPlacement:
     shape, numel = tuple(spec.shape), math.prod(spec.shape)
     first_boundary = shard_numel - offset % shard_numel
-    # Two neighbouring boundaries between rows are a whole number of rows apart: then so are all others.
+    # If one pair of adjacent boundaries between rows is a whole number of rows apart, so are all others.
     boundaries = [boundary for boundary in (first_boundary, first_boundary + shard_numel) if boundary < numel]
     row_aligned = all(boundary % row_numel(shape) == 0 for boundary in boundaries)
     return ParamPlacement(spec.fqn, shape, numel, offset, granule, row_aligned)
@@ -446,7 +448,7 @@ def _first_fitting(problem: _Problem, lengths: range, fallback: int) -> int:
     return lengths[n] if n < len(lengths) else fallback
 
 
-# ---- Views of a whole flat tensor.
+# ---- Views of a whole flat tensor
 
 
 def full_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:

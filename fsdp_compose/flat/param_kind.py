@@ -1,7 +1,8 @@
 """What is decided for each parameter when it is sharded: its dtypes, and whether its class gathers it.
 
-Parameters that differ in any of this are in different flat parameters. This file also refuses what sharding would
-break: classes of tensors that cannot be cut, and parameters that share memory with others."""
+Parameters that differ in any of this go into different flat parameters. This file also refuses what sharding would
+break: classes of tensors that cannot be cut, and parameters that share memory with others.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from .policy import MixedPrecisionPolicy
 def kind_of(
     fqn: str, param: nn.Parameter, policy: MixedPrecisionPolicy, module: nn.Module | None = None
 ) -> ParameterKind:
-    """The kind of a parameter that is about to be sharded; ``module``: where it stands, if it is to be gathered.
+    """Decide the kind of a parameter that is about to be sharded. ``module``: the module that has it, if it will be
+    gathered.
 
     Raises:
         ValueError: see ``MixedPrecisionPolicy.compute_dtype_of``.
@@ -44,19 +46,20 @@ def kind_of(
         extension = make(param, module, own)
     gradient = own_grad_dtype(param)
     if is_any_grad_dtype(param) and param.is_floating_point():
-        gradient = reduce or compute  # what arrives from the reduction
+        gradient = reduce or compute  # the dtype that arrives from the reduction
     return ParameterKind(compute, reduce, gradient, extension)
 
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What was decided for one parameter when it was sharded. Parameters of one flat parameter are of one kind.
+    """What was decided for one parameter when it was sharded. All parameters of a flat parameter have the same kind.
 
     Attributes:
-        compute: of the unsharded parameter; ``None``: the original dtype, also after ``module.to()`` has changed it.
-        reduce: of the reduction of its gradient; ``None``: that of the gradient.
-        gradient: of the sharded gradient (``grad_dtype``); ``None``: the original dtype.
-        extension: the all-gather of its class; one that has one is by itself.
+        compute: dtype of the unsharded parameter; ``None``: the original dtype, even after ``module.to()`` has changed
+            it.
+        reduce: dtype of the reduction of its gradient; ``None``: that of the gradient.
+        gradient: dtype of the sharded gradient (``grad_dtype``); ``None``: the original dtype.
+        extension: the all-gather of its class; such a parameter has a flat parameter of its own.
     """
 
     compute: torch.dtype | None = None
@@ -83,29 +86,29 @@ class ParameterKind:
         return self.gradient_dtype(original)
 
     def of_a_copy(self, memo: dict[int, Any]) -> ParameterKind:
-        """Of the copy of a parameter, while a model is copied; ``memo``: see ``copy.deepcopy``."""
+        """The kind for the copy of a parameter, while a model is copied; ``memo``: see ``copy.deepcopy``."""
         return self if self.extension is None else replace(self, extension=self.extension.of_a_copy(memo))
 
     def in_group(self, own: MixedPrecisionPolicy, other: MixedPrecisionPolicy) -> ParameterKind:
-        """The kind in a group of another policy than its ``own`` group's: what was decided for this parameter alone
-        stays."""
+        """The kind in a group with another policy than its ``own`` group's; decisions for this parameter alone stay."""
         compute = other.param_dtype if self.compute == own.param_dtype else self.compute
         return replace(self, compute=compute, reduce=other.reduce_dtype)
 
 
 def own_grad_dtype(param: torch.Tensor) -> torch.dtype | None:
-    """The dtype that gradients of ``param`` were given, if it is another than its own."""
+    """The dtype that was set for gradients of ``param``, if it differs from its own dtype."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)  # subclasses may lack it
     return None if dtype == param.dtype else dtype
 
 
 def is_any_grad_dtype(param: torch.Tensor) -> bool:
-    """Whether gradients of ``param`` may be of any dtype: ``grad_dtype`` was set to ``None``; unset, it is a dtype."""
+    """Whether gradients of ``param`` may have any dtype, because ``grad_dtype`` was set to ``None``; if unset, it is a
+    dtype."""
     return getattr(param, "grad_dtype", param.dtype) is None
 
 
 def expect_gradient(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let ``param`` have gradients of ``dtype``, also the one that it has."""
+    """Let ``param`` have gradients of ``dtype``, which may be its own."""
     if dtype != getattr(param, "grad_dtype", dtype):
         gradient, param.grad = param.grad, None
         param.grad_dtype = dtype
@@ -113,31 +116,31 @@ def expect_gradient(param: torch.Tensor, dtype: torch.dtype) -> None:
             param.grad = gradient.to(dtype)
 
 
-# ---- Parameters that are tensors of other classes: which can be sharded, and how.
+# ---- Parameters that are tensors of other classes: which can be sharded, and how
 #
 # Plain data with a class on top (attributes, ``__torch_function__``) keeps its class inside forward. A wrapper around
 # one tensor of its own shape and dtype (torchao's weights for float8 and int8 training) is sharded as that tensor. If
-# its class has an all-gather of its own, forward sees what that makes of it (``extensions``), else the tensor inside,
-# with a warning. A wrapper around anything else (NF4 and other quantised weights) is more than its elements: if it is
-# frozen and its class can cut it, it is sharded as the tensors inside (``extensions``), else refused.
+# its class has an all-gather of its own, forward sees the result of that (``extensions``); otherwise the tensor inside,
+# with a warning. A wrapper around anything else (NF4 and other quantized weights) is more than its elements: if it is
+# frozen and its class can cut it, it is sharded as the tensors inside (``extensions``), otherwise refused.
 
 
 _warned: set[type] = set()
 
 
 def plain_tensor(param: torch.Tensor) -> torch.Tensor:
-    """The tensor whose elements are those of ``param``, outside autograd."""
+    """The tensor with the elements of ``param``, outside autograd."""
     return _inner(param) if is_wrapper(param) else param.detach()
 
 
 def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None:
-    """Raise ValueError if ``param`` cannot be sharded; warn, once a class, if forward will see another class.
-    ``is_gathered``: there is an all-gather, which replicated parameters have none of."""
+    """Raise ValueError if ``param`` cannot be sharded; warn, once per class, if forward will see another class.
+    ``is_gathered``: there is an all-gather; replicated parameters have none."""
     annotations = sys.modules.get("spmd_types")  # optional; FSDP2 of torch 2.14 reads what it has noted
     if annotations is not None and annotations.get_local_type(param):
         raise ValueError(
-            f"fully_shard(): the parameter {fqn} has annotations of spmd_types, which are not followed here: make it a "
-            "DTensor on the mesh of the other dimensions, or leave it out by ignored_params"
+            f"fully_shard(): the parameter {fqn} has spmd_types annotations, which are not supported here: make it a "
+            "DTensor on the mesh of the other dimensions, or leave it out with ignored_params"
         )
     cls = type(param)
     if not is_wrapper(param):
@@ -145,7 +148,7 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
             kind = "quantized" if param.is_quantized else param.layout
             raise ValueError(
                 f"fully_shard(): the parameter {fqn} is {kind}, which cannot be sharded: make it a dense tensor, or "
-                "leave it out by ignored_params"
+                "leave it out with ignored_params"
             )
         check_protocol(param, fqn)
         return
@@ -159,7 +162,8 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
         why = "no all-gather of its own (fsdp_pre_all_gather)" if is_gathered else "nothing to gather: it is replicated"
         warnings.warn(
             f"fully_shard(): the parameter {fqn} is a {cls.__name__}, with {why}: forward sees the tensor that it "
-            f"wraps, in {param.dtype} or the policy's param_dtype, without the class (this is said once per class)",
+            f"wraps, in {param.dtype} or the policy's param_dtype, without the class (this warning appears once per "
+            "class)",
             stacklevel=6,  # where the user calls fully_shard()
         )
 
@@ -171,27 +175,27 @@ def _inner(param: torch.Tensor) -> torch.Tensor:
     return inner.detach()
 
 
-# ---- Different parameters, or a parameter and a buffer, in the same memory: refused, since sharding would break them
-# up.
+# ---- Different parameters, or a parameter and a buffer, in the same memory: refused, because sharding would separate
+# them
 #
-# ``nn.Parameter(embedding.weight.data)`` is a parameter of its own, which changes with every step of the other one. A
-# shard is a copy, so that this would end without a word; nor are they tied weights, which have one gradient and one
-# optimizer state. Views of one storage that do not overlap (loaded checkpoints, flattened buffers) are in order.
+# ``nn.Parameter(embedding.weight.data)`` is a separate parameter that changes with every step of the other one. A shard
+# is a copy, so that would end silently. They are not tied weights either, which have one gradient and one optimizer
+# state. Views of one storage that do not overlap (loaded checkpoints, flattened buffers) are fine.
 #
-# A group's own tensors are compared by ``fully_shard``. Those of different groups are compared at the first forward, by
-# what each group has noted of the memory that its parameters had. Tensors on the meta device have no memory.
+# ``fully_shard`` compares a group's own tensors. Those of different groups are compared at the first forward, from what
+# each group recorded about the memory of its parameters. Tensors on the meta device have no memory.
 
 
 @dataclass(frozen=True)
 class Region:
-    """The memory of a tensor. ``storage`` stays unique, and comparable, when the storage is freed.
+    """The memory of a tensor. ``storage`` stays unique, and comparable, after the storage is freed.
 
     Attributes:
-        name: of the tensor.
+        name: the tensor's name.
         is_sharded: it is a parameter of a group.
-        storage: weak.
-        start, stop: the bytes of the storage between which all elements are.
-        shape, strides: with the bytes of an element as the last dimension; in bytes.
+        storage: a weak reference.
+        start, stop: the range of bytes in the storage that contains all elements.
+        shape, strides: in bytes, with the bytes of an element as the last dimension.
     """
 
     name: str
@@ -205,12 +209,12 @@ class Region:
 
     @property
     def is_dense(self) -> bool:
-        """Whether every byte between start and stop belongs to it."""
+        """Whether every byte between start and stop belongs to the tensor."""
         return self.stop - self.start == torch.Size(self.shape).numel()
 
 
 def region_of(name: str, tensor: torch.Tensor, is_sharded: bool) -> Region | None:
-    """Where a tensor is; ``None`` if it has no memory that could be shared."""
+    """The region of a tensor; ``None`` if it has no memory that could be shared."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or is_wrapper(tensor):
         return None
     if not tensor.numel():
@@ -223,7 +227,7 @@ def region_of(name: str, tensor: torch.Tensor, is_sharded: bool) -> Region | Non
 
 
 def regions_of(tensors: Iterable[tuple[str, torch.Tensor]], are_sharded: bool) -> list[Region]:
-    """The regions of tensors that have one."""
+    """The regions of the tensors that have one."""
     found = [region_of(name, tensor, are_sharded) for name, tensor in tensors]
     return [region for region in found if region is not None]
 
@@ -237,7 +241,7 @@ def refuse_shared_memory(regions: Sequence[Region]) -> None:
     last: Region | None = None
     active: list[tuple[int, Region]] = []
     overlaps: list[tuple[int, int]] = []
-    # In the order of memory, which may differ between ranks; reported is the first overlap in the order of the regions.
+    # Compares in memory order, which may differ between ranks; reports the first overlap in the order of the regions.
     for index, region in sorted(enumerate(regions), key=lambda item: (item[1].storage.cdata, item[1].start)):
         if last is None or region.storage.cdata != last.storage.cdata:
             active = []
@@ -267,16 +271,16 @@ def _overlap(a: Region, b: Region) -> bool:
 def _message(a: Region, b: Region) -> str:
     if a is b:
         return (
-            f"fully_shard(): elements of the parameter {a.name} share memory with each other (an expanded tensor), and "
-            "would be separated by sharding: give it memory of its own, .clone()"
+            f"fully_shard(): elements of the parameter {a.name} share memory with each other (an expanded tensor), "
+            "and sharding would separate them: give it memory of its own, .clone()"
         )
     if not a.is_sharded:
         a, b = b, a
     is_same = (a.start, a.shape, a.strides, a.dtype) == (b.start, b.shape, b.strides, b.dtype)
-    other = "the parameter" if b.is_sharded else "the buffer, or parameter that is not sharded,"
+    other = "the parameter" if b.is_sharded else "the buffer, or unsharded parameter,"
     tie = f"make them one parameter ({b.name} = {a.name}, tied weights), or " if is_same and b.is_sharded else ""
     return (
-        f"fully_shard(): the parameter {a.name} and {other} {b.name} are different tensors in the same memory, so that "
-        "a change of one changes the other. Sharding would give each memory of its own, without a word: "
-        f"{tie}give one of them memory of its own before fully_shard(), .clone()"
+        f"fully_shard(): the parameter {a.name} and {other} {b.name} are different tensors in the same memory, so "
+        f"changing one changes the other. Sharding would silently give each memory of its own: {tie}give one of them "
+        "memory of its own before fully_shard(), .clone()"
     )

@@ -1,7 +1,7 @@
 """The policies of a group, as plain data: mixed precision, CPU offload, and what users decide about single parameters.
 
-Checked when they are made. torch's own policy classes are accepted in their place: they have the same names and
-meanings."""
+They are checked when they are made. torch's own policy classes are accepted too: they have the same names and meanings.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .layout import Granule
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy:
-    """Shards, gradients and optimizer state of a group live in host memory; it computes on the device of its mesh.
+    """Keep shards, gradients and optimizer state of a group in host memory, and compute on the device of its mesh.
 
-    The name and meaning are those of ``torch.distributed.fsdp.CPUOffloadPolicy``, which is taken in its place; it knows
-    ``pin_memory`` alone.
+    Name and meaning are those of ``torch.distributed.fsdp.CPUOffloadPolicy``, which is accepted too; torch's class has
+    only ``pin_memory``.
 
     Args:
-        pin_memory: page-locked host memory, which is copied faster and beside compute; ``False`` where the host has
-            too little of it. Without meaning where the device that computes is the CPU.
-        parameters: ``False``: shards stay on the device, and gradients alone are in host memory. The optimizer must be
-            one that ``offload_optimizer_states`` was called on, which brings both together.
+        pin_memory: use page-locked host memory, which is copied faster and while the device computes; ``False`` if the
+            host has too little of it. No effect if the CPU computes.
+        parameters: ``False``: keep shards on the device, and only gradients in host memory. You must then call
+            ``offload_optimizer_states`` on the optimizer, which brings both together.
     """
 
     pin_memory: bool = True
@@ -34,32 +34,32 @@ class CPUOffloadPolicy:
 
 
 Granularity = Callable[[str, nn.Parameter], "Granule | None"]
-"""Of a parameter (FQN, and itself), what no shard boundary may divide; see ``fully_shard``."""
+"""Given a parameter (its FQN, and the parameter), returns what no shard boundary may divide; see ``fully_shard``."""
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtypes a group computes, reduces and returns in.
+    """The dtypes in which a group computes, reduces and returns.
 
-    Parameters and optimizer state stay sharded in the dtype the model was built with; low precision exists only
-    between all-gather and reshard. Names and meanings are those of ``torch.distributed.fsdp.MixedPrecisionPolicy``, as
-    torch 2.15 has them, on every version of torch.
+    Parameters and optimizer state stay sharded in the dtype the model was built with; low precision exists only between
+    all-gather and reshard. Names and meanings are those of ``torch.distributed.fsdp.MixedPrecisionPolicy`` in torch
+    2.15, whatever your version of torch.
 
     Args:
-        param_dtype: floating dtype of the unsharded parameters, hence of the all-gather, forward and backward.
-            ``None`` keeps the original dtype. Parameters that are not floating point (complex, integer) keep theirs.
+        param_dtype: floating dtype of the unsharded parameters, hence of the all-gather, forward and backward. ``None``
+            keeps the original dtype. Complex and integer parameters keep theirs.
         reduce_dtype: floating dtype of the gradient reduction, and of gradients accumulated under ``no_sync``.
-            ``None``: that of the parameter's gradient (``param.grad_dtype``, if it was set), which is the dtype the
-            model was built with, also where ``param_dtype`` is lower (before 2.15, torch took ``param_dtype``): to
-            reduce in bf16, say so.
-        output_dtype: floating dtype to which the floating-point tensors that the module returns are cast.
-            ``None`` leaves them as they are.
+            ``None``: the dtype of the parameter's gradient. That is ``param.grad_dtype``, if you set it, else the dtype
+            the model was built with, even if ``param_dtype`` is lower (before 2.15, torch used ``param_dtype``). To
+            reduce in bf16, set it here.
+        output_dtype: floating dtype to which the floating-point tensors that the module returns are cast. ``None``
+            leaves them as they are.
         cast_forward_inputs: whether floating-point tensors among the forward's arguments are cast to ``param_dtype``.
-        param_dtype_override_fn: of a parameter, the floating dtype that it has unsharded instead of ``param_dtype``:
-            its own dtype keeps it as it is (norms, routers), ``None`` is ``param_dtype``. Called once for each
-            parameter, by ``fully_shard``; its answers must be the same on every rank, which the first forward checks.
-            Parameters of another compute dtype are another flat parameter of the group. (torch 2.15 takes a
-            parameter's own dtype only; here it can be any.)
+        param_dtype_override_fn: a function that takes a parameter and returns the floating dtype to use for it,
+            unsharded, instead of ``param_dtype``. Return its own dtype to keep it as it is (norms, routers), or
+            ``None`` for ``param_dtype``. ``fully_shard`` calls it once per parameter. Its answers must be the same on
+            every rank; the first forward checks that. Parameters with different compute dtypes are in different flat
+            parameters of the group. (torch 2.15 accepts only the parameter's own dtype; here it can be any.)
 
     Raises:
         TypeError: a dtype is not a ``torch.dtype``, or the function cannot be called.
@@ -89,14 +89,14 @@ class MixedPrecisionPolicy:
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise TypeError(
                 f"MixedPrecisionPolicy(param_dtype_override_fn={self.param_dtype_override_fn!r}): expected a function "
-                "of a parameter, such as lambda param: torch.float32 if param.ndim == 1 else None"
+                "of one parameter, such as lambda param: torch.float32 if param.ndim == 1 else None"
             )
 
     def compute_dtype_of(self, fqn: str, param: nn.Parameter) -> torch.dtype | None:
-        """The dtype that ``param`` is to compute in; ``None``: its own, whatever that is.
+        """The compute dtype of ``param``; ``None``: its own dtype, whatever that is.
 
         Raises:
-            ValueError: ``param_dtype_override_fn`` answers with something else than a floating dtype or ``None``.
+            ValueError: ``param_dtype_override_fn`` returned something other than a floating dtype or ``None``.
         """
         dtype = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
         if dtype is None or dtype == self.param_dtype or (dtype == param.dtype and not dtype.is_floating_point):
@@ -104,27 +104,27 @@ class MixedPrecisionPolicy:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or not param.is_floating_point():
             raise ValueError(
                 f"MixedPrecisionPolicy(param_dtype_override_fn=...): for the parameter {fqn}, which is {param.dtype}, "
-                f"it returned {dtype!r}; expected its own dtype, None (param_dtype) or, of a floating-point parameter, "
-                "a floating-point dtype"
+                f"it returned {dtype!r}; expected the parameter's own dtype, None (for param_dtype) or, for a "
+                "floating-point parameter, a floating-point dtype"
             )
         return None if dtype == param.dtype else dtype
 
 
-# ---- Options of torch's own classes in the place of ours: they have the same names and meanings.
+# ---- Instances of torch's own classes instead of ours: they have the same names and meanings
 
 
 _T = TypeVar("_T")
 
 
 def as_ours(cls: type[_T], given: Any, where: str) -> _T:
-    """``given``, an instance of ``cls`` or of a class of torch's of that name, as an instance of ``cls``.
+    """Convert ``given``, an instance of ``cls`` or of torch's class of that name, to an instance of ``cls``.
 
     Args:
-        where: what it was given as, for messages.
+        where: the argument it was passed as, for messages.
 
     Raises:
         TypeError: it is something else.
-        ValueError: it says something that ``cls`` cannot say.
+        ValueError: it has a setting that ``cls`` does not support.
     """
     if isinstance(given, cls):
         return given
@@ -142,8 +142,8 @@ def as_ours(cls: type[_T], given: Any, where: str) -> _T:
 
 
 def as_offload_policy(given: Any, where: str) -> CPUOffloadPolicy | None:
-    """Our ``CPUOffloadPolicy`` for ours or torch's; ``None`` for ``None``, and for torch's ``OffloadPolicy``, which is
-    nothing.
+    """Convert ours or torch's ``CPUOffloadPolicy`` to ours; return ``None`` for ``None``, and for torch's
+    ``OffloadPolicy``, which offloads nothing.
 
     Raises:
         TypeError: it is something else.

@@ -1,8 +1,9 @@
 """The reduction of one flat gradient: the memory it reads, the collective in flight, and where the result goes.
 
-``Communicator`` drives it. Note [Padding is zero]. Shards and flat gradients are padded with zeros. The reduce buffer
-is shared by flat parameters of different layouts, so a reduction that takes it over from another layout zeroes its own
-padding first."""
+``Communicator`` drives it. Note [Padding is zero]. Shards and flat gradients are padded with zeros. Flat parameters of
+different layouts share the reduce buffer, so a reduction that takes it over from another layout first zeroes its own
+padding.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ Hook = Callable[[torch.Tensor], None]
 
 pool_ids = count()
 
-# Equal paddings are one object, so that "whose zeros are in the buffer" is a comparison of identities.
+# Equal paddings are one object, so comparing identities tells whose zeros are in the buffer.
 _same_bounds: dict[object, object] = {}
 
 
 class ReduceBuffer:
     """The pooled input of reduce-scatters of one dtype on one device: a storage that grows to the largest layout.
 
-    There is one slot: a second reduce-scatter in flight cost a block of memory and gained no time when measured.
-    ``pool_id``: of the communicator that owns it.
+    It has one slot: a second reduce-scatter in flight took a block of memory and saved no time when measured.
+    ``pool_id``: the communicator that owns it.
     """
 
     __slots__ = ("device", "dtype", "nbytes", "pool_id", "storage", "zeroed_gaps")
@@ -38,18 +39,18 @@ class ReduceBuffer:
         self.dtype, self.device = dtype, device
         self.pool_id = pool_id
         self.storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
-        self.nbytes = 0  # of the storage as it is now
+        self.nbytes = 0  # current size of the storage
         self.zeroed_gaps: object = None  # the padding that is known to be zero
 
     def make_room(self, nbytes: int) -> None:
         if self.nbytes < nbytes:
-            self.storage.resize_(0)  # the content is not worth a copy
+            self.storage.resize_(0)  # the content need not be copied
             self.storage.resize_(nbytes)
             self.nbytes = nbytes
             self.zeroed_gaps = None
 
     def view(self, numel: int) -> torch.Tensor:
-        """The first elements, as a tensor."""
+        """View the first elements as a tensor."""
         self.make_room(numel * self.dtype.itemsize)
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -58,7 +59,7 @@ class ReduceBuffer:
 
     def take(self, reduction: Reduction) -> None:
         """Make room for a reduction, with zeros in its padding."""
-        if self.zeroed_gaps is not reduction.gap_bounds:  # else there is room: equal ones are of equal lengths
+        if self.zeroed_gaps is not reduction.gap_bounds:  # otherwise there is room: equal paddings mean equal lengths
             self.make_room(reduction.flat.nbytes)
             if reduction.gaps:
                 foreach_zero_(reduction.gaps)
@@ -75,8 +76,8 @@ class ReductionOptions:
     """How the gradients of a group are reduced.
 
     Attributes:
-        divide_factor: what their sum over the ranks is divided by; ``None``: the number of ranks.
-        forces_sum: the collective sums, and the division comes after it, also where it could average.
+        divide_factor: the divisor of their sum over the ranks; ``None``: the number of ranks.
+        forces_sum: the collective sums and the division comes after it, even if the collective could average.
         hook: called with each reduced gradient, before it is added to ``.grad``; see ``set_post_reduction_hook``.
     """
 
@@ -85,8 +86,8 @@ class ReductionOptions:
     hook: Hook | None = None
 
     def factors(self, world_size: int, missing_factor: int, is_half: bool) -> tuple[float, bool, float]:
-        """What gradients are divided by before the collective, over ``world_size`` ranks, whether that averages, and
-        what they are divided by after it; ``missing_factor``: see ``DataParallelMesh``."""
+        """The divisor of gradients before the collective over ``world_size`` ranks, whether the collective averages,
+        and the divisor after it; ``missing_factor``: see ``DataParallelMesh``."""
         if not (is_half or self.forces_sum or self.divide_factor is not None):
             return 1, True, missing_factor
         whole = world_size * missing_factor if self.divide_factor is None else self.divide_factor
@@ -98,7 +99,7 @@ AVERAGE = ReductionOptions()
 
 
 def bring_result(output: torch.Tensor, target: torch.Tensor, is_added: bool, after: float, hook: Hook | None) -> None:
-    """Bring the result of a reduction to ``target``, divided by ``after``; ``hook``: see ``ReductionOptions``."""
+    """Move the result of a reduction to ``target``, divided by ``after``; ``hook``: see ``ReductionOptions``."""
     if after != 1:
         output.div_(after)
     if hook is not None:
@@ -110,42 +111,42 @@ def bring_result(output: torch.Tensor, target: torch.Tensor, is_added: bool, aft
 
 
 Destination = tuple["torch.Tensor | None", bool, "torch.Tensor | None"]
-"""What takes the result of a reduction, whether it is added there, and what earlier backwards have scattered."""
+"""The target of a reduction's result, whether the result is added there, and what earlier backwards have scattered."""
 
 _NOWHERE: Destination = (None, False, None)
 
 
 class Stage(Enum):
-    """What comes after the first stage of a reduction."""
+    """What follows the first stage of a reduction."""
 
     FINISH = "the result goes to its target"
     AVERAGE = "it is averaged over the replicas"
     WAIT = "it waits for a later reduction, which averages over the replicas"
 
 
-FINISH, AVERAGE_REPLICAS, WAIT = Stage.FINISH, Stage.AVERAGE, Stage.WAIT  # by themselves: on the hot path
+FINISH, AVERAGE_REPLICAS, WAIT = Stage.FINISH, Stage.AVERAGE, Stage.WAIT  # module-level names for the hot path
 
 
 class Reduction:
-    """The reduction of one flat gradient, through one memory; begun again and again.
+    """The reduction of one flat gradient, through one memory; used again and again.
 
-    It has one stage or two: a reduce-scatter over the shard group; and, where there are replicas, an all-reduce of its
-    result over the replicate group (``ReplicaAverage``), which leaves the memory to others. ``leave`` ends it after the
-    first stage: what was scattered waits for a later one.
+    It has one or two stages: a reduce-scatter over the shard group and, if there are replicas, an all-reduce of its
+    result over the replicate group (``ReplicaAverage``), which no longer uses this memory. With ``Stage.WAIT`` it ends
+    after the first stage: the scattered sum waits for a later reduction.
 
     Args:
-        layout, mesh, label: of the flat parameter.
-        dtype: of the sharded gradient.
-        flat: what it reads and may overwrite, of the layout's length; a view of ``buffer`` if that is given.
+        layout, mesh, label: those of the flat parameter.
+        dtype: the sharded gradient's.
+        flat: its input, which it may overwrite, of the layout's length; a view of ``buffer`` if that is given.
 
     Attributes:
-        buffer: the pooled memory that ``flat`` is a view of, if it is one.
-        views: of ``flat``, with the parameters' shapes.
-        gaps: of ``flat``, the padding; ``gap_bounds`` is one object for equal paddings.
-        goes_direct: the result can arrive in memory of the caller's.
+        buffer: the pooled memory that ``flat`` views, if any.
+        views: views of ``flat``, in the parameters' shapes.
+        gaps: the padding of ``flat``; ``gap_bounds`` is one object for equal paddings.
+        goes_direct: the result can arrive in the caller's memory.
         work: the collective in flight, for which the caller waits.
         output: where the result arrives, while it is in flight.
-        then: what comes after the first stage.
+        then: what follows the first stage.
     """
 
     __slots__ = (
@@ -194,11 +195,11 @@ class Reduction:
         goes_direct = self.goes_direct and not is_added
         if self._mesh.replica_transport is None:
             self.then, self.output = FINISH, target if goes_direct else self._own_slice
-        else:  # it outlives what is in the buffer
+        else:  # otherwise it outlives the content of the buffer
             self.then, self.output = AVERAGE_REPLICAS, target if goes_direct else torch.empty_like(self._own_slice)
 
     def issue(self) -> None:
-        """Issue the first stage, on the present stream, if there is another rank."""
+        """Issue the first stage, on the current stream, if there is another rank."""
         output, flat, mesh = self.output, self.flat, self._mesh
         assert output is not None
         before, is_average, _ = self._factors
@@ -210,12 +211,12 @@ class Reduction:
             output.copy_(self._own_slice)
 
     def discard(self) -> None:
-        """The first stage is done; its result is of no use, or was taken."""
+        """Called after the first stage, when its result is not needed, or was taken."""
         self.work, self.output, self._destination = None, None, _NOWHERE
 
     def take_scattered(self) -> torch.Tensor:
-        """The first stage is done, and the last for now: what this rank has of the sum over the shard group, and of
-        earlier ones."""
+        """Called after the first stage, if it is the last for now: return this rank's part of the sum over the shard
+        group, plus those of earlier reductions."""
         output, (_, _, earlier) = self.output, self._destination
         assert output is not None
         if earlier is not None:
@@ -224,16 +225,16 @@ class Reduction:
         return output
 
     def average_replicas(self) -> ReplicaAverage:
-        """The first stage is done: issue the second, on the present stream."""
+        """Called after the first stage: issue the second one, on the current stream."""
         (target, is_added, earlier), (_, is_average, after) = self._destination, self._factors
         assert target is not None
-        # What came earlier is kept until all is done: another stream may read it.
+        # Keep the earlier sums until everything is done: another stream may read them.
         result = ReplicaAverage(self.take_scattered(), target, is_added, is_average, after, self._options.hook, earlier)
         result.issue(self._mesh, self._label)
         return result
 
     def finish(self) -> None:
-        """The only stage is done: bring the result to where it goes."""
+        """Called after the only stage: move the result to its destination."""
         output, (target, is_added, earlier) = self.output, self._destination
         assert output is not None and target is not None
         self.work, self.output, self._destination = None, None, _NOWHERE
@@ -245,15 +246,15 @@ class Reduction:
 
 
 class ReplicaAverage:
-    """The second stage of a reduction, or its only one: what was scattered, or whole gradients, are averaged over the
-    replicas, in memory of their own.
+    """The second or only stage of a reduction: averages scattered sums, or whole gradients, over the replicas, in
+    memory of its own.
 
     Args:
         output: the memory.
-        target: where the average goes; ``is_added``: it is added to what is there.
-        is_average, after: whether the collective averages, and what its result is divided by; ``hook``: see
+        target: where the average goes; ``is_added``: it is added to the content.
+        is_average, after: whether the collective averages, and the divisor of its result; ``hook``: see
             ``ReductionOptions``.
-        earlier: what must be kept until then.
+        earlier: tensors to keep alive until then.
 
     Attributes:
         work: the collective in flight, for which the caller waits.
@@ -277,18 +278,18 @@ class ReplicaAverage:
         self.work: Work | None = None
 
     def issue(self, mesh: DataParallelMesh, label: Label) -> None:
-        """Issue the collective, on the present stream."""
+        """Issue the collective, on the current stream."""
         assert mesh.replica_transport is not None
         self.work = mesh.replica_transport.all_reduce(self._output, self._is_average, label)
 
     def finish(self) -> None:
-        """The collective is done: bring the result to where it goes."""
+        """Called after the collective: move the result to its destination."""
         bring_result(self._output, self._target, self.is_added, self._after, self._hook)
 
 
 def _first_factor(world_size: int) -> int:
-    """What fp16 gradients are divided by before they are summed: a plain sum can overflow, so about the square root of
-    the world size goes first."""
+    """The divisor of fp16 gradients before they are summed: a plain sum can overflow, so about the square root of the
+    world size is divided out first."""
     before = 1
     while world_size % (before * 2) == 0 and before * before < world_size:
         before *= 2
@@ -296,7 +297,7 @@ def _first_factor(world_size: int) -> int:
 
 
 def fill(views: list[torch.Tensor], grads: list[torch.Tensor], missing: Sequence[int]) -> None:
-    """Copy the gradients there are into ``views``, and zeros for those that are missing (``None`` in the list)."""
+    """Copy the gradients into ``views``, with zeros for missing ones (``None`` in the list)."""
     if not missing:
         copy_gradients(views, grads)
         return
@@ -312,4 +313,4 @@ def copy_gradients(views: list[torch.Tensor], grads: list[torch.Tensor]) -> None
     except RuntimeError:
         if all(grad.layout == torch.strided for grad in grads):
             raise
-        foreach_copy_(views, [grad.to_dense() for grad in grads])  # of nn.Embedding(sparse=True)
+        foreach_copy_(views, [grad.to_dense() for grad in grads])  # sparse, from nn.Embedding(sparse=True)

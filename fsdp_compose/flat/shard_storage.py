@@ -1,8 +1,8 @@
 """Where a shard and its gradient live: on the device that computes, or in host memory (offload).
 
-A flat parameter asks its ``ShardStorage`` for memory, and for its elements on the device. What differs for a flat
-parameter in host memory is in ``cpu_offload``. Streams and events, and the copies between host and device with their
-order, are here too and nowhere else."""
+A flat parameter asks its ``ShardStorage`` for memory, and for its elements on the device. ``cpu_offload`` has the
+classes that differ for host memory. Streams and events, and the ordered copies between host and device, are only here.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 from ..comm import DataParallelMesh
 from .policy import CPUOffloadPolicy
 
-# ---- Where streams and events come from: the one place, which a test may give others.
+# ---- Streams and events: the one place they come from, which a test can replace
 
 
 def streams_of(device: torch.device) -> Any:
-    """The module with ``Stream``, ``Event``, ``stream`` and ``current_stream`` of a device (``torch.cuda``); ``None``
-    of the CPU, where all that is issued is done."""
+    """The module with ``Stream``, ``Event``, ``stream`` and ``current_stream`` for a device (``torch.cuda``); ``None``
+    for the CPU, where everything is done once it is issued."""
     return None if device.type == "cpu" else torch.get_device_module(device.type)
 
 
-# ---- Copies between host memory and the device that computes: their stream, their order, and when the host may look.
+# ---- Copies between host memory and the device that computes: their stream, their order, and when the host may look
 #
-# Used by ``ShardStorage``, one object for each device. Note [Host memory]. Host memory is read and written by the host,
-# whenever the user likes; so a copy of it that was issued must be complete before the user gets control. ``settle``
-# waits on the host for all there are. It is called where a top-level forward ends, and before gradients are shown at
-# the end of a backward: not in between, so that copies overlap compute. Device memory follows Note [Memory and
-# streams]: it belongs to the compute stream, which waits for a copy before it frees what the copy reads; at most two
-# results of reductions wait on the device to be copied out. Without streams (the compute device is the CPU) every copy
-# is complete when it returns.
+# ``ShardStorage`` uses one object per device. Note [Host memory]. The host reads and writes host memory whenever the
+# user likes, so every copy that was issued must be complete before the user gets control. ``synchronize`` waits on the
+# host for all copies. It is called at the end of a top-level forward, and before gradients are shown at the end of a
+# backward; not in between, so copies overlap compute. Device memory follows Note [Memory and streams]: it belongs to
+# the compute stream, which waits for a copy before it frees the memory that the copy reads. At most two results of
+# reductions wait on the device to be copied out. Without streams (the CPU computes), every copy is complete when it
+# returns.
 
 
 class HostCopies:
@@ -46,13 +46,14 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = streams_of(device)
-        self._stream: Any = self._module.Stream(device) if self._module else None  # for what goes to the host
+        self._stream: Any = self._module.Stream(device) if self._module else None  # for copies to the host
         self._readings: dict[Any, Any] = {}  # by stream, an event after the last copy from the host
-        self._leaving: list[tuple[Any, torch.Tensor]] = []  # copies to the host: an event after each, what it reads
-        self._additions: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is added to where, once it has come
+        self._leaving: list[tuple[Any, torch.Tensor]] = []  # copies to the host: an event after each, and what it reads
+        # pairs of a target and what is added to it, once it has arrived
+        self._additions: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source``, in host memory, on the present stream. Both have one dtype."""
+        """Copy ``source``, in host memory, on the current stream. Both have the same dtype."""
         target.copy_(source, non_blocking=True)
         if self._module is not None:
             stream = self._module.current_stream(self.device)
@@ -62,8 +63,8 @@ class HostCopies:
             event.record(stream)
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source``, which no other stream than the compute stream, the present one, writes to any more. Both
-        have one dtype."""
+        """Copy ``source`` to the host. Only the compute stream, which is current, may still write to it. Both have the
+        same dtype."""
         if self._module is None:
             target.copy_(source)
             return
@@ -79,7 +80,7 @@ class HostCopies:
             compute.wait_event(event)
 
     def add_to_host(self, target: torch.Tensor, landing: torch.Tensor, source: torch.Tensor) -> None:
-        """As ``to_host``, into ``landing``, which is added to ``target`` when copies are settled."""
+        """Like ``to_host``, into ``landing``; ``synchronize`` adds that to ``target``."""
         self.to_host(landing, source)
         self._additions.append((target, landing))
 
@@ -98,12 +99,12 @@ class HostCopies:
 
 @cache
 def host_copies(device: torch.device) -> HostCopies:
-    """Those of a device: one object, so that ``settle`` waits for all of them."""
+    """The copies of a device: one object, so ``synchronize`` waits for all of them."""
     return HostCopies(device)
 
 
 def host_memory(numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
-    """New host memory, of any content; page-locked if it ``pins``. The one place where it is made."""
+    """Allocate host memory, uninitialized; page-locked if ``pins``. The only place that does so."""
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pins)
 
 
@@ -125,23 +126,23 @@ class ShardStorage:
         return mesh.device
 
     def compute_device(self, shard: torch.Tensor) -> torch.device:
-        """Where a flat parameter with this shard is computed with, and reduced."""
+        """The device that computes with a flat parameter that has this shard, and reduces its gradient."""
         return shard.device
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new shard. ``device``: where the elements are that it is for; of the meta device, it is there too."""
+        """Make a new shard. ``device``: where its elements are now; if that is the meta device, so is the shard."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def landing(self, target: torch.Tensor) -> torch.Tensor:
-        """What takes the result of a reduction for ``target``, a flat gradient."""
+        """What receives the result of a reduction for ``target``, a flat gradient."""
         return target
 
     def on_device(self, local: torch.Tensor) -> torch.Tensor:
-        """A tensor of the shard's elements, where they are computed with."""
+        """A tensor with the shard's elements, on the device that computes."""
         return local
 
     def synchronize(self) -> None:
-        """Wait, on the host, until what was issued for shards and gradients no longer touches host memory."""
+        """Wait, on the host, until no issued work for shards and gradients touches host memory."""
 
 
 ON_DEVICE = ShardStorage()
@@ -151,11 +152,11 @@ class HostShardStorage(ShardStorage):
     """Shards and their gradients live in host memory.
 
     Args:
-        policy: the user's.
-        device: that computes.
+        policy: the user's policy.
+        device: the device that computes.
 
     Attributes:
-        copies: between the two.
+        copies: the copies between the two.
     """
 
     is_host = has_host_gradients = True
@@ -171,7 +172,7 @@ class HostShardStorage(ShardStorage):
         return shard.device if shard.is_meta else self.copies.device
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """New host memory, of any content."""
+        """Allocate host memory, uninitialized."""
         return host_memory(numel, dtype, self._pins)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -205,7 +206,7 @@ class HostGradientStorage(HostShardStorage):
 
 
 class HostGradientCopy:
-    """A flat gradient in host memory, as what a reduction writes its result to."""
+    """A flat gradient in host memory, in the form of a target for reductions."""
 
     __slots__ = ("_storage", "_target")
 

@@ -1,8 +1,8 @@
 """The one factory of sharded parameters: what users, optimizers and checkpoints see of a group's parameters.
 
 A sharded parameter is a leaf ``nn.Parameter`` and a ``RaggedDTensor`` whose local tensor is a view of this rank's
-shard. The runtime reads and writes shards and never calls an operation on a sharded parameter, so what kind of tensor
-it is can change here and nowhere else.
+shard. The runtime reads and writes shards and never calls an operation on a sharded parameter, so only this file
+decides which kind of tensor it is.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ..ragged import (
 from .layout import FlatLayout
 from .param_kind import ParameterKind
 
-# Where a sharded parameter remembers which subclass of nn.Parameter the original was an instance of.
+# Where a sharded parameter stores the subclass of nn.Parameter that the original belonged to.
 _CLASS_ATTRIBUTE = "_fsdp_compose_class"
-# Where an original parameter remembers the sharded parameter that has taken its place.
+# Where an original parameter stores the sharded parameter that has replaced it.
 SHARDED_PARAM_ATTRIBUTE = "_fsdp_compose_sharded_param"
 
 
 @dataclass
 class ManagedParameter:
-    """A parameter of a group, with every place in the module tree where it stands, and what was decided for it."""
+    """A parameter of a group, with every place in the module tree that holds it, and what was decided for it."""
 
     fqn: str
     parameter: nn.Parameter
@@ -50,7 +50,7 @@ class ManagedParameter:
 
 
 def sharded_param_of(param: torch.Tensor) -> torch.Tensor:
-    """The sharded parameter that has taken the place of ``param``; ``param`` itself if none has."""
+    """The sharded parameter that has replaced ``param``; ``param`` itself if none has."""
     sharded: torch.Tensor = param.__dict__.get(SHARDED_PARAM_ATTRIBUTE, param)
     return sharded
 
@@ -63,8 +63,9 @@ local_elements = _itself if PLAIN_SHARDED_PARAMS else local_tensor
 """The local elements behind a sharded parameter: a view of the shard, unless it was given other memory."""
 
 _data_ptr = torch.Tensor.data_ptr
-# By process group, not by mesh: meshes are equal when their ranks are, also those of a process group that is gone. Each
-# spec weakly: it knows its mesh, which knows the process group, and that has connections and threads.
+# Keyed by process group, not by mesh: meshes are equal if their ranks are, even if one belongs to a process group that
+# is gone. Weak references to specs: a spec holds its mesh, the mesh holds the process group, and that has connections
+# and threads.
 _Specs = weakref.WeakValueDictionary[Any, RaggedSpec]
 _specs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Specs] = weakref.WeakKeyDictionary()
 
@@ -72,8 +73,8 @@ _specs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Specs] = weakref.WeakKeyDi
 def sharded_spec(
     layout: FlatLayout, index: int, mesh: DataParallelMesh, dtype: torch.dtype, own: DTensorSpec | None = None
 ) -> RaggedSpec:
-    """How parameter ``index`` is sharded over ``mesh``, and, if it was a DTensor before, as its ``own`` placements say;
-    equal specs are one object, so that comparing them is fast."""
+    """How parameter ``index`` is sharded over ``mesh`` and, if it was a DTensor before, by its ``own`` placements.
+    Equal specs are one object, so comparing them is fast."""
     param, counts = layout.params[index], layout.counts(index)
     row = param.row_numel
     is_rows = param.row_aligned and bool(param.shape) and row > 0
@@ -90,7 +91,8 @@ def sharded_spec(
 
 
 def make_sharded_param(local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec) -> nn.Parameter:
-    """A sharded parameter over ``local``, a view of the shard, with the attributes the user had set on ``original``."""
+    """Make a sharded parameter over ``local``, a view of the shard, with the attributes that the user had set on
+    ``original``."""
     if PLAIN_SHARDED_PARAMS:
         sharded = nn.Parameter(local, requires_grad=original.requires_grad)
     else:
@@ -103,7 +105,7 @@ def make_sharded_param(local: torch.Tensor, original: nn.Parameter, spec: Ragged
 
 
 def class_attributes(param: torch.Tensor) -> Set[str]:
-    """The attributes that a wrapper has by its class, among them the tensors inside, which must not outlive it."""
+    """The attributes that a wrapper has from its class, among them the tensors inside, which must not outlive it."""
     if not is_wrapper(param) or isinstance(param, DTensor):
         return frozenset()
     names, context = param.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -113,14 +115,14 @@ def class_attributes(param: torch.Tensor) -> Set[str]:
 
 
 def copy_attributes(source: nn.Parameter, to: nn.Parameter, not_copied: Set[str] = frozenset()) -> None:
-    """Give another parameter the attributes that the user has set on ``source``, if it lacks them."""
+    """Copy the attributes that the user has set on ``source`` to another parameter, unless it has them."""
     for key, value in source.__dict__.items():
         if key not in _NOT_COPIED and key not in not_copied:
             to.__dict__.setdefault(key, value)
 
 
 def restore_attributes(sharded: nn.Parameter, full: nn.Parameter) -> None:
-    """Make a full parameter what the original was: its attributes, and its class if that is the user's own."""
+    """Give a full parameter the original's attributes, and its class if that is the user's own."""
     copy_attributes(sharded, full)
     cls = sharded.__dict__.get(_CLASS_ATTRIBUTE)
     if cls is not None:
@@ -128,7 +130,7 @@ def restore_attributes(sharded: nn.Parameter, full: nn.Parameter) -> None:
 
 
 def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """As ``restore_attributes``, for a tensor of which autograd knows how it was made."""
+    """Like ``restore_attributes``, for a tensor that is part of an autograd graph."""
     cls = sharded.__dict__.get(_CLASS_ATTRIBUTE)
     if cls is not None:
         whole = whole.as_subclass(cls)
@@ -141,20 +143,20 @@ _NOT_COPIED = {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE}
 
 def check_content(sharded: nn.Parameter, source: Any, name: str) -> None:
     """Raise ValueError if ``take_content`` cannot take ``source``."""
-    # A number is on every rank: torch's setters shard none.
+    # Every rank has a number: torch's setters do not shard it.
     is_number = isinstance(source, torch.Tensor) and not source.dim()
     if not (isinstance(source, DTensor) or is_number) or source.shape != sharded.shape:
         kind = "DTensor" if isinstance(source, DTensor) else "plain tensor"
         raise ValueError(
             f"load_state_dict(assign=True): the sharded parameter {name} of shape {tuple(sharded.shape)} was given a "
-            f"{kind} of shape {tuple(source.shape)}: give it a DTensor of its shape (see distribute_ragged()), or "
-            "load full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict()"
+            f"{kind} of shape {tuple(source.shape)}: pass a DTensor of its shape (see distribute_ragged()), or load "
+            "full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict()"
         )
 
 
 def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
-    """Give ``sharded`` the elements, dtype and memory of a tensor that would take its place; it keeps its identity and
-    its attributes. Its gradient is dropped, as it would be with the parameter.
+    """Give ``sharded`` the elements, dtype and memory of a tensor that would replace it; it keeps its identity and its
+    attributes. Its gradient is dropped, as it would be with the parameter.
 
     Ranks: if ``source`` is sharded in another way, all ranks of the mesh (it is redistributed).
     """
@@ -173,7 +175,7 @@ def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
 
 
 def rebind_sharded_param(sharded: nn.Parameter, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
-    """Make ``sharded``, the same object, a view of another shard of its dtype and device, by ``spec`` if given."""
+    """Make ``sharded``, the same object, a view of another shard of its dtype and device; with ``spec``, if given."""
     if PLAIN_SHARDED_PARAMS:
         sharded.data = local
         return
@@ -182,8 +184,8 @@ def rebind_sharded_param(sharded: nn.Parameter, local: torch.Tensor, spec: Ragge
 
 
 def inner_of_sharded_param(sharded: nn.Parameter) -> torch.Tensor:
-    """All elements of ``sharded`` that the shard group has, outside autograd: the whole parameter, or what was local of
-    one that was a DTensor. Ranks: all ranks of the shard group."""
+    """All elements of ``sharded`` that the shard group has, outside autograd: the whole parameter or, if it was a
+    DTensor before, what was local. Ranks: all ranks of the shard group."""
     return gather_local_shards(sharded.detach())  # type: ignore[arg-type]
 
 
@@ -191,7 +193,7 @@ class Snapshot:
     """Where the elements of some sharded parameters are.
 
     Attributes:
-        ids: of the sharded parameters.
+        ids: the ids of the sharded parameters.
     """
 
     __slots__ = ("_addresses", "_kinds", "_locals", "_params", "ids")
@@ -199,29 +201,31 @@ class Snapshot:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
         self.ids = [*map(id, params)]
-        # A sharded parameter that is given other memory gets another local tensor; that may be pointed elsewhere too.
+        # A sharded parameter that receives other memory gets another local tensor, and that tensor can be pointed
+        # elsewhere too.
         self._locals = [*map(local_elements, params)]
         self._addresses = [*map(_data_ptr, self._locals)]
         self._kinds = self._present_kinds()
 
     def follow_addresses(self) -> None:
-        """Their memory is elsewhere now, with the same elements."""
+        """Record that their memory is elsewhere now, with the same elements."""
         self._addresses = [*map(_data_ptr, self._locals)]
 
     def _present_kinds(self) -> set[tuple[torch.dtype, torch.device]]:
         return {(sharded.dtype, sharded.device) for sharded in self._params}
 
     def has_locals(self) -> bool:
-        """Whether the local tensors are the same objects: also where this rank has no elements, hence no address."""
+        """Whether the local tensors are the same objects; this works even if this rank has no elements, hence no
+        address."""
         return all(map(is_, map(local_elements, self._params), self._locals))
 
     def has_addresses(self) -> bool:
-        """Whether their memory is where it was (``module.to()``, ``to_empty()``, ``p.data = ...``)."""
+        """Whether their memory is still where it was (no ``module.to()``, ``to_empty()``, ``p.data = ...``)."""
         return [*map(_data_ptr, self._locals)] == self._addresses and self._present_kinds() == self._kinds
 
 
 def make_gradient(local: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
-    """The tensor for ``sharded.grad``, over ``local``, a view of the flat gradient."""
+    """Make the tensor for ``sharded.grad``, over ``local``, a view of the flat gradient."""
     if PLAIN_SHARDED_PARAMS:
         return local
     spec: RaggedSpec = sharded._spec  # type: ignore[attr-defined]
@@ -230,8 +234,8 @@ def make_gradient(local: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
 
 
 def shown_on(device: torch.device, gradient: DTensor) -> DTensor:
-    """A gradient that torch takes for a parameter on ``device``, wherever its elements are. It is the wrapper that says
-    where it is: what is done to it is done where its elements are."""
+    """Wrap a gradient so that torch accepts it for a parameter on ``device``, wherever its elements are. Only the
+    wrapper claims that device; operations run where the elements are."""
     local = local_tensor(gradient)
     if local.device == device:
         return gradient
@@ -242,22 +246,22 @@ def shown_on(device: torch.device, gradient: DTensor) -> DTensor:
 
 
 def is_sharded_like(gradient: torch.Tensor, sharded: nn.Parameter) -> bool:
-    """Whether this rank has the elements of ``gradient`` that it has of ``sharded``."""
+    """Whether this rank's part of ``gradient`` has the same elements as its part of ``sharded``."""
     if not isinstance(sharded, RaggedDTensor):
         return True
     return isinstance(gradient, RaggedDTensor) and gradient._spec.is_sharded_like(sharded._spec)
 
 
 def follow_layout(sharded: nn.Parameter) -> None:
-    """Let a gradient that autograd has brought to ``sharded`` before it was sharded anew be sharded like it. Ranks: all
-    of the mesh, if there is such a gradient."""
+    """Reshard a gradient that autograd produced for ``sharded`` before ``sharded`` was sharded again. Ranks: all of the
+    mesh, if there is such a gradient."""
     gradient = sharded.grad
     if isinstance(gradient, RaggedDTensor) and not is_sharded_like(gradient, sharded):
         sharded.grad = like_sharded_param(gradient, sharded)
 
 
 def like_sharded_param(gradient: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
-    """A copy of a gradient that autograd has brought to ``sharded``, sharded like it.
+    """Copy a gradient that autograd has produced for ``sharded``; the copy is sharded like it.
 
     Ranks: if ``gradient`` is sharded in another way, all ranks of the mesh (it is redistributed).
     """

@@ -1,15 +1,15 @@
-"""Parameters that were DTensors before ``fully_shard``: tensor parallelism has cut them over ranks of another mesh.
+"""Parameters that were DTensors before ``fully_shard``: tensor parallelism has split them over ranks of another mesh.
 
-A flat parameter is over what is local of them, so that they lie beside plain parameters and go with these in one
-collective. Here is what that takes, of one flat parameter: ``TensorParallel``, which there is none of where all
-parameters were plain::
+A flat parameter holds their local tensors, so they sit next to plain parameters and travel with those in one
+collective. ``TensorParallel`` does what that takes for one flat parameter; if all its parameters were plain, there is
+none::
 
     before fully_shard     DTensor on tp, [Shard(0)]                      its own placements
     unsharded parameter    the same, over a view of the flat parameter    what forward computes with
     sharded parameter      RaggedDTensor on (dp, tp), [RaggedShard, Shard(0)]
 
-The plan is that of the largest local tensors of any rank, so that offsets and shard lengths are the same on all. What
-autograd brings is placed as autograd likes; what is reduced is placed as the parameter.
+The plan uses the largest local tensors of any rank, so offsets and shard lengths are the same on all. Autograd may
+place a gradient in any way; for the reduction it is placed like the parameter.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from ..ragged import RaggedDTensor
 from .extensions import is_composite
 
 AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
-"""Replaces a tensor by its sum over the ranks of a transport; of which parameters it has the gradients."""
+"""Replaces a tensor by its sum over the ranks of a transport. The indices say which parameters' gradients it holds."""
 
 
 def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
     """Raise ValueError if a DTensor cannot be sharded over ``mesh`` too."""
-    what = f"fully_shard(): the parameter {fqn} is a DTensor already, placed {list(param.placements)} on "
+    what = f"fully_shard(): the parameter {fqn} is already a DTensor, placed {list(param.placements)} on "
     local = local_tensor(param)
     if is_composite(local):
         raise ValueError(
-            f"{what}{param.device_mesh}, of {type(local).__name__}, which is kept as several tensors: leave it out by "
-            "ignored_params, or do not cut it by tensor parallelism"
+            f"{what}{param.device_mesh}, of {type(local).__name__}, which is stored as several tensors: leave it out "
+            "with ignored_params, or do not split it by tensor parallelism"
         )
     if PLAIN_SHARDED_PARAMS:
         raise ValueError(f"{what}{param.device_mesh}: tensor parallelism needs torch 2.12 or newer")
     if isinstance(param, RaggedDTensor):
-        raise ValueError(f"{what}{param.device_mesh}: it was made by distribute_ragged(); give its module plain ones")
+        raise ValueError(f"{what}{param.device_mesh}: distribute_ragged() made it; give its module plain parameters")
     if any(not item.is_replicate() and type(item) is not Shard for item in param.placements):
-        raise ValueError(f"{what}{param.device_mesh}: of tensor parallelism, Shard and Replicate are supported")
+        raise ValueError(f"{what}{param.device_mesh}: only Shard and Replicate are supported for tensor parallelism")
     own, data = (set(item.mesh.flatten().tolist()) for item in (param.device_mesh, mesh))
     advice = (
         "Both must be dimensions of one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then "
@@ -65,7 +65,7 @@ def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
     if own & data != {dist.get_rank()}:
         raise ValueError(
             f"{what}the ranks {sorted(own)}, and the data-parallel mesh is on the ranks {sorted(data)}, so the ranks "
-            f"{sorted(own & data)} are in both (without mesh=, it is on all ranks). {advice}"
+            f"{sorted(own & data)} are in both (without mesh=, the data-parallel mesh has all ranks). {advice}"
         )
     try:
         joined_mesh(mesh, param.device_mesh)
@@ -76,7 +76,7 @@ def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
 
 
 def tensor_meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
-    """The meshes that those among ``params`` lie on that are DTensors."""
+    """The meshes of those among ``params`` that are DTensors."""
     return [*dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))]
 
 
@@ -88,7 +88,7 @@ def placed(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def local_shape(spec: DTensorSpec) -> tuple[int, ...]:
-    """The shape of what this rank has of a tensor."""
+    """The shape of this rank's part of a tensor."""
     return tuple(compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)[0])
 
 
@@ -113,10 +113,10 @@ def specs_of(own: TensorParallel | None, num_params: int) -> Sequence[DTensorSpe
 
 
 class TensorParallel:
-    """How the parameters of one flat parameter lie on meshes of their own.
+    """How the parameters of one flat parameter are placed on meshes of their own.
 
     Attributes:
-        specs: for each parameter, how it was placed before ``fully_shard``; ``None`` if it was no DTensor.
+        specs: for each parameter, its placement before ``fully_shard``; ``None`` if it was not a DTensor.
     """
 
     __slots__ = ("_dtensors", "_transports", "specs")
@@ -128,16 +128,16 @@ class TensorParallel:
         self._transports = {(mesh, dim): Transport(mesh.get_group(dim)) for mesh in meshes for dim in range(mesh.ndim)}
 
     def change_transports(self, change: Callable[[Transport], Transport]) -> None:
-        """Sum gradients by what ``change`` makes of the present transports, from the next sum on."""
+        """Replace each transport of sums by ``change(transport)``, from the next sum on."""
         self._transports = {place: change(transport) for place, transport in self._transports.items()}
 
     @staticmethod
     def of(specs: Sequence[DTensorSpec | None]) -> TensorParallel | None:
-        """``None`` if no parameter was a DTensor."""
+        """Make one; ``None`` if no parameter was a DTensor."""
         return None if all(spec is None for spec in specs) else TensorParallel(specs)
 
     def sharded_dims(self, index: int) -> tuple[tuple[DeviceMesh, int], ...]:
-        """The dimensions of its mesh over which ranks have different elements of a parameter."""
+        """The dimensions of its mesh over which ranks hold different elements of a parameter."""
         spec = self.specs[index]
         if spec is None:
             return ()
@@ -152,22 +152,22 @@ class TensorParallel:
         return found
 
     def place(self, index: int) -> str:
-        """This rank's places on these dimensions, as text: alike on ranks with the same elements."""
+        """This rank's coordinates on these dimensions, as text: the same on ranks with the same elements."""
         dims = [(mesh.mesh_dim_names or ())[dim] for mesh, dim in self.sharded_dims(index)]
         ranks = [mesh.get_local_rank(dim) for mesh, dim in self.sharded_dims(index)]
         return ",".join(f"{dim}={rank}" for dim, rank in zip(dims, ranks, strict=True))
 
-    # ---- parameters
+    # ---- Parameters
 
     def parameters(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-        """Parameters over views of a whole flat parameter, as modules had them before; frozen."""
+        """Make parameters over views of a whole flat parameter, as modules had them before; frozen."""
         return [
             nn.Parameter(view, requires_grad=False) if spec is None else _parameter(view, spec)
             for view, spec in zip(views, self.specs, strict=True)
         ]
 
     def wholes(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Whole tensors, from views of a whole flat tensor. Ranks: all of the parameters' own meshes."""
+        """Make whole tensors from views of a whole flat tensor. Ranks: all of the parameters' own meshes."""
         with torch.no_grad():
             return [
                 view if spec is None else placed(view, spec).full_tensor()  # type: ignore[attr-defined]
@@ -180,11 +180,11 @@ class TensorParallel:
         meshes = {spec.mesh for spec in self.specs if spec is not None}
         return not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
 
-    # ---- gradients
+    # ---- Gradients
 
     def terms(self, grads: Sequence[torch.Tensor | None]) -> list[tuple[Transport, list[int]]]:
-        """Over which ranks gradients are summed before they are reduced, and which: those that autograd has left as one
-        term on each rank."""
+        """Which gradients autograd has left as one term on each rank, and the ranks over which they must be summed
+        before they are reduced."""
         found: dict[tuple[DeviceMesh, int], list[int]] = {place: [] for place in self._transports}
         for i, spec in self._dtensors:
             for dim in _summed_dims(grads[i], spec):
@@ -194,10 +194,10 @@ class TensorParallel:
     def local_gradients(
         self, grads: Sequence[torch.Tensor | None], dtype: torch.dtype, add_up: AddUp
     ) -> list[torch.Tensor | None]:
-        """What this rank has of gradients that autograd has left on the unsharded parameters, placed like these. Those
-        of which each rank has a term are summed in ``dtype`` by ``add_up``, with one all-reduce for all of them.
+        """This rank's part of the gradients that autograd has left on the unsharded parameters, placed like those. If
+        each rank has only a term of them, ``add_up`` sums them in ``dtype``, with one all-reduce for all of them.
 
-        Ranks: all of the parameters' own meshes, which have gradients of the same parameters.
+        Ranks: all of the parameters' own meshes, which have gradients for the same parameters.
         """
         result, has_terms = [*grads], False
         for i, spec in self._dtensors:
@@ -224,7 +224,7 @@ class TensorParallel:
 
 
 def _summed_dims(grad: torch.Tensor | None, spec: DTensorSpec) -> list[int]:
-    """Over which dimensions of its mesh a gradient must be summed to be placed like its parameter, if by sums alone."""
+    """The mesh dimensions over which a gradient must be summed to be placed like its parameter, if sums suffice."""
     if not isinstance(grad, DTensor):
         return []
     placements = dtensor_spec(grad).placements
@@ -243,5 +243,5 @@ def _parameter(view: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:
 
 
 def spec_of(param: torch.Tensor) -> DTensorSpec | None:
-    """How a parameter is placed that may be a DTensor."""
+    """The placement of a parameter, if it is a DTensor."""
     return dtensor_spec(param) if isinstance(param, DTensor) else None

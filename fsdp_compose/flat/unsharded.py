@@ -1,18 +1,19 @@
 """The unsharded side of one flat parameter: its memory, its parameters, and the all-gather that fills it.
 
-Owned by its ``FlatParamHandle``; ``Communicator`` decides when it is gathered. Two storages hold one piece of memory
-in turn::
+Its ``FlatParamHandle`` owns it; ``Communicator`` decides when it is gathered. Two storages take turns in holding one
+piece of memory::
 
                        allocate()        show()           free()
     memory is in   -         ->   hidden   ->     shown     ->     -
 
-    hidden   what the all-gather writes to
-    shown    what the unsharded parameters are views of
+    hidden   the storage that the all-gather writes to
+    shown    the storage that the unsharded parameters view
 
-So the parameters have elements from the moment when their all-gather is complete until they are resharded, and at no
-other. At all others ``shown`` refuses access. A parameter that was kept somewhere and is read too late, and a backward
-that needs parameters which no hook has gathered, get a RuntimeError: freed memory would crash the process, and memory
-that an all-gather still fills would give wrong numbers. To show and to hide is to exchange two pointers."""
+So the parameters have elements only from the completion of their all-gather until they are resharded. At all other
+times, ``shown`` refuses access: code that kept a parameter and reads it too late, or a backward that needs parameters
+that no hook has gathered, gets a RuntimeError. Without that, freed memory would crash the process, and memory that an
+all-gather is still filling would give wrong numbers. Showing and hiding only exchange two pointers.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +33,24 @@ from .layout import FlatLayout, full_views
 from .sharded_param import restore_attributes
 from .tensor_parallel import TensorParallel
 
-# ---- What an all-gather reads: the shards of all ranks, or parts of what an earlier all-gather has brought.
+# ---- Input of an all-gather: the shards of all ranks, or parts kept from an earlier all-gather
 #
-# Parts (``reshard_after_forward=int``): between forward and backward a few neighbours in the shard group hold the
-# unsharded parameters together, each an equal part, in the compute dtype. Backward gathers among these few alone. The
-# idea is FSDP2's; that parts outlive the backward, until a step, is that of hybrid sharding with the optimizer's state
-# sharded over all ranks (HFSDP, Megatron-FSDP).
+# Parts (``reshard_after_forward=int``): between forward and backward, a few adjacent ranks of the shard group hold the
+# unsharded parameters together, each an equal part, in the compute dtype. Backward gathers among these few ranks only.
+# The idea is FSDP2's. That parts outlive the backward, until a step, is the idea of hybrid sharding with optimizer
+# state sharded over all ranks (HFSDP, Megatron-FSDP).
 
 
 class ShardSource:
     """The shards of all ranks.
 
     Args:
-        shard: this rank's.
-        flat: what the all-gather writes to, which may have no memory now.
-        mesh, label: whose.
+        shard: this rank's shard.
+        flat: the output of the all-gather, which may have no memory now.
+        mesh, label: those of the flat parameter.
 
     Attributes:
-        gather: issues the all-gather, on the present stream; its work, or ``None``: it is complete.
+        gather: issues the all-gather on the current stream; returns its work, or ``None`` if it is complete.
     """
 
     __slots__ = ("_arguments", "_copy", "_is_local", "gather")
@@ -65,13 +66,13 @@ class ShardSource:
         self.gather_by(mesh.transport)
 
     def _copy_into(self, own_slice: torch.Tensor, shard: torch.Tensor, is_alone: bool) -> Callable[[], object] | None:
-        """Copies the shard to where the all-gather reads it; ``None``: it reads the shard itself."""
+        """Copies the shard to where the all-gather reads it; ``None`` if it reads the shard itself."""
         return partial(own_slice.copy_, shard) if own_slice.dtype != shard.dtype or is_alone else None
 
     def gather_by(self, transport: Transport) -> None:
-        """Move shards so from now on."""
+        """Move shards by this transport from now on."""
         issue = _issue_nothing if self._is_local else transport.prepared_all_gather(*self._arguments)
-        # No bound method: nothing that holds a model's memory is in a cycle.
+        # Not a bound method, to avoid a cycle: nothing that holds a model's memory may be in one.
         self.gather: Callable[[], Work | None] = issue if self._copy is None else partial(_in_turn, self._copy, issue)
 
 
@@ -81,15 +82,15 @@ def _in_turn(copy: Callable[[], object], issue: Callable[[], Work | None]) -> Wo
 
 
 def _issue_nothing() -> None:
-    """There is no other rank."""
+    """Does nothing: there is no other rank."""
 
 
 class PartialReshard:
     """This rank's part of the unsharded flat parameter, which exists from ``keep`` to ``drop``.
 
     Args:
-        flat: what all-gathers write to, which may have no memory now.
-        transport: of the ranks that share the parts.
+        flat: the output of all-gathers, which may have no memory now.
+        transport: moves tensors among the ranks that share the parts.
         label: the parameters.
 
     Attributes:
@@ -116,18 +117,18 @@ class PartialReshard:
         return self._nbytes if self.is_kept else 0
 
     def keep(self, shown: torch.Tensor) -> None:
-        """Copy this rank's part of the unsharded flat parameter, which is complete."""
+        """Copy this rank's part out of the complete unsharded flat parameter."""
         if not self.is_kept:
             self._memory.untyped_storage().resize_(self._nbytes)
             self.is_kept = True
         self._memory.copy_(shown[self._range])
 
     def gather(self) -> Work:
-        """Issue the all-gather of the parts, on the present stream."""
+        """Issue the all-gather of the parts, on the current stream."""
         return self._transport.all_gather(*self._arguments)
 
     def drop(self) -> None:
-        """Free it; nothing that reads it is in flight."""
+        """Free it; no work that reads it is in flight."""
         if self.is_kept and self._memory.device.type != "meta":
             self._memory.untyped_storage().resize_(0)
         self.is_kept = False
@@ -141,20 +142,20 @@ _version_of = attrgetter("_version")
 
 
 class UnshardedMemory:
-    """The memory of ``flat``, which is new, and hidden at first. For views of ``shown`` to be made, ``show`` it.
+    """The memory of ``flat``, which is new, and hidden at first. Call ``show`` before making views of ``shown``.
 
     Args:
-        flat: what the all-gather writes to; or, if there is nothing to gather, what is always there.
-        error: what is said to those who read the parameters at the wrong time (only builds of torch with CUDA can);
-            ``None`` if no time is wrong.
+        flat: the output of the all-gather; or, if there is nothing to gather, a tensor that always exists.
+        error: the error for code that reads the parameters at the wrong time (only builds of torch with CUDA can raise
+            it); ``None`` if reading is always allowed.
 
     Attributes:
         hidden: the flat parameter as the all-gather writes it.
         shown: the flat parameter as the unsharded parameters show it.
-        storage: what ``shown`` is a view of.
+        storage: the storage of ``shown``.
         allocate: makes room for an all-gather.
-        release: called with 0, gives the memory back, unless it is to be kept.
-        is_guarded: access is refused at the wrong time; some versions of torch cannot do that.
+        release: called with 0, frees the memory, unless it is to be kept.
+        is_guarded: access at the wrong time is refused; some versions of torch cannot do that.
     """
 
     __slots__ = (
@@ -182,18 +183,18 @@ class UnshardedMemory:
             self.shown, self.storage = flat.data, self._hidden_storage
 
     def rename(self, error: str) -> None:
-        """Say ``error`` from now on."""
+        """Raise ``error`` from now on."""
         if not self._is_shown:
             refuse_access(self.storage, error)
 
     def show(self) -> None:
-        """Let the parameters be read: the all-gather is complete."""
+        """Allow reading the parameters: the all-gather is complete."""
         if not self._is_shown and self._exchange is not None:
             self._exchange()
             self._is_shown = True
 
     def hide(self) -> None:
-        """Before another all-gather into the same memory."""
+        """Hide the parameters, before another all-gather into the same memory."""
         if self._is_shown and self._exchange is not None:
             self._exchange()
             self._is_shown = False
@@ -205,7 +206,7 @@ class UnshardedMemory:
         self.release(0)
 
     def keep(self, keeps: bool, is_allocated: bool) -> None:
-        """Keep the memory from now on, also while it is hidden, so that its address stays; or no longer."""
+        """Keep the memory from now on, even while hidden, so its address stays the same; or no longer."""
         if keeps == (self.release is _keep):
             return
         resize = self._hidden_storage.resize_
@@ -216,7 +217,7 @@ class UnshardedMemory:
 
     def _allocate_once(self) -> None:
         if not self._hidden_storage.nbytes():
-            self._hidden_storage.resize_(self._nbytes)  # to the same size, it would get other memory
+            self._hidden_storage.resize_(self._nbytes)  # even a resize to the same size would allocate other memory
 
     def nbytes(self) -> int:
         """The bytes that are allocated, shown or hidden."""
@@ -224,36 +225,36 @@ class UnshardedMemory:
 
 
 def _keep(_nbytes: int) -> None:
-    """In the place of giving memory back."""
+    """Replaces ``release`` while the memory is kept."""
 
 
 Gathered = tuple[int, int, int]
-"""What an all-gather has read: the version of the shard; that of the flat views that are DTensors, whose writes do not
-count at the shard; and how many writes of all ranks there were then, as ``ragged`` counts them."""
+"""The state that an all-gather has read: the version of the shard; that of flat views that are DTensors, whose writes
+the shard's version does not count; and the number of writes by all ranks, as ``ragged`` counts them."""
 
 
 class Unsharded:
     """The parameters that ``forward`` computes with.
 
     Args:
-        shard: this rank's.
-        layout, mesh: of the flat parameter.
-        dtype: to compute in.
+        shard: this rank's shard.
+        layout, mesh: those of the flat parameter.
+        dtype: the compute dtype.
         label: the parameters.
-        tensor_parallel: those that are DTensors inside forward too.
+        tensor_parallel: for parameters that are DTensors inside forward too.
 
     Attributes:
         dtype: as given.
         params: the unsharded parameters, in the order of the layout; usable while ``is_allocated``.
-        dtensors: those of them that are DTensors, over views of the memory.
+        dtensors: the ones that are DTensors, over views of the memory.
         memory: their memory.
-        is_allocated: it exists (its all-gather may still be in flight).
+        is_allocated: the memory exists (its all-gather may still be in flight).
         never_freed: there is nothing to gather, the unsharded parameters always exist.
-        keep: must not be freed: never freed, or the outputs of the group's module cannot be hooked.
-        left_by_forward: left allocated by a forward (not by a prefetch): gathered again at the next forward.
-        flags: ``requires_grad`` of each of ``params``, as it was set last.
-        gathered: what the last all-gather of shards has read.
-        part: what may stay of the parameters when they are freed; ``None`` if nothing does.
+        keep: it must not be freed: it never is, or the outputs of the group's module cannot be hooked.
+        left_by_forward: a forward (not a prefetch) has left it allocated; the next forward gathers it again.
+        flags: the last ``requires_grad`` set on each of ``params``.
+        gathered: the state that the last all-gather of shards has read.
+        part: the part that may stay when the parameters are freed; ``None`` if none does.
         work: the all-gather in flight.
     """
 
@@ -262,7 +263,7 @@ class Unsharded:
         "left_by_forward", "memory", "never_freed", "params", "part", "work",
     )  # fmt: skip
 
-    shows_shards = True  # what is gathered is the shards, cast; each rank can compare its own
+    shows_shards = True  # shards are gathered, possibly cast, so each rank can compare its own with the result
 
     def __init__(
         self,
@@ -294,7 +295,7 @@ class Unsharded:
         if may_free:
             self.memory.free()
 
-    # ---- where the shard lives (another class has other answers, where that is host memory)
+    # ---- Where the shard lives (the class for host memory overrides this)
 
     def _needs_no_gather(self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh) -> bool:
         # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
@@ -307,7 +308,7 @@ class Unsharded:
         return ShardSource(shard, flat, mesh, label)
 
     def _begin(self, params: list[nn.Parameter], dtensors: Sequence[nn.Parameter], is_allocated: bool) -> None:
-        """These are the parameters, of which ``dtensors`` count their own writes; nothing was gathered."""
+        """Set the parameters; ``dtensors`` count their own writes. Nothing is gathered yet."""
         self.params, self.dtensors = params, dtensors
         self.forgive_write()
         self.flags = [False] * len(params)
@@ -317,50 +318,50 @@ class Unsharded:
         self.left_by_forward = False
 
     def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
-        """Make the parameters what the originals were, as sharded parameters remember it."""
+        """Copy the originals' attributes, which the sharded parameters have, to the parameters."""
         for sharded, param in zip(sharded_params, self.params, strict=True):
             restore_attributes(sharded, param)
 
-    # ---- gathering
+    # ---- Gathering
 
     def gather_on(self, mesh: DataParallelMesh) -> None:
-        """Move shards, and parts, by the transports of ``mesh`` from now on."""
+        """Move shards, and parts, with the transports of ``mesh`` from now on."""
         self._source.gather_by(mesh.transport)
         if self.part is not None:
             assert mesh.part_transport is not None, "it has the same ranks"
             self.part.gather_by(mesh.part_transport)
 
     def allocate(self) -> None:
-        """Have memory, to be filled."""
+        """Allocate memory, to be filled."""
         self.memory.allocate()
         self.is_allocated = True
 
     def gather(self, segments: int) -> None:
-        """Issue the all-gather, on the present stream, which allocates if there is no memory yet; ``segments``: of what
-        is read, see ``Gathered``."""
+        """Issue the all-gather, on the current stream; allocates if there is no memory yet. ``segments``: see
+        ``Gathered``."""
         if not self.is_allocated:
             self.memory.allocate()
             self.is_allocated = True
         self.gathered = self._shard._version, segments, writes.count
         if self.part is not None:
-            self.part.drop()  # of what an earlier one has read
+            self.part.drop()  # kept from an earlier all-gather
         self.work = self._source.gather()
         if self.work is None:
             self.memory.show()
 
     def gather_parts(self) -> None:
-        """As ``gather``, of what stayed when the parameters were freed last."""
+        """Like ``gather``, from the parts that stayed when the parameters were last freed."""
         assert self.part is not None
         self.work = self.part.gather()
 
     def hide(self) -> None:
-        """Before another all-gather into the same memory."""
+        """Hide the parameters, before another all-gather into the same memory."""
         self.memory.hide()
 
     def arrive(self) -> None:
-        """The all-gather is complete."""
+        """Called when the all-gather is complete."""
         self.work = None
-        memory = self.memory  # on the hot path: as its methods do
+        memory = self.memory  # hot path: repeats its methods inline
         if memory._exchange is not None and not memory._is_shown:
             memory._exchange()
             memory._is_shown = True
@@ -374,7 +375,7 @@ class Unsharded:
         self.is_allocated = self.left_by_forward = False
 
     def keep_part(self) -> None:
-        """Let this rank's part stay when the parameters, which are complete, are freed."""
+        """Keep this rank's part when the parameters, which are complete, are freed."""
         if self.part is not None:
             with torch.no_grad():
                 self.part.keep(self.memory.shown)
@@ -384,31 +385,31 @@ class Unsharded:
             self.part.drop()
 
     def be_left(self, is_left: bool) -> None:
-        """A forward leaves this allocated; or it has been gathered again since one did."""
+        """Note that a forward leaves this allocated, or that it was gathered again after one did."""
         self.left_by_forward = is_left
 
     def keep_storage(self, keeps: bool) -> None:
-        """Keep the memory while the parameters are sharded, or give it back then."""
+        """Keep the memory while the parameters are sharded, or stop keeping it."""
         if not (self.never_freed or self.is_meta):
             self.memory.keep(keeps, self.is_allocated)
 
     def keep_allocated(self, keep: bool) -> None:
-        """Must not be freed, or may be."""
+        """Forbid freeing, or allow it again."""
         self.keep = keep or self.never_freed
 
     def was_written_since_gather(self, segments: int) -> bool:
-        """Whether this rank has seen a write to its shard since then."""
+        """Whether this rank has seen a write to its shard since the last all-gather."""
         return (self._shard._version, segments) != self.gathered[:2]
 
     def put_back(self, index: int, view: torch.Tensor) -> None:
-        """Let a parameter that was given other memory be a view of this one again."""
+        """Make a parameter that was given other memory a view of this memory again."""
         param = self.params[index]
         if isinstance(param, DTensor):
             set_local_tensor(param, view)
         else:
             param.data = view
 
-    # ---- facts
+    # ---- Facts
 
     @property
     def may_be_freed(self) -> bool:
@@ -416,12 +417,13 @@ class Unsharded:
         return self.is_allocated and not self.keep
 
     def part_nbytes(self) -> int:
-        """The bytes of the part that stays."""
+        """The bytes of the kept part."""
         return self.part.nbytes if self.part is not None else 0
 
     @property
     def bearers(self) -> Sequence[nn.Parameter]:
-        """What has the attributes that the user has set, which ``module.to()`` takes from sharded parameters."""
+        """The parameters with the attributes that the user has set, which ``module.to()`` removes from sharded
+        parameters."""
         return self.params
 
     @property
@@ -430,7 +432,7 @@ class Unsharded:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """What the unsharded parameters are views of."""
+        """The storage that the unsharded parameters view."""
         return self.memory.storage
 
     def was_written(self) -> bool:
@@ -442,42 +444,43 @@ class Unsharded:
         self._unedited = self.versions()
 
     def versions(self) -> list[int]:
-        """Change with every write. A DTensor counts its own: what it does to the view inside counts nowhere."""
+        """Numbers that change with every write. A DTensor counts its own: a write to it does not count at the view
+        inside."""
         return [self.memory.shown._version, *map(_version_of, self.dtensors)]
 
     def has_grad(self) -> bool:
-        """Whether autograd has left a gradient on an unsharded parameter, not taken yet."""
-        return [*map(_grad, self.params)] != [None] * len(self.params)  # "!=" looks at identities first
+        """Whether autograd has left a gradient on an unsharded parameter that was not taken yet."""
+        return [*map(_grad, self.params)] != [None] * len(self.params)  # "!=" compares identities first
 
     def was_toggled(self) -> bool:
-        """Whether forward has set ``requires_grad`` of an unsharded parameter."""
+        """Whether forward has set ``requires_grad`` on an unsharded parameter."""
         return self.present_flags() != self.flags
 
     def present_flags(self) -> list[bool]:
         return [*map(_requires_grad, self.params)]
 
     def set_flags(self, flags: list[bool]) -> None:
-        """Give the parameters this ``requires_grad``."""
+        """Set ``requires_grad`` of the parameters."""
         for param, flag in zip(self.params, flags, strict=True):
             param.requires_grad_(flag)
         self.flags = flags
 
     def note_flags(self, flags: list[bool]) -> None:
-        """The parameters have this ``requires_grad``."""
+        """Record the ``requires_grad`` that the parameters already have."""
         self.flags = flags
 
 
 def error_of_late_access(rank: int, label: Label) -> str:
-    """The error for those who read parameters while they are sharded."""
+    """The error for code that reads parameters while they are sharded."""
     return (
-        f"rank {rank}: unsharded parameters of {label.group} were used while they are sharded. A parameter that was "
-        "kept in forward (as an attribute, in a list, by a hook) must be cloned there; and every tensor that a loss is "
-        "computed from must be returned by forward, or kept as an attribute of its module"
+        f"rank {rank}: unsharded parameters of {label.group} were used while they are sharded. If you keep a parameter "
+        "in forward (as an attribute, in a list, in a hook), keep a clone(); and forward must return every tensor that "
+        "a loss is computed from, or keep it as an attribute of its module"
     )
 
 
 def explain_refused_access(error: BaseException | None) -> None:
-    """Add to an error of torch's, which may not say so, that it is about parameters that were read too late."""
+    """Add a note to a torch error that may not say so: it is about parameters that were read too late."""
     if isinstance(error, RuntimeError) and _ERROR_OF_TORCH in str(error) and not hasattr(error, "__notes__"):
         add_note = getattr(error, "add_note", None)  # Python 3.11
         if add_note is not None:
@@ -487,6 +490,6 @@ def explain_refused_access(error: BaseException | None) -> None:
 _ERROR_OF_TORCH = "Cannot access data pointer of Storage that is invalid"
 _NOTE = (
     "fsdp_compose: if this tensor is (a view of) a parameter of a fully_shard'ed module, it was used while the module "
-    "is sharded. clone() what is kept of a parameter inside forward, and do not compute with a parameter outside the "
+    "is sharded. Inside forward, clone() any parameter that you keep, and do not compute with a parameter outside the "
     "forward of its module"
 )

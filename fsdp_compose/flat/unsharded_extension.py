@@ -1,8 +1,8 @@
 """The unsharded side of a flat parameter whose only parameter is gathered by its class; see ``extensions``.
 
-What is gathered is not the shard but what the class makes of it, of other dtypes and shapes; what forward computes with
-is what the class makes of the result: an object that stays the same, whose memory comes and goes. Nothing of this is on
-the way of other flat parameters, which are ``Unsharded`` of the plain kind::
+The class converts the shard, to other dtypes and shapes, and the result is gathered instead of the shard. From the
+gathered tensors, the class makes the parameter that forward computes with: one object that stays the same while its
+memory comes and goes. Other flat parameters use plain ``Unsharded`` and never run this code::
 
     shard (its padding too)  -pre->  inputs  -all-gather->  memory  -post->  unsharded parameter
     |rows|                           |....|                 |....|....|      views of the memory, or memory of its own
@@ -37,7 +37,7 @@ def make_unsharded(
     label: Label,
     tensor_parallel: TensorParallel | None,
 ) -> Unsharded:
-    """The unsharded side of a flat parameter; for the arguments see ``Unsharded``."""
+    """Make the unsharded side of a flat parameter; for the arguments see ``Unsharded``."""
     if extension is None:
         return Unsharded(shard, layout, mesh, dtype, label, tensor_parallel)
     return ExtendedUnsharded(extension, shard, layout, mesh, dtype, label)
@@ -47,12 +47,12 @@ class ExtendedMemory(UnshardedMemory):
     """The memory of all tensors that are gathered for one parameter, hidden at first.
 
     Args:
-        inputs: what one rank gives.
-        world_size: how many ranks do.
+        inputs: the tensors that one rank contributes.
+        world_size: the number of ranks.
         error: see ``UnshardedMemory``.
 
     Attributes:
-        parts: of each tensor.
+        parts: one for each tensor.
     """
 
     __slots__ = ("parts",)
@@ -60,12 +60,12 @@ class ExtendedMemory(UnshardedMemory):
     def __init__(self, inputs: Sequence[torch.Tensor], world_size: int, error: str, device: torch.device) -> None:
         wholes = [item.new_empty(item.numel() * world_size, requires_grad=False) for item in inputs]
         self.parts = [UnshardedMemory(whole, error) for whole in wholes]
-        self.shown = self.hidden = torch.empty(0, device=device)  # stands for them where versions are compared
+        self.shown = self.hidden = torch.empty(0, device=device)  # placeholders where versions are compared
         self.storage = self.shown.untyped_storage()
         self.is_guarded = all(part.is_guarded for part in self.parts)
 
     def refuse_no_access(self) -> None:
-        """What forward sees has memory of its own, which cannot refuse access."""
+        """Give up refusing access: the tensor that forward sees has memory of its own, which cannot refuse it."""
         self.is_guarded = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -109,19 +109,20 @@ class _Works:
 
 
 class _Form:
-    """What the class of a parameter makes of it: what is gathered, and what forward sees.
+    """What the class of a parameter makes from it: the tensors to gather, and the parameter that forward sees.
 
     Args:
         extension: the all-gather of the class.
-        shard, layout, mesh, label: of the flat parameter, which has equal rows on every rank.
-        dtype: to compute in.
+        shard, layout, mesh, label: those of the flat parameter, which has equally many rows on every rank.
+        dtype: the compute dtype.
 
     Attributes:
         mesh: the ranks.
-        memory: what the all-gathers write to.
+        memory: the memory that the all-gathers write to.
         param: the unsharded parameter.
         extension: as given.
-        bearer: has the attributes that the user has set on the parameter; the class has attributes of its own there.
+        bearer: holds the attributes that the user has set on the parameter, because the class has attributes of its own
+            on it.
     """
 
     __slots__ = (
@@ -144,13 +145,12 @@ class _Form:
         self._instance = extension.over_shard(shard)
         self._face: Any = None
         self.bearer = nn.Parameter(shard.new_empty(0), requires_grad=False)
-        self._inner: list[tuple[torch.Tensor, int]] = []  # memory of the result's own, and its bytes
-        if shard.is_meta:  # another one takes its place before anything is gathered
+        self._inner: list[tuple[torch.Tensor, int]] = []  # the result's own memory, with its size in bytes
+        if shard.is_meta:  # replaced before anything is gathered
             self._inputs, self._metadata = [shard], None
         else:
-            # What it is of is known before the ranks meet, what is in it is not.
-            # The class is asked on this rank alone; the shape of what it makes of several tensors depends on how many
-            # ranks there are.
+            # Its form is known before the ranks meet; its content is not. This rank asks the class alone, but for
+            # several tensors, the shape of the result depends on the number of ranks.
             is_alone = mesh.shard_world_size > 1 and not extension.is_composite
             self._prepare(mesh_of_this_rank(shard.device.type) if is_alone else self._shard_mesh)
         error = error_of_late_access(mesh.rank, label)
@@ -159,30 +159,30 @@ class _Form:
         self._inputs = []
 
     def belong_to(self, sharded: nn.Parameter) -> None:
-        """``sharded`` is the parameter's other side."""
+        """Set ``sharded``, the other side of the parameter."""
         self._face = sharded
 
     def _prepare(self, mesh: DeviceMesh) -> None:
-        """Let the class make what is gathered."""
-        if isinstance(self._face, DTensor):  # with what was set on the class there
+        """Ask the class for the tensors to gather."""
+        if isinstance(self._face, DTensor):  # with the attributes that the class has set there
             vars(self._instance).update(self.extension.own_attributes(self._face._local_tensor))
         inputs, self._metadata = self.extension.inputs(self._instance, mesh)
         self._inputs = [item.detach().contiguous() for item in inputs]
 
     def _make(self) -> nn.Parameter:
-        """Let the class make the unsharded parameter, whose memory is free then."""
+        """Ask the class to make the unsharded parameter; its memory is then freed."""
         self.memory.show()
         result, inner = self.extension.make(self._instance, self._outputs(), self._metadata, self._dtype)
         if result.shape != self.extension.shape:
             raise ValueError(
                 f"{self.extension.cls.__name__}.fsdp_post_all_gather() returned a tensor of shape "
-                f"{tuple(result.shape)} for the parameter {self._label}, which has {tuple(self.extension.shape)}"
+                f"{tuple(result.shape)} for the parameter {self._label}, which has shape {tuple(self.extension.shape)}"
             )
         self._inner = [(item, item.untyped_storage().nbytes()) for item in inner if not self.memory.holds(item)]
         if self.extension.releases and (len(self._inner) < len(inner) or not inner):
             raise ValueError(
-                f"{self.extension.cls.__name__} has what it gathers of the parameter {self._label} freed early "
-                f"({RELEASES}), but fsdp_post_all_gather() returned views of what was gathered, or no inner tensors"
+                f"{self.extension.cls.__name__} asks to free what it gathers of the parameter {self._label} early "
+                f"({RELEASES}), but fsdp_post_all_gather() returned views of it, or no inner tensors"
             )
         if self._inner:
             self.memory.refuse_no_access()
@@ -190,7 +190,7 @@ class _Form:
         return nn.Parameter(result, requires_grad=False)
 
     def _outputs(self) -> tuple[torch.Tensor, ...]:
-        """What was gathered of each input, without the rows that are padding."""
+        """The gathered tensors of each input, without rows that are padding."""
         wholes = [
             part.shown.view(-1, *given.shape[1:]) for part, given in zip(self.memory.parts, self._inputs, strict=True)
         ]
@@ -198,7 +198,7 @@ class _Form:
         return tuple([whole[:num_rows] if whole.shape[0] == self._num_padded else whole for whole in wholes])
 
     def gather(self, is_allocated: bool) -> Work | None:
-        """Let the class make what is gathered, and issue the all-gathers of it; ``None``: they are complete."""
+        """Ask the class for the tensors to gather, and issue their all-gathers; ``None`` if they are complete."""
         self._prepare(self._shard_mesh)
         if not is_allocated or self.extension.releases:
             self.memory.restore()
@@ -211,7 +211,7 @@ class _Form:
         return _Works([self.mesh.transport.all_gather(*pair, self._label) for pair in pairs if pair[0].numel()])
 
     def show(self) -> None:
-        """The all-gathers are complete: let the class fill the parameter."""
+        """Called when the all-gathers are complete: the class fills the parameter."""
         self.memory.show()
         for tensor, nbytes in self._inner:
             tensor.untyped_storage().resize_(nbytes)
@@ -232,7 +232,7 @@ class _Form:
 
 
 class ExtendedUnsharded(Unsharded):
-    """The parameter that ``forward`` computes with, made by its class of what it has gathered.
+    """The parameter that ``forward`` computes with, made by its class from gathered tensors.
 
     Args:
         extension: the all-gather of the class.

@@ -22,7 +22,7 @@ Facts that are easy to miss:
 - ``torch.optim`` and ``clip_grad_norm_`` compare types before their fast paths: the class is added to their lists.
 """
 
-from . import dtensor as dtensor  # lets torch's functions take its placements
+from . import dtensor as dtensor  # lets torch's functions accept its placements
 from . import ops as ops  # gives RaggedDTensor its operations
 from .dtensor import RaggedDTensor as RaggedDTensor
 from .dtensor import distribute_ragged as distribute_ragged

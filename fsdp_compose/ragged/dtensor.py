@@ -1,9 +1,10 @@
 """``RaggedDTensor``, a ``DTensor`` sharded by a ``RaggedShard``: changes of layout, serialization, checkpoint hooks.
 
 Users, optimizers and checkpoints see a group's parameters as this class. Stock DTensor cannot carry a ``RaggedShard``:
-sharding propagation rebuilds even ``Shard`` placements, and gives wrong values silently. So no operation on a
-``RaggedDTensor`` reaches it with one: the class owns its dispatch, and the table of handlers, which ``ops`` fills,
-decides. Nothing here knows of groups or of training."""
+sharding propagation rebuilds even ``Shard`` placements, and silently gives wrong values. So no operation on a
+``RaggedDTensor`` passes one to stock code: the class owns its dispatch, and the table of handlers, which ``ops`` fills,
+decides. Nothing here knows about groups or training.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from ..comm import Label, device_for, transport_of
 from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, hook_owners, note_write_of_all_ranks, requires_grad_writes
 from .placement import RaggedShard, RaggedSpec
 
-# ---- How ``torch.distributed.checkpoint`` saves and loads a tensor of which each rank holds one range: as boxes.
+# ---- How ``torch.distributed.checkpoint`` saves and loads a tensor of which each rank holds one range: as boxes
 
 
 class CheckpointedDTensor(OwnedDTensor):
@@ -62,7 +63,7 @@ class CheckpointedDTensor(OwnedDTensor):
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(local_tensor(self))
-        if hasattr(properties, "strides"):  # since torch 2.14: those of the whole tensor
+        if hasattr(properties, "strides"):  # since torch 2.14: the strides of the whole tensor
             whole: dict[str, Any] = {"strides": self.stride()}
             properties = replace(properties, **whole)
         return [
@@ -75,8 +76,8 @@ class CheckpointedDTensor(OwnedDTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # Asked for on every rank, also where there is nothing to load, when torch.distributed.checkpoint is about to
-        # write to the local memory.
+        # torch.distributed.checkpoint calls this on every rank, even one that has nothing to load, right before it
+        # writes to the local memory.
         note_write_of_all_ranks(local_tensor(self))
         return [chunk for chunk, _ in self._chunks()]
 
@@ -87,12 +88,13 @@ class CheckpointedDTensor(OwnedDTensor):
         raise ValueError(f"rank {self._spec.rank} holds no part of {index.fqn} at {index.offset}")
 
 
-# ---- Names by which files that were written earlier know what has moved: they load, also where torch allows names only
-# that it knows to be safe.
+# ---- Old module paths in pickles: files written by earlier versions load, also where torch allows only names that it
+# knows to be safe
 
 
 def known_as(item: Any, module: str) -> None:
-    """Let pickles find ``item``, a class or a function that runs no code of theirs, in ``module``, which is gone."""
+    """Let pickles find ``item``, a class or a function that runs no code from the pickle, in ``module``, which no
+    longer exists."""
     vars(sys.modules.setdefault(module, ModuleType(module))).setdefault(item.__name__, item)
     torch.serialization.add_safe_globals([(item, f"{module}.{item.__name__}")])
 
@@ -101,14 +103,15 @@ def known_as(item: Any, module: str) -> None:
 
 
 class RaggedDTensor(CheckpointedDTensor):
-    """A tensor of which every rank holds one contiguous range of elements; see ``RaggedShard``.
+    """A tensor of which each rank holds one contiguous range of elements; see ``RaggedShard``.
 
-    Every operation either gives the value that it would give on the full tensor or raises. Element-wise operations,
-    ``foreach`` and fused optimizer kernels, copies and conversions run on the local shards; full reductions (norms,
-    sums) communicate once and are complete; slices of dim 0 and reshapes are views; everything else all-gathers, with
-    one warning per operation. What would change the shape or the memory of a ``RaggedDTensor`` raises.
+    Every operation either returns the value that it would return on the full tensor, or raises. Element-wise
+    operations, ``foreach`` and fused optimizer kernels, copies and conversions run on the local shards; full reductions
+    (norms, sums) communicate once and are complete; slices of dim 0 and reshapes are views; everything else
+    all-gathers, with one warning per operation. Operations that would change the shape or the memory of a
+    ``RaggedDTensor`` raise.
 
-    Ranks: what communicates must be called by all ranks of the mesh, as with any DTensor.
+    Ranks: all ranks of the mesh must call operations that communicate, as with any DTensor.
 
     Build one with ``RaggedDTensor.from_local`` or ``distribute_ragged``.
     """
@@ -127,19 +130,19 @@ class RaggedDTensor(CheckpointedDTensor):
         return make_dtensor(cls, local, spec, requires_grad)
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Everything has been done by ``__new__``."""
+        """Does nothing: ``__new__`` has done everything."""
 
     @staticmethod
     def from_local(  # type: ignore[override]
         local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
     ) -> RaggedDTensor:
-        """A ``RaggedDTensor`` over this rank's local shard, whose memory it shares. No communication.
+        """Wrap this rank's local shard in a ``RaggedDTensor`` that shares its memory. No communication.
 
         Args:
-            local: this rank's local shard: contiguous, of the shape that the ``RaggedShard`` gives it.
+            local: this rank's local shard: contiguous, with the shape that the ``RaggedShard`` gives it.
             mesh: the ranks.
-            placements: one for each mesh dimension, exactly one of them a ``RaggedShard``.
-            shape: of the whole tensor.
+            placements: one per mesh dimension, exactly one of them a ``RaggedShard``.
+            shape: the shape of the whole tensor.
 
         Raises:
             ValueError: the placements do not fit the mesh or the shape, or ``local`` does not fit them.
@@ -154,11 +157,11 @@ class RaggedDTensor(CheckpointedDTensor):
             )
         return RaggedDTensor(local, spec)
 
-    # ---- movement
+    # ---- Movement
 
     def all_gather(self) -> DTensor:
-        """All-gather the local shards: a plain DTensor, replicated over the ragged mesh dimension. Differentiable: see
-        ``full_tensor``.
+        """All-gather the local shards into a plain DTensor, replicated over the ragged mesh dimension. Differentiable:
+        see ``full_tensor``.
 
         Ranks: all ranks of the ragged mesh dimension.
         """
@@ -169,26 +172,27 @@ class RaggedDTensor(CheckpointedDTensor):
         return result
 
     def around(self, inner: torch.Tensor) -> DTensor:
-        """A plain DTensor over what all ranks of the ragged mesh dimension together have; differentiable."""
+        """Wrap the inner tensor, complete over the ragged mesh dimension, in a plain DTensor; differentiable."""
         spec = self._spec
         return DTensor.from_local(
             inner, spec.mesh, spec.gathered_placements, run_check=False, shape=self.shape, stride=self.stride()
         )
 
     def _gather_as_parameter(self) -> torch.Tensor | None:
-        """The inner tensor, if this is a parameter of a group and autograd records."""
+        """Gather the inner tensor, if this is a parameter of a group and autograd is recording."""
         if not (gather_parameter and self.requires_grad and self.is_leaf and torch.is_grad_enabled()):
             return None
         return gather_parameter[0](self)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor, on every rank. Ranks: all ranks of the mesh.
+        """Return the whole tensor, on every rank. Ranks: all ranks of the mesh.
 
-        Differentiable: each rank computes with the whole tensor on its own data, and the gradient of the sharded one is
-        the average over the ranks, as everywhere in data-parallel training (that of a term which is the same on every
-        rank is its own average). Of a parameter of a ``fully_shard`` group it is reduced together with the group's
-        other gradients. ``grad_placements`` says otherwise, as for any DTensor: ``[Replicate()]`` takes the gradient to
-        be the same on every rank, ``[Partial()]`` adds the ranks' gradients up.
+        Differentiable: each rank computes with the whole tensor on its own data, and the gradient of the sharded tensor
+        is the average over the ranks, as everywhere in data-parallel training. (A loss term that is the same on every
+        rank has equal gradients, which the average leaves unchanged.) The gradient of a ``fully_shard`` group's
+        parameter is reduced together with the group's other gradients. ``grad_placements`` overrides this, as for any
+        DTensor: with ``[Replicate()]`` the gradient is assumed to be the same on every rank; with ``[Partial()]`` the
+        ranks' gradients are added.
         """
         if grad_placements is not None:
             explicit: DTensor = _Gather.apply(self, False)
@@ -201,9 +205,9 @@ class RaggedDTensor(CheckpointedDTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
     ) -> DTensor:
-        """The same tensor in another layout: ``Replicate``, ``Shard``, or another ``RaggedShard``.
+        """Return the tensor in another layout: ``Replicate``, ``Shard``, or another ``RaggedShard``.
 
-        The way back, from a plain DTensor, is ``distribute_ragged``. Ranks: all ranks of the mesh.
+        For the way back, from a plain DTensor, use ``distribute_ragged``. Ranks: all ranks of the mesh.
         """
         if placements is None:
             raise ValueError("RaggedDTensor.redistribute(): expected placements")
@@ -216,16 +220,17 @@ class RaggedDTensor(CheckpointedDTensor):
         return self.all_gather().redistribute(placements=placements, **kwargs)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's local shard, sharing memory. Differentiable: its gradient arrives as a ``RaggedDTensor``."""
+        """Return this rank's local shard, sharing memory. Differentiable: its gradient arrives as a
+        ``RaggedDTensor``."""
         if torch.is_grad_enabled() and self.requires_grad:
             result: torch.Tensor = _ToLocal.apply(self)
             return result
         return local_tensor(self)
 
-    # ---- views with gradients
+    # ---- Views with gradients
 
-    # Autograd fills the gradients of parts that got none with plain zeros, and keeps indices as they are: stock DTensor
-    # mixes with neither. So each part is a view by itself, and indices are made DTensors.
+    # Autograd fills the gradients of parts that got none with plain zeros, and leaves indices as they are; stock
+    # DTensor mixes with neither. So each part is a view of its own, and indices become DTensors.
 
     def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
         if not (torch.is_grad_enabled() and self.requires_grad):
@@ -254,13 +259,13 @@ class RaggedDTensor(CheckpointedDTensor):
         placements = [Replicate()] * self.device_mesh.ndim
         return DTensor.from_local(same, self.device_mesh, placements, run_check=False)
 
-    # ---- attributes
+    # ---- Attributes
 
     def _set_requires_grad(self, value: bool) -> None:
         requires_grad_writes.note()
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
 
-    # Reading calls nothing of Python.
+    # Reading runs no Python code.
     requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
 
     def requires_grad_(self, requires_grad: bool = True) -> RaggedDTensor:
@@ -269,16 +274,16 @@ class RaggedDTensor(CheckpointedDTensor):
         return self
 
     def detach_(self) -> RaggedDTensor:
-        """Take it out of its graph; a leaf does not require grad any more."""
+        """Detach this tensor from its graph, in place; a leaf then no longer requires grad."""
         requires_grad_writes.note()
         return super().detach_()  # type: ignore[return-value]
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor outside autograd, sharing memory. An equally sharded ``RaggedDTensor`` can be assigned, or the
-        whole values, the same on every rank, as a plain tensor, of which this rank's local shard is copied. Inside a
-        forward of the model what is assigned is copied into the parameter's own memory, so that the forward goes on
-        with it."""
+        """The tensor outside autograd, sharing memory. You can assign an equally sharded ``RaggedDTensor``, or a plain
+        tensor with the whole values, the same on every rank: each rank copies its local shard from it. Inside a forward
+        of the model, the assigned values are copied into the parameter's own memory, so the forward continues with
+        them."""
         return self.detach()
 
     @data.setter
@@ -289,7 +294,7 @@ class RaggedDTensor(CheckpointedDTensor):
             layout = value.placements if isinstance(value, DTensor) else type(value).__name__
             raise TypeError(
                 f".data of a sharded parameter of shape {tuple(self.shape)}, placed {list(self.placements)}, cannot "
-                f"be set to a {tuple(value.shape)} tensor ({layout}): copy_() into the parameter under "
+                f"be set to a {tuple(value.shape)} tensor ({layout}): use copy_() on the parameter under "
                 "torch.no_grad(), or assign a tensor made by distribute_ragged()"
             )
         if value.dtype != self.dtype or value.device != self.device:
@@ -305,7 +310,8 @@ class RaggedDTensor(CheckpointedDTensor):
             set_local_tensor(self, local_tensor(value))
 
     def detach(self) -> RaggedDTensor:
-        """The tensor outside autograd, sharing memory. Errors about that of a parameter name the parameter."""
+        """Return the tensor outside autograd, sharing memory. Errors about a detached parameter still name the
+        parameter."""
         result: RaggedDTensor = super().detach()  # type: ignore[assignment]
         owner = self.__dict__.get(OWNER_ATTRIBUTE)
         if owner is not None:
@@ -319,7 +325,7 @@ class RaggedDTensor(CheckpointedDTensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RaggedDTensor:
-        """As of any tensor; of a parameter, like ``nn.Parameter``'s, without its gradient."""
+        """Copy like any tensor; for a parameter, like ``nn.Parameter``, without its gradient."""
         if not isinstance(self, torch.nn.Parameter):
             return super().__deepcopy__(memo)
         twin: Any = memo.get(id(self))
@@ -340,7 +346,7 @@ class RaggedDTensor(CheckpointedDTensor):
         spec = RaggedSpec(inner["device_mesh"], placements, TensorMeta(outer_size, outer_stride, meta.dtype))
         return RaggedDTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
-    # ---- dispatch
+    # ---- Dispatch
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -352,21 +358,21 @@ class RaggedDTensor(CheckpointedDTensor):
         return handler(func, args, kwargs or {})
 
 
-# As the base class has it: torch asks for it at most accesses, by a name that the interpreter's cache of methods does
-# not know, so that all classes before the one that has it are searched.
+# The base class's own function, as an attribute of this class: torch looks it up on most accesses, by a name that the
+# interpreter's method cache does not hold, and so would search every class before the one that has it.
 RaggedDTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-# Filled by ``ops``: the handler of each operator met so far, and what chooses one for another.
+# Filled by ``ops``: the handler of each operator seen so far, and the function that chooses one for a new operator.
 handlers: dict[Any, Handler] = {}
 choose_handler: list[Callable[[Any], Handler]] = []
 
-# How parameters of groups are gathered where autograd records, or ``None`` for a tensor that is none; set by
+# Gathers parameters of groups while autograd records; returns ``None`` for a tensor that is not one. Set by
 # ``runtime/differentiable_gather``.
 gather_parameter: list[Callable[[Any], torch.Tensor | None]] = []
 
-# ---- movement between layouts
+# ---- Movement between layouts
 
 
 def distribute_ragged(
@@ -376,14 +382,14 @@ def distribute_ragged(
     *,
     src_data_rank: int | None = 0,
 ) -> RaggedDTensor:
-    """Shard a tensor by a ``RaggedShard``: ``distribute_tensor`` and ``redistribute`` to a ragged layout.
+    """Shard a tensor by a ``RaggedShard``: ``distribute_tensor`` and ``redistribute`` for ragged layouts.
 
     Ranks: all ranks of the mesh.
 
     Args:
-        tensor: a plain tensor (the whole one, of which ``src_data_rank``'s values count), or a DTensor in any layout.
-        mesh: the ranks; that of ``tensor`` if it is a DTensor.
-        placements: one for each mesh dimension, exactly one of them a ``RaggedShard``.
+        tensor: a plain tensor (the whole one; the values of ``src_data_rank`` are used), or a DTensor in any layout.
+        mesh: the ranks; default for a DTensor: its mesh.
+        placements: one per mesh dimension, exactly one of them a ``RaggedShard``.
         src_data_rank: as in ``torch.distributed.tensor.distribute_tensor``: ``None`` means that every rank has the same
             values, and nothing is communicated.
 
@@ -406,7 +412,7 @@ def distribute_ragged(
                 return RaggedDTensor(local_tensor(tensor).clone(), spec)
             tensor = tensor.all_gather()
         if not isinstance(tensor, DTensor):
-            # A copy: distribute_tensor broadcasts into the memory it is given.
+            # Copied first: distribute_tensor broadcasts into the memory that it is given.
             whole = tensor.detach() if src_data_rank is None else tensor.detach().clone()
             tensor = distribute_tensor(whole, mesh, spec.gathered_placements, src_data_rank=src_data_rank)
         else:
@@ -415,32 +421,32 @@ def distribute_ragged(
 
 
 def make_view(local: torch.Tensor, spec: RaggedSpec, is_part: bool) -> RaggedDTensor:
-    """A view of another one over ``local``; ``is_part``: of a part of it."""
+    """Make a view of another ragged tensor, over ``local``. ``is_part``: it views only part of that tensor."""
     view = RaggedDTensor(local, spec)
     view.is_part = is_part
     return view
 
 
 def rebind(tensor: RaggedDTensor, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:
-    """Make ``tensor``, the same object, one over ``local``; sharded by ``spec``, if that is given."""
+    """Rebind ``tensor``, the same object, to ``local``, and to ``spec`` if one is given."""
     set_local_tensor(tensor, local)
     if spec is not None:
         tensor._spec = spec
 
 
 def shard_inner(inner: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """This rank's local shard of the inner tensor, with memory of its own."""
+    """Copy this rank's local shard out of the inner tensor."""
     start, stop = spec.element_range
     return inner.detach().reshape(-1)[start:stop].clone().view(spec.local_shape)
 
 
 def shard_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """This rank's local shard of the whole tensor, with memory of its own."""
+    """Copy this rank's local shard out of the whole tensor."""
     return shard_inner(inner_of_whole(whole, spec), spec)
 
 
 def inner_of_whole(whole: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
-    """The part of the whole tensor that the ``RaggedShard`` shards: a view."""
+    """The part of the whole tensor that the ``RaggedShard`` shards; a view."""
     places = zip(spec.inner_offsets, spec.inner_shape, strict=True)
     return whole[tuple([slice(offset, offset + size) for offset, size in places])]
 
@@ -449,7 +455,7 @@ _LABEL = Label(["a RaggedDTensor"])
 
 
 def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
-    """The inner tensor, from the local shards of all ranks of the ragged mesh dimension."""
+    """Gather the inner tensor from the local shards of all ranks of the ragged mesh dimension."""
     spec, local = tensor._spec, local_tensor(tensor)
     group, shape = spec.group, spec.inner_shape
     ranges = spec.ragged.element_ranges(shape)
@@ -463,7 +469,7 @@ def gather_local_shards(tensor: RaggedDTensor) -> torch.Tensor:
 
 
 def gathered(tensor: RaggedDTensor) -> DTensor:
-    """As ``all_gather``, below autograd."""
+    """Like ``all_gather``, but below autograd."""
     spec = tensor._spec
     plain = DTensorSpec(spec.mesh, spec.gathered_placements, spec.tensor_meta)
     result: DTensor = make_dtensor(DTensor, gather_local_shards(tensor), plain)
@@ -471,7 +477,7 @@ def gathered(tensor: RaggedDTensor) -> DTensor:
 
 
 class _Gather(torch.autograd.Function):
-    """A ragged tensor -> the whole one. ``averages``: each rank's gradient is its own, else the same on every rank."""
+    """Gathers a ragged tensor. ``averages``: each rank has a gradient of its own; else it is the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, tensor: RaggedDTensor, averages: bool) -> DTensor:
@@ -484,8 +490,8 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """The gradient of a gathered tensor -> that of the ragged one. Its own derivative is the gathering without another
-    division: terms computed from an average are the same on every rank."""
+    """Turns the gradient of a gathered tensor into that of the ragged one. Its own backward gathers without dividing
+    again: terms computed from an average are the same on every rank."""
 
     @staticmethod
     def forward(ctx: Any, grad: DTensor, placements: Sequence[Placement], averages: bool) -> RaggedDTensor:
@@ -497,7 +503,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def averaged(grad: DTensor) -> Any:
-    """The average over the ranks of a gradient that each of them has computed by itself; in fp32 where it has less."""
+    """Average, over the ranks, a gradient that each of them has computed by itself; in fp32 if its dtype is shorter."""
     placements = [Partial("avg") if item.is_replicate() else item for item in grad.placements]
     local = local_tensor(grad)
     if local.dtype.itemsize == 2:
@@ -509,8 +515,8 @@ def averaged(grad: DTensor) -> Any:
 
 
 def scatter_average(grad: torch.Tensor, like: RaggedDTensor) -> RaggedDTensor:
-    """The average over the ranks of gradients of the inner tensor, sharded like a ragged tensor. Ranks: all ranks of
-    the mesh."""
+    """Average gradients of the inner tensor over the ranks, and shard the result like a ragged tensor. Ranks: all ranks
+    of the mesh."""
     spec = like._spec
     result: RaggedDTensor = _Scatter.apply(like.around(grad), spec.placements, True)
     return result
@@ -529,7 +535,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 def inference_mode_of(tensor: torch.Tensor) -> Any:
-    """A context in which a view of ``tensor`` can be made: views of ordinary tensors are none of inference mode."""
+    """A context for making a view of ``tensor``: a view of an ordinary tensor must not be an inference tensor."""
     if not torch.is_inference_mode_enabled():
         return contextlib.nullcontext()
     return torch.inference_mode(tensor.is_inference())
@@ -542,21 +548,22 @@ known_as(RaggedSpec, "fsdp_compose.ragged_spec")
 known_as(RaggedShard, "fsdp_compose.placement")
 
 
-# ---- ``RaggedShard`` placements given to torch's own functions: ``DTensor.from_local``, ``distribute_tensor``, and the
-# setters of ``torch.distributed.checkpoint.state_dict`` give a ``RaggedDTensor``.
+# ---- ``RaggedShard`` placements passed to torch's own functions: ``DTensor.from_local``, ``distribute_tensor`` and the
+# setters of ``torch.distributed.checkpoint.state_dict`` return a ``RaggedDTensor``.
 #
-# Stock DTensor refuses such a placement, or takes it for an even ``Shard``; code that is given ``parameter.placements``
-# must get what these say.
+# Stock DTensor refuses such a placement, or mistakes it for an even ``Shard``; but code that passes
+# ``parameter.placements`` must get exactly that layout.
 
 
 def _is_ours(placements: Any) -> bool:
-    return any(map(isinstance, placements, repeat(RaggedShard)))  # every from_local() of torch's asks
+    # hot: torch asks at each of its own from_local() calls
+    return any(map(isinstance, placements, repeat(RaggedShard)))
 
 
 def _from_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
 ) -> torch.Tensor:
-    """``DTensor.from_local``, below autograd."""
+    """Implements ``DTensor.from_local``, below autograd."""
     spec = RaggedSpec.make(mesh, placements, _whole_shape(local, placements) if shape is None else shape, local.dtype)
     if tuple(local.shape) != spec.local_shape:
         raise ValueError(
@@ -564,13 +571,13 @@ def _from_local(
             f"{tuple(spec.shape)} placed {list(placements)} has a local tensor of shape {spec.local_shape} on rank "
             f"{spec.rank}"
         )
-    # Contiguous, as everything that a RaggedDTensor holds; a fresh tensor, as autograd wants it.
+    # Contiguous, like everything that a RaggedDTensor holds; and a fresh tensor, which autograd requires.
     local = local.contiguous()
     return RaggedDTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
 
 
 def _whole_shape(local: torch.Tensor, placements: Sequence[Placement]) -> Sequence[int]:
-    """The shape of the whole tensor: what rows say, or that of the tensor whose placements these are.
+    """The shape of the whole tensor: from the rows, or from the tensor whose placements these are.
 
     Raises:
         ValueError: neither is known.
@@ -580,8 +587,8 @@ def _whole_shape(local: torch.Tensor, placements: Sequence[Placement]) -> Sequen
         return (ragged.num_placed, *local.shape[1:])
     if ragged.of_shape is None:
         raise ValueError(
-            f"DTensor.from_local(): {list(placements)} do not tell the shape of the whole tensor: give shape= and "
-            "stride=, those of the whole tensor"
+            f"DTensor.from_local(): the placements {list(placements)} do not determine the shape of the whole tensor: "
+            "pass the whole tensor's shape= and stride="
         )
     return ragged.of_shape
 
@@ -599,13 +606,13 @@ def _distribute(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """``distribute_tensor``."""
+    """Implements ``distribute_tensor``."""
     if isinstance(tensor, RaggedDTensor) and not _is_ours(placements):
         _, fqn = tensor.__dict__.get(OWNER_ATTRIBUTE, ("", ""))
         raise ValueError(
-            f"distribute_tensor(): {f'the parameter {fqn}' if fqn else 'the tensor'} is sharded already, placed "
-            f"{list(tensor.placements)}, and cannot be placed {list(placements)} as well: parallelize_module() comes "
-            "before fully_shard(), and redistribute() gives a sharded tensor another layout"
+            f"distribute_tensor(): {f'the parameter {fqn}' if fqn else 'the tensor'} is already sharded, placed "
+            f"{list(tensor.placements)}, and cannot also be placed {list(placements)}: call parallelize_module() "
+            "before fully_shard(); to change the layout of a sharded tensor, use redistribute()"
         )
     if not tensor.is_leaf:
         raise RuntimeError("distribute_tensor(): expected a leaf tensor, got the result of an operation")
@@ -624,11 +631,12 @@ def _distribute(
 
 
 def _fill(sharded: RaggedDTensor, whole: torch.Tensor) -> RaggedDTensor:
-    """A whole tensor in the layout of a sharded one: in its memory, or in new memory if it is on the meta device."""
+    """Convert a whole tensor to the layout of a sharded one: in its memory, or in new memory if that one is on the meta
+    device."""
     spec = sharded._spec
     if tuple(whole.shape) != tuple(spec.shape):
         raise ValueError(
-            f"a tensor of shape {tuple(whole.shape)} was given for a sharded one of shape {tuple(spec.shape)}"
+            f"got a tensor of shape {tuple(whole.shape)} for a sharded tensor of shape {tuple(spec.shape)}"
         )
     local = shard_whole(whole.detach(), spec)
     if sharded.is_meta:

@@ -1,7 +1,8 @@
-"""What a ``RaggedDTensor`` knows of the group that it is a parameter of, and how often it was written to.
+"""What a ``RaggedDTensor`` knows about the group that it is a parameter of, and how often it was written to.
 
-The flat parameter sets the owner; ``RaggedDTensor`` and its operations ask it. Counting the writes tells every rank
-alike whether a gathered copy is out of date. Nothing here reads or writes elements."""
+The flat parameter sets the owner; ``RaggedDTensor`` and its operations ask it. From the count of writes, all ranks
+conclude the same about whether a gathered copy is out of date. Nothing here reads or writes elements.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from torch.distributed.tensor import DTensor
 from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import is_swapping_tensors
 
-# ---- What sharded parameters, and tensors made of them, know of the group that they belong to.
+# ---- What sharded parameters, and tensors made from them, know about their group
 
 
-# Where a sharded parameter, or one that was replaced by one, remembers its owner: (name of the group, FQN).
+# The attribute by which a sharded parameter, or one that it replaced, finds its owner: (name of the group, FQN).
 OWNER_ATTRIBUTE = "_fsdp_compose_owner"
-# Where a sharded tensor remembers how it shows its local tensor; see ``subclass_views``.
+# The attribute by which a sharded tensor knows how to show its local tensor; see ``subclass_views``.
 SHOWN_ATTRIBUTE = "_fsdp_compose_shown_as"
 
 
 def describe_owner(tensor: Any) -> str:
-    """Which sharded tensor was mixed with a plain one, and what to do instead: the end of an error."""
+    """Say which sharded tensor was mixed with a plain one, and what to do instead: the end of an error message."""
     owner = getattr(tensor, OWNER_ATTRIBUTE, None)
     if owner is None:
         return (
@@ -38,31 +39,32 @@ def describe_owner(tensor: Any) -> str:
     group, fqn = owner
     return (
         f"the sharded parameter {fqn} of the fully_shard group {group}, which is whole only while that group's own "
-        "forward runs. Call that forward (or another method, registered with register_forward_method()); do not shard "
-        "by itself a module whose parameters another module computes with; or use .full_tensor(). Outside forward "
-        "(.grad, optimizer state) make the other one sharded too: fsdp_compose.distribute_ragged(tensor, "
-        "p.device_mesh, p.placements). In functional mode activation checkpointing must recompute whole groups"
+        "forward runs. Call that forward (or another method, registered with register_forward_method()); do not make "
+        "a separate group of a module whose parameters another module computes with; or use .full_tensor(). Outside "
+        "forward (.grad, optimizer state), shard the other tensor too: fsdp_compose.distribute_ragged(tensor, "
+        "p.device_mesh, p.placements). In functional mode, activation checkpointing must recompute whole groups"
     )
 
 
-# The keepers of the gradient hooks (``GradientHooks``) of parameters whose gradients arrive without autograd, by the id
-# of the parameter, which outlives everything else in it when ``module.to()`` exchanges its content.
+# By the id of a parameter whose gradient arrives without autograd, the ``GradientHooks`` that hold its hooks. The id
+# outlives everything else in a parameter when ``module.to()`` exchanges its content.
 hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class OwnedDTensor(DTensor):
-    """A DTensor that may be a parameter of a group: what would find no memory or no gradient there asks the group."""
+    """A DTensor that may be a parameter of a group. Methods that would find no memory or no gradient there ask the
+    group."""
 
-    is_composite = False  # its local tensor is the bytes of several; see ``subclass_views``
+    is_composite = False  # its local tensor holds the bytes of several tensors; see ``subclass_views``
 
     def data_ptr(self) -> int:
-        """0, which torch's own code understands. Of a sharded parameter, or what is detached from it, it raises for all
-        others: what they read, compare or save there would be nothing."""
+        """Return 0 to torch's own code, which understands it. For any other caller, a sharded parameter, or a tensor
+        detached from one, raises: there would be nothing to read, compare or save at that address."""
         self._refuse_address("data_ptr()")
         return super().data_ptr()
 
     def storage(self) -> Any:
-        """As ``data_ptr``."""
+        """Like ``data_ptr``."""
         self._refuse_address("storage()")
         return super().storage()
 
@@ -72,18 +74,18 @@ class OwnedDTensor(DTensor):
             return
         group, fqn = owner
         raise RuntimeError(
-            f"{what} of the parameter {fqn} of the fully_shard group {group}: each rank holds a part of it, "
-            ".to_local(), and none the whole. To save a model as whole tensors (save_pretrained(), safetensors) gather "
-            "them on all ranks, inside summon_full_params(model, writeback=False), or by "
+            f"{what} of the parameter {fqn} of the fully_shard group {group}: each rank holds only a part of it, "
+            ".to_local(), and no rank the whole. To save a model as whole tensors (save_pretrained(), safetensors), "
+            "gather them on all ranks: inside summon_full_params(model, writeback=False), or with "
             "fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
-            "which is then given to the saving function as its state_dict"
+            "whose result you pass to the saving function as its state_dict"
         )
 
     def share_memory_(self) -> NoReturn:
-        """Raises: torch would crash, looking for memory behind the wrapper."""
+        """Raises, because torch would look for memory behind the wrapper and crash."""
         raise NotImplementedError(
-            f"share_memory_() of a sharded tensor of shape {tuple(self.shape)}: give other processes .full_tensor() of "
-            "it, or what this rank holds, .to_local()"
+            f"share_memory_() of a sharded tensor of shape {tuple(self.shape)}: give other processes its "
+            ".full_tensor(), or this rank's part, .to_local()"
         )
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
@@ -96,7 +98,7 @@ class OwnedDTensor(DTensor):
             return super().register_post_accumulate_grad_hook(hook)
         return owner.register(self, hook, after_accumulation=True)
 
-    # Ways to find the node that accumulates the gradient of a leaf: p.view_as(p).grad_fn.next_functions[0][0].
+    # This expression finds the node that accumulates the gradient of a leaf: p.view_as(p).grad_fn.next_functions[0][0].
 
     def view_as(self, other: torch.Tensor) -> torch.Tensor:
         self._refuse_accumulator(other)
@@ -112,23 +114,23 @@ class OwnedDTensor(DTensor):
             owner.refuse_accumulator(self)
 
 
-# ---- Writes to sharded parameters: how a gathered copy is known to be out of date, alike on every rank.
+# ---- Writes to sharded parameters: how all ranks know, equally, that a gathered copy is out of date
 #
 # An all-gather may be issued ahead of its use (prefetch, ``unshard()``), or its result kept from an earlier use. If the
 # sharded parameters were written to in between, the group must be gathered again, by all ranks or by none. Two numbers
-# tell, each compared in constant time for a whole flat parameter:
+# decide; each is compared in constant time for a whole flat parameter:
 #
-# - the version of the shard, which every write that torch can see raises, and - the number of writes that the ranks
-# make together: operations on sharded parameters (``RaggedDTensor`` dispatches them on every rank, also on those that
-# hold no elements), steps of optimizers, loading.
+# - the version of the shard, which rises with every write that torch can see; and
+# - the number of writes that the ranks make together: operations on sharded parameters (``RaggedDTensor`` dispatches
+# them on every rank, even one that holds no elements), optimizer steps, loading.
 #
-# Both have changed: the ranks wrote together, and gather again. Only the version has: this rank wrote to its own memory
-# (``to_local()``), of which other ranks may know nothing, and that is an error. What raises no version at all
-# (``.data`` of a tensor that ``to_local()`` returned, kernels that write to an address) cannot be seen here.
+# If both have changed, the ranks wrote together, and gather again. If only the version has, this rank wrote to its own
+# memory (``to_local()``); other ranks may not know, so that is an error. Writes that raise no version at all (``.data``
+# of a tensor that ``to_local()`` returned, kernels that write to an address) cannot be detected here.
 
 
 class _Writes:
-    """The number of writes so far that all ranks have made together."""
+    """Counts the writes that all ranks have made together so far."""
 
     __slots__ = ("count",)
 
@@ -140,7 +142,7 @@ writes = _Writes()
 
 
 class _RequiresGradWrites:
-    """How often ``requires_grad`` of a sharded parameter was set."""
+    """Counts how often ``requires_grad`` of a sharded parameter was set."""
 
     __slots__ = ("count",)
 
@@ -152,7 +154,7 @@ class _RequiresGradWrites:
 
 
 class _EveryLook:
-    """The same where setting it cannot be seen: another number whenever it is looked at."""
+    """Stands in for the count where setting cannot be observed: it differs each time it is read."""
 
     _count = itertools.count()
 
@@ -167,7 +169,7 @@ requires_grad_writes: _RequiresGradWrites | _EveryLook = _EveryLook() if PLAIN_S
 
 
 def note_write_of_all_ranks(tensors: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """All ranks have written to these local tensors, or to their shares of the same tensors; inside a dispatch no
-    version has counted it."""
+    """Record that all ranks have written to these local tensors, or to their own parts of the same tensors; inside a
+    dispatch, the version counter does not move."""
     increment_version(tensors)
     writes.count += 1

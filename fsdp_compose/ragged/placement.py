@@ -1,19 +1,20 @@
 """``RaggedShard``: a tensor sharded over one mesh dimension into contiguous, unequal, possibly empty parts.
 
-This file also has ``RunLengths``, how the counts of many ranks are kept, and ``RaggedSpec``, what follows from a
-placement for one rank. All of it is arithmetic on shapes: no tensor, no communication.
+This file also has ``RunLengths``, which stores the counts of many ranks, and ``RaggedSpec``, which derives what a
+placement means for one rank. All of it is arithmetic on shapes: no tensors, no communication.
 
-A part is counted in rows (indices of dim 0) or in elements of the flattened tensor. Here a tensor of shape (5, 4) lies
-on 3 ranks, once by rows and once by elements::
+Parts are counted in rows (indices of dim 0) or in elements of the flattened tensor. Here is a tensor of shape (5, 4) on
+3 ranks, once by rows and once by elements::
 
     RaggedShard((3, 2, 0))                 rows 0 to 2 | rows 3 and 4 | nothing
     RaggedShard((14, 6, 0), flat=True)     elements 0 to 13 | elements 14 to 19 | nothing
 
-Among very many ranks one writes, prints and stores runs of equal counts, as (count, number of ranks) pairs:
-``RaggedShard([(5, 1), (64, 1022), (0, 1)])``. Whatever their number, nothing here takes more time or memory.
+For very many ranks, you write, print and store runs of equal counts, as (count, number of ranks) pairs:
+``RaggedShard([(5, 1), (64, 1022), (0, 1)])``. Time and memory here do not grow with the number of ranks.
 
-On a mesh of several dimensions a ``RaggedShard`` is always the innermost: it shards what is local after all other
-placements have been applied, wherever its mesh dimension stands."""
+On a mesh with several dimensions, a ``RaggedShard`` is always innermost: it shards what is local after all other
+placements have been applied, whatever the position of its mesh dimension.
+"""
 
 from __future__ import annotations
 
@@ -32,27 +33,27 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from .._torch import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset, mend_mesh
 
-# ---- ``RunLengths``: one count for each rank, kept as runs of equal ones.
+# ---- ``RunLengths``: one count per rank, stored as runs of equal counts
 #
-# A flat parameter has equal shards, so of each parameter most ranks hold a whole shard or nothing. However many they
-# are, the counts of one parameter are at most five runs::
+# A flat parameter has equal shards, so most ranks hold a whole shard of a parameter, or nothing. However many ranks
+# there are, the counts of one parameter are at most five runs::
 #
 #     ranks      0    1    2    3    4    5    6
 #     counts     0    5   64   64   64    7    0          nothing, a head, whole shards, a tail, nothing
-#     pieces     (0, 1) (5, 1) (64, 3) (7, 1) (0, 1)      a count, and of how many ranks it is
+#     pieces     (0, 1) (5, 1) (64, 3) (7, 1) (0, 1)      a count, and the number of ranks that have it
 #
-# Neighbouring pieces differ and none is empty, so equal sequences have equal pieces: to compare and to hash placements
-# takes the pieces alone. Pure arithmetic.
+# Adjacent pieces differ and none is empty, so equal sequences have equal pieces, and placements are compared and hashed
+# by their pieces alone. Pure arithmetic.
 
 
 class RunLengths(Sequence[int]):
-    """The counts of all ranks, in their order; equal to a tuple or list of the same counts.
+    """The counts of all ranks, in rank order; equal to a tuple or list of the same counts.
 
     Args:
-        pieces: (count, number of ranks) pairs, in the order of ranks.
+        pieces: (count, number of ranks) pairs, in rank order.
 
     Attributes:
-        pieces: the same, as few as possible.
+        pieces: the given pieces, merged into as few as possible.
         total: the sum of all counts.
     """
 
@@ -72,11 +73,11 @@ class RunLengths(Sequence[int]):
 
     @classmethod
     def of(cls, counts: Iterable[int]) -> RunLengths:
-        """Those of a sequence of counts."""
+        """Build one from a sequence of counts."""
         return counts if isinstance(counts, RunLengths) else cls((count, 1) for count in counts)
 
     def start(self, rank: int) -> int:
-        """What the ranks before ``rank`` have together; of one past the last, the total."""
+        """The sum of the counts of the ranks before ``rank``; for the number of ranks, the total."""
         if rank >= len(self):
             return self.total
         piece = bisect_right(self._ends, rank)
@@ -87,15 +88,16 @@ class RunLengths(Sequence[int]):
         return RunLengths([(count * factor, num_ranks) for count, num_ranks in self.pieces])
 
     def divided_by(self, divisor: int) -> RunLengths:
-        """Rounded down."""
+        """Each count divided by ``divisor``, rounded down."""
         return RunLengths([(count // divisor, num_ranks) for count, num_ranks in self.pieces])
 
     def within(self, start: int, stop: int) -> RunLengths:
-        """How many of the units ``start`` to ``stop`` of all that the ranks hold, one after the other, each has."""
+        """How many of the units from ``start`` to ``stop`` each rank has, if the ranks hold all units one after the
+        other."""
         return RunLengths(chain.from_iterable(map(_clipped, self.pieces, self._sums, repeat(start), repeat(stop))))
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Where what each rank has starts and stops, of all that the ranks hold, one after the other."""
+        """Start and stop of each rank's units, if the ranks hold all units one after the other."""
         stops = [*accumulate(self)]
         return [*zip([0, *stops[:-1]], stops, strict=True)]
 
@@ -125,7 +127,7 @@ class RunLengths(Sequence[int]):
         return isinstance(other, (tuple, list)) and len(self) == len(other) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
-        return hash(tuple(self))  # that of the tuple, since it is equal to it; placements hash the pieces
+        return hash(tuple(self))  # the tuple's hash, because they are equal; placements hash the pieces instead
 
     def __reduce__(self) -> Any:
         return RunLengths, (self.pieces,)
@@ -135,7 +137,7 @@ class RunLengths(Sequence[int]):
 
 
 def _clipped(piece: tuple[int, int], first: int, start: int, stop: int) -> list[tuple[int, int]]:
-    """A piece whose first rank begins at ``first``, of which only ``start`` to ``stop`` counts."""
+    """Restrict a piece, whose first rank begins at ``first``, to the units from ``start`` to ``stop``."""
     count, num_ranks = piece
     last = first + count * num_ranks
     if not count or stop <= start or last <= start or stop <= first:
@@ -156,29 +158,30 @@ def _clipped(piece: tuple[int, int], first: int, start: int, stop: int) -> list[
 # ---- ``RaggedShard``
 
 
-_MOST_COUNTS_IN_WORDS = 16  # of more ranks, pieces are shorter
+_MOST_COUNTS_IN_WORDS = 16  # with more ranks, pieces are shorter
 
 
 class RaggedShard(Shard):
     """Rank ``r`` of the mesh dimension holds ``counts[r]`` consecutive units of the tensor.
 
-    A ``Shard`` by class, so that code that asks ``is_shard()`` gets the truth; every method of ``Shard`` that would
-    compute even chunks raises. It equals nothing but an equal ``RaggedShard``: a cache of stock DTensor can never take
-    one layout for another, and stock ``DTensorSpec`` refuses it, so that only a ``RaggedDTensor`` can carry it.
+    It is a subclass of ``Shard``, so ``is_shard()`` is true; but every method of ``Shard`` that would compute even
+    chunks raises. It equals only an equal ``RaggedShard``, so caches of stock DTensor cannot confuse two layouts. Stock
+    ``DTensorSpec`` refuses it: only a ``RaggedDTensor`` can carry it.
 
     Args:
-        counts: units of each rank; or pairs of units and of how many ranks, one after the other, have so many.
-        flat: a unit is one element of the flattened tensor; else a row, an index of dim 0.
+        counts: the number of units of each rank; or (count, number of ranks) pairs, where that many consecutive ranks
+            have that count.
+        flat: a unit is one element of the flattened tensor; otherwise a row, that is an index of dim 0.
     """
 
     __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
 
     counts: RunLengths
-    """Units of each rank: a sequence."""
+    """Units of each rank, as a sequence."""
     flat: bool
     of_shape: tuple[int, ...] | None = None
-    """The shape of the tensor that has this very object among its placements, for code that wants another tensor placed
-    like it. No part of what a placement means: equal ones may differ in it."""
+    """The shape of the tensor that has this very object among its placements, for code that wants to place another
+    tensor like it. Not part of the placement's meaning: equal placements may differ in it."""
 
     def __init__(self, counts: Sequence[int] | Sequence[tuple[int, int]], flat: bool = False) -> None:
         super().__init__(0)
@@ -190,12 +193,13 @@ class RaggedShard(Shard):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each rank's local shard starts, in units, and at last the number of units: made when asked for."""
+        """The start of each rank's local shard, in units, followed by the number of units; built when it is first asked
+        for."""
         return (*(start for start, _ in self.counts.ranges()), self.num_placed)
 
     @property
     def num_placed(self) -> int:
-        """How many units all ranks hold together."""
+        """The number of units that all ranks hold together."""
         return self.counts.total
 
     def unit_range(self, rank: int) -> tuple[int, int]:
@@ -213,7 +217,7 @@ class RaggedShard(Shard):
     def __hash__(self) -> int:
         return self._hash
 
-    def __reduce__(self) -> Any:  # the base class would pickle, and copy, what it knows of: the dim
+    def __reduce__(self) -> Any:  # the base class would pickle and copy only the state it knows: the dim
         return RaggedShard, (self.counts.pieces, self.flat)
 
     def __repr__(self) -> str:
@@ -226,7 +230,7 @@ class RaggedShard(Shard):
         return f"RaggedShard({self.counts.pieces!r}, {self.flat!r})", {"RaggedShard": RaggedShard}
 
     def with_shape(self, shape: tuple[int, ...]) -> RaggedShard:
-        """The same placement, which remembers the shape of a tensor."""
+        """A copy of this placement that remembers the shape of a tensor."""
         if self.of_shape == tuple(shape):
             return self
         twin = RaggedShard(self.counts, self.flat)
@@ -234,11 +238,11 @@ class RaggedShard(Shard):
         return twin
 
     def num_units(self, shape: tuple[int, ...]) -> int:
-        """How many units a tensor of ``shape`` has: what the counts must add up to."""
+        """The number of units in a tensor of ``shape``, to which the counts must add up."""
         return prod(shape) if self.flat else (shape[0] if shape else 1)
 
     def unit_numel(self, shape: tuple[int, ...]) -> int:
-        """Elements of one unit of a tensor of ``shape``."""
+        """The number of elements in one unit of a tensor of ``shape``."""
         return 1 if self.flat else prod(shape[1:])
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
@@ -251,7 +255,7 @@ class RaggedShard(Shard):
         return start * unit, stop * unit
 
     def element_ranges(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Those of all ranks."""
+        """Start and stop of every rank's local shard in the flattened tensor of ``shape``."""
         return self.counts.times(self.unit_numel(shape)).ranges()
 
     def flattened(self, shape: tuple[int, ...]) -> RaggedShard:
@@ -260,15 +264,16 @@ class RaggedShard(Shard):
             return self
         return RaggedShard(self.counts.times(self.unit_numel(shape)), flat=True)
 
-    # ---- methods that other code may call on a Shard
+    # ---- Methods that other code may call on a Shard
 
     def _local_shard_size_and_offset(  # type: ignore[override]
         self, curr_local_size: int, num_chunks: int, rank: int
     ) -> tuple[int, int]:
         if self.num_placed != curr_local_size or len(self.counts) != num_chunks:
             what = (
-                "it shards between elements and not between rows, so that what a rank holds is no box of the tensor: "
-                "use distribute_tensor() or DTensor.from_local(), or shard by rows (granularity= of fully_shard())"
+                "it splits the tensor between elements, not between rows, so a rank's part is not a box of the "
+                "tensor: use distribute_tensor() or DTensor.from_local(), or shard by rows (granularity= of "
+                "fully_shard())"
                 if self.flat
                 else "it is a placement of another tensor"
             )
@@ -316,7 +321,7 @@ class Box(NamedTuple):
 def range_to_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Split the elements ``start`` to ``stop`` of a flattened tensor of ``shape`` into at most ``2 * ndim - 1`` boxes.
 
-    Every box is contiguous in the range, so its elements are a view of the range's. An empty range has no boxes.
+    Every box is contiguous in the range, so its elements can be viewed in place. An empty range has no boxes.
 
     >>> range_to_boxes((3, 4), 2, 9)
     [Box(offsets=(0, 2), sizes=(1, 2), start=2), Box(offsets=(1, 0), sizes=(1, 4), start=4), \
@@ -349,17 +354,17 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[B
     return [Box((index, *box.offsets), (1, *box.sizes), index * row + box.start) for box in inner]
 
 
-# ---- ``RaggedSpec``: mesh, placements, shape and dtype of a ``RaggedDTensor``, and what follows from them for one
-# rank.
+# ---- ``RaggedSpec``: mesh, placements, shape and dtype of a ``RaggedDTensor``, and what they mean for one rank
 #
-# Pure arithmetic, computed once and kept. Tensors that are sharded alike should share one, so that comparing is fast.
+# Pure arithmetic, computed once and kept. Tensors that are sharded the same way should share one spec: comparing is
+# then fast.
 
 
 Shape = tuple[int, ...]
 
 
 class RaggedSpec(DTensorSpec):
-    """Mesh, placements, shape and dtype of a ``RaggedDTensor``, and what follows from them for this rank."""
+    """Mesh, placements, shape and dtype of a ``RaggedDTensor``, and what they mean for this rank."""
 
     __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
     __hash__ = DTensorSpec.__hash__
@@ -373,8 +378,8 @@ class RaggedSpec(DTensorSpec):
         num_ragged = sum(isinstance(item, RaggedShard) for item in spec.placements)
         if num_ragged != 1 or len(spec.placements) != mesh.ndim:
             raise ValueError(
-                f"a RaggedDTensor on a mesh of {mesh.ndim} dimension(s) needs as many placements, of which one is a "
-                f"RaggedShard; got {list(spec.placements)}"
+                f"a RaggedDTensor on a mesh of {mesh.ndim} dimension(s) needs as many placements, exactly one of them "
+                f"a RaggedShard; got {list(spec.placements)}"
             )
         units, inner = spec.ragged.num_units(spec.inner_shape), tuple(spec.inner_shape)
         if len(spec.ragged.counts) != mesh.size(spec.ragged_dim) or spec.ragged.num_placed != units:
@@ -385,11 +390,12 @@ class RaggedSpec(DTensorSpec):
         return spec
 
     def _verify_shard_order(self, shard_order: Any) -> None:
-        """Stock DTensor refuses a placement that is no even ``Shard``; this class exists to carry one."""
+        """Does nothing: stock DTensor refuses a placement that is not an even ``Shard``, and this class exists to carry
+        one."""
 
     @cached_property
     def ragged_dim(self) -> int:
-        """The mesh dimension that the ``RaggedShard`` is for."""
+        """The mesh dimension of the ``RaggedShard``."""
         return next(i for i, item in enumerate(self.placements) if isinstance(item, RaggedShard))
 
     @cached_property
@@ -400,12 +406,12 @@ class RaggedSpec(DTensorSpec):
 
     @cached_property
     def rank(self) -> int:
-        """This rank's place in the ragged mesh dimension."""
+        """This rank's position in the ragged mesh dimension."""
         return self.mesh.get_local_rank(self.ragged_dim)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that hold the other local shards."""
+        """The process group of the ranks that hold the other local shards."""
         return self.mesh.get_group(self.ragged_dim)
 
     @cached_property
@@ -420,17 +426,18 @@ class RaggedSpec(DTensorSpec):
 
     @property
     def inner_shape(self) -> Shape:
-        """The shape of what the ``RaggedShard`` shards: what is local after all other placements."""
+        """The shape that the ``RaggedShard`` shards: what is local after all other placements."""
         return self._inner[0]
 
     @property
     def inner_offsets(self) -> Shape:
-        """Where that lies in the whole tensor."""
+        """The offsets of the inner tensor in the whole tensor."""
         return self._inner[1]
 
     @cached_property
     def is_only_ragged(self) -> bool:
-        """Whether no other placement shards the tensor: what the ``RaggedShard`` shards is the whole, on every rank."""
+        """Whether no other placement shards the tensor: the ``RaggedShard`` then shards the whole tensor, on every
+        rank."""
         sizes = self.mesh.shape
         return all(item.is_replicate() or size == 1 for item, size in zip(self.gathered_placements, sizes, strict=True))
 
@@ -471,7 +478,7 @@ class RaggedSpec(DTensorSpec):
         return spec
 
     def is_sharded_like(self, other: RaggedSpec) -> bool:
-        """Whether tensors of both have their elements at the same places."""
+        """Whether tensors with either spec have their elements at the same places."""
         return self is other or (
             self.shape == other.shape and self.placements == other.placements and self.mesh == other.mesh
         )

@@ -1,10 +1,10 @@
-"""Sharded tensors of which others see the local tensor (``_local_tensor``) as an instance of a class of the user's,
-over the same memory: functions that look for one, and set attributes on it, find it. What this package computes with is
-the plain local tensor, by ``local_tensor()``.
+"""Sharded tensors whose local tensor (``_local_tensor``) looks to others like an instance of a user's class, over the
+same memory, so functions that look for such an instance, and set attributes on it, find one. This package itself
+computes with the plain local tensor, from ``local_tensor()``.
 
-Two kinds. A ``ClassedDTensor`` has the elements of its class in one tensor of its own shape, and every operation is
-that of the elements. Of a ``CompositeDTensor`` the class has several tensors, of other shapes, and an element-wise
-operation would mean nothing; its plain local tensor is their bytes, one after the other.
+There are two kinds. In a ``ClassedDTensor``, the class has its elements in one tensor of its own shape, and every
+operation is that of the elements. In a ``CompositeDTensor``, the class has several tensors of other shapes, and
+element-wise operations would be meaningless; its plain local tensor holds their bytes, one after the other.
 """
 
 from __future__ import annotations
@@ -25,43 +25,44 @@ aten = torch.ops.aten
 
 
 class LocalClass(Protocol):
-    """How local tensors are shown."""
+    """How to show local tensors as instances of a class."""
 
     def over(self, local: torch.Tensor) -> Any:
-        """An instance of the class over a plain local tensor."""
+        """Wrap a plain local tensor in an instance of the class."""
 
 
 class CompositeClass(LocalClass, Protocol):
-    """How the several tensors of a class lie in bytes."""
+    """How a class that has several tensors stores them in bytes."""
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """The name of the class."""
 
     def gather(self, local: torch.Tensor) -> Any:
-        """The whole, in memory of its own. Ranks: all that have parts."""
+        """Gather the whole instance, in memory of its own. Ranks: all that have parts."""
 
     def part_in_own_memory(self, local: torch.Tensor) -> Any:
-        """An instance over a plain local tensor, whose tensors are copies, each in memory of its own."""
+        """Make an instance from a plain local tensor whose inner tensors are copies, each in memory of its own."""
 
     def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
         """Write this rank's part of a whole instance of the class into the bytes ``local``."""
 
     def write_rows(self, local: torch.Tensor, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """The same of pieces, each with its first row, of a whole that was cut otherwise."""
+        """Like ``write``, from pieces (each with its first row) of a whole that was cut differently."""
 
     def is_like(self, other: CompositeClass) -> bool:
         """Whether both have the same bytes for the same instance."""
 
 
 class _Shown:
-    """The instance that stands for a local tensor, made anew when there is another local tensor."""
+    """The instance that stands for a local tensor; made again when the local tensor is replaced."""
 
     __slots__ = ("_instance", "_local", "is_read", "local_class")
 
     def __init__(self, local_class: Any) -> None:
         self.local_class = local_class
-        self.is_read = False  # by torch.distributed.checkpoint, which asks in the same way for what it writes to
+        # by torch.distributed.checkpoint, which reads the attribute in the same way to find out where to write
+        self.is_read = False
         self._local: torch.Tensor | None = None
         self._instance: Any = None
 
@@ -69,7 +70,10 @@ class _Shown:
         return _Shown(self.local_class)
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError("a sharded tensor that shows its local tensor by a class cannot be pickled: pickle .detach()")
+        raise TypeError(
+            "a sharded tensor whose local tensor is shown as an instance of its class cannot be pickled: pickle "
+            ".detach()"
+        )
 
     def instance(self, local: torch.Tensor) -> Any:
         if local is not self._local:
@@ -80,7 +84,7 @@ class _Shown:
 
 
 def _shown_local(tensor: torch.Tensor) -> Any:
-    """What others find as its local tensor. (``module.to()`` exchanges attributes by name, after the class.)"""
+    """The local tensor as other code sees it. (``module.to()`` exchanges attributes by name, after the class.)"""
     local = local_tensor(tensor)
     return local if is_swapping_tensors() else shown_by(tensor).instance(local)
 
@@ -91,7 +95,7 @@ def shown_by(tensor: torch.Tensor) -> _Shown:
     return shown
 
 
-_LOCAL_TENSOR = property(_shown_local, set_local_tensor)  # in the place of the attribute of a DTensor
+_LOCAL_TENSOR = property(_shown_local, set_local_tensor)  # replaces the attribute of a DTensor
 
 
 class ClassedDTensor(RaggedDTensor):
@@ -110,7 +114,7 @@ class ClassedDTensor(RaggedDTensor):
 
 
 def _plain(value: Any) -> Any:
-    """Without the class, also in lists."""
+    """Remove the class, also inside lists."""
     if isinstance(value, ClassedDTensor):
         plain = RaggedDTensor(local_tensor(value), value._spec)
         owner = value.__dict__.get(OWNER_ATTRIBUTE)
@@ -121,8 +125,8 @@ def _plain(value: Any) -> Any:
 
 
 def show_as(tensor: torch.Tensor, local_class: LocalClass) -> None:
-    """Let a sharded tensor, the same object, show its local tensor by ``local_class`` from now on; a composite one does
-    so anyway."""
+    """Make a sharded tensor, the same object, show its local tensor by ``local_class`` from now on; a composite one
+    always does."""
     if not isinstance(tensor, RaggedDTensor) or isinstance(tensor, CompositeDTensor):
         return
     shown = tensor.__dict__.get(SHOWN_ATTRIBUTE)
@@ -133,15 +137,15 @@ def show_as(tensor: torch.Tensor, local_class: LocalClass) -> None:
 
 
 class CompositeDTensor(RaggedDTensor):
-    """A sharded tensor of a class that keeps several tensors; each rank has equally many rows. Its parts can be copied,
-    moved to checkpoints and gathered; it cannot train, nor be computed with."""
+    """A sharded tensor of a class that holds several tensors; every rank has equally many rows. Its parts can be
+    copied, gathered, and saved to checkpoints; it cannot train, and operations cannot compute with it."""
 
     __module__ = "fsdp_compose"
     is_composite = True
 
     @staticmethod
     def made(local: torch.Tensor, spec: RaggedSpec, composite: CompositeClass) -> CompositeDTensor:
-        """One over the bytes that this rank has."""
+        """Make one over this rank's bytes."""
         nothing = torch.empty((), dtype=spec.dtype, device=local.device).expand(spec.local_shape)
         tensor: CompositeDTensor = make_dtensor(CompositeDTensor, nothing, spec)
         set_local_tensor(tensor, local)
@@ -152,7 +156,7 @@ class CompositeDTensor(RaggedDTensor):
 
     @property
     def composite(self) -> CompositeClass:
-        """How its tensors lie in the bytes."""
+        """How its tensors are stored in the bytes."""
         composite: CompositeClass = shown_by(self).local_class
         return composite
 
@@ -163,11 +167,11 @@ class CompositeDTensor(RaggedDTensor):
         """This rank's part of a whole instance of the class, sharded like this one.
 
         Raises:
-            TypeError: it is no instance.
+            TypeError: ``whole`` is not an instance.
         """
         if whole.shape != self.shape or type(whole).__name__ != self.composite.name:
             raise TypeError(
-                f"{self._what()} takes the values of another one that is sharded alike, or of a whole "
+                f"{self._what()} takes values from another tensor that is sharded the same way, or from a whole "
                 f"{self.composite.name} of its shape; got a {type(whole).__name__} of shape {tuple(whole.shape)}"
             )
         local = torch.zeros_like(local_tensor(self))
@@ -180,28 +184,28 @@ class CompositeDTensor(RaggedDTensor):
         name = "" if owner is None else f" {owner[1]} of the fully_shard group {owner[0]}"
         return f"the sharded {self.composite.name}{name} of shape {tuple(self.shape)}"
 
-    # ---- movement
+    # ---- Movement
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's part, an instance of the class, sharing memory."""
+        """Return this rank's part, an instance of the class, sharing memory."""
         result: torch.Tensor = self._local_tensor
         return result
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole, an instance of the class, on every rank. Ranks: all ranks of the mesh."""
+        """Gather the whole instance of the class, on every rank. Ranks: all ranks of the mesh."""
         with torch.no_grad():
             whole: torch.Tensor = self.composite.gather(local_tensor(self).detach())
         return whole
 
     def all_gather(self) -> NoReturn:
-        """Raises: there is no DTensor of it that is whole on every rank."""
-        raise NotImplementedError(f"{self._what()} has no other layout: use .full_tensor()")
+        """Raises: this class has no DTensor that is whole on every rank."""
+        raise NotImplementedError(f"{self._what()} cannot be placed in another layout: use .full_tensor()")
 
     def redistribute(self, *_: Any, **__: Any) -> NoReturn:
-        """As ``all_gather``."""
+        """Raises, like ``all_gather``."""
         self.all_gather()
 
-    # ---- attributes
+    # ---- Attributes
 
     def _set_requires_grad(self, value: bool) -> None:
         if value:
@@ -212,8 +216,8 @@ class CompositeDTensor(RaggedDTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor outside autograd, sharing memory. One that is sharded alike can be assigned, or a whole instance
-        of the class, whose values are copied."""
+        """The tensor outside autograd, sharing memory. You can assign a tensor that is sharded the same way, or a whole
+        instance of the class, whose values are copied."""
         return self.detach()
 
     @data.setter
@@ -239,25 +243,24 @@ class CompositeDTensor(RaggedDTensor):
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise NotImplementedError(
-            f"{self._what()} cannot be pickled: save .to_local(), or .full_tensor(), or by torch.distributed.checkpoint"
+            f"{self._what()} cannot be pickled: save .to_local() or .full_tensor(), or use torch.distributed.checkpoint"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CompositeDTensor({self._what()}, placements={list(self.placements)}, rank {self._spec.rank})"
 
-    # ---- checkpoints: each rank's part is one box, in the user's class
+    # ---- Checkpoints: each rank's part is one box, an instance of the user's class
 
     @property
     def local_shape(self) -> torch.Size:
-        """Of this rank's part."""
+        """The shape of this rank's part."""
         return torch.Size(self._spec.local_shape)
 
     def write_rows(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Take the values of this rank's rows from pieces, each with its first row, that were cut for another number of
-        ranks.
+        """Read this rank's rows from pieces, each with its first row, that were cut for another number of ranks.
 
         Raises:
-            ValueError: they cannot be cut for these ranks.
+            ValueError: the pieces cannot be cut for these ranks.
         """
         with torch.no_grad():
             self.composite.write_rows(local_tensor(self), pieces)
@@ -286,7 +289,7 @@ class CompositeDTensor(RaggedDTensor):
             return part
         return self.to_local()
 
-    # ---- dispatch
+    # ---- Dispatch
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -297,14 +300,14 @@ class CompositeDTensor(RaggedDTensor):
         if handler is None or not isinstance(first, CompositeDTensor):
             own = next(item for item in _flattened((args, kwargs or {})) if isinstance(item, CompositeDTensor))
             raise NotImplementedError(
-                f"{func} of {own._what()}: only forward of its module computes with it. Outside, use .full_tensor(), "
-                "or this rank's part, .to_local()"
+                f"{func} of {own._what()}: only the forward of its module can compute with it. Elsewhere, use "
+                ".full_tensor(), or this rank's part, .to_local()"
             )
         return handler(first, *args[1:], **(kwargs or {}))
 
 
 def with_local(tensor: RaggedDTensor, local: torch.Tensor) -> RaggedDTensor:
-    """One that is sharded like ``tensor``, over another local tensor."""
+    """Make a tensor that is sharded like ``tensor``, over another local tensor."""
     if isinstance(tensor, CompositeDTensor):
         return tensor.with_local(local)
     spec = tensor._spec
@@ -331,8 +334,8 @@ def _converted(tensor: CompositeDTensor, **options: Any) -> CompositeDTensor:
     dtype, device = options.get("dtype") or tensor.dtype, torch.device(options.get("device") or tensor.device)
     if dtype != tensor.dtype or device.type != tensor.device.type:
         raise NotImplementedError(
-            f"{tensor._what()} cannot be made {dtype} on {device}: it stays {tensor.dtype} on {tensor.device}. Convert "
-            "other modules by themselves, or .full_tensor() of this one"
+            f"{tensor._what()} cannot be converted to {dtype} on {device}: it stays {tensor.dtype} on "
+            f"{tensor.device}. Convert the other modules one by one, or the .full_tensor() of this one"
         )
     return _clone(tensor)
 

@@ -104,7 +104,7 @@ def test_mesh_of_three_dimensions(fake_group):
     model = Net()
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tp"))
     with refused(
-        ValueError, "one dimension, or of two", "3 dimensions", r"\(2, 2, 1\)", r"mesh\['shard'\]", model=model
+        ValueError, "one dimension, or with two", "3 dimensions", r"\(2, 2, 1\)", r"mesh\['shard'\]", model=model
     ):
         fully_shard(model, mesh=mesh)
     assert_trains(fully_shard(model, mesh=mesh["replicate", "shard"]))
@@ -592,7 +592,7 @@ def test_rank_that_does_not_come_to_the_first_forward(absent):
         with rendezvous_timeout(timeout), pytest.raises(RuntimeError) as caught:
             model(torch.ones(2, 4))
         assert time.monotonic() - start < timeout + grace + 2
-        for word in ("first forward", rf"rank\(s\) {absent} did not come", f"within {timeout:g} s", TIMEOUT_ENV):
+        for word in ("first forward", rf"rank\(s\) {absent} did not arrive", f"within {timeout:g} s", TIMEOUT_ENV):
             assert re.search(word, str(caught.value)), f"no {word!r} in: {caught.value}"
     dist.barrier()
     with rendezvous_timeout(20):
@@ -603,7 +603,7 @@ def test_rank_that_does_not_come_to_the_first_forward(absent):
 def test_all_ranks_that_do_not_come_are_named():
     model = fully_shard(nn.Linear(4, 4))
     if dist.get_rank() == 0:
-        with rendezvous_timeout(1), pytest.raises(RuntimeError, match=r"rank\(s\) 1, 2 did not come"):
+        with rendezvous_timeout(1), pytest.raises(RuntimeError, match=r"rank\(s\) 1, 2 did not arrive"):
             model(torch.ones(2, 4))
     dist.barrier()
     with rendezvous_timeout(20):
@@ -615,7 +615,7 @@ def test_rank_that_comes_with_another_model_after_an_absence():
     """Payloads that ranks brought to a rendezvous that failed are not judged at the next."""
     rank = dist.get_rank()
     if rank != 1:
-        with rendezvous_timeout(1), pytest.raises(RuntimeError, match="did not come"):
+        with rendezvous_timeout(1), pytest.raises(RuntimeError, match="did not arrive"):
             fully_shard(nn.Linear(4, 4 if rank == 0 else 6))(torch.ones(2, 4))
     dist.barrier()
     with rendezvous_timeout(20):

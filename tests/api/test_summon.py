@@ -248,7 +248,9 @@ def test_summon_full_params_called_by_one_rank_names_the_absent_one():
     model(torch.ones(2, DIM))
     with environment(**{TIMEOUT_ENV: "1"}):
         if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError, match=r"summon_full_params: rank\(s\) 1 did not come.*2 ranks within 1 s"):
+            with pytest.raises(
+                RuntimeError, match=r"summon_full_params: rank\(s\) 1 did not arrive.*2 ranks within 1 s"
+            ):
                 with summon_full_params(model):
                     pass
             assert all(isinstance(param, RaggedDTensor) for param in model.parameters())

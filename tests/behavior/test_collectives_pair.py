@@ -102,7 +102,7 @@ def test_first_forward_names_a_rank_that_does_not_come_and_can_be_repeated(early
     late = 1 - early
     with environment(**{TIMEOUT_ENV: "0.5"}):
         if dist.get_rank() == early:
-            with pytest.raises(RuntimeError, match=rf"first forward: rank\(s\) {late} did not come.*{TIMEOUT_ENV}"):
+            with pytest.raises(RuntimeError, match=rf"first forward: rank\(s\) {late} did not arrive.*{TIMEOUT_ENV}"):
                 model(rows())
         else:
             time.sleep(1)

@@ -315,7 +315,7 @@ def test_interruption_on_one_rank_names_the_absent_rank_in_time(where, recoverin
             interrupt(model, where, 1, ValueError("by the user"))
             begin = time.monotonic()
             with pytest.raises(
-                RuntimeError, match=rf"recovery.*rank\(s\) {1 - recovering} did not come.*{TIMEOUT_ENV}"
+                RuntimeError, match=rf"recovery.*rank\(s\) {1 - recovering} did not arrive.*{TIMEOUT_ENV}"
             ):
                 model(rows())
             assert 1 <= time.monotonic() - begin < 3
@@ -386,7 +386,7 @@ def test_interruptions_far_apart_name_the_absent_rank_and_never_hang():
         patch.setattr(store, "_GRACE", timedelta(seconds=0.5))
         if dist.get_rank() == 0:
             interrupt(model, "forward", 0, ValueError("by the user"))
-            with pytest.raises(RuntimeError, match=r"rank\(s\) 1 did not come"):
+            with pytest.raises(RuntimeError, match=r"rank\(s\) 1 did not arrive"):
                 model(rows())
             time.sleep(2)  # until rank 1's all-gather, which rank 0 never joined, has failed
         else:
@@ -394,6 +394,6 @@ def test_interruptions_far_apart_name_the_absent_rank_and_never_hang():
             with pytest.raises(RuntimeError, match="the all-gather of the fully_shard"):
                 model(rows())
         with pytest.raises(
-            RuntimeError, match="different places on different ranks|come to the rendezvous|restart the processes"
+            RuntimeError, match="different places on different ranks|arrive at the rendezvous|restart the processes"
         ):
             model(rows())

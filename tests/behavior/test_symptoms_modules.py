@@ -180,7 +180,9 @@ def test_parent_that_computes_with_a_sharded_childs_weight_is_told_which_and_wha
     model = UsesAChildsWeight(how)
     fully_shard(model.child)
     fully_shard(model)
-    with pytest.raises(RuntimeError, match=r"parameter child\.\w+ of the fully_shard group child.*do not shard by"):
+    with pytest.raises(
+        RuntimeError, match=r"parameter child\.\w+ of the fully_shard group child.*do not make a separate group"
+    ):
         model(torch.randn(2, DIM))
     Twins(UsesAChildsWeight(how), fully_shard).backward(mean_square, next(inputs()))
 
@@ -232,7 +234,7 @@ def test_parameters_sharded_by_tensor_parallelism_on_the_same_ranks_are_refused_
     model, mesh = Net(), init_device_mesh("cpu", (2,))
     weight = model.layers[1].linear.weight
     model.layers[1].linear.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match=r"layers\.1\.linear\.weight is a DTensor already.*Shard\(dim=0\)") as error:
+    with pytest.raises(ValueError, match=r"layers\.1\.linear\.weight is already a DTensor.*Shard\(dim=0\)") as error:
         fully_shard(model)
     same_on_every_rank(str(error.value))
     assert fully_shard.state(model) is None

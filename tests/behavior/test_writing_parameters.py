@@ -147,7 +147,7 @@ def test_a_plain_gradient_is_refused_where_there_are_flat_parameters() -> None:
     optimizer = torch.optim.Adam(flat_parameters(model), lr=0.1)
     for param in model.parameters():
         param.grad = torch.linspace(-1, 1, param.numel()).view(param.shape)
-    with pytest.raises(RuntimeError, match="was assigned to, and it is a part of a flat view"):
+    with pytest.raises(RuntimeError, match="was assigned to, but it is part of a flat view"):
         optimizer.step()
     assert_parameters_match(model, reference)
 

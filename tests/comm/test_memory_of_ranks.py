@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_process_group_sa
     moved.all_reduce(torch.ones(NUMEL), False, LABEL).wait()
     if rank == 0:
         channel = shared_by(moved)._channels[1]
-        with pytest.raises(RuntimeError, match=r"did not come within 0\.3 s"):
+        with pytest.raises(RuntimeError, match=r"did not arrive within 0\.3 s"):
             channel.wait(1 << 60, timedelta(seconds=0.3), lambda: "")
     dist.barrier()
 

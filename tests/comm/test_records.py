@@ -38,7 +38,7 @@ def test_errors_of_an_interruption_on_one_rank_name_where_every_rank_was():
         model, _ = stacks(mesh=breakable_mesh())
         if dist.get_rank() == 1:
             interrupt(model, "forward", 0, ValueError("by the user"))
-            with pytest.raises(RuntimeError, match=r"rank\(s\) 0 did not come") as error:
+            with pytest.raises(RuntimeError, match=r"rank\(s\) 0 did not arrive") as error:
                 model(rows())
         else:
             with pytest.raises(RuntimeError, match="rank 1: throwing away what an interrupted iteration left") as error:

@@ -144,7 +144,9 @@ def test_ranks_that_came_late_or_for_something_else_meet_again():
             if rank == 1:  # it comes when the others have given up
                 time.sleep(1)
             else:
-                with pytest.raises(RuntimeError, match=r"first: rank\(s\) 1 did not come to the rendezvous of 3 ranks"):
+                with pytest.raises(
+                    RuntimeError, match=r"first: rank\(s\) 1 did not arrive at the rendezvous of 3 ranks"
+                ):
                     meet(group, "first", "", lambda _: "")
         dist.barrier()
         assert meet(group, "second", str(rank), ",".join) == "0,1,2"  # all come, for another purpose

@@ -765,7 +765,7 @@ def write_to_data(param: nn.Parameter) -> None:
 
 
 IN_PLACE = "_GatheredParameters is a view .* modified inplace"  # autograd says so first
-IN_DATA = "writes to a parameter of its own, one of .*up.bias"
+IN_DATA = "writes to one of its own parameters, among .*up.bias"
 
 
 class Writer(Block):

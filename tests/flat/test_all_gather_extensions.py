@@ -624,9 +624,9 @@ class Odd(Half):
 @pytest.mark.parametrize(
     ("cls", "match"),
     [
-        (Half, "class Half of the parameter up.weight has fsdp_pre_all_gather alone"),
+        (Half, "class Half of the parameter up.weight has only fsdp_pre_all_gather"),
         (Odd, r"Odd.fsdp_pre_all_gather\(\), of the parameter up.weight, takes 2 arguments, expected \(mesh\) or"),
-        (AliasReleased, "AliasReleased.* of the parameter up.weight.*views of what was gathered"),
+        (AliasReleased, "AliasReleased.* of the parameter up.weight.*views of it"),
         (Undecided, r"Undecided.fsdp_should_release_\w+\(\), of the parameter up.weight, returned None"),
         (ReleasesAlone, "class ReleasesAlone of the parameter up.weight has fsdp_should_release_"),
     ],

@@ -446,11 +446,11 @@ def test_what_it_cannot_do_raises_by_name():
             what()
     with pytest.raises(NotImplementedError, match=r"layers.0.weight.* cannot train"):
         param.requires_grad_(True)
-    with pytest.raises(NotImplementedError, match=r"cannot be made torch.bfloat16"):
+    with pytest.raises(NotImplementedError, match=r"cannot be converted to torch.bfloat16"):
         copy.deepcopy(model).to(torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"cannot be pickled: save .to_local\(\)"):
         torch.save(param, "/dev/null")
-    with pytest.raises(TypeError, match=r"or of a whole Gathered of its shape; got a Tensor"), torch.no_grad():
+    with pytest.raises(TypeError, match=r"or from a whole Gathered of its shape; got a Tensor"), torch.no_grad():
         param.copy_(torch.zeros(DIM, DIM))
     with pytest.raises(NotImplementedError, match=r"layers.0.weight.*is a Gathered, gathered by its class"):
         with functional_mode(model):
@@ -502,11 +502,11 @@ def refused(model: Any, match: str, world_size: int = 2) -> None:
 def test_what_cannot_be_cut_is_refused_with_its_sizes():
     parts = r"\(packed: torch.uint8 \(128,\), scales: torch.float32 \(8,\), mean: torch.float32 \(\)\)"
     refused(made(), rf"the parameter weight is a Blocks of shape \(16, 16\).*{parts}.* 16 rows .* 3 ranks", 3)
-    refused(made(), r"cannot cut it in 16 parts of 1 rows each \(split\(\): AssertionError: 8 blocks", 16)
-    refused(made(Misleading), r"cuts packed in 2 parts of shape \(64,\), which together are not the whole")
+    refused(made(), r"cannot cut it into 16 parts of 1 rows each \(split\(\): AssertionError: 8 blocks", 16)
+    refused(made(Misleading), r"cuts packed into 2 parts of shape \(64,\), which together are not the whole")
     model = made()
     model.layers[0].weight.requires_grad_(True)
-    refused(model, "it is trainable, and its parts cannot train: freeze it")
+    refused(model, "it is trainable, but its parts cannot train: freeze it")
     with fake_process_group(rank=0, world_size=2), pytest.raises(ValueError, match="replicate.. gathers nothing"):
         replicate(made())
 
@@ -518,7 +518,7 @@ def test_one_that_tensor_parallelism_holds_is_refused():
         for layer in model.layers:
             whole = DTensor.from_local(layer.weight.detach(), mesh["tp"], [Replicate()], run_check=False)
             layer.weight = nn.Parameter(whole, requires_grad=False)
-        with pytest.raises(ValueError, match=r"weight is a DTensor already.* of Blocks, which is kept as several"):
+        with pytest.raises(ValueError, match=r"weight is already a DTensor.* of Blocks, which is stored as several"):
             shard_layers(model, mesh=mesh["dp"])
 
 

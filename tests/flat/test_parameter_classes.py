@@ -167,7 +167,7 @@ def test_annotations_of_spmd_types_are_refused(monkeypatch):
         shard_layers(net)
     net = with_weights(torch.Tensor.clone)
     net.layers[0].linear.weight._local_type = {"tp": "V"}
-    refuse(net, "linear.weight has annotations of spmd_types")
+    refuse(net, "linear.weight has spmd_types annotations")
 
 
 class UsesTag(Net):

@@ -185,7 +185,7 @@ def test_parameter_groups_are_ragged_rows_of_neighbours():
     assert len(groups[1]) < sum(param.ndim <= 1 for param in model.parameters())
     assert groups[0] == [] or all(a is b for a, b in zip(groups[0], flat_parameters(model, is_matrix), strict=True))
     assert flat_parameters(model, lambda fqn, param: False) == []
-    with pytest.raises(ValueError, match=r"first\.weight is already in a flat view.*other neighbours"):
+    with pytest.raises(ValueError, match=r"first\.weight is already in a flat view.*other neighbors"):
         flat_parameters(model)
     with pytest.raises(ValueError, match=r"first\.weight is already .*local=False"):
         flat_parameters(model, is_matrix, local=True)

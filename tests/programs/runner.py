@@ -461,7 +461,7 @@ REFUSALS = (
     "the ranks issued different collectives",
     "past its module's outputs",
     "without passing any of its module's",
-    "flat views follow at the next one",
+    "Flat views follow only at the next forward",
     "between a forward and its backward, whose gradients would be wrong",
     "which torch.compile runs in a graph",
     "a graph runs only some of the modules of the fully_shard group",

@@ -716,7 +716,7 @@ def test_wrong_layouts_are_refused(one_rank_mesh):
         RaggedDTensor.from_local(torch.zeros(3, 4), one_rank_mesh, [RaggedShard((10,))], shape=SHAPE)
     with pytest.raises(ValueError, match="10 rows"):
         RaggedDTensor.from_local(torch.zeros(9, 4), one_rank_mesh, [RaggedShard((9,))], shape=SHAPE)
-    with pytest.raises(ValueError, match="one is a RaggedShard"):
+    with pytest.raises(ValueError, match="exactly one of them a RaggedShard"):
         RaggedDTensor.from_local(torch.zeros(SHAPE), one_rank_mesh, [Replicate()], shape=SHAPE)
     with pytest.raises(ValueError, match=">= 0"):
         RaggedShard((3, -1))

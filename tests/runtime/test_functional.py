@@ -389,7 +389,7 @@ def test_flat_views_have_what_backward_brings():
             optimizer.zero_grad()
         both.check_parameters()
     flat[0].register_hook(lambda grad: grad * 2)
-    with pytest.raises(RuntimeError, match="flat view has a hook by register_hook"):
+    with pytest.raises(RuntimeError, match="flat view has a register_hook"):
         mean_square(both.sharded, local_part(batches(1)[0])).backward()
 
 

@@ -481,7 +481,7 @@ def test_no_rank_is_more_than_a_bucket_ahead():
 def test_a_rank_that_does_not_come_is_named_in_bounded_time(rank):
     rendezvous._GRACE = rendezvous._BROKEN_TIMEOUT = timedelta(seconds=0.5)  # five otherwise
     model = shard_layers(GPT(layers=1))
-    absent = rf"full_parameters.*rank\(s\) {rank} did not come.*2 ranks within 1 s"
+    absent = rf"full_parameters.*rank\(s\) {rank} did not arrive.*2 ranks within 1 s"
     with environment(**{TIMEOUT_ENV: "1"}):
         if dist.get_rank() != rank:
             with pytest.raises(RuntimeError, match=absent):
@@ -494,9 +494,9 @@ def test_a_rank_that_does_not_come_is_named_in_bounded_time(rank):
             if i == 2 and dist.get_rank() == rank:
                 time.sleep(2.5)  # rank 0 waits 1 s, the other one half a second more for its verdict
 
-        with pytest.raises(RuntimeError, match=r"did not come to the rendezvous") as caught:
+        with pytest.raises(RuntimeError, match=r"did not arrive at the rendezvous") as caught:
             consume(model, hang, bucket_bytes=1)
-        assert dist.get_rank() == rank or f"rank(s) {rank} did not come" in str(caught.value)
+        assert dist.get_rank() == rank or f"rank(s) {rank} did not arrive" in str(caught.value)
     dist.barrier()
     assert_same(collected(model), gathered)
 

@@ -65,7 +65,7 @@ def test_survivors_of_a_dead_rank_get_a_named_error_in_seconds(tmp_path, place):
             assert process.exitcode == -signal.SIGKILL, said
             continue
         (line,) = [line for line in said.splitlines() if line[:1].isdigit()] or [said]
-        assert re.match(rf"\d+\.\d rank {rank}.*(another rank died|did not come|rank 1)", line), said
+        assert re.match(rf"\d+\.\d rank {rank}.*(another rank died|did not arrive|rank 1)", line), said
         assert float(line.split()[0]) < 45
 
 

@@ -76,10 +76,12 @@ def test_rank_that_does_not_come_is_named_next_to_old_keys():
     model, optimizer = build(mesh)
     with environment(**{TIMEOUT_ENV: "0.5"}):
         if dist.get_rank() != 1:
-            with pytest.raises(RuntimeError, match=r"first forward: rank\(s\) 1 did|rank\(s\) 0 did not come") as error:
+            with pytest.raises(
+                RuntimeError, match=r"first forward: rank\(s\) 1 did|rank\(s\) 0 did not arrive"
+            ) as error:
                 train_step(model, optimizer, 0)
             if dist.get_rank() == 0:
-                assert "first forward: rank(s) 1 did not come to the rendezvous of 3 ranks" in str(error.value)
+                assert "first forward: rank(s) 1 did not arrive at the rendezvous of 3 ranks" in str(error.value)
     dist.barrier()
     train_step(model, optimizer, 0)  # all come now
 

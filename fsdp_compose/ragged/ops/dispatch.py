@@ -1,4 +1,4 @@
-"""Which handler an operator has: asked once for each operator that is met."""
+"""Which handler an operator gets; decided once, when the operator is first seen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def choose(func: Any) -> Handler:
-    """The handler of an operator that is met for the first time."""
+    """Choose the handler of an operator that is seen for the first time."""
     name: str = func._schema.name
     if func in _BY_OPERATOR:
         return _BY_OPERATOR[func]
@@ -54,7 +54,7 @@ _VIEWS: Sequence[Any] = (
     aten.expand.default, aten.as_strided.default,
 )  # fmt: skip
 
-# Element-wise in what they do, though not tagged so.
+# Element-wise in effect, though not tagged so.
 _LIKE_POINTWISE: Sequence[Any] = (
     aten.clone.default, aten._to_copy.default,
     aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zeros_like.default, aten.ones_like.default,
@@ -64,7 +64,7 @@ _LIKE_POINTWISE: Sequence[Any] = (
     aten._pin_memory.default, aten.where.self, aten.where.self_out, aten.abs_.default,
 )  # fmt: skip
 
-# Those that raise, for integers, where the divisor is zero.
+# These raise, for integers, where the divisor is zero.
 _DIVISIONS = {
     "aten::div", "aten::div_", "aten::floor_divide", "aten::floor_divide_", "aten::fmod", "aten::fmod_",
     "aten::remainder", "aten::remainder_",

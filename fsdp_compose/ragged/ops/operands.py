@@ -17,7 +17,7 @@ from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, infe
 from ..ownership import OWNER_ATTRIBUTE, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedSpec
 
-# ---- The schema of an operator: which arguments it writes to, and of what kind they are.
+# ---- Schemas: which arguments an operator writes to, and of what kind they are
 
 
 Args = tuple[Any, ...]
@@ -39,7 +39,7 @@ def writes_through(func: Any) -> bool:
 
 
 def writes_by_index(func: Any) -> bool:
-    """Whether ``func`` writes to some elements of its first argument, which indices or a mask name."""
+    """Whether ``func`` writes only to those elements of its first argument that indices or a mask select."""
     return func._schema.name in _INDEXED_WRITES
 
 
@@ -64,7 +64,7 @@ def is_tensors(value: Any) -> bool:
 
 
 def map_tensors(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """``value`` with every instance of ``kind`` in it (in lists, tuples and dicts) replaced by ``function`` of it."""
+    """``value`` with ``function`` applied to every instance of ``kind`` in it (in lists, tuples and dicts)."""
     if isinstance(value, kind):
         return function(value)
     if type(value) in (list, tuple):
@@ -74,23 +74,23 @@ def map_tensors(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-# ---- ``GatheredView``: a view of a ``RaggedDTensor`` where no ragged view exists.
+# ---- ``GatheredView``: a view of a ``RaggedDTensor`` where no ragged view exists
 #
-# Made by ``views``; from then on it owns its dispatch: what is written to it reaches the sharded tensor, or raises.
+# ``views`` makes it; from then on it owns its dispatch: a write to it reaches the sharded tensor, or raises.
 
 
 class GatheredView(DTensor):
     """The result of a view operation on a ``RaggedDTensor`` where no ragged view exists: a view of its gathered copy.
 
-    What is written to it is written to the sharded tensor too, by the operations in ``writes_through``; others raise.
-    When the sharded tensor has been written to in the meantime, every use of the copy raises (on the ranks where it
-    was: a write by some ranks only, through ``to_local()``, is their own affair).
+    The operations in ``writes_through`` write to the sharded tensor too; other writes raise. Once the sharded tensor
+    has been written to, every use of the copy raises. (Only on the ranks that were written to: writes by some ranks
+    alone, through ``to_local()``, are not tracked on the others.)
 
-    Ranks: all ranks of the mesh make it, and write to it, together, as with any replicated DTensor.
+    Ranks: all ranks of the mesh make it and write to it together, as with any replicated DTensor.
     """
 
     _source: RaggedDTensor
-    _whole: torch.Tensor  # the gathered copy, of which this is a view
+    _whole: torch.Tensor  # the gathered copy that this is a view of
     _seen: list[Any]  # the memory of the sharded tensor, and its version, when it was gathered; shared by all views
 
     @staticmethod
@@ -102,7 +102,7 @@ class GatheredView(DTensor):
         return result
 
     def __init__(self, *_: Any) -> None:
-        """Everything has been done by ``__new__``."""
+        """Does nothing: ``__new__`` has done everything."""
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """A copy: writes to it do not reach the sharded tensor."""
@@ -128,7 +128,7 @@ class GatheredView(DTensor):
         return self.requires_grad and torch.is_grad_enabled()
 
     def _averaging(self) -> DTensor:
-        """A copy, a plain DTensor, for each rank to use by itself: see ``RaggedDTensor.full_tensor``."""
+        """Return a copy, as a plain DTensor, for each rank to use by itself: see ``RaggedDTensor.full_tensor``."""
         copy: DTensor = _AverageGradient.apply(self)
         return copy
 
@@ -138,11 +138,11 @@ class GatheredView(DTensor):
         if local is not self._seen[0] or _version_of(local) != self._seen[1]:
             raise RuntimeError(
                 f"this view of a gathered sharded tensor of shape {tuple(self._source.shape)} is out of date: the "
-                "sharded tensor was written to since it was made. Make the view again"
+                "sharded tensor has been written to since the view was made. Make the view again"
             )
 
     def note_version(self) -> None:
-        """The copy is up to date."""
+        """Record that the copy is up to date."""
         local = self._source._local_tensor
         self._seen[:] = local, _version_of(local)
 
@@ -169,7 +169,7 @@ class GatheredView(DTensor):
                 "Write to the sharded tensor itself, to a slice of its dim 0, or to its to_local()"
             )
         if targets:
-            # Every rank has the whole copy, so that plain tensors among the arguments (indices) are in order.
+            # Every rank has the whole copy, so plain tensors among the arguments (indices) are fine.
             func(*map_tensors(DTensor, _whole_of, args), **map_tensors(DTensor, _whole_of, kwargs))
             for target in targets:
                 target._source._local_tensor.copy_(shard_whole(target._whole, target._source._spec))
@@ -191,7 +191,7 @@ class GatheredView(DTensor):
 
 
 class _AverageGradient(torch.autograd.Function):
-    """A gathered tensor that each rank is about to use by itself: the gradient is the ranks' average."""
+    """Returns a gathered tensor for each rank to use by itself: the gradient is the average over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: GatheredView) -> torch.Tensor:
@@ -213,7 +213,7 @@ class _AverageOnce(torch.autograd.Function):
 
 
 def _refuse_plain_tensors(func: Any, values: Sequence[Any]) -> None:
-    """Raise what stock DTensor would raise, with the name of the parameter."""
+    """Raise stock DTensor's error, with the name of the parameter."""
     source = next((item._source for item in values if isinstance(item, GatheredView)), None)
     if hasattr(source, OWNER_ATTRIBUTE):
         for item in values:
@@ -224,11 +224,11 @@ def _refuse_plain_tensors(func: Any, values: Sequence[Any]) -> None:
 
 
 def _version_of(local: torch.Tensor) -> int:
-    return 0 if local.is_inference() else local._version  # tensors of inference mode have none
+    return 0 if local.is_inference() else local._version  # inference tensors have none
 
 
 def _whole_of(tensor: DTensor) -> torch.Tensor:
-    """All elements: of a gathered view its memory, of another DTensor a copy."""
+    """All elements: a gathered view's own memory, or a copy of another DTensor."""
     if isinstance(tensor, GatheredView):
         tensor.check()
         return local_tensor(tensor)
@@ -239,12 +239,13 @@ def _whole_of(tensor: DTensor) -> torch.Tensor:
 
 
 class Larger(Exception):
-    """An operand is not broadcast to the layout of the result: the result is larger than any ragged operand."""
+    """Raised when an operand cannot be broadcast to the layout of the result, because the result is larger than any
+    ragged operand."""
 
 
 def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTensor | None = None) -> torch.Tensor:
-    """The local elements of an operand of an operation whose result is sharded as ``spec`` says. ``read``: a sharded
-    one that is only read, for errors."""
+    """The local elements of an operand, for an operation whose result is sharded by ``spec``. ``read``: a sharded
+    operand that is only read, for error messages."""
     if type(tensor) is RaggedDTensor and tensor._spec.is_sharded_like(spec):
         return tensor._local_tensor
     if tensor.dim() == 0:
@@ -268,7 +269,7 @@ def scalar_operand(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_dtensor(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` without a layout of ours."""
+    """Convert ``tensor`` to a DTensor without a ragged layout."""
     if isinstance(tensor, RaggedDTensor):
         return gathered(tensor)
     return tensor.plain() if isinstance(tensor, GatheredView) else tensor
@@ -279,8 +280,8 @@ def as_scalar(local: torch.Tensor) -> torch.Tensor:
 
 
 def touch(local: torch.Tensor) -> None:
-    """All ranks have written to a 0-dim tensor, of which this one may have nothing: then what is traced must see that
-    it is written to by something that does nothing, as other ranks' graphs see it."""
+    """Called after all ranks have written to a 0-dim tensor, of which this rank may hold nothing. A traced graph must
+    still contain a write, as on the other ranks: write to the empty tensor."""
     if not local.numel():
         local.zero_()
 
@@ -294,7 +295,7 @@ def from_scalar(result: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:
 
 
 def replicated(result: torch.Tensor, spec: RaggedSpec) -> DTensor:
-    """A DTensor of what every rank has."""
+    """Wrap a tensor that is the same on every rank in a DTensor."""
     meta = TensorMeta(result.shape, result.stride(), result.dtype)
     plain = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta)
     tensor: DTensor = make_dtensor(DTensor, result, plain)

@@ -38,7 +38,7 @@ from .views import first_ragged, gather_all, gathered_with_warning, write_elsewh
 
 def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("memory_format") is not None:
-        kwargs = {**kwargs, "memory_format": torch.contiguous_format}  # local shards have no other
+        kwargs = {**kwargs, "memory_format": torch.contiguous_format}  # local shards have no other memory format
     targets = written(func, args, kwargs)
     if targets:
         model = targets[0]
@@ -54,7 +54,7 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
         shapes = [item.shape for item in args if isinstance(item, torch.Tensor)]
         if torch.broadcast_shapes(*shapes) != spec.shape:
             raise RuntimeError(
-                f"{func}: the result does not have the shape of the sharded tensor that it is written to, "
+                f"{func}: the result does not have the shape of the sharded tensor that it would be written to, "
                 f"{tuple(model.shape)}"
             )
     read = None if targets else model
@@ -67,13 +67,13 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     except Larger:
         if targets:
             raise RuntimeError(
-                f"{func}: the result does not have the shape of the sharded tensor that it is written to, "
+                f"{func}: the result does not have the shape of the sharded tensor that it would be written to, "
                 f"{tuple(model.shape)}"
             ) from None
         return gather_all(func, args, kwargs)
     result = func(*local_args, **local_kwargs)
     if targets:
-        note_write_of_all_ranks(model._local_tensor)  # inside a dispatch nothing else does
+        note_write_of_all_ranks(model._local_tensor)  # nothing else counts it inside a dispatch
         return model
     if isinstance(result, torch.Tensor):
         return wrap_local_shard(result, spec)
@@ -81,21 +81,22 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def copy_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """As ``pointwise``, also from a plain tensor: the whole values, the same on every rank, of which each takes its
-    local shard. (One that autograd must follow would be mixed with a sharded one.)"""
+    """Like ``pointwise``; also copies from a plain tensor with the whole values, the same on every rank: each rank
+    takes its local shard. (A plain tensor that autograd must follow cannot be mixed with a sharded one.)"""
     target, source = args[:2]
     is_recorded = source.requires_grad and torch.is_grad_enabled()
     if isinstance(target, RaggedDTensor) and not isinstance(source, DTensor) and source.dim() and not is_recorded:
         if torch.broadcast_shapes(source.shape, target.shape) != target.shape:
             raise RuntimeError(
                 f"{func}: a tensor of shape {tuple(source.shape)} cannot be copied into a sharded one of shape "
-                f"{tuple(target.shape)}: give the whole values, the same on every rank"
+                f"{tuple(target.shape)}: pass the whole values, the same on every rank"
             )
         local = shard_whole(source.expand(target.shape), target._spec)
         args = (target, wrap_local_shard(local, target._spec), *args[2:])
     if isinstance(target, RaggedDTensor) and target._spec.is_scalar and type(source) is RaggedDTensor:
         if source._spec.is_sharded_like(target._spec):
-            # Not through 0-dim views: torch.compile admits no write to a view at the end of its graphs (torch 2.13).
+            # Not through 0-dim views: torch.compile does not allow a write to a view at the end of a graph (torch
+            # 2.13).
             func(target._local_tensor, source._local_tensor, *args[2:], **kwargs)
             note_write_of_all_ranks(target._local_tensor)
             return target
@@ -103,8 +104,8 @@ def copy_into(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def divide(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """As ``pointwise``, for what raises on a CPU where an integer is divided by zero: on every rank, before anything is
-    written, not only on those that hold such an element."""
+    """Like ``pointwise``, for operators that raise on a CPU when an integer is divided by zero: raise on every rank,
+    not only on those that hold such an element, and before anything is written."""
     dividend, divisor = args[:2]
     is_integer = all(
         not (item.is_floating_point() or item.is_complex()) if isinstance(item, torch.Tensor) else isinstance(item, int)
@@ -122,8 +123,8 @@ def divide(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _pointwise_scalar(func: Any, args: Args, kwargs: Kwargs, model: RaggedDTensor, is_written: bool) -> Any:
-    """Of 0-dim tensors. Dtype promotion depends on being 0-dim, so that every rank computes with 0-dim tensors; those
-    of the ranks that hold nothing have any value."""
+    """``pointwise`` for 0-dim tensors. Dtype promotion depends on a tensor being 0-dim, so every rank computes with
+    0-dim tensors; on ranks that hold nothing, their values are arbitrary."""
 
     def operand(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
@@ -138,7 +139,9 @@ def _pointwise_scalar(func: Any, args: Args, kwargs: Kwargs, model: RaggedDTenso
         result = func(*map(operand, args), **{key: operand(item) for key, item in kwargs.items()})
     except Larger:
         if is_written:
-            raise RuntimeError(f"{func}: the result is not 0-dim, as the sharded tensor it is written to is") from None
+            raise RuntimeError(
+                f"{func}: the result is not 0-dim, but the sharded tensor that it would be written to is"
+            ) from None
         return gather_all(func, args, kwargs)
     if is_written:
         touch(model._local_tensor)
@@ -153,11 +156,12 @@ def _size(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.dim(), tensor.numel()
 
 
-# ---- ``_foreach_*`` and ``_fused_*``: operations on lists of tensors, of which the i-th of every list belong together.
+# ---- ``_foreach_*`` and ``_fused_*``: operations on lists of tensors, where the i-th tensors of all lists belong
+# together
 
 
 def per_element(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``_foreach_*`` and ``_fused_*``: tensors i of all lists belong together."""
+    """Handle ``_foreach_*`` and ``_fused_*``: the i-th tensors of all lists belong together."""
     lead = next(i for i, item in enumerate(args) if is_tensors(item))
     leaders = args[lead]
     num = len(leaders)
@@ -191,8 +195,8 @@ def _like_leaders(func: Any, tensors: Sequence[torch.Tensor], leaders: Sequence[
         if isinstance(tensor, RaggedDTensor):
             if not isinstance(leader, DTensor):
                 raise RuntimeError(
-                    f"{func}: a torch.Tensor of shape {tuple(leader.shape)} and a sharded tensor do not go together: "
-                    "use .full_tensor() or .to_local() of the sharded one"
+                    f"{func}: a torch.Tensor of shape {tuple(leader.shape)} and a sharded tensor cannot be used "
+                    "together: use .full_tensor() or .to_local() of the sharded one"
                 )
             tensor = gathered_with_warning(func)(tensor).redistribute(placements=leader.placements)
         result.append(tensor)
@@ -200,7 +204,7 @@ def _like_leaders(func: Any, tensors: Sequence[torch.Tensor], leaders: Sequence[
 
 
 def _pick(value: Any, indices: Sequence[int], num: int) -> Any:
-    """The elements that belong to some of the tensors: of lists, and of 1-D tensors of scalars."""
+    """Pick the elements that belong to some of the tensors, from lists and from 1-D tensors of scalars."""
     if isinstance(value, (list, tuple)) and len(value) == num:
         return [value[i] for i in indices]
     if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == num:
@@ -267,9 +271,9 @@ def _other_operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, is_written
     is_alike = type(tensor) is RaggedDTensor and tensor._spec.is_sharded_like(spec)
     if is_written and not is_alike and tensor.dim() > 0:  # a write to a converted copy would be lost
         raise RuntimeError(
-            f"{func}: a tensor that is written to is placed {list(getattr(tensor, 'placements', []))}, but the "
-            f"parameter of shape {tuple(spec.shape)} that it belongs to is placed {list(spec.placements)}: was "
-            "the optimizer's state loaded from tensors in another layout? Convert them with distribute_ragged()"
+            f"{func}: it writes to a tensor that is placed {list(getattr(tensor, 'placements', []))}, but the "
+            f"parameter of shape {tuple(spec.shape)} that it belongs to is placed {list(spec.placements)}: was the "
+            "optimizer's state loaded from tensors in another layout? Convert them with distribute_ragged()"
         )
     try:
         return operand(func, tensor, spec)
@@ -286,12 +290,12 @@ def _refuse_other_layouts(func: Any, args: Sequence[Any]) -> None:
             if isinstance(tensor, RaggedDTensor):
                 raise RuntimeError(
                     f"{func}: a gradient or optimizer state is placed {list(tensor.placements)}, but its parameter is "
-                    "not sharded like it"
+                    "sharded differently"
                 )
 
 
 def unscale(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """GradScaler: an inf or NaN on any rank counts on all."""
+    """Handle GradScaler's unscale: an inf or NaN on any rank counts on all ranks."""
     tensors, found_inf, inverse_scale = args
     locals_ = [local_tensor(item) if isinstance(item, DTensor) else item for item in tensors]
     func(locals_, found_inf, inverse_scale)
@@ -303,7 +307,7 @@ def unscale(func: Any, args: Args, kwargs: Kwargs) -> None:
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(dim))
 
 
-# ---- New tensors made like sharded ones, and random numbers.
+# ---- New tensors made like sharded ones, and random numbers
 
 
 def new(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -316,8 +320,8 @@ def new(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def new_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``new_empty_strided(size, stride)``: a local shard has no memory format. Autograd makes a leaf's gradient so when
-    something else holds the one that has arrived."""
+    """Handle ``new_empty_strided(size, stride)``: a local shard has no memory format. Autograd makes a leaf's gradient
+    this way when something else holds the one that arrived."""
     tensor, size, stride = args
     spec = tensor._spec
     if tuple(size) == tuple(spec.shape):
@@ -332,8 +336,8 @@ def _replicated(local: torch.Tensor, spec: RaggedSpec) -> DTensor:
 
 
 def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Draws the whole tensor and keeps this rank's local shard: as on one device, if the ranks' generators agree. What
-    is not of the shape of a sharded tensor is drawn on every rank."""
+    """Draw the whole tensor and keep this rank's local shard: the same values as on one device, if the ranks'
+    generators agree. A tensor without the shape of a sharded one is drawn whole on every rank."""
     name = func._schema.name
     tensor = args[0]
     is_in_place = name.endswith("_")
@@ -373,12 +377,12 @@ def _check_generators(func: Any, spec: RaggedSpec, dims: Iterable[int], generato
     if bounds[0] != -bounds[1]:
         raise RuntimeError(
             f"{func} on a sharded tensor of shape {tuple(spec.shape)}: the random generators of the ranks differ, so "
-            "replicas of the result would too. Call torch.manual_seed() with the same seed on all ranks first"
+            "replicas of the result would differ too. Call torch.manual_seed() with the same seed on all ranks first"
         )
 
 
 def make_out(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.eye(out=p)`` and the like: the whole is made, and sharded."""
+    """Handle ``torch.eye(out=p)`` and the like: make the whole tensor and shard it."""
     target = kwargs["out"]
     whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
     func(*args, **{**kwargs, "out": whole})

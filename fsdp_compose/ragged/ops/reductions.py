@@ -1,6 +1,7 @@
-"""Reductions of whole tensors: of the local shards first, then over the ranks at once, so that results are complete.
+"""Reductions of whole tensors: first of the local shards, then over the ranks, so results are complete.
 
-Handlers, registered in the table of ``ops/dispatch``, and the norms that ``optim.clip_grad`` uses too."""
+The handlers, registered in the table of ``ops/dispatch``, and the norms that ``optim.clip_grad`` uses too.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from ..placement import RaggedSpec
 from .operands import Args, Kwargs, operand, replicated, scalar_operand
 from .views import gather_all
 
-# ---- Norms and extremes of tensors that lie on several ranks: a part on each rank, one collective, the whole.
+# ---- Norms and extremes of tensors that are spread over ranks: a part on each rank, one collective, then the whole
 
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,7 +42,7 @@ def partial_norm(local: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup) -> None:
-    """All-reduce, in place and with one collective, what ``partial_norm`` gave on each rank."""
+    """All-reduce the results of ``partial_norm`` over the ranks, in place and with one collective."""
     moved = partial.to(device_for(group, partial.device))
     if order in (inf, -inf):
         combine_extremes(moved, order == inf, group)
@@ -53,8 +54,8 @@ def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup)
 
 
 def combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGroup) -> None:
-    """The largest or smallest of each rank's values, in place. NaN on any rank gives NaN on all: backends differ in
-    what their MAX makes of one, so it travels next to them."""
+    """Reduce to the largest or smallest value over the ranks, in place. NaN on any rank gives NaN on all: backends
+    disagree about the MAX of a NaN, so NaN flags travel next to the values."""
     if not values.dtype.is_floating_point:
         dist.all_reduce(values, dist.ReduceOp.MAX if is_max else dist.ReduceOp.MIN, group=group)
         return
@@ -70,7 +71,7 @@ def finish_norm(combined: torch.Tensor, order: float) -> torch.Tensor:
     return combined if order in (0, inf, -inf) else combined.pow(1.0 / order)
 
 
-# ---- The handlers
+# ---- Handlers
 
 
 def reduction(
@@ -92,7 +93,7 @@ def reduction(
 
 
 def _names_dims(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a reduction is asked for some dims only, or to keep them."""
+    """Whether a reduction runs over some dims only, or keeps them."""
     for i, argument in enumerate(func._schema.arguments):
         if argument.name in ("dim", "keepdim"):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -146,7 +147,7 @@ def norm_handler(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _of_nothing(func: Any, tensor: RaggedDTensor, args: Args, kwargs: Kwargs) -> DTensor:
-    """Of a tensor without elements: what torch says, which may be an error."""
+    """The result for a tensor without elements: torch's own, which may be an error."""
     return replicated(func(tensor._local_tensor.new_empty(tensor.shape), *args, **kwargs), tensor._spec)
 
 
@@ -173,7 +174,7 @@ def foreach_norms(func: Any, args: Args, kwargs: Kwargs) -> Any:
             key = type(tensor)  # stock DTensors and plain tensors do not mix
         alike.setdefault(key, []).append(i)
     meshes = [tensor._spec.mesh for tensor in tensors if isinstance(tensor, RaggedDTensor)]
-    widest = max(meshes, key=DeviceMesh.size)  # all ranks have all norms: torch computes with those of one mesh only
+    widest = max(meshes, key=DeviceMesh.size)  # all ranks have all norms: torch computes only with those of one mesh
     for key, indices in alike.items():
         if isinstance(key, type):
             norms = func([tensors[i] for i in indices], *args[1:], **kwargs)
@@ -187,10 +188,9 @@ def foreach_norms(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _norms(
     tensors: Sequence[RaggedDTensor], order: float, dtype: torch.dtype | None, mesh: DeviceMesh
 ) -> list[DTensor]:
-    """Of tensors of one dtype, that the same ranks hold; as tensors of ``mesh``."""
+    """Norms of tensors that have one dtype and are held by the same ranks; as tensors of ``mesh``."""
     spec, accurate = tensors[0]._spec, accurate_dtype(dtype or tensors[0].dtype)
-    # An empty local shard has no largest element, nor a norm of negative order: an element is put in that does not
-    # change it.
+    # An empty local shard has no largest element, nor a norm of negative order: insert a neutral element.
     neutral = inf if order < 0 else 0.0
     locals_ = [tensor._local_tensor for tensor in tensors]
     locals_ = [local if local.numel() else local.new_full((1,), neutral) for local in locals_]
@@ -236,7 +236,7 @@ def any_handler(is_any: bool) -> Handler:
         return (elements.any() if is_any else elements.all()).to(torch.uint8)
 
     op = dist.ReduceOp.MAX if is_any else dist.ReduceOp.MIN
-    # Of bytes, torch makes a byte.
+    # torch makes a byte from bytes.
     return reduction(local, op, lambda result, tensor: result if tensor.dtype == torch.uint8 else result.bool())
 
 
@@ -245,7 +245,7 @@ def count_nonzero(tensor: RaggedDTensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def equal(func: Any, args: Args, kwargs: Kwargs) -> bool:
-    """``torch.equal``: one answer for all ranks."""
+    """Handle ``torch.equal``: the same answer on all ranks."""
     first, second = args
     if not isinstance(first, RaggedDTensor):
         first, second = second, first

@@ -1,7 +1,8 @@
-"""Views, and whatever has no handler of its own.
+"""Views, and everything without a handler of its own.
 
-A view of a contiguous range stays ragged; every other view is gathered. An operation that no other file of ``ops``
-handles is done on the whole plain tensor, on every rank, with one warning per operator."""
+A view of a contiguous range stays ragged; every other view is gathered. If no other file of ``ops`` handles an
+operation, it runs on the whole plain tensor, on every rank, with one warning per operator.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ from ..ownership import OWNER_ATTRIBUTE, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedShard, RaggedSpec
 from .operands import Args, GatheredView, Kwargs, map_tensors, replicated, writes_by_index, written
 
-# ---- Operations that no other module knows: done on whole, plain tensors on every rank, with a warning.
+# ---- The fallback: operations without a handler run on whole, plain tensors on every rank, with a warning
 #
-# So they need no rule of stock DTensor, and what raises, depending on the elements, raises on every rank. What is
-# written to a sharded tensor is written to a whole copy, of which every rank then takes its local shard.
+# So they need no rule of stock DTensor, and an error that depends on the elements is raised on every rank. A write to a
+# sharded tensor goes to a whole copy, from which every rank then copies its local shard back.
 
 
 _aten = torch.ops.aten
 
 
 def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Of the whole tensors; tensors among the results are replicated."""
+    """Run the operation on the whole tensors; tensors in its result are replicated."""
     refuse_collectives(func)
     targets = written(func, args, kwargs)
     if targets:
@@ -42,7 +43,8 @@ def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def look_up(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``F.embedding()`` and its like, whose indices are a rank's own part of the batch: not of a sharded parameter."""
+    """Handle ``F.embedding()`` and the like: their indices are a rank's own part of the batch, so the weight must not
+    be a sharded parameter."""
     weight, indices = args[:2]
     if hasattr(weight, OWNER_ATTRIBUTE) and not isinstance(indices, DTensor):
         raise RuntimeError(
@@ -61,7 +63,7 @@ def first_ragged(values: Any) -> RaggedDTensor:
 
 
 def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``p[mask] = value`` and the like: done on the whole tensor, of which this rank's local shard is taken back."""
+    """Handle ``p[mask] = value`` and the like: run it on the whole tensor, and copy this rank's local shard back."""
     targets = written(func, args, kwargs)
     if not any(isinstance(item, RaggedDTensor) for item in targets):
         return write_elsewhere(func, targets[0], args, kwargs)
@@ -95,13 +97,13 @@ def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _unknown_write(func: Any) -> NotImplementedError:
     return NotImplementedError(
-        f"{func} would write to a sharded tensor, in a way that is not supported: write to it as a whole, to "
-        "slices of its dim 0, or to its to_local()"
+        f"{func} would write to a sharded tensor in an unsupported way: write to all of it, to slices of its dim 0, "
+        "or to its to_local()"
     )
 
 
 def write_elsewhere(func: Any, target: torch.Tensor, args: Args, kwargs: Kwargs) -> Any:
-    """A write to a tensor that is not ragged, computed with one that is."""
+    """Refuse a write to a plain tensor that is computed with a ragged one."""
     if not isinstance(target, DTensor):
         raise RuntimeError(
             f"{func} cannot write a sharded tensor to a torch.Tensor: use .full_tensor() or .to_local() of the sharded "
@@ -128,21 +130,21 @@ def gathered_with_warning(func: Any) -> Callable[[RaggedDTensor], DTensor]:
     def gather(tensor: RaggedDTensor) -> DTensor:
         warn_gathers(func)
         plain = gathered(tensor)
-        # Complete, also where another placement shards the tensor: stock rules cover that best.
+        # The whole tensor, also where another placement shards it: stock rules do that best.
         return plain.redistribute(placements=[Replicate()] * plain.device_mesh.ndim)
 
     return gather
 
 
 def refuse_collectives(func: Any) -> None:
-    """A collective on whole copies would be right on none of them."""
+    """Refuse a collective: on whole copies it would be wrong for all of them."""
     if "c10d" in func.namespace:
         raise NotImplementedError(f"{func} of a sharded tensor: call the collective on its to_local()")
 
 
 def _refuse_plain_tensors(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """Plain tensors are the same on every rank where they are indices or masks, and where autograd makes them (zeros
-    for the parts of a tensor that got no gradient). Others may hold a rank's own part of something."""
+    """Allow plain tensors that are the same on every rank: indices or masks, and those that autograd makes (zeros for
+    parts of a tensor that got no gradient). Refuse others, which may hold a rank's own part of something."""
 
     def check(item: torch.Tensor) -> torch.Tensor:
         if not isinstance(item, DTensor) and item.dim() and (item.is_floating_point() or item.is_complex()):
@@ -166,8 +168,8 @@ def warn_gathers(func: Any) -> None:
     if func not in _warned:
         _warned.add(func)
         warnings.warn(
-            f"{func} all-gathers sharded tensors (this is said once per operator). If it runs in every step, use "
-            "to_local() or operations that work on shards",
+            f"{func} all-gathers sharded tensors (this warning appears once per operator). If it runs in every step, "
+            "use to_local() or operations that work on shards",
             stacklevel=3,
         )
 
@@ -185,12 +187,12 @@ def alias(func: Any, args: Args, kwargs: Kwargs) -> RaggedDTensor:
 
 
 def view(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Reshapes and slices. What is a contiguous range of the flattened tensor is one on every rank too."""
+    """Handle reshapes and slices. A contiguous range of the flattened tensor is one on every rank too."""
     tensor: RaggedDTensor = args[0]
     spec = tensor._spec
     if func is aten.as_strided.default and tensor.is_part and (len(args) > 3 or "storage_offset" in kwargs):
-        raise NotImplementedError(f"{func} with a storage_offset, of a slice of a sharded tensor, is not supported")
-    # On meta, where indices count elements, the same view says which elements it takes.
+        raise NotImplementedError(f"{func} with a storage_offset is not supported on a slice of a sharded tensor")
+    # On the meta device, with indices as element numbers, the same view shows which elements it selects.
     like = torch.empty(spec.shape, dtype=torch.uint8, device="meta")
     result = func(like, *args[1:], **kwargs)
     if isinstance(result, torch.Tensor):
@@ -201,8 +203,8 @@ def view(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | None:
-    """The elements that ``meta``, a view of a tensor on meta of one-byte elements, takes; None if they are not a
-    contiguous range."""
+    """The range of elements that ``meta`` selects (a view of a meta tensor with one-byte elements); None if it is not
+    contiguous."""
     spec, shape = tensor._spec, tuple(meta.shape)
     local = tensor._local_tensor
     if shape == tuple(spec.shape) and meta.is_contiguous():
@@ -228,12 +230,12 @@ def _range_view(tensor: RaggedDTensor, meta: torch.Tensor) -> RaggedDTensor | No
 
 
 def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A complex tensor as a real one with a last dimension of two, or back: every rank has the same numbers as before.
-    (What ``torch.optim`` does to complex parameters.)"""
+    """View a complex tensor as a real one with a last dimension of two, or back: every rank keeps the same numbers.
+    (``torch.optim`` does this to complex parameters.)"""
     tensor: RaggedDTensor = args[0]
     spec, local = tensor._spec, tensor._local_tensor
     to_real = func is aten.view_as_real.default
-    if not to_real and tensor.is_part:  # numbers that begin at odd places cannot be seen as complex ones
+    if not to_real and tensor.is_part:  # numbers that begin at odd places cannot be viewed as complex ones
         return gathered_view(func, args, kwargs)
     result = func(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
     ragged = spec.ragged
@@ -249,7 +251,7 @@ def as_real(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def gathered_view(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A view that is not one of a range on every rank: of a gathered copy."""
+    """Make a view that is not a range on every rank: a view of a gathered copy."""
     tensor: RaggedDTensor = args[0]
     plain = gathered_with_warning(func)(tensor)
     whole = GatheredView(plain, tensor, local_tensor(plain), [])
