@@ -1,4 +1,4 @@
-"""Flat views for optimizers, steps on state in host memory, and clipping of gradients."""
+"""Flat views for optimizers, optimizer steps with state in host memory, and gradient clipping."""
 
 from .clip_grad import clip_grad_norm_ as clip_grad_norm_
 from .flat_parameters import declare_elementwise as declare_elementwise
