@@ -1,7 +1,7 @@
-"""The group that one ``fully_shard`` call makes, and what its modules show; the passes that notice what a user has
-changed.
+"""The group that one ``fully_shard`` call makes, the parameters that its modules show, and the passes that notice what
+the user has changed.
 
-``state`` is the data: one ``_FSDPState`` a call, one ``Root`` for all that run together.
+``state`` holds the data: one ``_FSDPState`` per call, and one ``Root`` for all groups that run together.
 """
 
 from .change_detection import ChangeDetector as ChangeDetector
