@@ -159,7 +159,7 @@ def test_groups_of_one_model_on_different_meshes(fake_group):
     model = Net()
     fully_shard(model.layers[0], mesh=DeviceMesh("cpu", [0, 1]))
     fully_shard(model)
-    with pytest.raises(ValueError, match=r"different meshes: layers\.0.*Use meshes of the same ranks"):
+    with pytest.raises(ValueError, match=r"different meshes: layers\.0.*Use meshes with the same ranks"):
         model(torch.ones(2, 4))
 
 

@@ -314,7 +314,7 @@ def test_tensor_parallel_ranks_that_sum_other_terms_are_told_before_they_do(is_s
         with nullcontext() if is_synced else fsdp_compose.no_sync(model), pytest.raises(RuntimeError, match=match):
             loss.backward()
         hook.remove()
-        with pytest.warns(UserWarning, match="thrown away"):
+        with pytest.warns(UserWarning, match="discarded"):
             train(model, share)
         train(expected)
         assert_same(model, expected)

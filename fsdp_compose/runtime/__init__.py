@@ -1,4 +1,4 @@
-"""The hooks that drive groups through forward and backward, and what they do, in time order."""
+"""The hooks that drive groups through forward and backward, and the steps that they take, in time order."""
 
 from . import (
     differentiable_gather as differentiable_gather,  # gives sharded parameters gradients of losses that gather them
