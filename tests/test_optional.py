@@ -642,7 +642,7 @@ def test_another_order_on_one_rank_is_named_on_all_while_a_third_demands():
 @distributed(world_size=2)
 def test_a_root_cannot_be_optional():
     model = fully_shard(made(LayerDrop), optional=True)
-    with pytest.raises(ValueError, match="LayerDrop is optional, and its forward is the outermost one"):
+    with pytest.raises(ValueError, match="LayerDrop is optional, but its forward is the outermost one"):
         model(batch(0, 0), (1, 1, 1))
 
 

@@ -50,7 +50,7 @@ def test_errors_of_an_interruption_on_one_rank_name_where_every_rank_was():
             with pytest.raises(RuntimeError, match=r"rank\(s\) 0 did not come") as error:
                 model(inputs())
         else:
-            with pytest.raises(RuntimeError, match="rank 1: throwing away what an interrupted iteration left") as error:
+            with pytest.raises(RuntimeError, match="rank 1: discarding an interrupted iteration") as error:
                 model(inputs())
         text = str(error.value)
     if dist.get_rank() == 1:

@@ -201,7 +201,7 @@ def test_bad_arguments():
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match="strategy='zero4'.: expected one of ddp, zero1"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="zero4")
-    with pytest.raises(ValueError, match="over 2 dimension"):
+    with pytest.raises(ValueError, match="a mesh of 2 dimension"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="hybrid")
     with pytest.raises(TypeError, match="a name or a Strategy"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy=3)
