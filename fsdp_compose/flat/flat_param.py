@@ -166,7 +166,8 @@ class FlatParamHandle:
         return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(shard.dtype))
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
-        """Name the parameters; ``names`` turns names in the group into names in the root, ``whole_group`` as in ``Label``."""
+        """Name the parameters: ``names`` turns names in the group into names in the root, ``whole_group`` is as in
+        ``Label``."""
         if (names, whole_group) != (self.label.names, self.label.whole_group):
             self.label.rename(names, whole_group)
             self.unsharded.memory.rename(error_of_late_access(self.mesh.rank, self.label))

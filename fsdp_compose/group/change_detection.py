@@ -1,6 +1,6 @@
-"""What the user may do to a model between two iterations or inside forward, detected by passes over plain lists.
+"""Detects changes that the user makes to a model between two iterations or inside forward, by passes over plain lists.
 
-A ``ChangeDetector`` is built when a root is set up, and again after every change that it has noticed. The passes are on
+A ``ChangeDetector`` is built when a root is set up, and again after every change that it has noticed. Its passes are on
 the hot path (each top-level forward, every parameter), so they only compare; the slow path in ``runtime/lazy_init``
 finds out who changed what. Three rarer changes are here too: parameters that a loader has assigned, buffers that were
 never written after ``to_empty()``, and groups that sleep in host memory."""
@@ -61,20 +61,20 @@ class ChangeDetector:
             )
 
     def newly_kept(self) -> list[tuple[_FSDPState, list[torch.Tensor]]]:
-        """The tensors that a forward has kept on modules of groups that had kept nothing in the forwards before."""
+        """Tensors that a forward has kept on modules of groups that kept nothing in earlier forwards."""
         kept = [(self._keepers[id(item)](), item.new_ones()) for item in self._quiet.changed()]
         return [(state, tensors) for state, tensors in kept if state is not None]
 
     def backward_has_ended(self) -> None:
-        """All gradients of the present backward were taken: none is left until another one begins."""
+        """Note that all gradients of the present backward were taken, so none is left until another backward begins."""
         self._ended_backward = backwards.count
 
     def follow_addresses(self) -> None:
-        """The memory of sharded parameters is elsewhere now, with the same elements."""
+        """Note that the memory of sharded parameters has moved, with the same elements."""
         self._memory.follow_addresses()
 
     def has_unsharded_grads(self) -> bool:
-        """Whether autograd has left a gradient on some unsharded parameter, not taken yet."""
+        """Whether autograd has left a gradient on some unsharded parameter that was not taken yet."""
         with PlainAttributes():
             return [*map(_grad, self._unsharded)] != self._no_grads  # "==" looks at identities first
 
@@ -84,7 +84,7 @@ class ChangeDetector:
             return [*map(_grad, self._sharded_params)] != self._no_grads
 
     def was_toggled(self) -> bool:
-        """Whether ``requires_grad`` of a sharded parameter was set, and differs from that of its unsharded one."""
+        """Whether ``requires_grad`` of a sharded parameter was set and now differs from that of the unsharded one."""
         count = requires_grad_writes.count
         if count == self._num_toggles:
             return False
@@ -94,7 +94,7 @@ class ChangeDetector:
         return False
 
     def _present_versions(self) -> list[int]:
-        """Of the unsharded parameters; DTensors count their own."""
+        """Versions of the unsharded parameters; DTensors have version counters of their own."""
         return [*map(_unsharded_version, self._handles), *[param._version for param in self._dtensors]]
 
     def was_forward_unchanged(self) -> bool:
@@ -108,8 +108,10 @@ class ChangeDetector:
 
 
 class _Memory:
-    """Where the elements of sharded parameters are. One that is given other memory gets another local tensor, which
-    itself may be pointed elsewhere too."""
+    """Where the elements of sharded parameters are.
+
+    A parameter that is given other memory gets another local tensor; a local tensor can also be pointed to other memory
+    itself. So both the identities and the addresses are compared."""
 
     __slots__ = ("_addresses", "_filled", "_locals", "_params")
 
@@ -129,17 +131,19 @@ class _Memory:
         )
 
 
-# ---- Parameters that were put in the place of a group's own and are sharded alike, as loaders make them
-# (``DTensor.from_local(local, p.device_mesh, p.placements)``): the group's own take their elements and their places,
-# and an optimizer that holds the others gets the group's own.
+# ---- Parameters that a loader assigned
+#
+# Loaders replace a group's parameters by others that are sharded the same way
+# (``DTensor.from_local(local, p.device_mesh, p.placements)``). The group's own parameters take over the elements and
+# return to their slots. An optimizer that holds the loader's parameters gets the group's own.
 
 
 def take_over_assigned(swap: ParameterSwap) -> None:
-    """Do so in the modules of a group. Local."""
+    """Take over the elements of assigned parameters in the modules of a group. Local."""
     for params, name, handle, index in swap.slots():
         own, given = handle.sharded_params[index], params.get(name)
         if not isinstance(given, RaggedDTensor) or handle_of(given) is not None:
-            continue  # a parameter of the model itself in another's place is a tie
+            continue  # it is another parameter of the same model: a tie
         if is_sharded_like(given, own):
             take_content(own, given)
             note_write(own)
@@ -148,21 +152,20 @@ def take_over_assigned(swap: ParameterSwap) -> None:
             params[name] = own
 
 
-# ---- Non-persistent buffers of modules that are sharded on the meta device: what was never written is not computed
-# with.
+# ---- Non-persistent buffers of modules that are sharded on the meta device
 #
-# ``to_empty()`` gives them memory, and no state dict holds them, so nothing would ever fill them in: rotary frequencies
-# are whatever was in that memory, on every rank something else. So ``fully_shard`` puts a ``MetaBuffer`` in the place
-# of each, which turns into a tensor of poison (NaN, the least integer, or the largest where there is no sign) where an
-# empty one is asked for; and the first forward refuses poison. A buffer that was written to, or replaced, is the
-# user's.
+# ``to_empty()`` gives them uninitialized memory, and no state dict holds them, so nothing would ever fill them in:
+# rotary frequencies would be whatever was in that memory, different on every rank. So ``fully_shard`` replaces each by
+# a ``MetaBuffer``. Where ``to_empty()`` asks for an empty tensor, the ``MetaBuffer`` makes one full of poison (NaN, the
+# lowest integer, or the highest for unsigned integers), and the first forward refuses poison. A buffer that was
+# written to or replaced is accepted.
 
 
 _POISONED = "_fsdp_compose_poison"
 
 
 class MetaBuffer(torch.Tensor):
-    """A tensor on the meta device that remembers that it has no elements."""
+    """A meta tensor whose ``empty_like`` on another device is filled with poison."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,7 +184,7 @@ class MetaBuffer(torch.Tensor):
 
 
 def detect_meta_buffers(modules: Iterable[nn.Module]) -> None:
-    """Notice when the non-persistent buffers of these modules that are on the meta device get memory."""
+    """From now on notice when non-persistent meta buffers of these modules get memory."""
     for module in modules:
         for name, buffer in _non_persistent(module):
             if type(buffer) is torch.Tensor and buffer.is_meta:
@@ -189,7 +192,7 @@ def detect_meta_buffers(modules: Iterable[nn.Module]) -> None:
 
 
 def refuse_unwritten_buffers(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise ValueError if a buffer was given memory by ``to_empty()`` and never written to."""
+    """Raise ValueError if ``to_empty()`` gave a buffer memory and nothing has written to it."""
     found = [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in modules
@@ -199,8 +202,8 @@ def refuse_unwritten_buffers(modules: Iterable[tuple[str, nn.Module]]) -> None:
     if found:
         raise ValueError(
             f"{len(found)} non-persistent buffer(s) were on the meta device and were not written since to_empty(): "
-            f"{', '.join(found[:5])}{' ...' if len(found) > 5 else ''}. No state dict holds them: compute them again "
-            "(the module's own initialisation), or assign them, before the first forward"
+            f"{', '.join(found[:5])}{' ...' if len(found) > 5 else ''}. No state dict holds them: recompute them "
+            "(with the module's own initialization) or assign them before the first forward"
         )
 
 
@@ -214,7 +217,7 @@ def _is_poison(buffer: torch.Tensor) -> bool:
     if version is None or not buffer.numel():
         return False
     if not buffer.is_inference() and buffer._version != version:
-        return False  # written to since; perhaps with that very value
+        return False  # written to since, even if with the poison's own value
     poison = _poison(buffer.dtype)
     return bool((buffer.isnan() if poison != poison else buffer == poison).all())
 
@@ -225,17 +228,17 @@ def _poison(dtype: torch.dtype) -> float | int:
     return torch.iinfo(dtype).min or torch.iinfo(dtype).max
 
 
-# ---- Groups whose shards are in host memory for a while (``offload_model()``): their forwards raise.
+# ---- Sleeping groups, whose shards are in host memory (``offload_model()``): their forwards raise.
 #
-# Looked for where a root is set up. A root that is set up has its picture of what the user changes, which each of its
-# forwards looks at, exchanged for one that raises: so no forward of a model that is awake asks.
+# A root checks for them when it is set up. If it is set up already, its detector is replaced by one that raises in
+# every method, so that forwards of models that are awake pay nothing for the check.
 
 
 _asleep: weakref.WeakSet[_FSDPState] = weakref.WeakSet()
 
 
 class _SleepingDetector:
-    """Stands in for the detector of a root some of whose groups sleep."""
+    """Replaces the detector of a root while one of its groups sleeps."""
 
     def __init__(self, original: ParameterDetector, state: _FSDPState) -> None:
         self.original = original
@@ -270,7 +273,7 @@ class _SleepingDetector:
 
 
 def put_to_sleep(states: Iterable[_FSDPState]) -> None:
-    """From now on forwards of these groups, and of roots that have them, raise."""
+    """Make forwards of these groups, and of roots that contain them, raise from now on."""
     for state in states:
         _asleep.add(state)
         for owner in _owners(state):
@@ -279,7 +282,7 @@ def put_to_sleep(states: Iterable[_FSDPState]) -> None:
 
 
 def wake(states: Iterable[_FSDPState]) -> None:
-    """They may run again; their shards have the same elements as before, at other addresses."""
+    """Let these groups run again. Their shards have the same elements as before, at other addresses."""
     states = [*states]
     for state in states:
         _asleep.discard(state)
@@ -298,7 +301,7 @@ def is_sleeping(state: _FSDPState) -> bool:
 
 
 def refuse_sleeping(states: Iterable[_FSDPState]) -> None:
-    """Raise RuntimeError if one of them is asleep."""
+    """Raise RuntimeError if one of these groups is asleep."""
     for state in states:
         if state in _asleep:
             raise RuntimeError(sleeping_error(state.name))
@@ -306,8 +309,8 @@ def refuse_sleeping(states: Iterable[_FSDPState]) -> None:
 
 def sleeping_error(name: str) -> str:
     return (
-        f"the parameters of the fully_shard group {name} are in host memory since offload_model(): call "
-        "onload_model(model) before they are used"
+        f"the parameters of the fully_shard group {name} have been in host memory since offload_model(): call "
+        "onload_model(model) before using them"
     )
 
 

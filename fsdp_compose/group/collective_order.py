@@ -1,9 +1,9 @@
-"""The order in which one process group carries collectives, over all models that it carries: ranks must have the same.
+"""The order of collectives on one process group, for all models that use it. It must be the same on every rank.
 
-Two models on one process group share their communicator: where one rank runs the first and another rank the second,
-collectives of equal size pair without a word. So there is one order for each process group. It numbers the
-``fully_shard`` groups of all models as these run first, which all ranks do together, and notes what is issued; the
-control exchange compares it.
+Two models on one process group share its communicator: if one rank runs the first model and another rank the second,
+collectives of equal size pair silently. So there is one order per process group. It numbers the ``fully_shard`` groups
+of every model at the model's first forward, which all ranks run together, and records each collective that is issued.
+The control exchange compares the records.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import torch.distributed as dist
 
 from ..flat import FlatParamHandle
 
-_MAX_TRACE = 1 << 16  # collectives remembered between two exchanges: only a program without backward reaches it
-ALL_GATHER, REDUCE_SCATTER, SCATTER_ALONE = 0, 1, 2  # the last bits of what the trace holds; the others: which group
+_MAX_TRACE = 1 << 16  # collectives remembered between two exchanges; only a program without backward gets there
+ALL_GATHER, REDUCE_SCATTER, SCATTER_ALONE = 0, 1, 2  # the low bits of a code; the high bits say which group
 KIND_BITS = 2
-END_OF_BACKWARD = -1  # no collective, but what an exchange may be for
-END_OF_FORWARD = 1 << 62  # likewise, of a forward that has looked for unseen writes
-START_OF_BACKWARD, SERVE = END_OF_FORWARD + 1, END_OF_FORWARD + 2  # points of roots with optional groups
-_END_OF_GROUP = 1 << 61  # from here to END_OF_FORWARD: the end of a forward of a group
+END_OF_BACKWARD = -1  # not a collective, but the reason for an exchange
+END_OF_FORWARD = 1 << 62  # likewise; a forward that has looked for untracked writes ends with an exchange
+START_OF_BACKWARD, SERVE = END_OF_FORWARD + 1, END_OF_FORWARD + 2  # sync points of roots with optional groups
+_END_OF_GROUP = 1 << 61  # codes from here to END_OF_FORWARD: the end of a forward of a group
 ENDS = {
     END_OF_BACKWARD: "the end of backward",
     END_OF_FORWARD: "the end of forward",
     START_OF_BACKWARD: "the start of backward",
     SERVE: "sync_optional_groups()",
 }
-_MAX_GROUPS = 1 << 24  # a code below END_OF_BACKWARD: a hash of the flags of requires_grad, and which group has them
-_FOLDED = 1 << 63  # a code from here on: a hash of many
+_MAX_GROUPS = 1 << 24  # codes below END_OF_BACKWARD: a hash of requires_grad flags, and the group that has them
+_FOLDED = 1 << 63  # codes from here on: a hash of many codes
 _KINDS = ("all-gather", "reduce-scatter", "reduce-scatter without all-reduce")
 
 
 class OrderedRoot(Protocol):
-    """The part of a ``Root`` that an order knows."""
+    """The part of a ``Root`` that the order uses."""
 
     @property
     def number(self) -> int: ...
@@ -54,7 +54,7 @@ class OrderedRoot(Protocol):
 
 
 class Group(Protocol):
-    """The part of an ``_FSDPState`` that an order knows."""
+    """The part of an ``_FSDPState`` that the order uses."""
 
     @property
     def code(self) -> int: ...
@@ -81,7 +81,8 @@ class CollectiveLog:
     """The collectives that one process group has carried.
 
     Attributes:
-        trace: codes of the collectives issued since the last exchange; ``num_collectives`` those before.
+        trace: codes of the collectives issued since the last exchange.
+        num_collectives: how many were issued before that.
         num_roots: how many roots have run.
     """
 
@@ -95,7 +96,7 @@ class CollectiveLog:
         self.num_roots = 0
         self._next_number = 0
         self._states: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-        self._serials: defaultdict[str, list[int]] = defaultdict(list)  # of the roots that have run, by their model
+        self._serials: defaultdict[str, list[int]] = defaultdict(list)  # serials of roots that have run, by model
         self._waiting: weakref.WeakSet[Group] = weakref.WeakSet()  # ``fully_shard`` groups that no root has run
 
     @staticmethod
@@ -107,29 +108,30 @@ class CollectiveLog:
 
     @property
     def count(self) -> int:
-        """How many collectives were issued in all."""
+        """The total number of collectives issued."""
         return self.num_collectives + self._num_in_trace()
 
     def _num_in_trace(self) -> int:
-        """Without the codes that stand for no collective: a rank may have toggled ``requires_grad`` alone."""
+        """How many codes in the trace are collectives; the others are ``requires_grad`` changes, which one rank may
+        make alone."""
         return len([code for code in self.trace if code > END_OF_BACKWARD])
 
     def hash(self, root: OrderedRoot, code: int) -> int:
-        """A hash of what was issued since the last exchange, and of what ``root`` is about to do."""
+        """A hash of the collectives since the last exchange and of ``code``, which ``root`` is about to do."""
         return order_hash((code, *self.trace), root.number)
 
     def close(self) -> None:
-        """All ranks have compared, or given up, what was issued."""
+        """Forget the trace, after all ranks have compared it or given it up."""
         self.num_collectives += self._num_in_trace()
         self.trace.clear()
 
     def compact(self) -> None:
-        """Keep a hash of a long trace in place of it."""
+        """Replace a long trace by its hash."""
         if len(self.trace) > _MAX_TRACE:
             self.num_collectives += self._num_in_trace() - 1
             self.trace[:] = [_FOLDED + (order_hash(self.trace, 0) & (_FOLDED - 1))]
 
-    # ---- models
+    # ---- Models
 
     @staticmethod
     def known() -> list[tuple[dist.ProcessGroup, CollectiveLog]]:
@@ -137,23 +139,24 @@ class CollectiveLog:
         return [*_orders.items()]
 
     def has_others_in_backward(self, root: OrderedRoot) -> bool:
-        """Whether another root than ``root`` has a backward that is running, or to come."""
+        """Whether a root other than ``root`` has a backward that is running or still to come."""
         return any([item is not root and item.has_backward_to_come() for item in self.roots()])
 
     def register_group(self, state: Group) -> None:
-        """A group was made that this process group will carry."""
+        """Note a new group, whose collectives this process group will carry."""
         self._waiting.add(state)
 
     def place_of(self, root: Group, states: Sequence[Group], model: str) -> str:
-        """Where ``root`` stands among equal roots that have run and equal groups that have not, by when they were made:
-        tells ranks that begin with different ones of several equal models (``model``: a digest) from each other."""
+        """The position of ``root``, by creation, among equal roots that have run and equal groups that have not.
+
+        Ranks that start with different ones of several equal models (``model`` is a digest) have different places."""
         earlier = sum(serial < root.serial for serial in self._serials[model])
         shape = _shape_of(root)
         others = [state.serial for state in self._waiting.difference(states) if _shape_of(state) == shape]
         return f"{earlier} {sum(serial < root.serial for serial in others)} {len(others)}"
 
     def register_root(self, root: Group, states: Sequence[Group], model: str) -> int:
-        """Number the groups of a root that begins to run, the same way on all ranks; the number of the root."""
+        """Number the groups of a root at its first forward, the same way on all ranks. Returns the root's number."""
         for state in states:
             self._waiting.discard(state)
             if state.code < 0:
@@ -168,22 +171,23 @@ class CollectiveLog:
         return self.num_roots
 
     def trace_as_text(self, root: OrderedRoot, code: int) -> list[str]:
-        """The trace since the last exchange, and what ``root`` is about to do: in each line the code, which alone tells
-        whether ranks differ (a model may be gone on some ranks only), what it is, and the model."""
+        """The trace since the last exchange and what ``root`` is about to do, a line each: code, meaning, model.
+
+        Only the codes say whether ranks differ: a model may be gone on some ranks only, and then has no name there."""
         now = f"{ENDS[code]}\t{root.label}" if code in ENDS else self._as_text(code)
         return [*(f"{item}\t{self._as_text(item)}" for item in self.trace), f"{code} {root.number}\t{now}"]
 
     def last_as_text(self) -> str:
-        """What was issued last, if that was since the last exchange; may be called in another thread."""
+        """The last collective, if it was issued since the last exchange; may be called in another thread."""
         last = self.trace[-1:]
         return self._as_text(last[0]).replace("\t", " of ") if last else ""
 
     def name_of(self, code: int) -> str:
-        """What a code stands for, as text."""
+        """The meaning of a code, as text."""
         return ENDS[code] if code in ENDS else self._as_text(code).partition("\t")[0]
 
     def roots(self) -> list[OrderedRoot]:
-        """Those that have run, and live."""
+        """The roots that have run and are still alive."""
         return [*{id(root): root for state in [*self._states.values()] if (root := state.root) is not None}.values()]
 
     def _as_text(self, code: int) -> str:
@@ -206,7 +210,7 @@ class CollectiveLog:
 
 
 def entry_of_flags(code: int, text: str) -> int:
-    """The code of a change of ``requires_grad`` in the group of ``code``: ``text`` says in what, and to what."""
+    """The code of a change of ``requires_grad`` in the group of ``code``; ``text`` says which parameter and flags."""
     digest = hashlib.sha256(text.encode()).digest()
     return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - (code >> KIND_BITS)
 
@@ -217,7 +221,7 @@ def entry_of_end(code: int) -> int:
 
 
 def first_difference_of_traces(ours: str, theirs: str) -> tuple[int, str, str] | None:
-    """The first place where the traces of two ranks, as text, differ, with what each was at, as messages have it."""
+    """The first position where the traces of two ranks differ (as text), with the two entries as messages show them."""
     traces = [dict(enumerate(text.split("\n"))) for text in (ours, theirs)]
     for position in range(max(map(len, traces))):
         (a_code, _, a), (b_code, _, b) = (trace.get(position, "\tnothing").partition("\t") for trace in traces)
@@ -227,7 +231,7 @@ def first_difference_of_traces(ours: str, theirs: str) -> tuple[int, str, str] |
 
 
 def _name_models(a: str, b: str) -> tuple[str, str]:
-    """What two lines of traces tell, with the models if these differ."""
+    """The meanings of two lines of traces, with the models if these differ."""
     has_several = len({line.partition("\t")[2] for line in (a, b)} - {""}) > 1
     named = [line.replace("\t", " of ") if has_several else line.partition("\t")[0] for line in (a, b)]
     return named[0], named[1]
@@ -238,20 +242,23 @@ def _shape_of(state: Group) -> list[tuple[list[str], int]]:
 
 
 def judge_places(places: Sequence[str]) -> str:
-    """Whether the ranks begin to run the same one of equal models, by their ``place_of``: an error, or an empty text.
-    Ranks may have made models, or dropped them, that others have not: their numbers tell nothing then."""
+    """Compare the ``place_of`` of all ranks, to see whether they start with the same one of several equal models.
+
+    Returns an error text, or an empty one. If ranks have different numbers of waiting groups (some have made or dropped
+    models alone), positions among these mean nothing and are not compared."""
     earlier, positions, counts = zip(*(place.split() for place in places), strict=True)
     for found, is_telling in ((earlier, True), (positions, len(set(counts)) == 1)):
         if is_telling and len(set(found)) > 1:
             rank = next(rank for rank, value in enumerate(found) if value != found[0])
             return (
-                "first forward: the ranks begin to run different ones of several equal models: that of rank 0 was "
-                f"made after {found[0]} of the {'others' if found is positions else 'ones that have run'}, that of "
-                f"rank {rank} after {found[rank]}. Make the models, and run them, in the same order on every rank"
+                "first forward: there are several equal models, and the ranks start with different ones: rank 0's was "
+                f"made after {found[0]} of the {'others' if found is positions else 'ones that have run'}, "
+                f"rank {rank}'s after {found[rank]}. Make the models, and run them, in the same order on every rank"
             )
     return ""
 
 
 def order_hash(trace: Sequence[int], seed: int) -> int:
-    """A hash of a sequence of integers that is the same in every process (integers are not salted)."""
+    """A hash of a sequence of integers. It is the same in every process: Python salts the hashes of strings, not of
+    integers."""
     return hash((seed, len(trace), *trace))

@@ -1,16 +1,16 @@
-"""Two aids for jobs that hang: agreement before every collective, and a line that a rank logs when it stands still.
+"""Two aids for jobs that hang: agreement before every collective, and a log line from each rank that stands still.
 
-Agreement is on with ``FSDP_COMPOSE_DEBUG=1``, set on all ranks before the first forward.
+``FSDP_COMPOSE_DEBUG=1`` turns agreement on; set it on all ranks before the first forward.
 
-A rank that leaves the common path (it skips the backward of a NaN loss, or a step; it runs one forward more, for its
-log) enters another collective than the others. gloo ends the process where their sizes differ, pairs them without a
-word where they do not, and waits where there is no partner. So ranks that run under this variable meet before each
-collective, and before each control exchange, through the key-value store: each tells what it is about to do, and how
-many optimizer steps it has made. If these differ, nothing is issued, and every rank raises one error, which tells what
-each of them was about to do. Since whatever was issued had been agreed on, the next forward can go on from there.
+A rank that leaves the common path (it skips a step or the backward of a NaN loss, or runs an extra forward for its log)
+enters a different collective than the others. gloo ends the process if the sizes differ, pairs the collectives silently
+if they are equal, and waits if there is no partner. So under this variable all ranks meet before each collective and
+before each control exchange, through the key-value store. Each rank says what it is about to do and how many optimizer
+steps it has made. If ranks differ, nothing is issued, and every rank raises the same error, which lists what each of
+them was about to do. Everything issued before had been agreed on, so the next forward can continue from there.
 
-An iteration that was interrupted on some ranks only is a difference too: ranks that are about to throw away what it
-left (``recovery``) come to the same rendezvous first, so that the others do not wait for them in vain."""
+An iteration that was interrupted on some ranks only is a difference too. Ranks that are about to discard it
+(``recovery``) come to the same rendezvous first, so that the others do not wait for them in vain."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ from .optimizer_steps import STEPS_DIFFER, name_ranks, num_steps, restart_counts
 from .state import Root, state_of
 
 Sum = tuple[list[int], list[str]]
-"""The ranks, and the parameters of whose gradients each of them has a term."""
+"""Some ranks, and the parameters whose gradients they sum."""
 
 _PURPOSE = "agreeing on the next collective"
-_RECOVERY = "throwing away what an interrupted iteration left"
+_RECOVERY = "discarding an interrupted iteration"
 _HINT = (
-    "Every rank must run the same forwards, backwards and optimizer steps in the same order: where one rank would skip "
-    "(a loss that is NaN, an empty batch) or do more (a forward for its log), let all ranks decide together, by "
-    "all-reducing a flag"
+    "Every rank must run the same forwards, backwards and optimizer steps in the same order. If one rank may skip some "
+    "(a NaN loss, an empty batch) or run more (a forward for its log), let all ranks decide together, by all-reducing "
+    "a flag"
 )
 
 
 class LockstepCommunicator(Communicator):
-    """Notes each collective, and agrees on it with the other ranks, before it is issued."""
+    """Records each collective, and agrees on it with the other ranks, before it is issued."""
 
     __slots__ = ()
 
@@ -81,8 +81,8 @@ class LockstepCommunicator(Communicator):
         return super().reduce(handle, is_kept, averages)
 
     def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
-        """Nothing is communicated, but sums over tensor-parallel ranks; these alone agree, for others may have used
-        other groups."""
+        """Accumulation communicates only sums over tensor-parallel ranks. Only these ranks agree, because the others
+        may have used other groups."""
         state = state_of(handle)
         root: Root | None = None if state is None else state.root
         for group, terms in _sums_of(handle):
@@ -107,7 +107,7 @@ class LockstepCommunicator(Communicator):
         return super().reduce_copy(handle, reduction)
 
     def announce(self, handle: FlatParamHandle, what: str, sums: Sequence[Sum] = ()) -> None:
-        """A collective, just noted in the order, is about to be issued, and before it ``sums``."""
+        """Agree on a collective that was just recorded in the order, and on the ``sums`` that are issued before it."""
         if not handle.mesh.has_peers:
             return
         text, state = _describe(handle, what), state_of(handle)
@@ -118,7 +118,7 @@ class LockstepCommunicator(Communicator):
             _agree((handle.mesh if root is None else root.mesh).peers, f"{text}{label}", root, sums)
         except RuntimeError:
             if root is not None:
-                root.order.trace.pop()  # it is not issued
+                root.order.trace.pop()  # the caller has just recorded the collective, which is not issued now
                 root.forward.fail()
             raise
 
@@ -134,8 +134,9 @@ class LockstepCommunicator(Communicator):
                 raise
 
     def announce_recovery(self, root: object) -> None:
-        """Before all ranks throw away what an iteration left that was interrupted on this one: those that are
-        elsewhere learn of it, and raise; then they are expected here."""
+        """Meet all ranks before they discard an iteration that was interrupted on this rank.
+
+        Ranks that are elsewhere learn about it here and raise; this rank waits until they come here too."""
         assert isinstance(root, Root)
         mesh = root.mesh
         while mesh.has_peers and _compare(mesh.peers, _RECOVERY, None, timeout=RECOVERY_TIMEOUT):
@@ -147,25 +148,25 @@ class LockstepCommunicator(Communicator):
 
 
 def _describe(handle: FlatParamHandle, what: str) -> str:
-    """A collective of a handle, as text: the same on every rank that is about to issue it."""
+    """A collective of a handle as text, which is the same on every rank that is about to issue it."""
     state = state_of(handle)
     root, phase = None if state is None else state.root, "outside forward"
     if root is not None and root.backward is not None:
         phase = "backward"
-    elif root is not None and (root.forward.depth or root.rounds is not None):  # a rank at its end serves others
+    elif root is not None and (root.forward.depth or root.rounds is not None):  # it may serve others after its own end
         phase = "forward"
     name, label = "?" if state is None else state.name, handle.label
     return f"{what} of {name if label.whole_group else f'{name} ({label})'} in {phase}"
 
 
 def announce_first_forward(mesh: DataParallelMesh) -> None:
-    """Before the ranks compare a model that runs for the first time."""
+    """Agree that all ranks are about to compare a model at its first forward."""
     if is_on():
         _agree(mesh.peers, "the first forward of a model", None)
 
 
 def _sums_of(handle: FlatParamHandle) -> list[tuple[dist.ProcessGroup, Sum]]:
-    """Which gradients are about to be summed over tensor-parallel ranks, also where none are."""
+    """The gradients that are about to be summed over tensor-parallel ranks; a group is listed even if it sums none."""
     own = handle.tensor_parallel
     if own is None:
         return []
@@ -187,12 +188,12 @@ def _compare(
     sums: Sequence[Sum] = (),
     timeout: timedelta | None = None,
 ) -> str:
-    """Meet all ranks of ``group``, each of which is about to do something; return, as text, how they differ."""
+    """Meet all ranks of ``group`` and compare what each is about to do. Returns the difference as text, or ``""``."""
     steps = None if root is None else num_steps(root)
     payload = json.dumps([what, steps, sums])
     verdict = meet(group, _PURPOSE, payload, _judge, where=f" ({what})", timeout=timeout)
     if verdict.startswith(STEPS_DIFFER) and root is not None:
-        restart_counts(root)  # on all ranks: each difference is told once
+        restart_counts(root)  # on all ranks, so that each difference is reported once
     return verdict
 
 
@@ -200,35 +201,36 @@ def _judge(payloads: list[str]) -> str:
     whats, steps, sums = zip(*[json.loads(payload) for payload in payloads], strict=True)
     if len(set(whats)) > 1:
         return (
-            f"the ranks are about to do different things, and nothing of it was begun: {_listing(whats)}. {_HINT}. The "
-            "next forward goes on from here, if all ranks run it"
+            f"the ranks are about to do different things, and nothing was started: {_listing(whats)}. {_HINT}. The "
+            "next forward continues from here if all ranks run it"
         )
     if len({count for count in steps if count is not None}) > 1:
         counts = [f"{count} optimizer step(s)" for count in steps]
         return (
-            f"{STEPS_DIFFER} before {whats[0]}: {_listing(counts)} (of those "
-            "since the first forward, or since the last such error, of optimizers with sharded parameters). The shards "
-            f"of the parameters are no longer of one step: load a checkpoint. {_HINT}"
+            f"{STEPS_DIFFER} before {whats[0]}: {_listing(counts)} (counted "
+            "since the first forward or the last such error, for optimizers with sharded parameters). The parameter "
+            f"shards now belong to different steps: load a checkpoint. {_HINT}"
         )
     return next(filter(None, map(_difference_of_sums, sums, repeat(sums))), "")
 
 
 def _difference_of_sums(ours: Sequence[Sum], all_sums: Sequence[Sequence[Sum]]) -> str:
-    """How other ranks differ in what they sum together with a rank that is about to make these sums."""
+    """How other ranks differ in the sums that they make together with a rank that is about to make ``ours``."""
     for ranks, names in ours:
         others = [other_names for sums in all_sums for other_ranks, other_names in sums if other_ranks == ranks]
         differing = [item for item in others if item != names]
         if differing:
             return (
                 "gradients are about to be summed over the tensor-parallel ranks "
-                f"{ranks}, of other parameters on some of them, and nothing of it was begun: of {names or 'none'}, and "
-                f"of {differing[0] or 'none'}. These ranks must get the same batch and run the same modules. {_HINT}"
+                f"{ranks}, but of different parameters, and nothing was started: of {names or 'none'} on one rank, of "
+                f"{differing[0] or 'none'} on another. These ranks must get the same batch and run the same modules. "
+                f"{_HINT}"
             )
     return ""
 
 
 def _listing(texts: Sequence[Any]) -> str:
-    """Which ranks have which text: those that few ranks have first."""
+    """Which ranks have which text, the rarest text first."""
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     for rank, text in enumerate(texts):
         ranks[text].append(rank)
@@ -236,42 +238,42 @@ def _listing(texts: Sequence[Any]) -> str:
     return "; ".join(f"{name_ranks(ranks[text])}: {text}" for text, _ in order)
 
 
-# ---- Ranks that stand still say where, without being asked: what they have issued last, and what their program is at.
+# ---- A rank that stands still logs its last collective and the line that its program is at.
 #
-# A rank that waits for another one in a collective hangs until the process group's timeout, and then is told, at best,
-# that it was waiting. Which rank is late, and where that one is, no rank knows alone. So a thread of each rank looks, a
-# few times a minute, whether anything was issued since; if not for long, it logs one line (``fsdp_compose``, WARNING),
-# which ends in JSON. ``python -m fsdp_compose hang LOGS...`` puts the lines of all ranks together.
+# A rank that waits for another one in a collective hangs until the process group's timeout, and then learns at best
+# that it was waiting. No rank knows alone which rank is late, or where that rank is. So a thread of each rank checks a
+# few times a minute whether anything new was issued. If nothing was for long, it logs one line (``fsdp_compose``,
+# WARNING) that ends in JSON. ``python -m fsdp_compose hang LOGS...`` combines the lines of all ranks.
 #
-# The thread reads what the order of collectives notes anyway (``collective_order``): training has no more to do, and
-# nothing is communicated. What a GPU has not done yet is not seen, only what its host has issued.
+# The thread only reads the record that the order of collectives keeps anyway (``collective_order``): training does no
+# extra work, and nothing is communicated. It sees what the host has issued, not what the GPU has finished.
 
 
 HANG_SECONDS_ENV = "FSDP_COMPOSE_HANG_SECONDS"
-SECONDS = 60.0  # inside an iteration, if the variable says nothing; 0 turns it off
-BETWEEN = 5  # times as long between iterations, where programs save, evaluate and load
+SECONDS = 60.0  # the default, inside an iteration; 0 turns it off
+BETWEEN = 5  # this many times as long between iterations, where programs save, evaluate and load
 POSITION_MARK = "fsdp_compose position: "  # before the JSON
-_LOOKS = 6  # in the time of patience
+_LOOKS = 6  # checks within that time
 
 _logger = logging.getLogger("fsdp_compose")
 _OWN = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _COMPILERS = {f"{_TORCH}{name}" for name in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")}
-_Seen = tuple[tuple[int, int], float, bool]  # what there was, since when, whether that was told
+_Seen = tuple[tuple[int, int], float, bool]  # what was issued, since when nothing was, whether that was logged
 
 
 def patience() -> float:
-    """Seconds that a rank may stand still inside an iteration."""
+    """The number of seconds that a rank may stand still inside an iteration."""
     try:
         return max(0.0, float(os.environ.get(HANG_SECONDS_ENV, SECONDS)))
     except ValueError:
         raise ValueError(
-            f"{HANG_SECONDS_ENV} is {os.environ[HANG_SECONDS_ENV]!r}: it takes seconds, for example 60, or 0 for never"
+            f"{HANG_SECONDS_ENV} is {os.environ[HANG_SECONDS_ENV]!r}: expected seconds, for example 60, or 0 for never"
         ) from None
 
 
 class _Watcher(threading.Thread):
-    """Looks after all process groups."""
+    """The thread that watches the orders of all process groups."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(name="fsdp_compose: standing still", daemon=True)
@@ -284,15 +286,15 @@ class _Watcher(threading.Thread):
 
     def run(self) -> None:
         while not self._ends.wait(self._seconds / _LOOKS):
-            self._look_around()  # which holds no process group while this thread waits
+            self._look_around()  # in a frame of its own, so that this thread holds no process group while it waits
 
     def _look_around(self) -> None:
         known: list[tuple[dist.ProcessGroup, CollectiveLog]] = []
-        with contextlib.suppress(RuntimeError):  # another thread adds one at this moment
+        with contextlib.suppress(RuntimeError):  # another thread may be adding one
             known = CollectiveLog.known()
         for group, order in known:
             if not is_destroyed(group):
-                with contextlib.suppress(RuntimeError, ValueError):  # it changes, or is destroyed, at this moment
+                with contextlib.suppress(RuntimeError, ValueError):  # it may be changed or destroyed meanwhile
                     self._look(group, order)
 
     def _look(self, group: dist.ProcessGroup, order: CollectiveLog) -> None:
@@ -331,7 +333,7 @@ def _told(place: dict[str, object]) -> str:
     return (
         f"rank {place['rank']} of {place['size']} has issued no collective for {place['seconds']} s, "
         f"{'in ' + str(place['phase']) if place['phase'] else 'between iterations'}: {place['number']} so far, {last}; "
-        f"the program is at {place['program']}. If it hangs, put the logs of all ranks together: "
+        f"the program is at {place['program']}. If it hangs, combine the logs of all ranks: "
         f"python -m fsdp_compose hang LOGS...\n{POSITION_MARK}{json.dumps(place)}"
     )
 
@@ -341,7 +343,7 @@ def _main_frame() -> FrameType | None:
 
 
 def _is_compiling() -> bool:
-    """Whether the program waits for ``torch.compile``, which may take minutes."""
+    """Whether the program is waiting for ``torch.compile``, which may take minutes."""
     frame = _main_frame()
     while frame is not None:
         if frame.f_code.co_filename in _COMPILERS:
@@ -351,7 +353,7 @@ def _is_compiling() -> bool:
 
 
 def _place(frame: FrameType | None, is_own: bool) -> str:
-    """The innermost line of a stack that is of this package, or of the user's; empty if there is none."""
+    """The innermost line of a stack in this package (``is_own``) or in the user's code; empty if there is none."""
     while frame is not None:
         name = frame.f_code.co_filename
         own = name.startswith(_OWN)
@@ -363,7 +365,7 @@ def _place(frame: FrameType | None, is_own: bool) -> str:
 
 
 def _as_ranges(ranks: list[int]) -> str:
-    """``0-3,8``."""
+    """Ranks as text such as ``0-3,8``."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and ranges[-1][1] == rank - 1:
@@ -377,10 +379,10 @@ _watcher: _Watcher | None = None
 
 
 def look_after_standstill() -> None:
-    """Called when a root is set up: from now on this rank says where it is when it stands still."""
+    """Start the thread that logs this rank's position when it stands still. Called when a root is set up."""
     global _watcher
     seconds = patience()
-    if seconds and (_watcher is None or not _watcher.is_alive()):  # a fork has no threads
+    if seconds and (_watcher is None or not _watcher.is_alive()):  # a forked process has no threads
         _watcher = _Watcher(seconds)
         _watcher.start()
         atexit.register(_watcher.end)

@@ -1,7 +1,7 @@
-"""What graphs that ``torch.compile`` captures need to know of a group, and what they bring to it.
+"""The data that graphs captured by ``torch.compile`` read from a group, and the gradients that they deliver to it.
 
 A graph reads everything from one plain object in the ``__dict__`` of the group's modules: the tensors that it takes as
-inputs, and one string. That string is all that it is guarded on: it names what the graph does (``GraphPlan``).
+inputs, and one string. The graph is guarded on that string alone; it names what the graph does (``GraphPlan``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .state import _FSDPState, state_of
 CAPTURED = "_fsdp_compose_captured"  # in the module's __dict__
 
 Slots = tuple[tuple[tuple[str, ...], tuple[tuple[str, int, int], ...]], ...]
-"""By module, as a path from the group's: the name of each parameter, its flat parameter, and its index there."""
+"""For each module (a path from the group's module): the name of each parameter, its flat parameter, its index there."""
 
 
 Placed = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
@@ -39,15 +39,15 @@ Placed = tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]]
 
 
 class GraphPlan(NamedTuple):
-    """What a graph does for one module of a group; of plain constants.
+    """What a graph does for one module of a group, in plain constants.
 
     Attributes:
-        numbers: of the flat parameters, as ``plan_id`` gives them.
-        reshards: the gather is repeated in backward.
-        input_dtype, output_dtype: what inputs and outputs are cast to, if to anything.
+        numbers: the ``plan_id`` of each flat parameter.
+        reshards: whether the gather is repeated in backward.
+        input_dtype, output_dtype: the dtypes that inputs and outputs are cast to; ``None``: no cast.
         slots: where parameters are shown.
-        others: the other modules of the group, by their place in it.
-        gathered: by flat parameter, whether its parameters are in memory of their own.
+        others: indexes of the group's other modules.
+        gathered: for each flat parameter, whether its parameters are in memory of their own.
     """
 
     numbers: tuple[int, ...]
@@ -68,16 +68,17 @@ class CapturedGroup:
 
     Attributes:
         key: names the plans, one for each module.
-        inputs: of graphs, by flat parameter.
-        held: what the first module of several has gathered, for the others; within a capture only.
-        pending: the modules of several that are still to come, by their place in the group; likewise.
+        inputs: the inputs of graphs, by flat parameter.
+        held: in a group of several modules, the parameters that the first module has gathered for the others; only set
+            during a capture.
+        pending: in a group of several modules, the indexes of those that have yet to run; only set during a capture.
         shards: the leaves, by flat parameter.
-        placed: by flat parameter, what ``DTensor.from_local`` is told of each parameter that tensor parallelism has
-            cut, and ``None`` for the others; empty if there is none of those.
+        placed: by flat parameter, the arguments of ``DTensor.from_local`` for each parameter that tensor parallelism
+            has cut, and ``None`` for the others; empty if it has cut none.
     """
 
     def __init__(self, state: _FSDPState, note: Callable[[torch.Tensor], None]) -> None:
-        """``note`` is called when a graph has brought a gradient."""
+        """``note`` is called when a graph has delivered a gradient."""
         self.shards: list[CapturedShard] = []
         self.inputs: tuple[GraphInputs, ...] = ()
         self.key = ""
@@ -92,10 +93,10 @@ class CapturedGroup:
         self.follow()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> None:
-        """A copy of the module makes its own when it is captured."""
+        """Not copied: a copy of the module makes its own ``CapturedGroup`` when it is captured."""
 
     def follow(self) -> None:
-        """Let the next graphs do what options, parameters and the root make of the group now."""
+        """Update the plans and inputs of the next graphs to the group's present options, parameters and root."""
         state = self._state()
         if state is None:
             return
@@ -108,7 +109,7 @@ class CapturedGroup:
         has_same_shards = [id(shard.shard) for shard in self.shards] == [*map(_identity, handles)]
         if not has_same_shards:
             self._plans = []
-        plan = next((item for item in self._plans if item[0] == present), None)  # as accumulation comes and goes
+        plan = next((item for item in self._plans if item[0] == present), None)  # accumulation alternates between two
         if plan is None:
             plan = (present, *self._plan(state))
             self._plans = [*self._plans[-3:], plan]
@@ -126,7 +127,7 @@ class CapturedGroup:
         self.inputs = tuple(shard.inputs for shard in self.shards)
 
     def _plan(self, state: _FSDPState) -> tuple[list[GatherPlan], str]:
-        """What the next graphs do with each flat parameter, and the key of that."""
+        """What the next graphs do with each flat parameter, and the key for it."""
         options = state.options
         flats = [
             captured_flat(handle, options.requires_gradient_sync, options.requires_all_reduce, options.reduction)
@@ -150,12 +151,14 @@ class CapturedGroup:
         return flats, key
 
     def knows(self, place: torch.Tensor) -> bool:
-        """Whether what a graph has brought there will be taken."""
+        """Whether a gradient that a graph has delivered to ``place`` will be used."""
         return any([place is known for shard in self.shards for known in shard.places()])
 
     def bring(self) -> tuple[bool, bool]:
-        """Lead what graphs have brought where an eager backward would; no reduction of the group is in flight. Whether
-        gradients of earlier backwards have changed by it, and whether something is yet to be reduced."""
+        """Move the gradients that graphs have delivered to where an eager backward puts them.
+
+        No reduction of the group may be in flight. Returns whether this changed gradients of earlier backwards, and
+        whether something is still to be reduced."""
         has_added = is_due = False
         state = self._state()
         for handle, shard in zip([] if state is None else state._handles, self.shards, strict=True):
@@ -167,13 +170,14 @@ class CapturedGroup:
         return has_added, is_due
 
     def drop(self) -> None:
-        """Forget what graphs have brought."""
+        """Discard the gradients that graphs have delivered."""
         for shard in self.shards:
             shard.drop()
 
 
 def hold(group: CapturedGroup, views: Any, pending: tuple[int, ...]) -> None:
-    """Keep what the first module of several has gathered, for those that are ``pending``; or nothing more. Traced."""
+    """Keep ``views``, which the first of several modules has gathered, for the ``pending`` modules; ``None`` frees
+    them. Traced."""
     group.held, group.pending = views, pending
 
 
@@ -189,7 +193,7 @@ def _identity(handle: FlatParamHandle) -> int:
 
 
 def graph_plan_of(key: str, index: int) -> GraphPlan:
-    """The plan for the module of this place in its group."""
+    """The plan for the module with this index in its group."""
     return _by_key[key][index]
 
 
@@ -205,7 +209,7 @@ def _slots_below(module: nn.Module, state: _FSDPState) -> Slots:
 
 
 def captured_leaves(handle: FlatParamHandle) -> list[nn.Parameter]:
-    """The leaves at which graphs bring gradients of a flat parameter."""
+    """The leaves to which graphs deliver gradients of a flat parameter."""
     state = state_of(handle)
     captured = None if state is None else state.persistent.captured
     if state is None or not isinstance(captured, CapturedGroup):
@@ -215,7 +219,7 @@ def captured_leaves(handle: FlatParamHandle) -> list[nn.Parameter]:
 
 
 def is_capturable(handles: Sequence[FlatParamHandle]) -> bool:
-    """Whether graphs can do what these need."""
+    """Whether graphs can do everything that these handles need."""
     return all(
         handle.kind.extension is None and not handle.storage.has_host_gradients and handle.unsharded.shows_shards
         for handle in handles

@@ -1,6 +1,6 @@
-"""Decorators of the runtime's hooks: some report when groups compute, others keep ``torch.compile`` out of a hook.
+"""Decorators for the runtime's hooks: some report when groups compute, others keep ``torch.compile`` out of a hook.
 
-The runtime applies them; without listeners a decorated hook is the hook itself. Managed modules are annotated for
+The runtime applies them. Without listeners, a decorated hook is the hook itself. Managed modules are annotated for
 Dynamo here too."""
 
 from __future__ import annotations
@@ -42,23 +42,22 @@ def _annotate_modules_for_dynamo(module: nn.Module, ignored_modules: set[nn.Modu
 
 
 def never_traced(function: _F) -> _F:
-    """Tell Dynamo, once, never to trace ``function``, nor to compile what it calls. Costs nothing per call."""
+    """Make Dynamo never trace ``function`` nor compile what it calls. Done once; costs nothing per call."""
     skip_frame(function)
     return function
 
 
 def traced_inside_others(function: _F) -> _F:
-    """Tell Dynamo to run ``function`` as it is where it would begin a graph, and to trace it as a part of another."""
+    """Make Dynamo run ``function`` eagerly where it would begin a graph, but trace it inside another graph."""
     skip_top_frame(function)
     return function
 
 
-# ---- When groups compute, for those who listen: ``forward``, ``recomputation`` (activation checkpointing),
-# ``backward``.
+# ---- Reports to listeners when groups compute: ``forward``, ``recomputation`` (activation checkpointing), ``backward``
 #
-# A forward of a group is what runs from the end of its pre-forward to its post-forward, a backward what runs from the
-# end of the pre-backward of a use to its post-backward, or to the end of the whole backward where no input requires
-# grad. In functional mode there are forwards only: autograd does the rest by itself.
+# The forward of a group lasts from the end of its pre-forward to its post-forward. Its backward lasts from the end of a
+# use's pre-backward to the use's post-backward, or to the end of the whole backward if no input requires grad. In
+# functional mode there are only forwards: autograd does the rest by itself.
 
 
 _Method = Callable[..., Any]
@@ -75,7 +74,7 @@ class ComputingGroup(Protocol):
 
 
 class ReachedUse(Protocol):
-    """A use, to which backwards come; see ``HookedUse``."""
+    """A use that a backward can reach; see ``HookedUse``."""
 
     @property
     def state(self) -> ComputingGroup: ...
@@ -85,14 +84,14 @@ class ReachedUse(Protocol):
 
 
 class EndOfBackward(Protocol):
-    """The end of a backward of a root, which is called once."""
+    """The callback at the end of a backward of a root; it is called once."""
 
     @property
     def root(self) -> object: ...
 
 
-_forwards: list[End] = []  # those that are running, the innermost last
-_backwards: dict[int, tuple[weakref.ref[ComputingGroup], End]] = {}  # by the id of a use, which a graph holds
+_forwards: list[End] = []  # the running forwards, innermost last
+_backwards: dict[int, tuple[weakref.ref[ComputingGroup], End]] = {}  # by the id of a use; the graph keeps the use alive
 
 
 def _after_enter(method: _Method) -> _Method:
@@ -108,7 +107,7 @@ def _after_enter(method: _Method) -> _Method:
 def _before_leave(method: _Method) -> _Method:
     @never_traced
     def leave(swap: object) -> None:
-        if _forwards:  # none if the listener has come meanwhile
+        if _forwards:  # empty if the listener was added during this forward
             _forwards.pop()()
         method(swap)
 
@@ -120,7 +119,7 @@ def _after_reach(method: _Method) -> _Method:
     def reach(use: ReachedUse, grad: object) -> None:
         before = use.active_backward
         method(use, grad)
-        if use.active_backward is not before:  # else another output has come before
+        if use.active_backward is not before:  # otherwise another output came first
             end = begin("backward", use.state, use.state.name)
             _backwards[id(use)] = weakref.ref(use.state), end
 
@@ -154,8 +153,8 @@ def _end_backward(use: int) -> None:
         found[1]()
 
 
-begins_forward = watched(_after_enter)  # of ``Mode.enter``
-ends_forward = watched(_before_leave)  # of what post-forward calls first, of ``ParameterSwap``
-begins_backward = watched(_after_reach)  # of the pre-backward of a use
-ends_backward = watched(_before_pass)  # of its post-backward
-ends_backwards = watched(_before_end)  # of the end of a backward
+begins_forward = watched(_after_enter)  # decorates ``Mode.enter``
+ends_forward = watched(_before_leave)  # decorates the method of ``ParameterSwap`` that post-forward calls first
+begins_backward = watched(_after_reach)  # decorates the pre-backward of a use
+ends_backward = watched(_before_pass)  # decorates the post-backward of a use
+ends_backwards = watched(_before_end)  # decorates the callback at the end of a backward

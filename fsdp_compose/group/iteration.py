@@ -1,8 +1,8 @@
-"""What lasts for one forward, one backward or one iteration, of a root and of each of its groups. Plain data.
+"""State that lasts for one forward, one backward or one iteration, for a root and for each of its groups. Plain data.
 
-The runtime drives these objects, and they end with what they describe. ``ForwardState``, ``BackwardState`` and
-``PersistentState`` say how far a group has come; ``Rounds`` is what the ranks tell each other in a root some of whose
-groups each rank may run or skip."""
+The runtime drives these objects, and each lives as long as what it describes. ``ForwardState``, ``BackwardState`` and
+``PersistentState`` record the progress of a group. ``Rounds`` holds the messages of ranks in a root that has optional
+groups, which each rank may run or skip."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ import torch
 from ..comm import Carrier
 from ..flat import FlatParamHandle, Region
 
-# ---- How far one group has come: in the iteration and in the backward that are running, and what earlier ones have
-# left.
+# ---- The progress of one group: in the running iteration, in the running backward, and carried over from earlier ones
 #
-# Each object lives as long as what it tells of: to forget an iteration is to make a new one.
+# Each object lives as long as what it describes. To forget an iteration, make a new object.
 
 
 class GroupUse(Protocol):
-    """One forward of one group, in any mode; in the default mode, one under grad mode.
+    """One forward of one group, in any mode. In the default mode only forwards under grad mode have one.
 
     Attributes:
         outer: the use around this one that is in the default mode.
-        has_check: ``check`` does something.
+        has_check: whether ``check`` does anything.
     """
 
     @property
@@ -39,43 +38,43 @@ class GroupUse(Protocol):
     def has_check(self) -> bool: ...
 
     def abandon(self) -> None:
-        """Forward has ended in an exception; if it has not, ``hook_outputs`` comes."""
+        """Called instead of ``hook_outputs`` if forward ended in an exception."""
 
     def check(self) -> None:
-        """Raise if forward has changed a parameter, in a way that this mode can tell."""
+        """Raise if forward has changed a parameter in a way that this mode can detect."""
 
     def find_writes(self) -> dict[FlatParamHandle, list[int]]:
-        """The parameters that forward has written to in a way that raises no version, by index."""
+        """The indexes of parameters that forward has written to without raising a version."""
 
     def hook_outputs(self, module: torch.nn.Module, output: Any, is_recomputed: bool) -> bool:
-        """Let backward find this use; whether it may come to groups that wait for one."""
+        """Hook the outputs, so that backward finds this use. Returns whether a backward may come to waiting groups."""
 
 
 class HookedUse(GroupUse, Protocol):
-    """One in the default mode, which hooks tell of its backward.
+    """A use in the default mode, whose backward is driven by hooks.
 
     Attributes:
-        active_backward: the backward that has reached it, and has not finished it.
+        active_backward: the backward that has reached the use and has not finished it.
     """
 
     @property
     def active_backward(self) -> object: ...
 
     def reach(self, grad: torch.Tensor) -> None:
-        """Another backward has come to a use inside this one, by a gradient; perhaps past its outputs."""
+        """A backward has reached a use inside this one by a gradient, maybe without passing the outputs of this one."""
 
     def hook_output(self, tensor: torch.Tensor) -> bool:
-        """Hook a tensor for pre-backward; ``False`` if backward could enter the group past such a hook."""
+        """Hook a tensor for pre-backward. Returns ``False`` if backward could enter the group without the hook."""
 
 
 class Shown(Protocol):
-    """What shows parameters on modules."""
+    """The part of a ``ParameterSwap`` that a backward uses."""
 
     def show_sharded(self) -> None: ...
 
 
 class Captured(Protocol):
-    """What graphs know of a group, and bring to it; see ``group/graph``."""
+    """The data and gradients of a group that graphs use; see ``CapturedGroup``."""
 
     def follow(self) -> None: ...
 
@@ -92,10 +91,10 @@ class TreePosition:
 
     Attributes:
         index: its position in the root's order.
-        is_outermost: its module begins iterations: a root.
-        reshards_after_forward: what the root has made of the option.
-        keeps_parts: a part stays of what is resharded then.
-        stays_after_backward: it is not resharded after a backward.
+        is_outermost: its module is a root, which begins iterations.
+        reshards_after_forward: the option's value below this root (the default depends on ``is_outermost``).
+        reshards_partially: a part of the parameters stays gathered when the group is resharded.
+        stays_after_backward: the group is not resharded after a backward.
     """
 
     index: int
@@ -109,15 +108,15 @@ NOWHERE = TreePosition(-1, False, True)  # before the first forward
 
 
 class ForwardState:
-    """The iteration that is running.
+    """The state of a group in the running iteration.
 
     Attributes:
         running_forwards: for each forward of the group's modules that was entered and not left, the exception that was
             being handled when it was entered, its use, and whether it is a recomputation.
         awaiting_backward: number of the forward of each use whose backward has not come yet, in order.
-        pending_modules: of several modules, how many have yet to run before the group is resharded.
-        uses_left: how many uses, under grad mode and without, until one ends with a look for unseen writes;
-            ``look_gaps`` how many there will be after it.
+        pending_modules: in a group of several modules, those that have yet to run before the group is resharded.
+        uses_left: how many uses, under grad mode and without it, until one ends with a check for untracked writes.
+        look_gaps: how many uses lie between that check and the next one.
     """
 
     __slots__ = ("awaiting_backward", "look_gaps", "pending_modules", "running_forwards", "uses_left")
@@ -129,21 +128,21 @@ class ForwardState:
         self.uses_left, self.look_gaps = [1, 1], [1, 1]
 
     def pass_by(self, last: int) -> None:
-        """A backward has ended that has come to the forward of number ``last``: a use that it has passed by will not
+        """Forget uses up to forward number ``last``, after a backward that got that far: a use that it skipped must not
         hold up a later reduction."""
         self.awaiting_backward = [number for number in self.awaiting_backward if number > last]
 
 
 class BackwardState:
-    """The backward that is running, as far as the group is concerned.
+    """The state of a group in the running backward.
 
     Attributes:
-        was_reached: a pre-backward came.
-        active_uses: uses between their pre-backward and their post-backward: the group is unsharded for them.
-        is_iterated: this backward has come to a use a second time: it may come any number of times.
+        was_reached: whether a pre-backward has run.
+        active_uses: number of uses between their pre-backward and their post-backward; the group is unsharded for them.
+        is_iterated: this backward has reached a use a second time, so it may reach it any number of times.
         last_use: number of the latest forward that it has reached.
-        is_reduced: the reduction came.
-        num_early: how many flat parameters were reduced before that, by themselves; the first ones.
+        is_reduced: whether the group was reduced.
+        num_early: how many flat parameters, counted from the first, were reduced before that, each by itself.
     """
 
     __slots__ = ("active_uses", "is_iterated", "is_reduced", "last_use", "num_early", "was_reached")
@@ -153,7 +152,7 @@ class BackwardState:
         self.active_uses = self.last_use = self.num_early = 0
 
     def reach(self, number: int) -> bool:
-        """A use of the forward of this number is reached; whether no other one was active."""
+        """Note that a use in the forward of this number was reached. Returns whether no other use was active."""
         self.was_reached = True
         self.active_uses += 1
         if number > self.last_use:
@@ -161,7 +160,7 @@ class BackwardState:
         return self.active_uses == 1
 
     def leave(self) -> bool:
-        """The backward of a use is done; whether no other one is active."""
+        """Note that the backward of a use is done. Returns whether no other use is active."""
         self.active_uses -= 1
         return self.active_uses <= 0
 
@@ -179,18 +178,19 @@ class BackwardState:
 
 
 class PersistentState:
-    """What earlier iterations have left to know, until something changes it.
+    """State carried over from earlier iterations.
 
     Attributes:
-        was_functional: the last forward was one in functional mode.
+        was_functional: the last forward ran in functional mode.
         num_toggles: how often ``requires_grad`` of any sharded parameter had been set at the last forward.
         has_unsynced: a backward without gradient sync has run since the last reduction.
-        is_unhooked: a forward returned something that cannot be hooked: the group stays unsharded, and is reduced at
-            the end of any backward; ``unhooked_versions``: of the shards, at that forward.
-        has_leaf_hooks: of the unsharded parameters, which tell that a backward runs.
-        has_bucket_hooks: of theirs, which tell that buckets are complete.
-        regions: where the parameters' memory was, until the first forward.
-        captured: what graphs of ``torch.compile`` know of the group; ``None`` if none was captured.
+        is_unhooked: a forward returned something that cannot be hooked, so the group stays unsharded and is reduced at
+            the end of every backward.
+        unhooked_versions: versions of the shards at that forward.
+        has_leaf_hooks: the unsharded parameters have hooks that notice a backward.
+        has_bucket_hooks: the unsharded parameters have hooks that notice complete buckets.
+        regions: where the parameters' memory was; kept until the first forward.
+        captured: the group as graphs of ``torch.compile`` see it; ``None`` if no graph was captured.
     """
 
     __slots__ = (
@@ -207,7 +207,7 @@ class PersistentState:
         self.have_new_parameters()
 
     def have_new_parameters(self) -> None:
-        """The unsharded parameters are new ones, which have no hooks yet."""
+        """Note that the unsharded parameters are new ones, which have no hooks yet."""
         self.is_unhooked = self.has_leaf_hooks = self.has_bucket_hooks = False
 
     def begin_use(self, is_functional: bool) -> None:
@@ -238,29 +238,29 @@ class PersistentState:
         self.regions = []
 
 
-# ---- Of a root: its forward, its backward
+# ---- The forward and the backward of a root
 
 
 class CapturedVersions(Protocol):
-    """Those of groups that graphs of ``torch.compile`` may have run in a forward, when it began."""
+    """Parameter versions, at the start of a forward, of groups that graphs of ``torch.compile`` may run in it."""
 
     def check_forward(self) -> None:
-        """Raise if the forward has changed parameters of theirs, after graphs had read them or before."""
+        """Raise if the forward has changed parameters of these groups, before or after graphs read them."""
 
     def check_backward(self) -> None:
-        """Raise if they were changed before the forward's backward."""
+        """Raise if parameters of these groups were changed between the forward and its backward."""
 
 
 class ForwardRecord:
     """The groups that one top-level forward ran, by index.
 
     Attributes:
-        number: of the forward, counting from 1.
-        states: those of the root, by the index that the other attributes hold: a root may be another one in backward.
-        begun: in the order in which their forwards began: drives forward prefetch in the next forward.
-        hooked: in the order in which their forwards ended, those that backward will reach: drives backward prefetch.
+        number: number of the forward, counting from 1.
+        states: the root's states at that time, which the indexes refer to: by backward, the root may be another one.
+        begun: groups in the order in which their forwards began; drives forward prefetch in the next forward.
+        hooked: groups that backward will reach, in the order in which their forwards ended; drives backward prefetch.
         outermost: the group of the module that was called.
-        captured: the versions of groups that graphs may have run; ``None`` if there are none.
+        captured: versions of groups that graphs may have run; ``None`` if there are none.
     """
 
     __slots__ = ("begun", "captured", "hooked", "number", "outermost", "states")
@@ -278,20 +278,22 @@ class ForwardRecord:
 
 
 class Forward:
-    """A top-level forward; after it, the last one.
+    """The current top-level forward, or the most recent one if none is running.
 
     Attributes:
-        record: what it has run; ``previous``: what the last one of the same module has, which drives prefetch.
-        depth: forwards entered and not left.
-        innermost: of the uses whose forwards are running, in the default mode under grad mode.
-        latest: of those that have ended, the last one of each group, by its index; until the outermost one has ended.
-        caller: the frame that has called the outermost module, while it runs.
-        is_given: it began with other values than its own (see ``functional_call``) in some slots of parameters.
-        task: number of the backward inside which it began, as autograd counts them; -1 outside of backward.
-        num_backwards: backwards of this process when it began.
-        is_region: it is a compiled region, of which graphs may have the outermost group in them too.
+        record: the groups that it has run.
+        previous: the groups that the last forward of the same module ran; drives prefetch.
+        depth: number of forwards entered and not left.
+        innermost: the innermost running use in the default mode under grad mode.
+        latest: the last ended use of each group, by index; cleared when the outermost forward ends.
+        caller: the frame that called the outermost module, while it runs.
+        is_given: it began with values of ``functional_call`` in some parameter slots.
+        task: autograd's number of the backward inside which it began; -1 outside backward.
+        num_backwards: how many backwards this process had run when it began.
+        is_region: it is a compiled region, whose graphs may contain the outermost group too.
         has_failed: it ended in an exception that no enclosing forward handled.
-        written: by flat parameter, what it has written to unseen on this rank, by index; ``None`` if it has not looked.
+        written: for each flat parameter, the indexes of parameters that this rank has written to without raising a
+            version; ``None`` if it has not checked.
     """
 
     __slots__ = (
@@ -318,13 +320,13 @@ class Forward:
         self.written: dict[FlatParamHandle, set[int]] | None = None
 
     def enter(self, use: HookedUse | None) -> None:
-        """A forward of a group begins; ``use``: its own, if it is in the default mode under grad mode."""
+        """Note that a forward of a group begins; ``use`` is set in the default mode under grad mode."""
         self.depth += 1
         if use is not None:
             self.innermost = use
 
     def leave(self, use: GroupUse | None) -> None:
-        """A forward of a group ends, however it does."""
+        """Note that a forward of a group ends, normally or by an exception."""
         self.depth -= 1
         if use is not None:
             self.innermost = use.outer
@@ -333,25 +335,25 @@ class Forward:
         self.is_region = True
 
     def begin_use(self, use: HookedUse | None) -> None:
-        """``use`` is the innermost one from now on."""
+        """Make ``use`` the innermost one."""
         self.innermost = use
 
     def end(self) -> None:
-        """The outermost one has ended, without an error."""
+        """Note that the outermost forward has ended without an error."""
         self.has_failed, self.caller = False, None
         self.latest.clear()
 
     def fail(self) -> None:
-        """It has ended, or must end, in an exception."""
+        """Note that this forward has ended, or must end, in an exception."""
         self.has_failed = True
 
     def abandon(self) -> None:
-        """The outermost one has ended in an exception."""
+        """Note that the outermost forward has ended in an exception."""
         self.has_failed, self.caller = True, None
         self.latest.clear()
 
     def note_written(self, handle: FlatParamHandle | None = None, indexes: Sequence[int] = ()) -> None:
-        """It has looked for unseen writes, and has found some to these parameters of ``handle``."""
+        """Note that this forward has checked for untracked writes, and found some to these parameters of ``handle``."""
         if self.written is None:
             self.written = {}
         if handle is not None and indexes:
@@ -366,12 +368,12 @@ class Backward:
     """A backward, from its first hook until its gradients are published.
 
     Attributes:
-        has_added: it has added to a gradient that was there before, or has begun to show its own.
-        has_outside_grads: it has brought gradients of uses outside a group's forward (``differentiable_gather``).
-        after_publication: what to call when its gradients have been published.
-        shown: groups that have been shown since it began, because they had stayed unsharded; by their swap.
-        has_only_buckets: the process group carries nothing meanwhile but the buckets of one replicated group; ``None``
-            if that is not known yet.
+        has_added: it has added to a gradient that existed before, or has begun to publish its own.
+        has_outside_grads: it has produced gradients for uses outside a group's forward (``differentiable_gather``).
+        after_publication: functions to call when its gradients have been published.
+        shown: swaps of groups that show their parameters since it began, because they had stayed unsharded.
+        has_only_buckets: the process group carries nothing but buckets of one replicated group during this backward
+            (see Note [Only buckets]); ``None`` if not known yet.
     """
 
     __slots__ = ("after_publication", "has_added", "has_only_buckets", "has_outside_grads", "shown")
@@ -393,32 +395,32 @@ class Backward:
         self.has_outside_grads = True
 
 
-# ---- What the ranks tell each other in rounds, in a root some groups of which each rank may run or skip.
+# ---- Rounds: messages of the ranks in a root with optional groups, which each rank may run or skip
 #
-# A round is one small maximum over the ranks, like a control exchange (see ``comm``): of a hash of the order and of the
-# point at which a rank is, its complement, and marks::
+# A round is one small maximum over the ranks, like a control exchange (see ``comm``). It covers a hash of the order and
+# of the rank's sync point, the complement of that hash, and marks::
 #
 #     | failed | complement | live | padding | demanded | missing | pending | owed |
 #
-# the last four one byte for each ``fully_shard`` group. Ranks that demand a group give no hash; where no rank demands
-# anything, all have given one, and hash and complement tell whether all are at the same point. ``runtime.optional``
+# The last four have one byte for each ``fully_shard`` group. Ranks that demand a group send no hash. If no rank demands
+# anything, all have sent one, and hash and complement show whether all are at the same point. ``runtime.optional``
 # makes the rounds.
 
 
 _HEAD = struct.Struct("<IIB3x")
-_NUM_MARKS = 4  # of each group
+_NUM_MARKS = 4  # per group
 _MOST = (1 << 32) - 1
-SEVERAL_FAILED = -1  # in the place of the number of a rank
+SEVERAL_FAILED = -1  # instead of the number of a rank
 
 
 class Marks(NamedTuple):
-    """What one rank, or all ranks together, say of each group, by index.
+    """Facts about each group, by index, as one rank sends them or as the maximum over all ranks.
 
     Attributes:
-        demanded: a rank needs it, and others may not.
-        missing: of what all ranks need at a point: a rank does not have it.
-        pending: its backward is under way, or to come in the backward that is running.
-        owed: its gradients wait for their reduction.
+        demanded: a rank needs the group, and others may not.
+        missing: all ranks need the group at this point, and a rank does not have it gathered.
+        pending: its backward is running, or is still to come in the running backward.
+        owed: its gradients wait to be reduced.
     """
 
     demanded: Sequence[int]
@@ -431,18 +433,18 @@ class Rounds:
     """The rounds of one root.
 
     Attributes:
-        enclosing_groups: by the index of each optional group, that of its host: the nearest group around it that is not
-            optional.
-        running: indexes of the groups that are not optional and whose forwards are running, the innermost one last.
-        served: groups that were gathered on this rank only because another rank has demanded them.
-        old: groups that have stayed gathered since before this forward, to be gathered again before they are used.
-        owes: groups whose gradients wait, on this rank, for their reduction.
-        live: forwards of which a graph is alive in which this rank has run an optional group.
-        is_on: rounds are made: always, but in a backward in which no rank can come to an optional group.
-        last_number: of the latest forward that the backward has reached.
-        has_failed: a round has raised, on all ranks, or this rank has told the others that it failed.
-        count: rounds made.
-        marks: after a round, of all ranks together.
+        enclosing_groups: for the index of each optional group, the index of its host: the nearest enclosing group that
+            is not optional.
+        running: indexes of non-optional groups whose forwards are running, innermost last.
+        served: groups that were gathered on this rank only because another rank demanded them.
+        old: groups that have stayed gathered since before this forward; they must be gathered again before use.
+        owes: groups whose gradients wait, on this rank, to be reduced.
+        live: forwards in which this rank has run an optional group and whose graph is alive.
+        is_on: rounds are made; false only in a backward in which no rank can reach an optional group.
+        last_number: number of the latest forward that the backward has reached.
+        has_failed: a round has raised on all ranks, or this rank has announced its failure.
+        count: number of rounds made.
+        marks: after a round, the marks of all ranks together.
     """
 
     __slots__ = (
@@ -483,12 +485,12 @@ class Rounds:
         self.rest()
 
     def rest(self) -> None:
-        """No backward is running."""
+        """Note that no backward is running."""
         self.owes: set[int] = set()
         self.is_on, self.last_number = True, 0
 
     def reset_backward(self) -> None:
-        """Forget the backward that was going on, while a forward may."""
+        """Forget the backward that was going on; a forward may go on."""
         self.has_failed = False
         self.rest()
 
@@ -499,25 +501,25 @@ class Rounds:
         self.is_on = is_on
 
     def reach(self, number: int) -> None:
-        """The backward has come to the forward of this number."""
+        """Note that the backward has reached the forward of this number."""
         self.last_number = max(self.last_number, number)
 
     def keep(self, index: int) -> None:
-        """This rank itself needs a group that another one may have demanded before."""
+        """Note that this rank itself needs a group, even if it was gathered for another rank."""
         if index in self.served:
             self.served.remove(index)
 
     def make(self, digest: int | None, is_live: bool, marks: Marks, failed: int | None = None) -> bool:
-        """Make one round; then ``marks`` are those of all ranks together.
+        """Make one round; afterwards ``self.marks`` has the marks of all ranks together.
 
         Args:
-            digest: of the order and of the point at which this rank is; ``None``: it is at none, but demands groups.
-            is_live: this rank can come to an optional group in the backward that begins.
-            marks: those of this rank.
-            failed: its number, if it has failed.
+            digest: of the order and of this rank's sync point; ``None`` if it is at none but demands groups.
+            is_live: this rank can reach an optional group in the backward that begins.
+            marks: the marks of this rank.
+            failed: this rank's number, if it has failed.
 
         Returns:
-            Whether those that gave a digest gave the same.
+            Whether all ranks that gave a digest gave the same one.
         """
         number = (0, 0) if failed is None else (failed, _MOST - failed)
         self._view[: _HEAD.size] = _HEAD.pack(*number, is_live)
@@ -527,12 +529,12 @@ class Rounds:
 
     @property
     def is_live(self) -> bool:
-        """Whether some rank, in the last round, could come to an optional group."""
+        """Whether, in the last round, some rank could reach an optional group."""
         return bool(_HEAD.unpack_from(self._view)[2])
 
     @property
     def failed(self) -> int | None:
-        """The rank that has failed, or ``SEVERAL_FAILED``, by the last round; ``None`` if none has."""
+        """The rank that had failed in the last round, or ``SEVERAL_FAILED``; ``None`` if none had."""
         number, complement, _ = _HEAD.unpack_from(self._view)
         if not complement:
             return None

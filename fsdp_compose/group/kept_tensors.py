@@ -1,11 +1,11 @@
-"""Tensors that require grad and that ``forward`` keeps on modules, as attributes or inside them: an auxiliary loss.
+"""Tensors that require grad and that ``forward`` keeps on modules, such as an auxiliary loss in an attribute.
 
-Backward may enter a group through them, past the outputs. The change detector looks for them in every forward under
-grad mode, by a pass over plain lists that compares identities. It searches only where something has changed: after each
-use of a group; or, if the group's last uses have changed nothing, in one pass for all such groups before the outermost
-forward ends. (A backward inside that forward does not find what such a group has kept, and raises as below.) What is
-kept where this does not look (a global, a closure, deep inside an object) is not lost: a backward that then needs
-parameters which no hook has gathered raises, see ``flat/unsharded``."""
+Backward may enter a group through them, without passing its outputs. The change detector looks for them in every
+forward under grad mode, by a pass over plain lists that compares identities, and searches only where something has
+changed. It looks after each use of a group or, if the group's last uses have changed nothing, in one pass for all such
+groups before the outermost forward ends. (A backward inside that forward does not find tensors that such a group has
+kept, and raises as described next.) Tensors that are kept elsewhere (in a global, a closure, deep inside an object) do
+not give wrong gradients: a backward that needs parameters which no hook has gathered raises, see ``flat/unsharded``."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ import torch.nn as nn
 
 from .._torch import REGISTRY_KEY, STATE_KEY
 
-# ---- Callables among a module's own attributes, in the place of methods of its class.
+# ---- Callables among a module's own attributes, which replace methods of its class
 
 
 _T = TypeVar("_T", bound="BoundToModule")
 
 
 class BoundToModule:
-    """Something that is called with one module. Refers to it weakly (a model is freed without the garbage collector),
-    and in a copy of the module to the copy. No look at a module's attributes for what ``forward`` has kept sees it."""
+    """A callable for one module. It refers to the module weakly, so that a model is freed without the garbage
+    collector; in a copy of the module, it refers to the copy. The search for kept tensors skips it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
 
     @property
     def __self__(self) -> nn.Module:
-        """The module, as of a method."""
+        """The module, as for a bound method."""
         module = self._module()
         assert module is not None, "the module is gone"
         return module
 
     def for_copy(self: _T, module: nn.Module, memo: dict[int, Any]) -> _T:
-        """The same for ``module``, a copy."""
+        """The same callable for ``module``, a copy."""
         raise NotImplementedError
 
     def __deepcopy__(self: _T, memo: dict[int, Any]) -> _T:
@@ -50,20 +50,20 @@ class BoundToModule:
         return self.for_copy(memo.get(id(module), module), memo)
 
 
-# ---- What forward keeps on modules
+# ---- The search for tensors that forward keeps on modules
 
 
 Namespace = dict[str, Any]
 
-_MAX_ENTRIES = 256  # of a list that are looked at, from its end; of a list or dict that are compared one by one
+_MAX_ENTRIES = 256  # search this many entries from the end of a list; compare only shorter collections one by one
 _MAX_DEPTH = 3  # lists in dicts in attributes
 _QUIET_AFTER = 3  # uses of a group that have changed nothing
 
 _num_same = attrgetter("num_same")
 
-# What every module has, of which only the buffers, which are looked at all the same, are written to by forward; and its
-# state, which must not be remembered here: the state holds what is remembered, and a model is freed without the garbage
-# collector.
+# Attributes that every module has. Forward writes to none of them but the buffers, which are searched nevertheless. Our
+# own state is among them because it must not be remembered here: the state holds this object, and the cycle would keep
+# a model alive until the garbage collector runs.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {STATE_KEY, REGISTRY_KEY}
 
 
@@ -71,12 +71,12 @@ class KeptTensors:
     """The tensors that the modules of one group keep.
 
     Args:
-        modules: with, of each, the names of attributes that never change.
-        held_weakly: those of them whose attributes must not be held.
+        modules: each module with the names of its attributes that never change.
+        held_weakly: modules whose attributes must not be held.
 
     Attributes:
-        num_same: uses of the group, until now, that have changed nothing on its modules.
-        is_unchanged: the group is not looked at after each of its uses, but by ``BatchedKeptTensors``.
+        num_same: number of recent uses of the group that changed nothing on its modules.
+        is_unchanged: the group is not searched after each of its uses, but by ``BatchedKeptTensors``.
     """
 
     __slots__ = (
@@ -89,19 +89,19 @@ class KeptTensors:
         self._held = [module.__dict__ for module, _ in ordered if module not in held_weakly]
         self._weak = [weakref.ref(module) for module, _ in ordered if module in held_weakly]
         self._never_change = [_OF_EVERY_MODULE.union(constants) for _, constants in ordered]
-        self._places: list[tuple[int, str]] = []  # where some were found, namespace and key: always read
+        self._places: list[tuple[int, str]] = []  # (namespace, key) where tensors were found: always read
         self._seen: list[weakref.ref[torch.Tensor]] = []
-        self._empty: list[Collection[Any]] = []  # what may change inside attributes, and holds nothing
-        self._live: list[Collection[Any]] = []  # ... and holds something
-        self._contents: list[Collection[Any]] = []  # those of them that are compared one by one
-        self._slots: list[tuple[int, itemgetter[Any]]] = []  # namespace, and all its values that are compared
-        self._known: list[Any] = []  # what contents and slots held
-        self._lengths: list[int] = []  # of namespaces and live ones; as long as it is empty, nothing was prepared
+        self._empty: list[Collection[Any]] = []  # collections inside attributes that were empty
+        self._live: list[Collection[Any]] = []  # ... and those that were not
+        self._contents: list[Collection[Any]] = []  # the live ones whose items are compared one by one
+        self._slots: list[tuple[int, itemgetter[Any]]] = []  # (namespace, getter of all its compared values)
+        self._known: list[Any] = []  # the values of contents and slots at the last search
+        self._lengths: list[int] = []  # lengths of namespaces and of live collections; empty before the first search
 
         self.num_same, self.is_unchanged = 0, False
 
     def new_ones(self) -> list[torch.Tensor]:
-        """Those that were not there at the last call."""
+        """Tensors added since the last call."""
         namespaces = self.namespaces()
         if self._has_changed(namespaces):
             self._search(namespaces)
@@ -131,7 +131,7 @@ class KeptTensors:
         return not all(map(is_, chain.from_iterable(values), self._known))
 
     def _search(self, namespaces: Sequence[Namespace]) -> None:
-        """Look at everything, and remember what was looked at."""
+        """Look at everything, and remember it for comparison."""
         self._slots.clear()
         known: list[Any] = []
         collections: list[Collection[Any]] = []
@@ -145,12 +145,12 @@ class KeptTensors:
                 if tensors_requiring_grad(value):
                     self._places.append((i, name))
                 elif name == "_buffers":
-                    collections.append(value.values())  # it stays the same dict
+                    collections.append(value.values())  # a module keeps the same dict of buffers
                 else:
                     names.append(name)
                     collections += _contents_of(value, _MAX_DEPTH)
             if names:
-                getter = itemgetter(*names, names[0])  # of one name, it would make no tuple
+                getter = itemgetter(*names, names[0])  # with a single name, it would not return a tuple
                 self._slots.append((i, getter))
                 known += getter(namespace)
         self._empty = [item for item in collections if not item]
@@ -161,12 +161,14 @@ class KeptTensors:
 
 
 class BatchedKeptTensors:
-    """Those groups of a root on whose modules the last forwards have changed nothing. They are looked at together, at
-    the end of the outermost forward: group by group the same costs ten times as much, most of it for caches that have
-    forgotten the modules.
+    """The groups of a root on whose modules the last forwards have changed nothing.
+
+    They are searched together, at the end of the outermost forward. Doing it group by group costs ten times as much,
+    mostly because the modules are no longer in the CPU's caches.
 
     Args:
-        groups: of the root, but its own, whose module's attributes would hold what holds this.
+        groups: all groups of the root but the root's own: its module's attributes lead to the object that holds this
+            one, and the cycle would keep the model alive.
     """
 
     def __init__(self, groups: Sequence[KeptTensors]) -> None:
@@ -197,7 +199,7 @@ class BatchedKeptTensors:
         self._sized, self._lengths, self._contents, self._known = sized, lengths, contents, [*of_contents, *of_slots]
 
     def changed(self) -> Sequence[KeptTensors]:
-        """The groups on whose modules something has changed; from now on these are looked at one by one again."""
+        """The groups on whose modules something has changed; from now on these are searched one by one again."""
         if max(map(_num_same, self._others), default=0) >= _QUIET_AFTER:
             self._rebuild()
         if self._are_same():
@@ -219,7 +221,7 @@ class BatchedKeptTensors:
 
 
 def _contents_of(value: Any, depth: int) -> Iterable[Collection[Any]]:
-    """Live views of what is inside ``value`` and may change while ``value`` stays the same object."""
+    """Live views of the contents of ``value``, which may change while ``value`` stays the same object."""
     live: Collection[Any] | None = None
     if isinstance(value, (list, deque)):
         live = value
@@ -240,7 +242,8 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
-    """The tensors that are part of a graph in ``value``: a tensor, collections of them, or an object's attributes."""
+    """The tensors in ``value`` that are part of a graph. ``value`` is a tensor, a collection, or an object with
+    attributes."""
     if isinstance(value, torch.Tensor):
         return [value] if value.grad_fn is not None else []
     if isinstance(value, (list, tuple)):

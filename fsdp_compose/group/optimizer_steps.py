@@ -1,10 +1,10 @@
-"""Hooks around the steps of every optimizer of the process, and the count of steps, which all ranks must make together.
+"""Hooks around the steps of every optimizer in the process, and the count of steps, which all ranks must make together.
 
 The hooks are torch's global ones, so they also run for optimizers that have nothing to do with this package. The
 control exchange compares the count.
 
-Note [Compiled steps]. Dynamo traces the hooks with ``torch.compile(optimizer.step)``. For an optimizer without any
-parameter of ours nothing may remain of them in the graph; for one of ours they must run at every step, in Python: the
+Note [Compiled steps]. Under ``torch.compile(optimizer.step)`` Dynamo traces the hooks. For an optimizer that has none
+of our parameters they must leave nothing in the graph. For other optimizers they must run in Python at every step: the
 graph breaks before them, and the arithmetic of the step is compiled by itself."""
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def _for_ours(hook: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, An
     hook = never_traced(hook)
 
     def call(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not _is_compiling() or _has_ours(optimizer):
+        if not _is_compiling() or _has_ours(optimizer):  # see Note [Compiled steps]
             hook(optimizer)
 
     return call
 
 
 def _has_ours(optimizer: Optimizer) -> bool:
-    """Whether a parameter is sharded, a flat view, or replaced by a sharded one; Dynamo traces this, and guards it."""
+    """Whether a parameter is sharded, a flat view, or replaced by a sharded one. Dynamo traces and guards this."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if hasattr(param, OWNER_ATTRIBUTE) or hasattr(param, FLAT_ATTRIBUTE):
@@ -56,24 +56,25 @@ def _has_ours(optimizer: Optimizer) -> bool:
     return False
 
 
-# ---- Optimizer steps, which all ranks must make together: counted here, compared at every control exchange.
+# ---- The count of optimizer steps: all ranks must step together, which every control exchange checks.
 #
-# A rank that skips a step alone (it has found an inf; its loss was NaN) has shards of another step than the others from
-# then on: a model that never was. Nothing else tells of it, for the collectives are the same.
+# If a rank skips a step alone (it found an inf, its loss was NaN), its shards belong to a different step than those of
+# the other ranks from then on, and the parameters together are those of no step. Nothing else would reveal this,
+# because the collectives stay the same.
 
 
 STEPS_DIFFER = "the ranks have made different numbers of optimizer steps"
 REMEDY = (
-    "The shards of the parameters are no longer of one step: load a checkpoint. All ranks must decide together whether "
+    "The parameter shards now belong to different steps: load a checkpoint. All ranks must decide together whether "
     "to step, by all-reducing a flag"
 )
 _counts = False
 _unused = count()
-_numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # not ids: these come again
+_numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # instead of ids, which are reused
 
 
 class _Steps:
-    """The steps of optimizers of one root's parameters: in all, and by optimizer since the last exchange."""
+    """Optimizer steps on one root's parameters: the total, and the count of each optimizer since the last exchange."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -103,7 +104,7 @@ def _count(optimizer: Optimizer) -> None:
 
 
 def _root_of(params: list[object]) -> Root | None:
-    """The root of the first parameter that is ours and has a gradient: without one it was left as it is."""
+    """The root of the first parameter that is ours and has a gradient (a step skips those without one)."""
     for param in params:
         owner = sharded_param_owners.get(id(param)) or segment_owners.get(id(param))
         handle = None if owner is None else owner[0]()
@@ -114,7 +115,7 @@ def _root_of(params: list[object]) -> Root | None:
 
 
 def num_steps(root: Root) -> int | None:
-    """All steps so far; ``None`` where there is nothing to train: there may be no optimizer."""
+    """The number of steps so far; ``None`` if this rank has nothing to train, and so may have no optimizer."""
     return _steps[root].total if holds_elements(root) else None
 
 
@@ -124,7 +125,7 @@ def restart_counts(root: Root) -> None:
 
 
 def steps_to_compare(root: Root) -> int | None:
-    """The most steps that one optimizer has made since the last exchange, 255 for more; ``None`` as in
+    """The largest number of steps of one optimizer since the last exchange, at most 255; ``None`` as in
     ``num_steps``."""
     steps = _steps.get(root)
     if steps is None or not holds_elements(root):
@@ -133,14 +134,14 @@ def steps_to_compare(root: Root) -> int | None:
 
 
 def steps_were_compared(root: Root) -> None:
-    """All ranks have exchanged, or given up."""
+    """Restart the count after all ranks have compared it or given it up."""
     steps = _steps.get(root)
     if steps is not None and steps.recent:
         steps.recent.clear()
 
 
 def holds_elements(root: Root) -> bool:
-    """Whether there is something on this rank for an optimizer to train: it may have none where there is not."""
+    """Whether this rank has elements for an optimizer to train; without any, it may have no optimizer."""
     return any(
         start < stop and flag
         for state in root.live_states()
@@ -150,11 +151,12 @@ def holds_elements(root: Root) -> bool:
 
 
 def raise_different_steps(root: Root) -> None:
-    """Raise, on every rank, an error that tells how many steps each has made. Ranks: all, for each knows of it."""
+    """Raise, on every rank, an error that says how many steps each rank has made. Ranks: all know of the difference
+    and call this."""
     steps = steps_to_compare(root)
     group = root.mesh.peers
     root.order.close()
-    steps_were_compared(root)  # each difference is told once
+    steps_were_compared(root)  # each difference is reported once
     text = meet(group, "comparing optimizer steps", "-" if steps is None else str(steps), _list_steps)
     raise RuntimeError(f"{STEPS_DIFFER} since their last backward: {text}. No gradient was published. {REMEDY}")
 
@@ -169,7 +171,7 @@ def _list_steps(payloads: list[str]) -> str:
 
 
 def name_ranks(ranks: list[int], most: int = 8) -> str:
-    """Some ranks, as errors list them."""
+    """A list of ranks as errors show it."""
     listed = ", ".join(map(str, ranks[:most]))
     more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

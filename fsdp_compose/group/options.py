@@ -1,7 +1,7 @@
-"""The options of one group: what ``fully_shard`` and the functions of ``controls`` decide. Plain data.
+"""The options of one group, set by ``fully_shard`` and the functions of ``api.controls``. Plain data.
 
-They are copied, compared between ranks and printed as one object; to set one is to replace the object. The strategies
-of data parallelism are rows of one table below, and each comes to a set of these options."""
+They are copied, compared between ranks and printed as one object; setting an option replaces the object. The strategies
+of data parallelism are rows of one table below, and each row translates into a set of these options."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import torch.nn as nn
 
 from ..flat import AVERAGE, CPUOffloadPolicy, Granularity, MixedPrecisionPolicy, ReductionOptions
 
-BUCKET_BYTES = 25 << 20  # as DistributedDataParallel
+BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
 Modules = tuple["weakref.ref[nn.Module]", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OptionsForGood:
-    """Those that the call of ``fully_shard`` decides for as long as the group lives.
+    """The options that ``fully_shard`` sets once, for as long as the group lives.
 
     Attributes:
         mp_policy, granularity, offload: see ``fully_shard``.
-        bucket_bytes: of a replicated group, see ``replicate``; ``None``: it is sharded.
+        bucket_bytes: bucket size of a replicated group, see ``replicate``; ``None``: the group is sharded.
         is_optional: each rank may run the group or skip it.
     """
 
@@ -43,17 +43,17 @@ class GroupOptions(OptionsForGood):
     """The options of one group.
 
     Attributes:
-        reshard_after_forward: see ``fully_shard``; ``None``: the groups that are no root. A number: parts stay, each of
-            which is this fraction.
+        reshard_after_forward: see ``fully_shard``. ``None``: yes, unless the group is a root. A number: the parameters
+            stay sharded over this many ranks.
         reshard_after_backward: see ``set_reshard_after_backward``. A number: parts stay until a step.
-        requires_gradient_sync: whether backward reduces (``no_sync`` says no).
-        requires_all_reduce: whether backward averages over replicas, where it reduces.
+        requires_gradient_sync: whether backward reduces (``no_sync`` turns it off).
+        requires_all_reduce: whether a backward that reduces also averages over replicas.
         is_functional: whether forwards gather in a way that autograd can differentiate twice.
         keeps_unsharded: whether forwards without grad mode leave the group gathered (``keep_unsharded``).
         keeps_storage: whether unsharded parameters keep their memory while they are sharded.
-        is_held: gathered until ``reshard()`` (``unshard(until_reshard=True)``).
+        is_held: the group stays gathered until ``reshard()`` (``unshard(until_reshard=True)``).
         reduction: how gradients are reduced.
-        forward_prefetch, backward_prefetch: the modules whose groups are gathered ahead; ``None``: the one that came
+        forward_prefetch, backward_prefetch: the modules whose groups are gathered ahead; ``None``: the group that came
             next in the last iteration.
     """
 
@@ -70,17 +70,18 @@ class GroupOptions(OptionsForGood):
     backward_prefetch: Modules | None = None
 
     def of_a_copy(self) -> GroupOptions:
-        """The options of a copy of the group: without what ends with a context or a call, or names other modules."""
+        """The options of a copy of the group: without those that a context or call will undo, or that refer to other
+        modules."""
         return replace(self, keeps_unsharded=False, is_held=False, forward_prefetch=None, backward_prefetch=None)
 
     def reshards(self, is_outermost: bool) -> bool:
-        """Whether a group is resharded between a forward and its backward; ``is_outermost``: it is that of a root."""
+        """Whether a group is resharded between a forward and its backward; ``is_outermost``: it is a root's group."""
         wanted = not is_outermost if self.reshard_after_forward is None else self.reshard_after_forward
         return bool(wanted) and not self.is_held
 
     @property
     def part_size(self) -> int | None:
-        """How many ranks share the parameters between forward and backward, where parts stay."""
+        """How many ranks share the parameters between forward and backward; ``None`` if no parts stay."""
         return self.reshard_after_forward if _is_number(self.reshard_after_forward) else None
 
     def reshards_partially(self) -> bool:
@@ -95,13 +96,13 @@ class GroupOptions(OptionsForGood):
         return self.is_held or not self.reshard_after_backward
 
     def follows_writes(self) -> bool:
-        """Whether a group that is gathered when an iteration begins is gathered again only if the ranks have written to
-        its sharded parameters."""
+        """Whether a group that is already gathered when an iteration begins is gathered again only if the ranks have
+        written to its sharded parameters."""
         return self.keeps_unsharded or self.is_held or not self.reshard_after_backward
 
     def facts(self, is_outermost: bool) -> dict[str, Any]:
-        """What must be the same on every rank; without the dtypes of parameters, which these themselves tell, and what
-        changes from forward to forward."""
+        """The options that must be the same on every rank, except those that may change from forward to forward and the
+        parameter dtypes, which are compared with the parameters themselves."""
         return {
             "reshard_after_forward": self.reshards(is_outermost),
             "parts stay": "until a step" if self.reshards_partially_until_step() else self.reshards_partially(),
@@ -120,24 +121,24 @@ def _is_number(option: bool | int | None) -> bool:
     return isinstance(option, int) and not isinstance(option, bool)
 
 
-# ---- Strategies of data parallelism as rows of one table, and the options that a row comes to.
+# ---- Strategies of data parallelism as rows of one table, and the options that a row translates into
 #
-# A row says, for each dimension of the mesh, what is kept of parameters, gradients and optimizer state between uses:
-# all of it (*replicated*), or a part (*sharded*). All else follows:
+# For each dimension of the mesh, a row says how parameters, gradients and optimizer state are kept between uses:
+# *replicated* (all of it on every rank) or *sharded* (a part on each rank). The rest follows:
 #
-# - The optimizer trains shards over the dimensions in which its state is sharded, as ``fully_shard`` on these does;
-# over the others gradients are averaged by a second stage of the reduction. - Where parameters are kept as the
-# optimizer's state is, they are gathered for each use. Where they are kept whole, the gather follows a step, and they
-# stay until the next one; where they are sharded over fewer dimensions, parts of them stay
-# (``fully_shard(reshard_after_forward=int)``). - Where gradients are kept whole and the optimizer's state is not,
-# backwards of accumulation run inside ``no_sync``.
+# - The optimizer trains shards over the dimensions that shard its state, as with ``fully_shard`` on these dimensions.
+#   Over the other dimensions, a second stage of the reduction averages gradients.
+# - Parameters that are kept like the optimizer state are gathered for each use. Parameters that are kept whole are
+#   gathered after a step and stay until the next one. Of parameters that are sharded over fewer dimensions, parts stay
+#   (``fully_shard(reshard_after_forward=int)``).
+# - If gradients are kept whole and optimizer state is not, the backwards of accumulation run inside ``no_sync``.
 #
 # ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Hybrid
 # sharding: Zhao et al., "PyTorch FSDP", 2023. HFSDP: Megatron-FSDP.
 
 
 class Kept(Enum):
-    """What one rank keeps of something, over one dimension of the mesh."""
+    """How much one rank keeps of parameters, gradients or optimizer state, over one dimension of the mesh."""
 
     REPLICATED = "all of it"
     SHARDED = "a part"
@@ -149,16 +150,16 @@ Dims = tuple[Kept, ...]
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row: what is kept between uses, over each dimension of the mesh, from the outermost on.
+    """A strategy of data parallelism: how much each rank keeps between uses, for each mesh dimension, outermost first.
 
     Attributes:
-        parameters: from one use to the next.
-        gradients: from one backward of accumulation to the next.
-        optimizer: from step to step; the parameters that it trains are kept alike.
+        parameters: kept from one use to the next.
+        gradients: kept from one backward of accumulation to the next.
+        optimizer: optimizer state, and the parameters that the optimizer trains, kept from step to step.
 
     Raises:
-        ValueError: the tuples differ in length; something is sharded over a dimension in which the optimizer's state is
-            replicated; or the dimensions do not stand in the order that ranks are laid out for: replicated ones first.
+        ValueError: the tuples differ in length; something is sharded over a dimension that replicates the optimizer
+            state; or a sharded dimension comes before a replicated one.
     """
 
     parameters: Dims
@@ -168,14 +169,19 @@ class Strategy:
     def __post_init__(self) -> None:
         kept = (self.parameters, self.gradients, self.optimizer)
         if len({len(dims) for dims in kept}) != 1 or len(self.optimizer) not in (1, 2):
-            raise ValueError(f"{self}: expected one entry for each of one or two dimensions of a mesh")
+            raise ValueError(f"{self}: expected one entry per dimension of the mesh, which has one or two")
         for dims in kept:
             if [*dims] != sorted(dims, key=lambda item: item is S):
-                raise ValueError(f"{self}: what is replicated over the inner dimension is so over the outer one")
+                raise ValueError(
+                    f"{self}: whatever is replicated over the inner dimension must be replicated over the outer one too"
+                )
             if any(item is S and optimizer is R for item, optimizer in zip(dims, self.optimizer, strict=True)):
-                raise ValueError(f"{self}: where the optimizer's state is replicated, so is all else")
+                raise ValueError(
+                    f"{self}: over a dimension that replicates the optimizer state, parameters and gradients must be "
+                    "replicated too"
+                )
         if self.gradients not in (self.optimizer, (R,) * len(self.optimizer)):
-            raise ValueError(f"{self}: gradients are kept as the optimizer's state is, or whole")
+            raise ValueError(f"{self}: gradients must be kept like the optimizer state, or whole")
 
     @property
     def num_dims(self) -> int:
@@ -184,13 +190,13 @@ class Strategy:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The collectives of a reduction, in their order."""
+        """The collectives of a reduction, in order."""
         scattered = ("reduce-scatter",) if S in self.optimizer else ()
         return (*scattered, "all-reduce") if R in self.optimizer else scattered
 
     @property
     def accumulates_whole(self) -> bool:
-        """Whether backwards of accumulation, but the last, run inside ``no_sync``."""
+        """Whether all backwards of accumulation except the last run inside ``no_sync``."""
         return self.gradients != self.optimizer
 
     @property
@@ -204,7 +210,8 @@ class Strategy:
         return self.optimizer == (S, S)
 
     def reshards(self, sizes: Sequence[int]) -> bool | int | None:
-        """``reshard_after_forward``, and ``_backward``, on a mesh of these ``sizes``; ``None``: as always."""
+        """The ``reshard_after_forward`` and ``reshard_after_backward`` on a mesh of these ``sizes``; ``None``: the
+        defaults."""
         if self.parameters == self.optimizer:
             return None
         holders = math.prod(size for size, kept in zip(sizes, self.parameters, strict=True) if kept is S)
@@ -212,11 +219,11 @@ class Strategy:
 
 
 def strategy_named(strategy: str | Strategy, num_dims: int) -> Strategy:
-    """The row of this name, or that row, for a mesh of ``num_dims`` dimensions.
+    """The strategy with this name, or the given one, for a mesh of ``num_dims`` dimensions.
 
     Raises:
-        TypeError: ``strategy`` is neither.
-        ValueError: there is none of this name, or it is for another number of dimensions.
+        TypeError: ``strategy`` is neither a name nor a ``Strategy``.
+        ValueError: there is no strategy with this name, or it needs another number of dimensions.
     """
     row = STRATEGIES.get(strategy) if isinstance(strategy, str) else strategy
     if row is None:
@@ -225,8 +232,8 @@ def strategy_named(strategy: str | Strategy, num_dims: int) -> Strategy:
         raise TypeError(f"fully_shard(strategy={strategy!r}): expected a name or a Strategy")
     if row.num_dims != num_dims:
         raise ValueError(
-            f"fully_shard(strategy={strategy!r}): it is over {row.num_dims} dimension(s) of a mesh; this one has "
-            f"{num_dims}"
+            f"fully_shard(strategy={strategy!r}): this strategy needs a mesh of {row.num_dims} dimension(s); this one "
+            f"has {num_dims}"
         )
     return row
 
@@ -241,4 +248,4 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
         "hfsdp": Strategy(parameters=(R, S), gradients=(S, S), optimizer=(S, S)),
     }
 )
-"""The rows that have names."""
+"""The named strategies."""

@@ -1,13 +1,13 @@
 """Which parameters a module shows: the sharded ones outside ``forward``, the unsharded ones inside.
 
-For every module that holds parameters of a group there are two prepared ``_parameters`` dicts: the module's own, with
-the sharded parameters, and one with the unsharded parameters in the same slots. A swap assigns the one or the other to
-the module: one write per module, and the only way that Dynamo can trace (entry by entry fails there). Entries that the
-group does not own stand in both dicts. Lists in which a module caches its weights (``nn.RNN._flat_weights``) are
-swapped the same way.
+Every module that holds parameters of a group has two prepared ``_parameters`` dicts: its own, with the sharded
+parameters, and one with the unsharded parameters in the same slots. A swap assigns one or the other to the module. This
+is one write per module, and the only way that Dynamo can trace (swapping entry by entry fails there). Entries that the
+group does not own are in both dicts. Lists in which a module caches its weights (``nn.RNN._flat_weights``) are swapped
+the same way.
 
-A parameter that was replaced, added or removed behind our back is an error that names it: outside forward seen at the
-start of the next iteration, inside forward at the end of the outermost one.
+If the user replaces, adds or removes a parameter, an error names it: a change outside forward raises at the start of
+the next iteration, a change inside forward at the end of the outermost forward.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .kept_tensors import KeptTensors, Namespace
 
 _Parameters = dict[str, "nn.Parameter | None"]
 _LOST_CHANGE = (
-    "forward replaced, added or removed parameters of a sharded module{}. Such a change would be lost when the module "
+    "forward replaced, added or removed parameters of a sharded module{}. This change would be lost when the module "
     "is resharded; change parameters outside forward"
 )
 
 
 class Held:
-    """Some dicts, and what they held, kept once and compared in one pass.
+    """Some dicts and a record of their values, compared in one pass.
 
     Attributes:
-        dicts: as given, the very objects.
-        values: what they held when that was noted last.
+        dicts: the given dict objects themselves.
+        values: their values when ``note`` was last called.
     """
 
     __slots__ = ("_empty", "_known", "_views", "dicts", "values")
@@ -59,13 +59,13 @@ class Held:
         return not any(self._empty) and all(map(is_, chain.from_iterable(self._views), self._known))
 
 
-_END = (object(),)  # behind all values: with more of them, or fewer, it is not where it was
+_END = (object(),)  # comes after all values, so that it is displaced if there are more or fewer of them
 
 
 class ParameterSwap:
     """The prepared dicts of all modules of a group.
 
-    It writes to the modules' ``__dict__``, and holds those of the sharded module(s) themselves weakly: they hold the
+    It writes to the ``__dict__`` of each module. It refers to the sharded module(s) themselves weakly: they hold the
     state that holds this object, and a model must be freed without the garbage collector.
 
     Args:
@@ -76,8 +76,8 @@ class ParameterSwap:
 
     Attributes:
         kept: the tensors that ``forward`` keeps on the group's modules.
-        num_shows: forwards and backwards during which the modules show the unsharded parameters.
-        shown_instead: what ``show_instead`` shows at present, by the id of the unsharded parameter.
+        num_shows: number of running forwards and backwards that make the modules show the unsharded parameters.
+        shown_instead: the tensors that ``show_instead`` shows at present, by the id of the unsharded parameter.
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class ParameterSwap:
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
         self.num_shows, self.shown_instead = 0, dict[int, torch.Tensor]()
-        self.called = IN_GROUP  # how parameters are called in the root, once a root is known
+        self.called = IN_GROUP  # parameter names for messages; those in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
         self.kept = KeptTensors(
             [(module, (*_OWN_ATTRIBUTES, *getattr(module, "__constants__", ()))) for module in fqns], held_weakly=roots
@@ -123,7 +123,7 @@ class ParameterSwap:
             self._namespaces, self._roots, self._owned, self._sharded.dicts, self._unsharded.dicts, strict=True
         ):
             params = {name: handle.unsharded.params[i] for name, (handle, i) in owned.items()}
-            unsharded.clear()  # the same dict: others remember it
+            unsharded.clear()  # keep the same dict object: change detectors hold it
             unsharded.update((name, params.get(name, value)) for name, value in sharded.items())
             by_sharded_param = {id(sharded[name]): param for name, param in params.items()}
             writes: list[tuple[str, Any, Any]] = [("_parameters", sharded, unsharded)]
@@ -141,11 +141,11 @@ class ParameterSwap:
         self._unsharded.note()
 
     def call_parameters(self, names: Names) -> None:
-        """``names``: how the group's parameters are called in the root."""
+        """Set the names of the group's parameters in the root."""
         self.called = names
 
     def watched_dicts(self) -> list[dict[str, Any]]:
-        """The dicts of which an entry that changes between iterations matters: sharded parameters, and submodules."""
+        """The dicts whose changes between iterations matter: sharded parameters and submodules."""
         return [*self._sharded.dicts, *self._children.dicts]
 
     def unsharded_dicts(self) -> list[dict[str, Any]]:
@@ -153,15 +153,15 @@ class ParameterSwap:
         return [*self._unsharded.dicts]
 
     def note_children(self) -> None:
-        """Remember the modules below those of the group, as they are now."""
+        """Record the present submodules of the group's modules."""
         self._children.note()
 
     def children_changed(self) -> bool:
-        """Whether a submodule was added, replaced or removed since."""
+        """Whether a submodule was added, replaced or removed since ``note_children``."""
         return not self._children.is_same()
 
     def slots(self) -> Iterator[tuple[dict[str, Any], str, FlatParamHandle, int]]:
-        """Where the group's parameters stand in the modules' own dicts, and which parameters they are."""
+        """The slots of the group's parameters in the modules' own dicts, with handle and index of each parameter."""
         for owned, sharded in zip(self._owned, self._sharded.dicts, strict=True):
             yield from ((sharded, name, handle, index) for name, (handle, index) in owned.items())
 
@@ -171,14 +171,14 @@ class ParameterSwap:
             self._reconcile()
 
     def is_overridden(self) -> bool:
-        """Whether other values stand in the slots of parameters than ``fully_shard`` has put there."""
+        """Whether parameter slots hold other values than those that ``fully_shard`` put there."""
         return not self.num_shows and not all(map(is_, chain.from_iterable(self._views), self._sharded.values))
 
     def overrides(self) -> dict[int, torch.Tensor]:
-        """Those values, by the id of what the modules would show inside forward.
+        """The other values in parameter slots, by the id of the tensor that the modules would show inside forward.
 
         Raises:
-            NotImplementedError: two names of one (tied) parameter hold different ones.
+            NotImplementedError: two names of one (tied) parameter hold different values.
         """
         found: dict[int, Any] = {}
         for fqn, names, sharded, unsharded in zip(
@@ -195,7 +195,7 @@ class ParameterSwap:
         return {key: value for key, value in found.items() if value is not known[key]}
 
     def take_overrides(self) -> list[tuple[_Parameters, str, Any]]:
-        """Put the prepared values back into the modules' own dicts; what stood there: (dict, name, value)."""
+        """Put the prepared values back into the modules' own dicts. Returns the replaced ones: (dict, name, value)."""
         taken = []
         values = iter(self._sharded.values)
         for names, sharded in zip(self._prepared_names, self._sharded.dicts, strict=True):
@@ -206,8 +206,10 @@ class ParameterSwap:
         return taken
 
     def show_unsharded(self) -> None:
-        """Called before ``forward``, and before backward, where activation checkpointing may run a part of forward
-        again without the hooks. Calls nest."""
+        """Let the modules show the unsharded parameters. Calls nest.
+
+        Called before ``forward``, and also before backward, because activation checkpointing may run a part of forward
+        again there without the hooks."""
         self.num_shows += 1
         if self.num_shows > 1:
             return
@@ -219,10 +221,10 @@ class ParameterSwap:
                 module.__dict__[key] = unsharded
 
     def show_instead(self, others: dict[int, torch.Tensor]) -> Held:
-        """As ``show_unsharded``, with other tensors in the place of unsharded parameters (by the id of these).
+        """Like ``show_unsharded``, but show other tensors instead (keyed by the id of the unsharded parameter).
 
         Returns:
-            What the modules show now, for ``check_shown``; nothing if they showed full ones already.
+            The dicts that the modules show now, for ``check_shown``; empty if they showed full parameters already.
         """
         self.num_shows += 1
         shown: list[dict[str, Any]] = []
@@ -246,7 +248,7 @@ class ParameterSwap:
         return Held(shown)
 
     def check_shown(self, shown: Held) -> None:
-        """Raise if a forward replaced, added or removed what ``show_instead`` has shown."""
+        """Raise if a forward replaced, added or removed a tensor that ``show_instead`` has shown."""
         if not shown.is_same():
             raise RuntimeError(_LOST_CHANGE.format(f", {self.called}"))
 
@@ -267,8 +269,8 @@ class ParameterSwap:
     show_sharded_after_forward = ends_forward(show_sharded)  # called as the first thing after a forward
 
     def restore(self, num_running: int = 0) -> None:
-        """Put the sharded parameters back after an interruption, whatever it left, and throw away what the interrupted
-        forward changed in the modules; but not while forwards of the group are running (``num_running``)."""
+        """Show the sharded parameters again after an interruption, and discard changes of the interrupted forward to
+        the modules; but not while forwards of the group are running (``num_running``)."""
         if num_running:
             self.num_shows = num_running
             return
@@ -286,7 +288,7 @@ class ParameterSwap:
             raise RuntimeError(_LOST_CHANGE.format(f": {changed}"))
 
     def _reconcile(self) -> None:
-        """Accept changes that concern only entries that the group does not own, and that no optimizer would train."""
+        """Accept changes of entries that the group does not own and no optimizer would train; raise for others."""
         changed = self._changed(self._sharded)
         owned = {_join(fqn, name) for fqn, names in zip(self._fqns, self._owned, strict=True) for name in names}
         present = _by_name(self._fqns, self._sharded.dicts)
@@ -299,13 +301,13 @@ class ParameterSwap:
         if refused:
             raise RuntimeError(
                 "parameters of a sharded module were replaced, added or removed after fully_shard(): "
-                f"{', '.join(map(self.called, refused))}. A new value would not be sharded, and would not train: "
-                "change parameters in place (under torch.no_grad()), or before fully_shard()"
+                f"{', '.join(map(self.called, refused))}. A new value would not be sharded and would not train: "
+                "change parameters in place (under torch.no_grad()) or before fully_shard()"
             )
         self.rebuild()
 
     def _changed(self, held: Held) -> list[str]:
-        """Names of the entries that are not what was prepared."""
+        """Names of the entries that differ from the prepared ones."""
         prepared = zip(self._fqns, self._prepared_names, strict=True)
         before = dict(zip((_join(fqn, name) for fqn, names in prepared for name in names), held.values, strict=True))
         now, missing = _by_name(self._fqns, held.dicts), object()
@@ -315,19 +317,19 @@ class ParameterSwap:
 
 
 def caches_parameters(swap: ParameterSwap) -> bool:
-    """Whether modules keep parameters elsewhere too than in their own dicts of these."""
+    """Whether modules also keep parameters outside their ``_parameters``, in lists."""
     return any(key != "_parameters" for _, key, *_ in (*swap._writes, *swap._root_writes))
 
 
-# ---- state dicts
+# ---- State dicts
 
 SHARDED_PARAMS, _ASIDE, _OWN = "_fsdp_compose_sharded_params", "_fsdp_compose_aside", "_fsdp_compose_own"
 _OWN_ATTRIBUTES = (SHARDED_PARAMS, _ASIDE, _OWN, *MARKS)
 
 
 def guard_state_dict(module: nn.Module, fqn: str) -> None:
-    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded parameters at any moment: also
-    inside forward, and after a KeyboardInterrupt, which post-forward hooks miss."""
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded parameters at all times, including
+    inside forward and after a KeyboardInterrupt (which skips post-forward hooks)."""
     if SHARDED_PARAMS not in module.__dict__:
         module.register_state_dict_pre_hook(_show_sharded)
         module.register_state_dict_post_hook(_show_what_was)
@@ -339,8 +341,8 @@ def guard_state_dict(module: nn.Module, fqn: str) -> None:
 
 
 def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """With ``assign=True`` the sharded parameters take over what would be put in their place, and are put there
-    themselves: so that optimizers keep training what the modules use."""
+    """With ``assign=True``, let the sharded parameters take over the values that would replace them, and keep their
+    slots. So optimizers keep training the parameters that the modules use."""
     fqn, sharded_params = module.__dict__[_OWN]
     if metadata.get("assign_to_params_buffers"):
         given = {name: state_dict[prefix + name] for name in sharded_params if prefix + name in state_dict}
@@ -354,13 +356,13 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, meta
 
 
 def sharded_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-    """The parameters of ``module`` itself as ``state_dict()`` sees them: sharded, also inside forward."""
+    """The parameters of ``module`` itself as ``state_dict()`` sees them: sharded, even inside forward."""
     sharded_params: Mapping[str, nn.Parameter | None] = module.__dict__.get(SHARDED_PARAMS, module._parameters)
     return sharded_params
 
 
 class SlotView:
-    """Other values in some of a module's parameter slots, until ``restore``: for ``state_dict()`` too."""
+    """Puts other values into some of a module's parameter slots until ``restore``, for ``state_dict()`` too."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, nn.Parameter]) -> None:
         self._module, attributes = module, module.__dict__
@@ -373,7 +375,7 @@ class SlotView:
     def restore(self) -> None:
         parameters = self._before["_parameters"]
         for name, value in self._module._parameters.items():
-            parameters.setdefault(name, value)  # one that was added meanwhile
+            parameters.setdefault(name, value)  # in case it was added meanwhile
         self._module.__dict__.update(self._before)
 
 
@@ -390,7 +392,7 @@ def _show_what_was(module: nn.Module, *_: Any) -> None:
         module.__dict__["_parameters"] = aside
 
 
-# ---- dicts
+# ---- Names in dicts
 
 
 def _by_name(fqns: Sequence[str], dicts: Sequence[_Parameters]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Where the states of groups are registered, and how to find them in a module tree.
 
-``_get_fsdp_states`` and its relatives are the traversal functions that torch's own FSDP has under these names. This
+``_get_fsdp_states`` and its relatives are traversal functions with the names that they have in torch's own FSDP. This
 file also decides which modules and parameters a new group manages, which of them share a flat parameter, and which
 roots share groups."""
 
@@ -21,7 +21,7 @@ from .state import Root, _FSDPState, state_of
 
 
 def fully_shard(module: list[nn.Module], install: Callable[[_FSDPState], None]) -> Any:
-    """The function known to torch's registry; its name is the API's name there."""
+    """The function that torch's registry knows; its name is the API's name there."""
     install(_registered.state(module[0]))
     return module
 
@@ -31,9 +31,9 @@ _registered: Any = contract(state_cls=_FSDPState)(fully_shard)
 
 
 def register_state(modules: list[nn.Module], install: Callable[[_FSDPState], None]) -> None:
-    """Register one new state on ``modules``, of which none is inside another, and let ``install`` fill it in.
+    """Register one new state on ``modules`` (none may be inside another) and let ``install`` fill it in.
 
-    A failure leaves no trace in the registry.
+    If that raises, the registry is left unchanged.
     """
     try:
         _registered(modules, install)
@@ -49,12 +49,12 @@ def get_state(module: nn.Module) -> _FSDPState | None:
 
 
 def state_of_hooked(module: nn.Module) -> _FSDPState:
-    """As ``get_state``, for a module that has our hooks and therefore a state: on the hot path."""
+    """Like ``get_state``, for a module that has our hooks and therefore a state. On the hot path."""
     state: _FSDPState = module.__dict__[STATE_KEY][_API]  # cast() would be a call
     return state
 
 
-# ---- traversal
+# ---- Traversal
 
 
 def is_compatible(module: nn.Module) -> bool:
@@ -64,8 +64,8 @@ def is_compatible(module: nn.Module) -> bool:
 def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[_FSDPState], list[nn.Module]]:
     """The states in the tree under ``module`` and the module of each.
 
-    Depth first, in the order of ``module.modules()``; each state and each module once, however often it is shared;
-    not descending into a module that an incompatible API manages (torch's ``replicate``).
+    The order is depth first, as in ``module.modules()``. Each state and module comes once, however often it is shared.
+    Modules that an incompatible API (torch's ``replicate``) manages are skipped with everything below them.
     """
     states: list[_FSDPState] = []
     modules: list[nn.Module] = []
@@ -83,18 +83,18 @@ def _get_fsdp_states(module: nn.Module) -> list[_FSDPState]:
 
 
 def _get_fsdp_root_states(module: nn.Module) -> list[_FSDPState]:
-    """Those of ``_get_fsdp_states(module)`` whose module begins iterations; none before the first forward."""
+    """The root states in ``_get_fsdp_states(module)``, whose modules begin iterations; none before a first forward."""
     return [state for state in _get_fsdp_states(module) if state.is_root]
 
 
 def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
-    """The flat parameters of ``_get_fsdp_states(module)``, in that order."""
+    """The flat parameters of ``_get_fsdp_states(module)``, in the same order."""
     return [handle for state in _get_fsdp_states(module) for handle in state._handles]
 
 
 def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
-    """Every state under ``module`` with the name of its module: what the runtime drives. Unlike
-    ``_get_fsdp_states`` it goes everywhere: a sharded child of a replicated parent must run."""
+    """Every state under ``module`` that the runtime drives, with the name of its module. Unlike ``_get_fsdp_states`` it
+    skips nothing: a sharded child of a replicated parent must run."""
     names = {submodule: name for name, submodule in module.named_modules()}
     found: dict[_FSDPState, str] = {}
     for submodule in _walk(module, stop_at_incompatible=False):
@@ -105,8 +105,8 @@ def states_to_run(module: nn.Module) -> list[tuple[_FSDPState, str]]:
 
 
 def modules_to_run(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module under ``module`` with its name, except those that an incompatible API (torch's ``replicate``)
-    manages: that API is responsible for their parameters."""
+    """Every module under ``module`` with its name, except modules that an incompatible API (torch's ``replicate``)
+    manages, because that API is responsible for their parameters."""
     names = {submodule: name for name, submodule in module.named_modules()}
     return [(names[submodule], submodule) for submodule in _walk(module, stop_at_incompatible=True)]
 
@@ -123,12 +123,12 @@ def _walk(module: nn.Module, stop_at_incompatible: bool) -> Iterator[nn.Module]:
         stack.extend(reversed(list(current.children())))
 
 
-# ---- Roots that share groups: actor and critic around one encoder, two losses on one backbone.
+# ---- Roots that share groups: actor and critic around one encoder, two losses on one backbone
 #
-# A program may have several roots: modules whose forwards begin iterations. Where their groups are disjoint, each root
-# has a ``Root`` of its own. Roots that share a group are one ``Root`` together: a use of the shared group in one root's
-# forward must know of its uses in the others', which one backward may reach too. This module finds out which modules
-# these are; ``runtime/lazy_init`` makes the context::
+# A program may have several roots: modules whose forwards begin iterations. Roots with disjoint groups each have a
+# ``Root`` of their own. Roots that share a group have one ``Root`` together, because one backward may reach uses of the
+# shared group in the forwards of several roots. This file finds such roots; ``runtime/lazy_init`` makes their
+# context::
 #
 #     actor   (root)  .--> encoder --> layers[0], layers[1]        one context: actor, encoder, layers..., critic
 #     critic  (root)  '
@@ -136,7 +136,7 @@ def _walk(module: nn.Module, stop_at_incompatible: bool) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class RootModule:
-    """A module whose forward begins iterations, with all groups below it, its own first, and their names."""
+    """A module whose forward begins iterations, with all groups below it and their names; its own group is first."""
 
     module: nn.Module
     groups: list[tuple[_FSDPState, str]]
@@ -151,8 +151,8 @@ class RootModule:
 
 
 def roots_together(module: nn.Module) -> list[RootModule]:
-    """The roots that share groups with ``module``, or with each other, in an order that is the same on all ranks;
-    ``module`` itself first, unless it is a part of another one."""
+    """The roots that share groups with ``module``, directly or through others, in the same order on all ranks.
+    ``module`` comes first, unless it is part of another root."""
     found = [RootModule(module, states_to_run(module))]
     for root in found:  # grows
         for context in contexts_of(root.states):
@@ -169,7 +169,7 @@ def roots_together(module: nn.Module) -> list[RootModule]:
 
 
 def contexts_of(states: list[_FSDPState]) -> list[Root]:
-    """The contexts in which the groups have run so far."""
+    """The ``Root`` objects under which the groups have run so far."""
     found: list[Root] = []
     for state in states:
         if state.root is not None and state.root not in found:
@@ -178,7 +178,7 @@ def contexts_of(states: list[_FSDPState]) -> list[Root]:
 
 
 def _connected(roots: list[RootModule], state: _FSDPState) -> list[RootModule]:
-    """Those that share groups with the roots of ``state``, directly or by way of others."""
+    """The roots that share groups with the roots of ``state``, directly or through others."""
     reached = {state}
     waiting, chosen = list(roots), set()
     while True:
@@ -191,11 +191,11 @@ def _connected(roots: list[RootModule], state: _FSDPState) -> list[RootModule]:
             reached.update(root.states)
 
 
-# ---- The modules and the parameters that a group manages: those below the modules given to one ``fully_shard`` call.
+# ---- The modules and parameters that a group manages: those below the modules given to one ``fully_shard`` call
 
 
 def group_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """The modules of the group with their names, depth first: not below a nested group, nor below a module that an
+    """The modules of the group with their names, depth first, without nested groups and without modules that an
     incompatible API (torch's ``replicate``) manages."""
     names: dict[nn.Module, str] = {}
     roots = [("" if len(modules) == 1 else str(i), module) for i, module in enumerate(modules)]
@@ -225,7 +225,8 @@ def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], l
                 group, owner_fqn = owner_of(param) or ("?", "?")
                 raise ValueError(
                     f"fully_shard(): the parameter {fqn} of this {label} is already in another group, as {owner_fqn} "
-                    f"of the sharded {group}. A parameter can be in one group: shard inner modules before outer ones"
+                    f"of the sharded {group}. A parameter can be in one group only: shard inner modules before outer "
+                    "ones"
                 )
             if owner is not None:
                 continue
@@ -236,7 +237,7 @@ def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], l
 def unsharded_tensors(
     fqns: Mapping[nn.Module, str], managed: Collection[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers of some modules, and those of their parameters that are neither in ``managed`` nor sharded already."""
+    """The buffers of some modules, and their parameters that are neither in ``managed`` nor already sharded."""
     for module, prefix in fqns.items():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             is_sharded = tensor is None or SHARDED_PARAM_ATTRIBUTE in tensor.__dict__ or handle_of(tensor) is not None
@@ -247,8 +248,8 @@ def unsharded_tensors(
 def ties_with_other_groups(
     fqns: dict[nn.Module, str], ignored: set[nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Slots of the modules in which a parameter stands that an earlier call has sharded elsewhere (tied weights), and
-    the sharded parameter that belongs there."""
+    """Slots that hold a parameter which an earlier call has sharded elsewhere (tied weights), with the sharded
+    parameter that belongs there."""
     return [
         (module, name, param.__dict__[SHARDED_PARAM_ATTRIBUTE])
         for module in fqns
@@ -264,8 +265,8 @@ def _stands_below(module: nn.Module, handle: FlatParamHandle) -> bool:
 
 
 def prepare_swap(state: _FSDPState) -> None:
-    """Prepare a group to show its parameters, when its modules are complete: the copy of one, or one that has got other
-    parameters, wherever they stand below its modules."""
+    """Prepare a group to show its parameters, once its modules are complete. Needed for the copy of a group and for a
+    group that has got other parameters, which may be anywhere below its modules."""
     roots = state.live_modules()
     fqns = group_modules(roots)
     managed = {
@@ -278,7 +279,7 @@ def prepare_swap(state: _FSDPState) -> None:
             names = [name for name, param in module._parameters.items() if id(param) in managed]
             for name in names:
                 managed[id(module._parameters[name])].slots.append((module, name))
-            if names and module not in fqns:  # moved here from a nested group, whose modules may keep tensors (losses)
+            if names and module not in fqns:  # came from a nested group; its modules may keep tensors such as losses
                 steps = prefix.split(".")
                 for i in range(len(steps) + 1):
                     name = ".".join(steps[:i])
@@ -286,11 +287,10 @@ def prepare_swap(state: _FSDPState) -> None:
     state.set_swap(ParameterSwap(roots, [*managed.values()], state._handles, fqns))
 
 
-# ---- Which parameters of a group are in one flat parameter: those of one kind, and of a replicated group those of one
-# bucket.
+# ---- Which parameters of a group share a flat parameter: those of one kind; in a replicated group, those of one bucket
 
 
-_FIRST_BUCKET_BYTES = 1 << 20  # small: its reduction begins early in backward, when there is nothing else to wait for
+_FIRST_BUCKET_BYTES = 1 << 20  # small, so that its reduction starts early in backward, when nothing else is in flight
 
 
 def partition(managed: Sequence[ManagedParameter], options: GroupOptions) -> list[list[ManagedParameter]]:
@@ -300,12 +300,12 @@ def partition(managed: Sequence[ManagedParameter], options: GroupOptions) -> lis
         return kinds
     positions = {item.fqn: i for i, item in enumerate(managed)}
     buckets = [bucket for kind in kinds for bucket in _buckets(kind, options.bucket_bytes)]
-    # Backward comes to the last parameters first: a bucket is complete when it has come to the bucket's first.
+    # Backward reaches the last parameters first: a bucket is complete when its first parameter has its gradient.
     return sorted(buckets, key=lambda bucket: -positions[bucket[0].fqn])
 
 
 def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """One part for each (dtype, requires_grad, what else was decided), in the order of their first parameters."""
+    """One list for each (dtype, requires_grad, kind), in the order of their first parameters."""
     kinds: dict[tuple[object, ...], list[ManagedParameter]] = {}
     for item in managed:
         kinds.setdefault((item.parameter.dtype, item.parameter.requires_grad, item.kind), []).append(item)
@@ -313,7 +313,8 @@ def by_kind(managed: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]
 
 
 def _buckets(kind: Sequence[ManagedParameter], bucket_bytes: int) -> list[list[ManagedParameter]]:
-    """Neighbours together, of about ``bucket_bytes``; the last ones first, of which the first bucket is small."""
+    """Buckets of adjacent parameters, about ``bucket_bytes`` each, from the last parameters to the first. The first
+    bucket is small."""
     buckets: list[list[ManagedParameter]] = []
     room = 0
     for item in reversed(kind):

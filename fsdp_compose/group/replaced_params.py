@@ -1,11 +1,11 @@
-"""Parameters that ``fully_shard`` has replaced: whatever still refers to one means the parameter that took its place.
+"""Parameters that ``fully_shard`` has replaced. References to the old object act on the new parameter.
 
-A module may keep its weights elsewhere too (in tuples, dicts, objects of its own or closures), a program keeps lists of
-parameters, and an optimizer may have been built before. Trained through such a reference, the replaced object would
-take gradients that no optimizer sees. So it becomes a proxy without elements: every operation on it is done on the
-parameter that the group's modules show at that moment, unsharded inside the group's forward and sharded outside. An
-operation that the sharded parameter does not have raises, with its name. A graph that was recorded before
-``fully_shard`` raises when its backward arrives here. Optimizers find the sharded parameters at their first step."""
+A module may also keep its weights elsewhere (in tuples, dicts, objects of its own or closures), a program may keep
+lists of parameters, and an optimizer may have been built earlier. If the old object stayed as it was, it would collect
+gradients that no optimizer sees. So it becomes a proxy without elements: every operation on it is done on the parameter
+that the group's modules show at that moment, unsharded inside the group's forward and sharded outside. If the sharded
+parameter lacks an operation, the error names the parameter. If a graph was recorded before ``fully_shard``, its
+backward raises when it arrives here. Optimizers find the sharded parameters at their first step."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ from .state import state_of
 
 # ---- Optimizers that were built before ``fully_shard``: their first step afterwards finds the sharded parameters.
 #
-# ``fully_shard`` replaces every parameter object once. An optimizer that holds the old ones would go on to train what
-# no module uses any more, silently. So every replaced parameter remembers its sharded parameter. The first forward
-# looks for optimizers that hold replaced parameters, and torch's global hook before optimizer steps for those that it
-# missed: the sharded parameters take the place of the replaced ones, together with the state that the optimizer already
-# has.
+# ``fully_shard`` replaces every parameter object once. An optimizer that holds the old objects would silently train
+# parameters that no module uses any more. So every replaced parameter remembers its sharded parameter. The first
+# forward searches for optimizers that hold replaced parameters, and torch's global hook before optimizer steps finds
+# the others. In both cases the sharded parameters replace the old ones in the optimizer, and its state is converted.
 
 
 _grad = attrgetter("grad")
 _SEEN = "_fsdp_compose_generation"
 
-_generation = 0  # counts replaced parameters: an optimizer is looked at once after each
-_replaced: list[weakref.ref[nn.Parameter]] = []  # since live optimizers were looked for
+_generation = 0  # counts replaced parameters, so that an optimizer is checked again only if there are new ones
+_replaced: list[weakref.ref[nn.Parameter]] = []  # replaced since the last search for live optimizers
 
 
 def remember_sharded_param(original: nn.Parameter, sharded: nn.Parameter) -> None:
@@ -71,7 +70,8 @@ def _before_step(optimizer: Optimizer) -> None:
 
 
 def _shard_plain_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Plain gradients that the user has assigned to sharded parameters: taken to be the same on every rank."""
+    """Shard plain gradients that the user has assigned to sharded parameters, assuming that they are equal on all
+    ranks."""
     for param in params:
         grad = param.grad
         if isinstance(param, RaggedDTensor) and type(grad) is torch.Tensor:
@@ -79,10 +79,11 @@ def _shard_plain_gradients(params: Sequence[torch.Tensor]) -> None:
 
 
 def rebind_live_optimizers() -> None:
-    """Rebind every optimizer there is, at the first forward after ``fully_shard``: what looks at an optimizer's
-    parameters before its first step (``zero_grad()``, ``GradScaler``) must find the sharded ones. An optimizer whose
-    state cannot be converted raises when it steps. No optimizer is looked for (0.1 s) unless a replaced parameter is
-    still alive."""
+    """Rebind all live optimizers, at the first forward after ``fully_shard``.
+
+    Code that looks at an optimizer's parameters before its first step (``zero_grad()``, ``GradScaler``) must find the
+    sharded ones. An optimizer whose state cannot be converted raises when it steps. The search takes 0.1 s, so it is
+    skipped if no replaced parameter is still alive."""
     is_any_alive = any(ref() is not None for ref in _replaced)
     _replaced.clear()
     if not is_any_alive:
@@ -94,23 +95,23 @@ def rebind_live_optimizers() -> None:
 
 
 class UnshardableStateError(ValueError):
-    """An optimizer's state cannot be sharded like the parameter it belongs to."""
+    """The state of an optimizer cannot be sharded like its parameter."""
 
 
 def rebind_optimizer(optimizer: Optimizer) -> None:
-    """Put sharded parameters in the place of those that ``fully_shard`` has replaced. No communication.
+    """Replace parameters in an optimizer by the sharded ones that ``fully_shard`` made from them. No communication.
 
-    State that has the shape of its parameter is sharded like it: it is taken to be the same on all ranks, as the
-    parameters were. Other state with more than one element cannot be converted.
+    State with the shape of its parameter is sharded like the parameter; like the parameters, it is assumed to be the
+    same on all ranks. Other state with more than one element cannot be converted.
 
     Raises:
         UnshardableStateError: there is such state; the optimizer is unchanged.
     """
-    # Of parameters with elements to shard, what is one number is no state of an element.
+    # A key with a 0-dim value for some parameter that has dimensions is a counter, not state per element.
     counters = {
         key
         for param, state in optimizer.state.items()
-        if isinstance(param, torch.Tensor)  # some keep state under other keys
+        if isinstance(param, torch.Tensor)  # some optimizers also keep state under other keys
         for key, value in state.items()
         if isinstance(value, torch.Tensor) and value.dim() == 0 and param.dim() > 0
     } | {"step"}
@@ -124,7 +125,7 @@ def rebind_optimizer(optimizer: Optimizer) -> None:
                 if param in optimizer.state:
                     states[sharded] = _sharded_state(optimizer, param, sharded, counters)
     for param_group in optimizer.param_groups:
-        # In place: some optimizers keep the list itself.
+        # In place, because some optimizers keep a reference to the list.
         param_group["params"][:] = [sharded_params.get(param, param) for param in param_group["params"]]
     for param, sharded in sharded_params.items():
         optimizer.state.pop(param, None)
@@ -158,8 +159,8 @@ def _sharded(optimizer: Optimizer, param: torch.Tensor, sharded: RaggedDTensor, 
     group, fqn = param.__dict__.get(OWNER_ATTRIBUTE, ("?", "?"))
     raise UnshardableStateError(
         f"the {type(optimizer).__name__} was built, and has stepped, before fully_shard(): its state {key!r} of shape "
-        f"{tuple(value.shape)} for the parameter {fqn} of the sharded {group}, of shape {tuple(param.shape)}, cannot "
-        "be sharded. Build the optimizer after fully_shard(), or load its state with set_optimizer_state_dict"
+        f"{tuple(value.shape)} for the parameter {fqn} of the sharded {group}, which has shape {tuple(param.shape)}, "
+        "cannot be sharded. Build the optimizer after fully_shard(), or load its state with set_optimizer_state_dict"
     )
 
 
@@ -167,19 +168,19 @@ def _sharded(optimizer: Optimizer, param: torch.Tensor, sharded: RaggedDTensor, 
 
 
 _MRO = RaggedDTensor.__mro__
-# What RaggedDTensor, and the classes of ours that it is made of, have of their own.
+# Everything that RaggedDTensor and our classes above it define themselves.
 _OWN = {name: value for item in reversed(_MRO[: _MRO.index(DTensor)]) for name, value in vars(item).items()}
 
 
 class ParameterProxy(nn.Parameter):
-    """The class of replaced parameters; see the module's opening paragraph."""
+    """The class of replaced parameters; see the head of this file."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = _resolve(args), _resolve(kwargs or {})
         if not (args and isinstance(args[0], RaggedDTensor)):
             return func(*args, **kwargs)
-        # ``func`` is the method, or accessor, of torch.Tensor: RaggedDTensor may have one of its own.
+        # ``func`` is the method or accessor of torch.Tensor; RaggedDTensor may override it.
         name, owner = getattr(func, "__name__", ""), getattr(func, "__self__", None)
         own = _OWN
         if name in own:
@@ -190,7 +191,7 @@ class ParameterProxy(nn.Parameter):
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that a sharded parameter has and an ordinary one has not, such as ``full_tensor``."""
+        """Attributes that a sharded parameter has but an ordinary one lacks, such as ``full_tensor``."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(_shown(self), name)
@@ -199,7 +200,7 @@ class ParameterProxy(nn.Parameter):
         return f"ReplacedParameter, standing for {_shown(self)!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A stand-in for the copy of the sharded parameter."""
+        """A proxy for the copy of the sharded parameter."""
         twin: nn.Parameter | None = memo.get(id(self))
         if twin is None:
             sharded = copy.deepcopy(self.__dict__[SHARDED_PARAM_ATTRIBUTE], memo)
@@ -214,21 +215,21 @@ class ParameterProxy(nn.Parameter):
 
 
 def make_proxy(original: nn.Parameter, sharded: nn.Parameter) -> None:
-    """Make ``original`` stand for ``sharded``, which has taken its place; its memory is freed."""
+    """Make ``original`` a proxy for ``sharded``, which has replaced it, and free its memory."""
     remember_sharded_param(original, sharded)
     if original.requires_grad:
         set_leaf_hooks(original, _refuse_of(original), lambda _: None)
     if is_wrapper(original) or not issubclass(type(original), nn.Parameter):
         return
     if not original.is_inference():
-        increment_version(original)  # a graph that saved it must not compute with what is left
+        increment_version(original)  # a graph that saved it must raise instead of computing with the emptied memory
         with torch.no_grad():
             original.data = _nothing(original.shape, original.dtype, original.device)
     original.__class__ = ParameterProxy
 
 
 def _nothing(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of one element in memory: NaN, where there is one."""
+    """A tensor with one element in memory, which is NaN if the dtype has it."""
     is_number = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
     return torch.full((), torch.nan if is_number else 0, dtype=dtype, device=device).expand(shape)
 
@@ -238,8 +239,8 @@ def _refuse_of(original: nn.Parameter) -> Any:
 
     def refuse(_grad: torch.Tensor) -> None:
         raise RuntimeError(
-            f"a backward reached the parameter {fqn} that fully_shard() of {group} has replaced, through a graph that "
-            "was recorded before: its gradient would be lost. Run the forward after fully_shard()"
+            f"a backward reached the parameter {fqn}, which fully_shard() of {group} has replaced, through a graph "
+            "recorded before that call: its gradient would be lost. Run the forward after fully_shard()"
         )
 
     return refuse
@@ -256,7 +257,7 @@ def _resolve(value: Any) -> Any:
 
 
 def _shown(replaced: nn.Parameter) -> torch.Tensor:
-    """The tensor that the group's modules show in the place of a replaced parameter."""
+    """The tensor that the group's modules show instead of a replaced parameter."""
     sharded: torch.Tensor = replaced.__dict__[SHARDED_PARAM_ATTRIBUTE]
     place = handle_of(sharded)
     state = state_of(place[0]) if place is not None else None

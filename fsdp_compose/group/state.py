@@ -1,4 +1,4 @@
-"""The state of one ``fully_shard`` call, and what the groups below one root share.
+"""The state of one ``fully_shard`` call (``_FSDPState``), and the data that the groups below one root share (``Root``).
 
 A ``_FSDPState`` is registered on its module(s) through torch's composable contract, so that torch's own composable
 APIs and ``fully_shard.state(module)`` see it. It refers to modules weakly: a model is freed with its last reference.
@@ -46,18 +46,19 @@ class _FSDPState(ComposableState):
 
     Attributes:
         modules: weak references to the module, or modules, given to the call.
-        fqn: name of the (first) module, relative to the root, once a root is known; a class name before.
+        fqn: name of the (first) module in the root, once a root is known; before that, a class name.
         mesh: the ranks.
-        options: what the user decides.
-        ignored: parameters below the modules that stay as they are.
-        swap: what the modules show.
-        root: what the groups below one root share; ``None`` before the first forward.
-        place: where the group stands below that root.
-        detector: of the whole root, on the root's own state.
-        code: what the order of collectives knows the group by: its number there, shifted by one; negative before.
-        serial: grows from group to group in the order in which this process makes them; copies keep theirs.
-        progress: of the iteration that is running; ``backward``: of the backward.
-        persistent: what earlier iterations have left to know.
+        options: the options that the user sets.
+        ignored: parameters below the modules that are left as they are.
+        swap: decides which parameters the modules show.
+        root: the data shared by all groups below one root; ``None`` before the first forward.
+        place: the group's position below that root.
+        detector: change detector of the whole root; only on the root's own state.
+        code: the group's number in the order of collectives, shifted by ``KIND_BITS``; negative before it has one.
+        serial: increases from group to group in the order in which this process makes them; copies keep it.
+        progress: state in the running iteration.
+        backward: state in the running backward.
+        persistent: state carried over from earlier iterations.
     """
 
     __slots__ = (
@@ -104,7 +105,7 @@ class _FSDPState(ComposableState):
         ignored: Iterable[nn.Parameter],
         regions: Sequence[Region],
     ) -> None:
-        """Fill in a new state, all but its ``swap``."""
+        """Fill in a new state, except for its ``swap``."""
         self.modules = tuple(weakref.ref(module) for module in modules)
         self.fqn, self.mesh, self.options = fqn, mesh, options
         self.ignored = weakref.WeakSet(ignored)
@@ -113,7 +114,7 @@ class _FSDPState(ComposableState):
         CollectiveLog.of(mesh.peers).register_group(self)
 
     def set_swap(self, swap: ParameterSwap) -> None:
-        """Let the modules show parameters by ``swap`` from now on."""
+        """Make ``swap`` decide which parameters the modules show."""
         self.swap = swap
 
     def set_options(self, **changes: Any) -> None:
@@ -123,34 +124,34 @@ class _FSDPState(ComposableState):
         self.apply_options()
 
     def apply_options(self) -> None:
-        """Let the flat parameters follow the options."""
+        """Apply the options to the flat parameters."""
         for handle in self._handles:
             handle.pending_gradients.apply_options(self.options.reduction)
             handle.unsharded.keep_storage(self.options.keeps_storage)
 
     def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> None:
-        """Run below a root of these peers; see ``DataParallelMesh.run_among``."""
+        """Run below a root with these peers; see ``DataParallelMesh.run_among``."""
         self.mesh = self.mesh.run_among(peers, missing_factor)
         for handle in self._handles:
             handle.run_on(handle.mesh.run_among(peers, missing_factor))
 
     def set_position(self, fqn: str, index: int, is_outermost: bool) -> None:
-        """The group is ``fqn`` below a root now, and the one of this index there."""
+        """Set the group's name and index below its root."""
         self.fqn, options = fqn, self.options
         reshards, stays = options.reshards(is_outermost), options.keeps_after_backward()
         self.place = TreePosition(index, is_outermost, reshards, options.reshards_partially(), stays)
 
     def take_number(self, code: int) -> None:
-        """The order of collectives knows the group by ``code`` from now on."""
+        """Set the group's ``code`` in the order of collectives."""
         self.code = code
 
     def attach_root(self, root: Root, keeps_awaiting: bool) -> None:
-        """Run under ``root`` from now on. ``keeps_awaiting``: backwards of earlier forwards are to come."""
+        """Run under ``root`` from now on. ``keeps_awaiting``: backwards of earlier forwards are still to come."""
         self.root = root
         self.reset(self.progress.awaiting_backward if keeps_awaiting else ())
 
     def set_detector(self, detector: ParameterDetector) -> None:
-        """Have a new picture of what the user may change in the whole root."""
+        """Set the object that detects the user's changes in the whole root."""
         self.detector = detector
 
     def reset(self, awaiting_backward: Sequence[int] = ()) -> None:
@@ -164,7 +165,7 @@ class _FSDPState(ComposableState):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the modules can show the group's parameters: a copy's are prepared at its first forward."""
+        """Whether the modules can show the group's parameters; a copy is prepared only at its first forward."""
         return bool(self.swap)
 
     @property
@@ -182,8 +183,7 @@ class _FSDPState(ComposableState):
         return self.root is not None and self.root.forward.depth > 0
 
     def after_publication(self, call: Callable[[], None]) -> None:
-        """Make ``call`` when the gradients of the backward that is running are published; now if no backward of the
-        root is running."""
+        """Call ``call`` when the gradients of the running backward are published, or now if no backward is running."""
         backward = None if self.root is None else self.root.backward
         if backward is None:
             call()
@@ -200,37 +200,38 @@ class _FSDPState(ComposableState):
         return self.fqn or "(root)"
 
     def shard_versions(self) -> list[int]:
-        """Changes with every write to a sharded parameter; see Note [Version counters]."""
+        """Version counters that change with every write to a sharded parameter; see Note [Version counters]."""
         versions = [*map(_shard_version, self._handles)]
-        if segment_owners:  # a write to a flat view that is a DTensor does not count at the shard
+        if segment_owners:  # a write to a flat view that is a DTensor does not raise the version of the shard
             versions += [item.parameter._version for handle in self._handles for item in handle.segments]
         return versions
 
     def check_versions(self, versions: list[int]) -> None:
-        """Raise if a shard was written to since a forward, when they had ``versions``."""
+        """Raise if a shard was written to since a forward, when the shards had these ``versions``."""
         if self.shard_versions() != versions:
             raise RuntimeError(
                 f"parameters of the fully_shard group {self.name} were modified (optimizer.step()?) between a "
-                "forward and its backward, whose gradients would be wrong: run backward before the step, or "
-                "forward again after it"
+                "forward and its backward, so the gradients would be wrong: run backward before the step, or "
+                "run forward again after it"
             )
 
     def refuse_unseen_backward(self) -> None:
-        """Raise if backward has entered the group before any of its hooks: it may have computed with memory that was
-        freed, or that an all-gather was still filling. Where such memory refuses access, it has not: what it computed
-        without the parameters (the gradient of a bias) is right."""
+        """Raise if backward has entered the group before any of the group's hooks ran.
+
+        It may have computed with memory that was freed, or that an all-gather was still filling. If such memory refuses
+        access (``is_guarded``), this cannot happen: gradients that need no parameters (that of a bias) are correct."""
         if self.persistent.is_unhooked or not self.place.reshards_after_forward:
             return
         for handle in self._handles:
             if not (handle.unsharded.memory.is_guarded or handle.unsharded.never_freed) and handle.unsharded.has_grad():
                 raise RuntimeError(
-                    f"a backward entered the fully_shard group {self.name} past its module's outputs, where its "
-                    "parameters were not gathered: its gradients are wrong, and none was published. Let forward return "
-                    "every tensor that a loss is computed from, or keep it as an attribute of the module"
+                    f"a backward entered the fully_shard group {self.name} without passing its module's outputs, while "
+                    "its parameters were not gathered: its gradients are wrong, and none was published. Return every "
+                    "tensor that a loss needs from forward, or keep it as an attribute of the module"
                 )
 
     def call_parameters(self, names: Names) -> None:
-        """``names``: how the group's parameters are called in the root, for messages."""
+        """Set the names of the group's parameters in the root, for messages."""
         self.swap.call_parameters(names)
         whole_group = self.name if len(self._handles) == 1 else ""
         for handle in self._handles:
@@ -239,18 +240,17 @@ class _FSDPState(ComposableState):
                 mark_owner(sharded, self.name, name)
 
     def check_after_forward(self) -> None:
-        """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one: the change would
-        be lost when the group is resharded."""
+        """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one. Such a change
+        would be lost when the group is resharded."""
         self.swap.check_unsharded_slots()
         for handle in self._handles:
             if handle.unsharded.was_written():
                 handle.unsharded.forgive_write()
                 names = ", ".join(handle.names)
                 raise RuntimeError(
-                    f"a parameter of the fully_shard group {self.name} was modified in place inside forward; the edit "
-                    "would be lost when the group is resharded. It is one of "
-                    f"{names}. Modify parameters outside forward (the sharded parameters are "
-                    "authoritative), or keep what changes in forward in a buffer"
+                    f"a parameter of the fully_shard group {self.name} was modified in place inside forward; the "
+                    f"change would be lost when the group is resharded. It is one of {names}. Modify the (sharded) "
+                    "parameters outside forward, or keep values that change in forward in a buffer"
                 )
 
     def live_modules(self) -> list[nn.Module]:
@@ -265,8 +265,8 @@ class _FSDPState(ComposableState):
         self.apply_options()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:
-        """The state of a copy of the group's modules, which are being copied: a group of its own, that has run nothing.
-        ``swap`` is prepared when the copies are complete: at their first forward."""
+        """The state for a copy of the group's modules, which are being copied: a group of its own that has not run yet.
+        Its ``swap`` is prepared when the copies are complete, at their first forward."""
         root = self.root
         is_in_backward = root is not None and (root.backward is not None or root.failed_backward is not None)
         if self.progress.running_forwards or self.backward.active_uses or is_in_backward:
@@ -285,8 +285,8 @@ class _FSDPState(ComposableState):
 
     def __reduce__(self) -> Any:
         raise NotImplementedError(
-            f"a module with the fully_shard group {self.name} cannot be pickled, nor saved whole by torch.save(): its "
-            "process groups exist in this process only. Save model.state_dict(), with torch.distributed.checkpoint"
+            f"a module with the fully_shard group {self.name} cannot be pickled or saved whole by torch.save(): its "
+            "process groups exist only in this process. Save model.state_dict() with torch.distributed.checkpoint"
         )
 
     def __repr__(self) -> str:
@@ -294,7 +294,7 @@ class _FSDPState(ComposableState):
 
 
 class ParameterDetector(Protocol):
-    """What the user may change between iterations, or inside forward; see ``change_detection``."""
+    """Detects the user's changes between iterations or inside forward; see ``change_detection``."""
 
     def is_unchanged(self) -> bool: ...
 
@@ -314,7 +314,7 @@ class ParameterDetector(Protocol):
 
 
 class _Detectors:
-    """Those of several roots, as one."""
+    """The detectors of several roots, as one."""
 
     def __init__(self, detectors: list[ParameterDetector]) -> None:
         self._detectors = detectors
@@ -349,25 +349,26 @@ class _Detectors:
 class Root:
     """The data that the groups below one root share, driven by the runtime.
 
-    Each state refers to its root; the root refers to its states weakly, so that nothing here keeps a model.
+    Each state refers to its root. The root refers to its states weakly, so that it does not keep a model alive.
 
     Attributes:
         states: every group of the root, by index; the root's own is first.
-        parts: the same, by root: several roots that share groups are one here (see ``registry``).
+        parts: the same groups, by root module: roots that share groups have one ``Root`` (see ``registry``).
         communicator: streams and reduce buffers.
-        exchange: the control exchange; ``used_starts``: where in its ``used`` the parameters of each handle begin.
-        forward_exchange: the exchange at the end of forwards that have looked for unseen writes, of the size of the
-            other one, so that the two meet where ranks differ.
-        generation: of the module tree, when ``states`` was collected.
-        order: of the collectives of its process group.
-        number: of the root among those of its process group, from 1.
-        num_forwards: top-level forwards so far.
-        records: of the last forward of each module, by the index of its group.
-        forward: the present (or last) top-level forward.
-        backward: the one that is running, if one is.
-        failed_backward: one that ended in an exception, until what it left has been thrown away.
+        exchange: the control exchange at the end of backward.
+        used_starts: where the parameters of each handle begin in the exchange's ``used``.
+        forward_exchange: the exchange at the end of forwards that have checked for untracked writes. It has the size of
+            ``exchange``, so that the two pair up if ranks differ.
+        generation: generation of the module tree when ``states`` was collected.
+        order: the order of collectives on its process group.
+        number: number of the root on its process group, from 1.
+        num_forwards: number of top-level forwards so far.
+        records: record of the last forward of each module, by the index of its group.
+        forward: the current (or most recent) top-level forward.
+        backward: the running backward, if there is one.
+        failed_backward: a backward that ended in an exception, until its remains are discarded.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
-        rounds: where ranks agree on groups that they may skip; ``None`` if there are no such groups.
+        rounds: the agreement of ranks on groups that they may skip; ``None`` if there are no such groups.
     """
 
     __slots__ = (
@@ -429,7 +430,7 @@ class Root:
     def begin_forward(
         self, outermost: int, caller: FrameType | None, is_given: bool, task: int, num_backwards: int
     ) -> None:
-        """Begin a top-level forward of the group of index ``outermost``; for the others see ``Forward``."""
+        """Begin a top-level forward of the group with index ``outermost``; for the other arguments see ``Forward``."""
         record, previous = self.forward.record, self.forward.previous
         self.num_forwards += 1
         if record.begun:
@@ -444,7 +445,7 @@ class Root:
         return self.backward
 
     def end_backward(self) -> Backward:
-        """The backward that was running, which has ended."""
+        """End the running backward, and return it."""
         assert self.backward is not None
         backward, self.backward = self.backward, None
         self.recomputed.clear()
@@ -453,7 +454,7 @@ class Root:
         return backward
 
     def fail_backward(self, backward: Backward) -> None:
-        """``backward`` has ended in an exception: what it has left is to be thrown away."""
+        """Note that ``backward`` has ended in an exception and its remains must be discarded."""
         if self.backward is backward:
             self.backward = None
         if self.failed_backward is not None:
@@ -462,28 +463,30 @@ class Root:
         self.failed_backward = backward
 
     def has_one_group(self) -> bool:
-        """Whether one group has all the parameters."""
+        """Whether a single group has all the parameters."""
         return len([state for state in self.live_states() if state._handles]) == 1
 
     def has_backward_to_come(self) -> bool:
-        """Whether a backward is running, or may come to a forward that has run."""
+        """Whether a backward is running, or may still reach a forward that has run."""
         return self.backward is not None or any([state.progress.awaiting_backward for state in self.live_states()])
 
     def phase(self) -> str:
-        """What it is in, as text; empty between iterations."""
+        """The phase that the root is in, as text; empty between iterations."""
         if self.backward is not None:
             return f"the backward after forward {self.num_forwards}"
         return f"forward {self.num_forwards}" if self.forward.depth > 0 else ""
 
     @property
     def has_added(self) -> bool:
-        """Whether older gradients are lost with those of a backward that is running, or has failed."""
+        """Whether discarding the running or failed backward also loses older gradients."""
         return any(item is not None and item.has_added for item in (self.backward, self.failed_backward))
 
     @property
     def detector(self) -> ParameterDetector | None:
-        """A ``ChangeDetector`` over what the user may change between iterations; ``None`` when the root module is gone.
-        The root's own state keeps it: it refers to modules, which refer to their states, which refer to this root."""
+        """The ``ChangeDetector`` of all groups; ``None`` if the root module no longer exists.
+
+        It is kept on the root's own state, not here: it refers to modules, which refer to their states, which refer to
+        this root, and the cycle would keep the model alive."""
         if len(self.parts) == 1:
             owner = self.states[0]()
             return None if owner is None else owner.detector
@@ -493,24 +496,24 @@ class Root:
 
     @property
     def mesh(self) -> DataParallelMesh:
-        """That of the most peers: all ranks that run the root together."""
+        """The mesh with the most peers: all ranks that run the root together."""
         return widest_mesh(self.live_states())
 
     @property
     def data_mesh(self) -> DataParallelMesh:
-        """That of the most data ranks: all that have a batch of their own."""
+        """The mesh with the most data ranks: all ranks that have a batch of their own."""
         return max((state.mesh for state in self.live_states()), key=attrgetter("data_world_size"))
 
     @property
     def label(self) -> str:
-        """The name of the root in messages, where there are several."""
+        """The name of the root in messages, for programs that have several."""
         owner = self.states[0]()
         names = [] if owner is None else [type(module).__name__ for module in owner.live_modules()]
         return f"model {self.number} ({', '.join(names)})"
 
     @property
     def is_dead(self) -> bool:
-        """Whether an iteration was interrupted, at a moment when no forward and no backward is running."""
+        """Whether an iteration was interrupted; only meaningful while no forward and no backward is running."""
         forward = self.forward
         return bool(forward.depth > 0 or forward.has_failed or self.backward or self.failed_backward)
 
@@ -519,10 +522,10 @@ class Root:
 
 
 def widest_mesh(states: Sequence[_FSDPState]) -> DataParallelMesh:
-    """The mesh, among those of some groups, of the most peers; the first of several."""
+    """The mesh with the most peers among the meshes of some groups; the first of several."""
     return max((state.mesh for state in states), key=lambda mesh: mesh.peers.size())
 
 
 def state_of(handle: FlatParamHandle) -> _FSDPState | None:
-    """The group that a flat parameter belongs to."""
+    """The group that owns a flat parameter."""
     return cast("_FSDPState | None", None if handle.owner is None else handle.owner())

@@ -1,16 +1,17 @@
-"""Parameters tied across groups: one parameter in modules of several groups, each sharded by a call of its own.
+"""Parameters tied across groups: one parameter in modules of several groups, each sharded by its own call.
 
-A call that meets a parameter which an earlier call has sharded puts the sharded parameter into its slot (``registry``).
-Here, at the first forward of the root, the parameter moves to the innermost group around all modules that use it: which
-keeps it unsharded from the first use to the last, and reduces its gradient once, after all of them::
+If an earlier call has already sharded a parameter, the next call puts the sharded parameter into its slot
+(``registry``). At the first forward of the root, this file moves the parameter to the innermost group that encloses all
+modules that use it. That group keeps it unsharded from the first use to the last, and reduces its gradient once, after
+all uses::
 
     root (head)                 root (embed.weight = head.weight, head.bias)
      |- embed (weight) ---.      |- embed ()
      |- blocks ...         > ->  |- blocks ...
      `- head.weight = -----'
 
-A module shows the parameters of one group: what else stands in a module with a tied parameter moves with it. The
-sharded parameters stay the same objects, so that optimizers need not know.
+A module shows the parameters of one group, so the other parameters of a module with a tied parameter move with it. The
+sharded parameters stay the same objects, so optimizers are not affected.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .state import _FSDPState, state_of
 
 @dataclass(frozen=True)
 class Move:
-    """Parameters, with their names in the root, that go to another group."""
+    """Parameters that move to another group, with their names in the root."""
 
     sharded_params: dict[nn.Parameter, str]
     target: _FSDPState
@@ -41,16 +42,16 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
         states: every group below it, outer ones first.
 
     Raises:
-        ValueError: no group is around all modules that share a parameter; or the parameter has a gradient.
+        ValueError: no group encloses all modules that share a parameter, or the parameter has a gradient.
     """
     group_around = {module: state for state in states for module in group_modules(state.live_modules())}
     names = {module: name for name, module in root.named_modules()}
-    # Where each parameter stands, and what stands in each module.
+    # The modules that hold each parameter, and the parameters that each module holds.
     places: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for module in group_around:
         for name, param in module._parameters.items():
             if param is not None and handle_of(param) is not None:
-                prefix = names.get(module, type(module).__name__)  # of a group of modules, one may be outside the root
+                prefix = names.get(module, type(module).__name__)  # a module of a group may be outside the root
                 fqn = f"{prefix}.{name}" if prefix else name
                 places.setdefault(param, {})[module] = fqn
     inside: dict[nn.Module, list[nn.Parameter]] = {}
@@ -68,8 +69,8 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
         target = _innermost_around(modules, states, root)
         if target is None or any(_group_of(sharded) not in states for sharded in together):
             raise ValueError(
-                f"{_names_of_ties(together, places, states)}: tied weights of modules in different fully_shard groups, "
-                "and no fully_shard'ed module whose forward runs contains all of these groups: call fully_shard() on "
+                f"{_names_of_ties(together, places, states)}: these weights are tied across fully_shard groups, but no "
+                "fully_shard'ed module whose forward runs contains all of these groups: call fully_shard() on "
                 "their common parent too (and run that one first), or shard them in one call, fully_shard([a, b])"
             )
         moved = {sharded: fqn for sharded, fqn in together.items() if _group_of(sharded) is not target}
@@ -77,14 +78,14 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
             place = handle_of(sharded)
             if place is not None and place[0].segments:
                 raise ValueError(
-                    f"{fqn} is tied across fully_shard groups, or stands in a module with a parameter that is, and "
-                    "moves to another group at this first forward; but flat_parameters() has put it into a flat "
-                    "view already: call flat_parameters() after a first forward"
+                    f"{fqn} is tied across fully_shard groups, or is in a module with a parameter that is, so it "
+                    "must move to another group at this first forward; but flat_parameters() has already put it "
+                    "into a flat view: call flat_parameters() after a first forward"
                 )
             if sharded.grad is not None:
                 raise ValueError(
-                    f"{fqn} is tied across fully_shard groups, or stands in a module with a parameter that is, and has "
-                    "a gradient, which would be lost now that it moves to another group: call zero_grad() first"
+                    f"{fqn} is tied across fully_shard groups, or is in a module with a parameter that is, and has "
+                    "a gradient, which would be lost when it moves to another group: call zero_grad() first"
                 )
         if moved:
             moves.append(Move(moved, target))
@@ -94,7 +95,7 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
 def _together(
     param: nn.Parameter, places: dict[nn.Parameter, dict[nn.Module, str]], inside: dict[nn.Module, list[nn.Parameter]]
 ) -> dict[nn.Parameter, str]:
-    """The parameters that must be in one group with ``param``, each with a name: a module shows those of one group."""
+    """The parameters that must be in the same group as ``param`` (a module shows those of one group), with names."""
     found: dict[nn.Parameter, str] = {}
     waiting = [param]
     while waiting:
@@ -122,8 +123,8 @@ def _names_of_ties(
 
 
 def _innermost_around(modules: set[nn.Module], states: Sequence[_FSDPState], root: nn.Module) -> _FSDPState | None:
-    """The innermost group through whose modules every way from the root to ``modules`` leads: a module that stands in
-    several places may be called in each of them."""
+    """The innermost group that lies on every path from the root to ``modules``. All paths count, because a module that
+    is in several places may be called in each of them."""
     around = None
     for state in states:
         tops = state.live_modules()
@@ -134,7 +135,7 @@ def _innermost_around(modules: set[nn.Module], states: Sequence[_FSDPState], roo
 
 
 def _reachable(module: nn.Module, without: set[nn.Module]) -> set[nn.Module]:
-    """The modules below ``module`` that can be reached past those in ``without``."""
+    """The modules below ``module`` that can be reached without passing through those in ``without``."""
     found: set[nn.Module] = set()
     waiting = [module]
     while waiting:
@@ -146,13 +147,13 @@ def _reachable(module: nn.Module, without: set[nn.Module]) -> set[nn.Module]:
 
 
 def apply_moves(moves: Iterable[Move]) -> None:
-    """Plan the flat parameters of the groups concerned anew, with the present elements.
+    """Rebuild the flat parameters of the affected groups, with their present elements.
 
     Ranks: all ranks of the mesh; every parameter of these groups is all-gathered once.
     """
     for move in moves:
         donors = [group for group in dict.fromkeys(map(_group_of, move.sharded_params)) if group is not None]
-        # They keep the sharded parameters' gradient hooks until the target has them.
+        # The old handles keep the sharded parameters' gradient hooks alive until the target has them.
         before = [donor._handles for donor in donors]
         for donor in donors:
             _plan_anew(donor, [sharded for sharded in _sharded_params_of(donor) if sharded not in move.sharded_params])
@@ -176,7 +177,7 @@ def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> Non
 
 
 def _kind_in(state: _FSDPState, sharded: nn.Parameter) -> ParameterKind:
-    """The kind of a parameter that is about to be in the group of ``state``."""
+    """The kind that a parameter gets in the group of ``state``."""
     place, group = handle_of(sharded), _group_of(sharded)
     assert place is not None and group is not None
     return place[0].kind.in_group(group.options.mp_policy, state.options.mp_policy)

@@ -1,4 +1,4 @@
-"""Gradient clipping with one collective, over whole flat gradients where it can be."""
+"""Gradient clipping with one collective, which works on whole flat gradients where possible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..flat import (
 )
 from ..ragged import accurate_dtype, combine_norms, finish_norm, partial_norm
 
-# On the CPU a norm of fp32 adds up in fp32, one element after the other: pieces of this length keep it accurate.
+# On the CPU the norm of an fp32 tensor is summed in fp32, element by element. Pieces of this length keep it accurate.
 _PIECE_NUMEL = 1 << 16
 
 _Groups = tuple[dist.ProcessGroup, ...]
@@ -39,28 +39,29 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm, over all parameters together, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` (which is right on sharded parameters too), but with one all-reduce of one
-    number for all sharded parameters of a mesh (for each of its dimensions), and with one kernel for each flat gradient
-    of which all parameters are given. Half-precision gradients are summed in fp32.
+    Does the same as ``torch.nn.utils.clip_grad_norm_`` (which is also correct on sharded parameters), but with a single
+    all-reduce of one number per mesh dimension for all sharded parameters of the mesh, and with one kernel per flat
+    gradient if all of its parameters are passed. Half-precision gradients are summed in fp32.
 
     Ranks: all ranks of the mesh, with the same parameters.
 
     Args:
-        parameters: sharded parameters, those that ``fully_shard`` has replaced by them, what ``flat_parameters()``
-            returns (also with ``local=True``), other DTensors, and plain tensors, which count as they are on this rank.
-        max_norm: of the gradients after clipping.
+        parameters: sharded parameters, the original parameters that ``fully_shard`` replaced, the result of
+            ``flat_parameters()`` (also with ``local=True``), other DTensors, and plain tensors. Of a plain tensor, the
+            gradient on this rank counts.
+        max_norm: the largest norm that the gradients may have after clipping.
         norm_type: order of the norm: ``inf`` for the largest magnitude; 0 counts the tensors that are not zero.
-        error_if_nonfinite: raise, on every rank, if the norm is NaN or infinite; gradients are unchanged.
+        error_if_nonfinite: raise, on every rank, if the norm is NaN or infinite, and leave the gradients unchanged.
 
     Returns:
-        The norm before clipping: a 0-dim tensor, equal on every rank.
+        The norm before clipping: a 0-dim tensor, the same on every rank.
 
     Raises:
-        RuntimeError: the norm is not finite, and ``error_if_nonfinite``; or a gradient has not been reduced yet.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set, or a gradient has not been reduced yet.
     """
     if PLAIN_SHARDED_PARAMS:
         raise RuntimeError(
-            "clip_grad_norm_() needs sharded parameters that know they are sharded, so torch 2.12 or newer; this is "
+            "clip_grad_norm_() needs torch 2.12 or newer, where parameters know that they are sharded; this is "
             f"torch {torch.__version__}"
         )
     if isinstance(parameters, torch.Tensor):
@@ -74,9 +75,9 @@ def clip_grad_norm_(
     partials = []
     by_groups = {groups: [_partial_norm(locals_, order)] for groups, locals_ in found.locals_by_groups.items()}
     while by_groups:
-        groups = max(by_groups, key=len)  # of equally long ones the first
+        groups = max(by_groups, key=len)  # the first of several equally long ones
         partial = _together(by_groups.pop(groups), order)
-        if groups:  # over the innermost, and then with what the ranks of the others hold the rest of
+        if groups:  # combine over the innermost group, then with tensors whose other parts the outer groups hold
             combine_norms(partial, order, groups[-1])
             by_groups.setdefault(groups[:-1], []).append(partial)
         else:
@@ -91,7 +92,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; to "
-            "clip them nevertheless, pass error_if_nonfinite=False"
+            "clip them anyway, pass error_if_nonfinite=False"
         )
     found.scale_((max_norm / (total + 1e-6)).clamp(max=1.0))
     return total
@@ -100,13 +101,15 @@ def clip_grad_norm_(
 class _Gradients:
     """The gradients of some parameters, as tensors of this rank.
 
-    A handle whose sharded parameters are all given, each once, is taken as a whole, if every gradient is our view of
-    the flat gradient: what belongs to no gradient there (padding, unused parameters) is zero.
+    If all sharded parameters of a handle are given, each once, and every gradient is our view of the flat gradient,
+    the flat gradient is used as a whole. This is correct because all other elements in it (padding, unused parameters)
+    are zero.
 
     Attributes:
-        locals_by_groups: the tensors to take norms of, by the process groups whose ranks hold the rest; none for
-            tensors that this rank has alone. In the order of the parameters, which all ranks share.
-        unfinished: DTensors that still await a reduction.
+        locals_by_groups: the tensors to take norms of, keyed by the process groups whose ranks hold the remaining
+            parts; the key is empty for tensors that only this rank has. The order is that of the parameters, which is
+            the same on all ranks.
+        unfinished: DTensors that still need a reduction.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], order: float) -> None:
@@ -131,7 +134,7 @@ class _Gradients:
                 continue
             following = start + len(handle.sharded_params)
             if following <= len(params) and all(map(is_, params[start:following], handle.sharded_params)):
-                self._add_whole(handle)  # in our order: nothing to remember
+                self._add_whole(handle)  # in our order, so there is nothing to remember
                 i = following
             elif self._are_given_once(handle.snapshot.ids, params):
                 self._add_whole(handle)
@@ -156,7 +159,7 @@ class _Gradients:
             for (device, _), locals_ in by_kind.items():
                 foreach_mul_(locals_, scale.to(device))
             for gradient in self._whole:
-                gradient.zero_unpublished()  # zero times NaN
+                gradient.zero_unpublished()  # their zeros became NaN if the scale is NaN
 
     def _follow(self, handle: FlatParamHandle) -> None:
         self._followed.add(handle)
@@ -173,14 +176,14 @@ class _Gradients:
             self._add_parts(handle, range(len(handle.sharded_params)), flat)
 
     def _add_parts(self, handle: FlatParamHandle, sharded_params: range, local: torch.Tensor) -> None:
-        """Take norms of a part of a flat gradient, ``local``, which is that of some neighbours."""
+        """Take norms of ``local``, the part of a flat gradient that belongs to these adjacent parameters."""
         if handle.tensor_parallel is not None:
             for groups, indices in handle.tensor_parallel.by_groups(sharded_params).items():
                 parts = handle.gradient.published_locals(indices)
                 if parts:
                     self._locals_of((handle.mesh.shard_group, *groups)).extend(parts)
             return
-        # Of negative orders zeros are not neutral.
+        # Zeros (padding, unused parameters) would change a norm of negative order.
         parts = [local] if self._order >= 0 else handle.gradient.published_locals(sharded_params)
         self._locals_of((handle.mesh.shard_group,)).extend(parts)
 
@@ -212,7 +215,7 @@ class _Gradients:
 
 
 def _together(partials: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """Several results of ``_partial_norm`` as one."""
+    """Combine several results of ``_partial_norm`` into one."""
     if order == 0:
         return torch.cat([*partials])
     if len(partials) == 1:
@@ -222,8 +225,8 @@ def _together(partials: Sequence[torch.Tensor], order: float) -> torch.Tensor:
 
 
 def _partial_norm(locals_: list[torch.Tensor], order: float) -> torch.Tensor:
-    """The part of the norm of all ``locals_`` together that adds up over the ranks; in fp32, or fp64 if one of them is.
-    Of order 0: how many elements of each are not zero."""
+    """The part of the common norm of all ``locals_`` that ranks add up; in fp32, or in fp64 if one of them is fp64.
+    For order 0, the number of nonzero elements of each."""
     device, dtype = locals_[0].device, torch.float32
     if order == 0:
         return torch.stack([local.count_nonzero().to(device, dtype) for local in locals_])

@@ -1,9 +1,9 @@
 """Flat views for optimizers: a few tensors instead of thousands of sharded parameters.
 
-``flat_parameters`` makes them (``FlatSegment``); ``ShardedGradient`` gives them gradients and notices what the user
-does to those. Two global hooks surround optimizer steps. The one before refuses optimizers that would give wrong
-results on flat views, and brings gradients together; the one after notes the step where a backward will look for it.
-Which optimizers treat every element alike, and may therefore train flat views, is decided at the start of this file."""
+``flat_parameters`` makes them (``FlatSegment``). ``ShardedGradient`` gives them gradients and notices when the user
+changes those. Two global hooks surround optimizer steps: the first refuses optimizers that would compute wrong results
+on flat views, and copies gradients that the user assigned; the second records the step, for the version check of the
+next backward. The start of this file decides which optimizers treat every element alike and may train flat views."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..flat import (
 from ..group import _get_fsdp_states, after_every_step, before_every_step
 from ..ragged import note_write_of_all_ranks
 
-# ---- Which optimizers treat every element alike: they alone may train flat views.
+# ---- Optimizers that treat every element alike: only these may train flat views.
 
 
 _Class = TypeVar("_Class", bound=type[Optimizer])
@@ -39,17 +39,17 @@ elementwise_classes: list[type[Optimizer]] = [
 _REFUSED: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "it keeps averages of the rows and columns of each parameter",
     torch.optim.Muon: "it orthogonalises each parameter as a matrix",
-    torch.optim.LBFGS: "it gathers the whole gradient, and its history, on every rank, where flat views gain "
-    "nothing, and takes inner products over it, which are wrong on local ones",
+    torch.optim.LBFGS: "it gathers the whole gradient and its history on every rank, so flat views gain nothing, "
+    "and its inner products are wrong on local tensors",
     torch.optim.SparseAdam: "it takes sparse gradients only",
 }
 
 
 def declare_elementwise(optimizer: _Class) -> _Class:
-    """Declare that a class of optimizers, and its subclasses, can train flat views: what it does to an element
-    depends on the gradients and the state of that element only, never on a parameter's shape, norm or name.
+    """Declare that an optimizer class and its subclasses can train flat views: how they update an element depends only
+    on the gradient and state of that element, never on the shape, norm or name of its parameter.
 
-    Usable as a decorator. Ranks: no communication.
+    Can be used as a decorator. Ranks: no communication.
 
     Args:
         optimizer: a subclass of ``torch.optim.Optimizer``.
@@ -58,14 +58,16 @@ def declare_elementwise(optimizer: _Class) -> _Class:
         ``optimizer``.
 
     Raises:
-        TypeError: it is no such class.
-        ValueError: it is, or inherits from, one of ``torch.optim`` that is known not to be element-wise.
+        TypeError: ``optimizer`` is not such a class.
+        ValueError: it is, or inherits from, an optimizer of ``torch.optim`` that is known not to be element-wise.
     """
     if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
         raise TypeError(f"declare_elementwise(): expected a subclass of torch.optim.Optimizer, got {optimizer!r}")
     for refused, reason in _REFUSED.items():
         if issubclass(optimizer, refused):
-            raise ValueError(f"declare_elementwise({optimizer.__name__}): {refused.__name__} is not: {reason}")
+            raise ValueError(
+                f"declare_elementwise({optimizer.__name__}): {refused.__name__} is not element-wise: {reason}"
+            )
     elementwise_classes.append(optimizer)
     return optimizer
 
@@ -85,8 +87,8 @@ def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
         if isinstance(optimizer, refused):
             raise TypeError(f"{kind.__name__} cannot {what}: {reason}. {remedy}")
     raise TypeError(
-        f"{kind.__name__} was to {what}, but is not known to treat every element alike: if what it does "
-        "does not depend on the shapes or norms of parameters, declare it with "
+        f"{kind.__name__} was asked to {what}, but is not known to treat every element alike: if its updates "
+        "do not depend on the shapes or norms of parameters, declare it with "
         f"fsdp_compose.declare_elementwise({kind.__name__}). {remedy}"
     )
 
@@ -103,52 +105,53 @@ def flat_parameters(
     *,
     local: bool = False,
 ) -> list[nn.Parameter]:
-    """The trainable parameters of a sharded model as few flat tensors, for an optimizer whose steps then cost the host
-    next to nothing.
+    """Return the trainable parameters of a sharded model as a few flat tensors, so that an optimizer step costs the
+    host next to nothing.
 
-    Each of these *flat views* is a leaf parameter over the memory of the sharded parameters themselves: a step of the
-    one is a step of the other, and ``state_dict()`` of the model is the same as without. Where all parameters of a flat
-    parameter of a ``fully_shard`` group are selected, the view is one stock ``DTensor``, ``Shard(0)``, of 1-D shape,
-    padding (always zero) included; otherwise there is one 1-D ``RaggedDTensor`` for each maximal row of selected
-    neighbours. What tensor parallelism has cut is in flat views of its own, of neighbours that are cut over the same
-    dimensions: each is a 1-D ``RaggedDTensor`` on both meshes, padding included. Trainable parameters that no group
-    manages (``ignored_params``) are returned as they are.
+    Each of these *flat views* is a leaf parameter in the memory of the sharded parameters themselves: stepping one
+    steps the other, and the model's ``state_dict()`` does not change. If you select all parameters of a flat parameter
+    of a ``fully_shard`` group, the view is one stock 1-D ``DTensor`` with ``Shard(0)``, including the padding (always
+    zero). Otherwise there is one 1-D ``RaggedDTensor`` for each longest run of adjacent selected parameters. Parameters
+    that tensor parallelism has cut get flat views of their own, one for each run that is cut over the same dimensions:
+    a 1-D ``RaggedDTensor`` on both meshes, including the padding. Trainable parameters that no group manages
+    (``ignored_params``) are returned unchanged.
 
-    For optimizers that treat every element alike: those of ``torch.optim`` that do are SGD, Adam, AdamW, Adamax, NAdam,
-    RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop, and subclasses of them. Others raise at their first step, unless
-    declared by ``declare_elementwise``. (torch 2.13 has no rules for Rprop, and for SGD and Adagrad with
-    ``fused=True``, on stock DTensors: these raise unless ``local``.) An optimizer's ``state_dict()`` fits models of the
-    same ``fully_shard`` groups on as many ranks.
+    Use them with optimizers that treat every element alike. In ``torch.optim`` these are SGD, Adam, AdamW, Adamax,
+    NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop and their subclasses. Other optimizers raise at their first
+    step, unless you declare them with ``declare_elementwise``. (torch 2.13 has no rules on stock DTensors for Rprop,
+    nor for SGD and Adagrad with ``fused=True``: these raise unless you pass ``local=True``.) An optimizer's
+    ``state_dict()`` fits models with the same ``fully_shard`` groups on the same number of ranks.
 
-    Gradients: ``.grad`` of flat views and of sharded parameters are views of the same memory, which the reduce-scatter
-    has written. ``zero_grad()`` of the optimizer or of the model drops both, at the latest when the next forward or
-    backward begins. A gradient assigned to ``.grad`` of either is copied, when the next forward, backward, step or our
-    ``clip_grad_norm_`` begins: ``GradScaler.unscale_()`` and torch's clipping do not see one that was assigned to a
-    sharded parameter's, so change that in place (``.mul_()``, ``.copy_()``) before them. ``.grad`` is ``None`` if
-    none of the parameters was used; unused parameters next to used ones count as having a zero gradient (weight decay
-    and momentum move them). Hooks on a flat view run once in each backward that reduces.
+    Gradients: ``.grad`` of a flat view and of its sharded parameters are views of the same memory, which the
+    reduce-scatter has written. ``zero_grad()`` of the optimizer or the model drops both, at the latest when the next
+    forward or backward begins. If you assign to ``.grad`` of either, the new gradient is copied when the next forward,
+    backward, step or call of our ``clip_grad_norm_`` begins. ``GradScaler.unscale_()`` and torch's clipping do not see
+    a gradient assigned to a sharded parameter: before calling them, change it in place (``.mul_()``, ``.copy_()``).
+    ``.grad`` is ``None`` if none of the parameters was used; unused parameters next to used ones have a zero gradient
+    (weight decay and momentum move them). Hooks on a flat view run once in each backward that reduces.
 
-    Flat views follow the model when it is moved or converted, from its next forward on. The parameters of one flat view
-    must be frozen together.
+    If you move or convert the model, its flat views follow at the next forward. The parameters of one flat view must be
+    frozen together.
 
-    Ranks: every rank, with the same arguments; no communication. Outside ``forward``; before or after the first.
+    Ranks: call it on every rank with the same arguments, outside ``forward``, before or after the first one. No
+    communication.
 
     Args:
         model: a module with ``fully_shard`` groups, or a part of one.
-        where: a function from (FQN in ``model``, parameter) to whether to select it; default: all. Call once for each
-            parameter group.
-        local: plain tensors of what this rank holds, instead of DTensors. Then norms are those of each rank alone:
-            ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` differ between ranks (``fsdp_compose.clip_grad_norm_``
-            is right).
+        where: a function of (FQN in ``model``, parameter) that says whether to select the parameter; the default
+            selects all. Call ``flat_parameters`` once for each parameter group.
+        local: return plain tensors with this rank's part instead of DTensors. Norms are then those of each rank alone,
+            so ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` differ between ranks
+            (``fsdp_compose.clip_grad_norm_`` is correct).
 
     Returns:
         The flat views, in the order of the model; empty if nothing is selected. The same call returns the same
         objects.
 
     Raises:
-        TypeError: ``model`` is no module, or ``where`` no function.
-        ValueError: nothing below ``model`` is sharded; or a parameter is in a flat view already that an earlier call
-            has made of another selection.
+        TypeError: ``model`` is not a module, or ``where`` is not callable.
+        ValueError: nothing below ``model`` is sharded, or a parameter is already in a flat view that an earlier call
+            made from another selection.
         RuntimeError: called inside ``forward``.
 
     Example::
@@ -168,7 +171,7 @@ def flat_parameters(
     for owner, ranges in parts:
         if isinstance(owner, FlatParamHandle):
             for sharded_params in ranges:
-                segment_over(owner, sharded_params, local)  # all refusals come before anything is made
+                segment_over(owner, sharded_params, local)  # raises what there is to raise before anything is made
     _add_hooks()
     among_cut = any(handle.tensor_parallel is not None for state in states for handle in state._handles)
     result: list[nn.Parameter] = []
@@ -210,7 +213,8 @@ def _select(
 
 
 def _ranges(owner: FlatParamHandle | nn.Parameter, indices: Iterable[int], local: bool) -> list[range]:
-    """Maximal ranges of consecutive indices, of parameters that tensor parallelism has cut alike, unless ``local``."""
+    """The longest ranges of consecutive indices; unless ``local``, tensor parallelism has cut the parameters of a range
+    over the same dimensions."""
     own = owner.tensor_parallel if isinstance(owner, FlatParamHandle) and not local else None
     result: list[range] = []
     for i in sorted(indices):
@@ -221,7 +225,7 @@ def _ranges(owner: FlatParamHandle | nn.Parameter, indices: Iterable[int], local
     return result
 
 
-# ---- around the steps of optimizers
+# ---- Hooks around optimizer steps
 
 
 def _add_hooks() -> None:
@@ -253,8 +257,8 @@ def _before_step(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer) -> None:
-    """Note a write: fused and foreach kernels count no versions of DTensors, and nothing counts those of the shard and
-    the sharded parameters when flat views are stepped."""
+    """Record the write. Fused and foreach kernels do not raise the versions of DTensors, and a step on flat views does
+    not raise those of the shard and the sharded parameters."""
     handles = _handles_of(optimizer)
     if handles:
         note_write_of_all_ranks([tensor for handle in handles for tensor in (handle.shard, *handle.sharded_params)])

@@ -1,20 +1,21 @@
-"""Optimizer state in host memory, and the step on the device: chunk after chunk of the state is copied in, stepped and
-copied out.
+"""Optimizer state in host memory, with the step on the device: the state is copied in, stepped and copied out chunk by
+chunk.
 
-``offload_optimizer_states`` exchanges an optimizer's ``step``. What it does to one chunk is the optimizer's own step,
-over a parameter that is a part of one of its own (a plain 1-D view), with that part of the state: every optimizer
-that treats all elements alike can be streamed, in whatever implementation it chooses, and gives the bits it would give
-anyway. What is one number for each parameter (the count of steps) begins at the same value for every chunk, and moves
-once::
+``offload_optimizer_states`` replaces an optimizer's ``step``. For each chunk, the new ``step`` runs the optimizer's own
+step on a part of one of its parameters (a plain 1-D view) with the same part of the state. This works for every
+optimizer that treats all elements alike, in any of its implementations, and gives the same bits as the ordinary step.
+State that is one number per parameter (the step count) starts from the same value for every chunk, and changes once::
 
     host     |state 0|state 1|state 2|state 3|          two slots on the device:
     copy in  |   1   |   2   |   3   |
     step     |   0   |   1   |   2   |   3   |          slot 0 has chunks 0, 2, ..., slot 1 has 1, 3, ...
     copy out         |   0   |   1   |   2   |   3   |
 
-Shards and gradients that live in host memory too (``CPUOffloadPolicy``) are streamed with the state. Note [Slots]. A
-slot's memory belongs to the compute stream. Copies into it wait for the copies out that its last chunk has left, the
-step for the copies in, the copies out for the step; and the host for all copies out, before it looks at state.
+Shards and gradients that are in host memory too (``CPUOffloadPolicy``) are streamed with the state.
+
+Note [Slots]. A slot's memory belongs to the compute stream. Copies into a slot wait until its previous chunk has been
+copied out. The step waits for the copies in, the copies out wait for the step, and the host waits for all copies out
+before it looks at the state.
 """
 
 from __future__ import annotations
@@ -35,41 +36,40 @@ from ..flat import FlatParamHandle, handle_of, handle_of_segment, host_memory, l
 from ..ragged import RaggedDTensor, note_write_of_all_ranks
 from .flat_parameters import refuse_unless_elementwise
 
-_ALIGNMENT = 1024  # elements: chunks end where vector instructions and fused kernels end their work, too
-_UNKNOWN_STATES = 2  # for each parameter, as long as there is no state to count
+_ALIGNMENT = 1024  # elements: chunks end where vector instructions and fused kernels end their work too
+_UNKNOWN_STATES = 2  # assumed states per parameter, as long as there is no state to count
 
 
 def offload_optimizer_states(
     optimizer: Optimizer, *, chunk_bytes: int = 64 << 20, pin_memory: bool = True
 ) -> Optimizer:
-    """Keep the state of ``optimizer`` in host memory; its steps run on the device that computes, chunk by chunk.
+    """Keep the state of ``optimizer`` in host memory and run its steps on the compute device, chunk by chunk.
 
-    The bits are those of the ordinary step. On the device there are two chunks at most beside parameters and
-    gradients, each of ``chunk_bytes``. The state's tensors stand in ``optimizer.state`` as always (DTensors, whose
-    local tensors are in host memory): state dicts and checkpoints are as always, and what is loaded goes to host
-    memory. Best over ``flat_parameters(model)``, whose chunks are long; with parameters one by one, each is a chunk or
-    more.
+    A step gives the same bits as the ordinary step. Beside parameters and gradients, the device holds at most two
+    chunks of ``chunk_bytes`` each. ``optimizer.state`` has the same tensors as usual (DTensors whose local tensors are
+    in host memory), so state dicts and checkpoints work as usual, and loaded state goes to host memory. Works best with
+    ``flat_parameters(model)``, which makes long chunks; without it, every parameter is at least one chunk of its own.
 
-    With ``fully_shard(offload_policy=CPUOffloadPolicy())`` shards and gradients are in host memory, too, and are
-    streamed with the state, where the ordinary step would run on the CPU; with ``CPUOffloadPolicy(parameters=False)``
-    the gradients alone.
+    With ``fully_shard(offload_policy=CPUOffloadPolicy())``, shards and gradients are in host memory too. They are then
+    streamed with the state, whereas the ordinary step would run on the CPU. With ``CPUOffloadPolicy(parameters=False)``
+    only the gradients are.
 
-    Call it before learning-rate schedulers are built, which exchange ``step`` as well. A step returns when its state
-    has come to host memory.
+    Call it before you create learning-rate schedulers, which also replace ``step``. A step returns when its state is
+    back in host memory.
 
-    Ranks: every rank, alike; no communication.
+    Ranks: make the same call on every rank; no communication.
 
     Args:
-        optimizer: one that treats every element alike (see ``flat_parameters``); also after steps.
-        chunk_bytes: of all that is copied in for a chunk together.
-        pin_memory: page-locked host memory, where the device is an accelerator.
+        optimizer: one that treats every element alike (see ``flat_parameters``); it may have stepped already.
+        chunk_bytes: size of everything that is copied in for one chunk.
+        pin_memory: use page-locked host memory if the device is an accelerator.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        TypeError: it is no optimizer, or not known to treat every element alike.
-        ValueError: ``chunk_bytes`` is not positive, or ``step`` was exchanged already.
+        TypeError: ``optimizer`` is not an optimizer, or is not known to treat every element alike.
+        ValueError: ``chunk_bytes`` is not positive, or ``step`` was already replaced.
 
     Example::
 
@@ -82,8 +82,8 @@ def offload_optimizer_states(
     refuse_unless_elementwise(optimizer, "step on parts of its state (offload_optimizer_states())")
     if "step" in optimizer.__dict__:
         raise ValueError(
-            f"offload_optimizer_states(): step() of this {type(optimizer).__name__} was exchanged already, by an "
-            "earlier call or a scheduler: call offload_optimizer_states() once, before schedulers are made"
+            f"offload_optimizer_states(): step() of this {type(optimizer).__name__} was already replaced, by an "
+            "earlier call or a scheduler: call offload_optimizer_states() once, before creating schedulers"
         )
     streamed = StreamedStep(chunk_bytes, pin_memory)
     streamed.take_over(optimizer)
@@ -97,13 +97,14 @@ class _Training:
     """One parameter in one step.
 
     Attributes:
-        group: the optimizer's, of the parameter.
-        param: of the optimizer; ``elements`` and ``gradient`` are what this rank has of it and of its gradient, 1-D.
-        is_host, has_host_gradient: what of these two is in host memory.
-        device: that steps.
-        state: the optimizer's, as it was before the step.
-        states: of it, what is kept for each element, in host memory, 1-D.
-        stepped: the same after the step, filled chunk by chunk; in the same memory, where there was some.
+        group: the optimizer's parameter group that has it.
+        param: the optimizer's parameter; ``elements`` and ``gradient`` are this rank's part of it and of its gradient,
+            1-D.
+        is_host, has_host_gradient: whether ``elements`` and ``gradient`` are in host memory.
+        device: the device that steps.
+        state: the optimizer's state of the parameter, before the step.
+        states: the part of it that is kept per element, in host memory, 1-D.
+        stepped: ``states`` after the step, filled chunk by chunk, in the same memory if there was any.
     """
 
     group: dict[str, Any]
@@ -136,10 +137,10 @@ class _Slot:
     """Memory on the device for one chunk at a time; see Note [Slots].
 
     Attributes:
-        memory: by what it is for, and dtype.
-        parts: of the chunk that is in it.
+        memory: buffers, by key of the state and dtype.
+        parts: views of the buffers with the present chunk.
         ready, left: events after the last copy in, and after the last copy out.
-        leaving: what is being copied out.
+        leaving: tensors that are being copied out; kept alive for that long.
     """
 
     memory: dict[tuple[str, torch.dtype], torch.Tensor] = field(default_factory=dict)
@@ -161,7 +162,7 @@ class StreamedStep:
         self._lanes: dict[torch.device, _Lane] = {}
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """As ``optimizer.step()``."""
+        """Do what ``optimizer.step()`` does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -178,7 +179,7 @@ class StreamedStep:
         return loss
 
     def take_over(self, optimizer: Optimizer) -> None:
-        """Bring the state that there is to host memory."""
+        """Move the existing state to host memory."""
         for param, state in optimizer.state.items():
             if isinstance(param, torch.Tensor):
                 for key, value in state.items():
@@ -270,7 +271,7 @@ class StreamedStep:
             }
 
     def _state_of(self, training: _Training, key: str, like: torch.Tensor) -> torch.Tensor:
-        """Host memory for what the optimizer keeps as ``key`` for all elements."""
+        """Host memory for the state that the optimizer keeps as ``key`` for every element."""
         known = training.stepped.get(key)
         if known is None:
             numel = training.elements.numel()
@@ -278,7 +279,7 @@ class StreamedStep:
         return known
 
 
-_ELEMENTS, _GRADIENT = " elements", " gradient"  # no keys of state
+_ELEMENTS, _GRADIENT = " elements", " gradient"  # the space keeps them apart from keys of the optimizer's state
 
 
 class _Lane:
@@ -293,7 +294,7 @@ class _Lane:
         self._filled: list[_Slot] = []
 
     def copy_in(self, chunk: _Chunk) -> None:
-        """Start to bring a chunk to the slot whose turn it is."""
+        """Start copying a chunk into the slot whose turn it is."""
         slot, training = self._slots[0], chunk.training
         self._slots.reverse()
         part = slice(chunk.start, chunk.stop)
@@ -306,7 +307,8 @@ class _Lane:
             for key, target in targets.items():
                 target.copy_(host[key])
         else:
-            # Memory may be new, and the step before the last has computed in it: compute comes first.
+            # The slot's memory belongs to the compute stream, which may have just allocated it, or used it in the step
+            # before the last: wait for compute first.
             self._in.wait_stream(self._module.current_stream(self._device))
             with self._module.stream(self._in):
                 if slot.left is not None:
@@ -321,27 +323,28 @@ class _Lane:
         memory = slot.memory.get((key, source.dtype))
         if memory is None or memory.numel() < source.numel():
             if memory is not None and slot.left is not None:
-                self._module.current_stream(self._device).wait_event(slot.left)  # before it is freed
+                # Freeing gives the memory back to the compute stream while a copy out may still read it.
+                self._module.current_stream(self._device).wait_event(slot.left)
             memory = torch.empty(source.numel(), dtype=source.dtype, device=self._device)
             slot.memory[key, source.dtype] = memory
         return memory[: source.numel()]
 
     def take(self) -> _Slot:
-        """The slot of the chunk that is to be stepped now, which compute waits for."""
+        """The slot of the next chunk to step; the compute stream waits until it is filled."""
         slot = self._filled.pop(0)
         if self._module is not None:
             self._module.current_stream(self._device).wait_event(slot.ready)
         return slot
 
     def copy_out(self, slot: _Slot, leaving: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Start to bring what was stepped, the second of each pair, to host memory, the first."""
+        """Start copying stepped tensors to host memory; each pair is (host memory, tensor on the device)."""
         if self._module is None:
             for host, here in leaving:
                 host.copy_(here)
             return
         compute = self._module.current_stream(self._device)
         if slot.left is not None:
-            compute.wait_event(slot.left)  # before what left last is freed
+            compute.wait_event(slot.left)  # the next line frees the tensors of the previous copy out
         slot.leaving = [here for _, here in leaving]
         self._out.wait_stream(compute)
         with self._module.stream(self._out):
@@ -350,14 +353,14 @@ class _Lane:
             slot.left = self._out.record_event()
 
     def end(self) -> None:
-        """Wait, on the host, until all is in host memory; free the slots."""
+        """Block the host until everything is in host memory, then free the slots."""
         if self._module is not None:
             self._out.synchronize()
         self._slots, self._filled = [_Slot(), _Slot()], []
 
 
 def _own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The step of the optimizer's class, without the hooks that torch puts around it."""
+    """The ``step`` of the optimizer's class, without torch's hooks around it."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -370,20 +373,20 @@ def _handle_of(param: torch.Tensor) -> FlatParamHandle | None:
 
 
 def _is_in_host_memory(handle: FlatParamHandle, gradient: torch.Tensor) -> bool:
-    """Whether a gradient is a part of a flat gradient there, or stands beside a shard there."""
+    """Whether a gradient is in host memory: it is part of a flat gradient there, or its shard is there."""
     flat = handle.gradient.buffer.flat
     is_ours = flat is not None and same_storage(flat.untyped_storage(), gradient.untyped_storage())
     return handle.storage.is_host or (handle.storage.has_host_gradients and is_ours)
 
 
 def _device_of(param: torch.Tensor) -> torch.device:
-    """That computes with a parameter."""
+    """The device that computes with a parameter."""
     handle = _handle_of(param)
     return local_of(param).device if handle is None else handle.storage.compute_device(handle.shard)
 
 
 def _is_of_elements(param: torch.Tensor, key: str, value: Any) -> bool:
-    """Whether an optimizer keeps ``value`` for each element of a parameter."""
+    """Whether ``value`` is state that an optimizer keeps per element of a parameter."""
     if not isinstance(value, torch.Tensor):
         return False
     if isinstance(value, DTensor):
@@ -392,7 +395,7 @@ def _is_of_elements(param: torch.Tensor, key: str, value: Any) -> bool:
 
 
 def _placed_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor sharded like ``param``, of which this rank has ``local``."""
+    """A tensor that is sharded like ``param`` and has ``local`` on this rank."""
     if isinstance(param, RaggedDTensor):
         return RaggedDTensor(local, param._spec.with_dtype(local.dtype))
     if isinstance(param, DTensor):

@@ -1,8 +1,8 @@
-"""Whether all ranks have done the same: the exchange, and the error that all of them raise together if not.
+"""The control exchange, which checks that all ranks have done the same, and the error that all raise if they have not.
 
-The exchange takes place at the end of a backward, at the end of a forward that has looked for writes, and before each
-reduction in functional mode; graphs that ``torch.compile`` has captured are compared before they run. What is compared
-is in ``group/collective_order``; the bytes travel in ``comm/control_exchange``."""
+The exchange takes place at the end of a backward, at the end of a forward that has checked for untracked writes, and
+before each reduction in functional mode. Graphs captured by ``torch.compile`` are compared before they run.
+``group/collective_order`` provides the data to compare; ``comm/control_exchange`` transports it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ from ..group import (
     steps_were_compared,
 )
 
-# ---- The error that all ranks raise together once they know that they have not issued the same collectives.
+# ---- The error that all ranks raise together when they have issued different collectives
 
 
 def raise_different_order(root: Root, code: int) -> None:
-    """Raise, on every rank, an error that names the first collective that differs. Ranks: all, for each knows of it.
+    """Raise, on every rank, an error that names the first collective that differs. Ranks: all know of the difference
+    and call this.
 
     Args:
-        code: of what this rank is about to do.
+        code: what this rank is about to do.
     """
     group = root.mesh.peers
     lasts = last_of_every_rank(group)
@@ -47,17 +48,17 @@ def raise_different_order(root: Root, code: int) -> None:
         return (
             f"the ranks issued different collectives in this iteration: collective {position} was {a} on "
             f"rank 0 and {b} on rank {rank}. No gradient was published. Ranks must run the same "
-            "fully_shard groups in the same order: shard modules that only some ranks use (experts, modalities) with "
-            "fully_shard(optional=True), or in one group with their parent, or run all of them on every rank; run "
+            "fully_shard groups in the same order. Shard modules that only some ranks use (experts, modalities) with "
+            "fully_shard(optional=True) or in one group with their parent, or run all of them on every rank. Run "
             f"several models in the same order on every rank{lasts}"
         )
 
     details = "\n".join(lines)
-    codes = [line.partition("\t")[0] for line in lines]  # what they name may be gone on some ranks only
+    codes = [line.partition("\t")[0] for line in lines]  # names may differ: a model may be gone on some ranks only
     digest = hashlib.sha256("\n".join(codes).encode()).hexdigest()
     journal = known_journal(group)
     if journal is not None:
-        journal.wait(journal.count)  # another rank may wait for a collective of ours: tell what this one has entered
+        journal.wait(journal.count)  # another rank may be waiting for a collective of ours: say what this rank entered
     try:
         meet(group, "comparing collectives", digest, lambda _: "", details, explain)
     except RuntimeError as error:
@@ -67,7 +68,7 @@ def raise_different_order(root: Root, code: int) -> None:
     finally:
         if journal is not None:
             journal.go_on()
-        root.order.close()  # all ranks know: other models shall not hear of it again
+        root.order.close()  # all ranks know the difference: do not report it again for other models
     raise RuntimeError("the ranks issued different collectives in this iteration; no gradient was published")
 
 
@@ -75,7 +76,7 @@ def raise_different_order(root: Root, code: int) -> None:
 
 
 def begin_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
-    """Send off what this rank has done, and what it is about to do (``code``). Ranks: all."""
+    """Send what this rank has done, and what it is about to do (``code``). Ranks: all."""
     root.communicator.announce_exchange(root, code)
     exchange.start(root.order.hash(root, code), steps_to_compare(root))
 
@@ -84,8 +85,8 @@ def end_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
     """Wait for the other ranks.
 
     Raises:
-        RuntimeError: on every rank, they have issued other collectives, or made other numbers of optimizer steps; or a
-            rank did not come.
+        RuntimeError: on every rank, if ranks have issued different collectives or made different numbers of optimizer
+            steps, or if a rank did not come.
     """
     try:
         is_same = exchange.wait()
@@ -100,43 +101,44 @@ def end_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
     steps_were_compared(root)
 
 
-# ---- Whether all ranks have captured the same collectives: compared when a graph with others than before was compiled,
-# before it runs.
+# ---- Comparison of captured collectives: when a newly compiled graph has other collectives than before, before it runs
 #
-# What graphs issue is not in the order of collectives that is exchanged at the end of a backward. Ranks whose graphs
-# differ would wait for each other, each for another collective; so they compare. Graphs that differ in shapes alone are
-# not compared: ranks may compile those at different times.
+# The collectives of graphs are not in the order that is exchanged at the end of a backward. Ranks with different graphs
+# would wait for each other in different collectives, so they compare their graphs first. Graphs that differ only in
+# shapes are not compared, because ranks may compile those at different times.
 
 
 _compared: weakref.WeakKeyDictionary[Root, set[str]] = weakref.WeakKeyDictionary()
 
 
 class VersionsBefore:
-    """The versions of groups that graphs may run, before they do."""
+    """Parameter versions of groups that graphs may run, taken before they run."""
 
     def __init__(self, states: Iterable[_FSDPState]) -> None:
         self._before = [(weakref.ref(state), state.shard_versions()) for state in states]
 
     def add(self, state: _FSDPState) -> None:
-        """A graph is about to run this group for the first time."""
+        """Add a group that a graph is about to run for the first time."""
         if state not in [ref() for ref, _ in self._before]:
             self._before.append((weakref.ref(state), state.shard_versions()))
 
     def check_forward(self) -> None:
-        """Raise if the forward has written to sharded parameters: a graph does not know that the parameters that it
-        gathers and those that forward writes to have the same memory, and may read them earlier, or later."""
+        """Raise if the forward has written to sharded parameters.
+
+        A graph does not know that the parameters that it gathers share memory with those that forward writes to, so it
+        may read them before or after the write."""
         for ref, versions in self._before:
             state = ref()
             if state is not None and state.shard_versions() != versions:
                 raise RuntimeError(
                     f"a forward has written to sharded parameters of the fully_shard group {state.name}, which "
-                    "torch.compile runs in a graph: it may have computed with the values before. Write to parameters "
-                    "outside forward, or leave the module that does it out of the graph (torch.compiler.disable) and "
-                    "compile the sharded modules one by one"
+                    "torch.compile runs in a graph: the graph may have computed with the old values. Write to "
+                    "parameters outside forward, or exclude the module that writes from the graph "
+                    "(torch.compiler.disable) and compile the sharded modules one by one"
                 )
 
     def check_backward(self) -> None:
-        """Raise if they have changed since."""
+        """Raise if parameters have changed since."""
         for ref, versions in self._before:
             state = ref()
             if state is not None:
@@ -144,12 +146,12 @@ class VersionsBefore:
 
 
 class _Capture:
-    """What one attempt of Dynamo to trace a frame has met.
+    """The groups that Dynamo has traced in one attempt to trace a frame.
 
     Attributes:
-        attempt: which one; ``None`` if there was none.
-        groups: of which a forward was traced, in order: the group, the key of its plans, its module's place in it,
-            and whether gradients are wanted.
+        attempt: identifies the attempt; ``None`` if there was none.
+        groups: the traced forwards, in order: the group, the key of its plans, the module's index in the group, and
+            whether gradients are needed.
     """
 
     __slots__ = ("attempt", "groups")
@@ -164,9 +166,9 @@ class _Present:
 
 
 def note_capture(state: _FSDPState, key: str, index: int) -> None:
-    """Called while Dynamo traces a forward of a module of a group: the one of this place in it."""
+    """Called while Dynamo traces a forward of the module with this index in its group."""
     attempt = tracing_attempt()
-    if _Present.capture.attempt is not attempt:  # it begins anew after each break of the graph
+    if _Present.capture.attempt is not attempt:  # Dynamo starts a new attempt after each graph break
         _Present.capture = _Capture(attempt)
         call_after_compilation(_compare)
     root = state.root
@@ -180,8 +182,8 @@ def note_capture(state: _FSDPState, key: str, index: int) -> None:
 
 
 def _compare() -> None:
-    """Raise, on every rank, if ranks have captured different collectives; or if not all modules of a group of several
-    have run."""
+    """Raise, on every rank, if ranks have captured different collectives. Also raise if only some modules of a group
+    were traced."""
     capture, _Present.capture = _Present.capture, _Capture()
     if not capture.groups:
         return
@@ -201,8 +203,8 @@ def _compare() -> None:
         number, a, b = difference
         return (
             f"torch.compile: the ranks have captured graphs with different collectives: group {number} is {a} on rank "
-            f"0 and {b} on rank {rank}. They would wait for each other, so none was run. Let forward take the same way "
-            "through the fully_shard'ed modules on every rank"
+            f"0 and {b} on rank {rank}. They would wait for each other, so none was run. Make forward take the same "
+            "path through the fully_shard'ed modules on every rank"
         )
 
     meet(root.mesh.peers, "comparing captured graphs", digest, lambda _: "", "\n".join(lines), explain)
@@ -219,8 +221,8 @@ def _check_complete(capture: _Capture) -> None:
             names = ", ".join(type(module).__name__ for module in modules)
             raise RuntimeError(
                 f"torch.compile: a graph runs only some of the modules of the fully_shard group {state.name} ({names}),"
-                " or some more often than others; what it has gathered for them could not be freed. Shard modules that "
-                "do not always run together by calls of their own"
+                " or runs some more often than others; the parameters gathered for them could not be freed. Call "
+                "fully_shard() separately for modules that do not always run together"
             )
 
 

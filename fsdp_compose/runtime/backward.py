@@ -1,7 +1,7 @@
-"""A backward of a root, from its first hook to its end: the ranks exchange what they did, and gradients are published.
+"""A backward of a root, from its first hook to its end, where ranks exchange what they did and publish gradients.
 
-Autograd calls this through the hooks of a use. The buckets of a replicated group, averaged while backward goes on, are
-here too."""
+Autograd calls this through the hooks of a use. The buckets of a replicated group, which are averaged during backward,
+are here too."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from .recovery import recover_backward
 
 
 def begin_backward(root: Root) -> Backward:
-    """Called from the first hook of a root that a backward reaches."""
+    """Start a backward; called from the first hook of the root that it reaches."""
     refuse_double_backward()
     if in_compiled_autograd():
         raise RuntimeError(
-            "a backward of a fully_shard'ed model runs under compiled autograd, which does not come back at its end, "
-            "when gradients are reduced and shown: none was. Turn it off (torch._dynamo.config.compiled_autograd); "
-            "torch.compile of the model captures forward and backward without it"
+            "a backward of a fully_shard'ed model runs under compiled autograd, which does not call back at the end of "
+            "backward, where gradients are reduced and published: none was. Turn it off "
+            "(torch._dynamo.config.compiled_autograd); torch.compile of the model captures forward and backward "
+            "without it"
         )
     if root.failed_backward is not None:
         recover_backward(root)
@@ -52,26 +53,26 @@ def begin_backward(root: Root) -> Backward:
 
 
 def _show_throughout(backward: Backward, state: _FSDPState) -> None:
-    """Show the parameters of a group that has stayed unsharded, until they are reduced: past its outputs the backward
-    may come to modules of it, to run them again for activation checkpointing."""
+    """Show the parameters of a group that has stayed unsharded, until it is reduced. Without passing the group's
+    outputs, backward may reach modules of it, to run them again for activation checkpointing."""
     if all([handle.unsharded.is_allocated for handle in state._handles]) and state.swap not in backward.shown:
         backward.shown[state.swap] = None
         state.swap.show_unsharded()
 
 
 def refuse_double_backward() -> None:
-    if torch.is_grad_enabled():  # autograd says so while it runs
+    if torch.is_grad_enabled():  # autograd enables it during such a backward
         raise RuntimeError(
             "backward(create_graph=True), or autograd.grad() with it, reached a fully_shard'ed model. Double backward "
-            "(a gradient penalty, say) needs the gathered parameters to stay in the graph, which they do not here: "
-            "their gradients of the second order would be wrong, or missing. None was published. Run the forward in "
-            "functional mode: with functional_mode(model): ..."
+            "(for example, for a gradient penalty) needs the gathered parameters to stay in the graph, but in the "
+            "default mode they do not: second-order gradients would be wrong or missing. No gradient was published. "
+            "Run the forward in functional mode: with functional_mode(model): ..."
         )
 
 
 def _notice_backwards(state: _FSDPState) -> None:
-    """From now on let hooks on the unsharded parameters of a group tell that a backward runs: one that passes none of
-    the group's outputs, so that its end is reached all the same."""
+    """Hook the unsharded parameters of a group, so that a backward which passes none of the group's outputs is noticed
+    and its end is handled too."""
     if state.persistent.has_leaf_hooks:
         return
     state.persistent.hook_leaves()
@@ -90,8 +91,8 @@ def _notice_backwards(state: _FSDPState) -> None:
 
 
 def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
-    """Backward can enter the group unnoticed: keep it unsharded, and let its parameters' own hooks make sure that the
-    end of backward is reached."""
+    """Keep a group unsharded because backward can enter it unnoticed, and hook its parameters to make sure that the end
+    of backward is handled."""
     if state.persistent.is_unhooked or not state._handles:
         return
     state.persistent.stay_unsharded()
@@ -100,16 +101,16 @@ def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
     _notice_backwards(state)
     warnings.warn(
         f"forward of the fully_shard'ed {type(module).__name__} ({state.name}) returned {type(output).__name__}, "
-        "in which no output that requires grad can be found or hooked: its parameters stay unsharded between forwards. "
-        "Return tensors, or a type registered with torch.utils._pytree, to save that memory",
+        "in which no output that requires grad could be found or hooked: its parameters stay unsharded between "
+        "forwards. To save that memory, return tensors or a type registered with torch.utils._pytree",
         stacklevel=2,
     )
 
 
 class _EndOfBackward:
-    """The callback at the end of a backward. Autograd drops it uncalled when the backward raises: then the modules
-    show their sharded parameters again (but in forwards that are running), before the exception reaches code of the
-    user."""
+    """The callback at the end of a backward. If the backward raises, autograd drops it without calling it; then
+    ``__del__`` makes the modules show their sharded parameters again (except in running forwards) before the exception
+    reaches the user's code."""
 
     def __init__(self, root: Root, backward: Backward) -> None:
         self.root: Root | None = root
@@ -121,7 +122,7 @@ class _EndOfBackward:
         assert root is not None
         try:
             finish_backward(root)
-        except BaseException:  # not left to __del__: the traceback holds this object
+        except BaseException:  # do not leave this to __del__: the traceback keeps this object alive
             _give_up_backward(root, self._backward)
             raise
 
@@ -132,7 +133,7 @@ class _EndOfBackward:
 
 def _give_up_backward(root: Root, backward: Backward) -> None:
     if root.backward is not backward:
-        return  # it has failed before, and what it left may have been thrown away since
+        return  # it failed earlier, and its remains may have been discarded since
     root.fail_backward(backward)
     backward.shown.clear()
     for state in root.live_states():
@@ -142,8 +143,8 @@ def _give_up_backward(root: Root, backward: Backward) -> None:
 
 @never_traced
 def finish_backward(root: Root, is_inside: bool = False) -> None:
-    """Reduce what has not been reduced, agree with the other ranks, and only then show the gradients. ``is_inside``:
-    the backward has run inside a forward of the root, though that may have just ended."""
+    """Reduce the remaining groups, agree with the other ranks, and only then publish the gradients. ``is_inside``: the
+    backward ran inside a forward of the root, which may have just ended."""
     states, backward, rounds = root.live_states(), root.backward, root.rounds
     assert backward is not None
     # ... or inside a recomputation.
@@ -162,7 +163,7 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
         )
         if is_due and not progress.is_reduced:
             if past.unhooked_versions is not None and not progress.was_reached and _lateness(state):
-                # Of a forward that has not ended they are not known yet.
+                # If the forward has not ended, its versions are not known yet.
                 if not is_inside or _has_run_in_forward(root, state):
                     state.check_versions(past.unhooked_versions)
             if rounds is not None and rounds.is_on:
@@ -174,7 +175,7 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     hide_shown(root)
     _bring_captured(root, states)
     _exchange(root, states)
-    backward.add()  # a hook of the user's that raises leaves some gradients shown, on each rank others
+    backward.add()  # if a user's hook raises, some gradients are published already, different ones on each rank
     detector = root.detector
     has_others = detector is None or detector.has_grads()
     for state in states:
@@ -191,8 +192,8 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
                 handle.pending_gradients.accumulation.show()
         progress = state.backward
         if progress.was_reached:
-            # A use that this backward passed by will not hold up a later reduction; but the backward of the forward
-            # that is running is yet to come.
+            # A use that this backward skipped must not hold up a later reduction; but the backward of a forward that
+            # is still running is yet to come.
             if state.progress.awaiting_backward:
                 state.progress.pass_by(
                     min(progress.last_use, root.num_forwards - 1) if is_inside else progress.last_use
@@ -204,13 +205,13 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     try:
         for call in backward.after_publication:
             call()
-    except BaseException:  # a hook of the user's: the calls after it are not made
+    except BaseException:  # from a user's hook; the remaining calls are skipped
         root.fail_backward(backward)
         raise
 
 
 def _bring_captured(root: Root, states: list[_FSDPState]) -> None:
-    """Take the gradients that graphs of ``torch.compile`` have brought, behind those that eager hooks have reduced."""
+    """Take the gradients that graphs of ``torch.compile`` have delivered, after those that eager hooks have reduced."""
     captured = [(state, state.persistent.captured) for state in states if state.persistent.captured is not None]
     if captured and root.backward is not None:
         root.communicator.finish()
@@ -222,18 +223,18 @@ def _bring_captured(root: Root, states: list[_FSDPState]) -> None:
                 root.backward.add()
             options = state.options
             if is_due and options.requires_gradient_sync and options.requires_all_reduce:
-                reduce(root, state)  # it was captured when the group was not to be reduced
+                reduce(root, state)  # the graph was captured when the group was not to be reduced
 
 
 def _has_run_in_forward(root: Root, state: _FSDPState) -> bool:
-    """Whether the group's forward has ended, in a forward of the root that is running."""
+    """Whether a forward of the root is running in which the group's own forward has ended."""
     forward = root.forward
     return bool(forward.depth and state.place.index in forward.record.begun and not state.progress.running_forwards)
 
 
 def refuse_unseen_backward(root: Root, state: _FSDPState) -> None:
-    """As the state's own method, but a backward inside the root's forward may reach the parameters of a group while
-    its forward is running."""
+    """Like the method of the state, but allow a backward inside the root's forward to reach parameters of a group whose
+    forward is running."""
     if not state.progress.running_forwards and not (
         root.forward.depth and state.place.index in root.forward.record.begun
     ):
@@ -241,8 +242,10 @@ def refuse_unseen_backward(root: Root, state: _FSDPState) -> None:
 
 
 def publish_from_inside(root: Root) -> None:
-    """At the end of an outermost forward: reduce and publish gradients that a backward inside it has left on parameters
-    of groups whose own forwards were running, so that no hook told of it. The next time there will be hooks."""
+    """Reduce and publish gradients that a backward inside an outermost forward, which ends now, has left on parameters.
+
+    The forwards of these groups were running, so no hook noticed the backward. From now on their parameters have
+    hooks."""
     states = root.live_states()
     begun = {*root.forward.record.begun}
     for state in states:
@@ -259,7 +262,7 @@ def publish_from_inside(root: Root) -> None:
 
 
 def reduce_accumulated(root: Root) -> None:
-    """As the end of a backward that has reached no group: reduce and publish what earlier ones have accumulated."""
+    """Reduce and publish accumulated gradients, like the end of a backward that has reached no group."""
     if root.failed_backward is not None:
         recover_backward(root)
     follow_profiler()
@@ -272,8 +275,8 @@ def reduce_accumulated(root: Root) -> None:
 
 
 def _exchange(root: Root, states: list[_FSDPState]) -> None:
-    """Agree with all ranks on the order of collectives and on which parameters have a gradient; reduce again what came
-    late."""
+    """Agree with all ranks on the order of collectives and on which parameters have a gradient. Reduce late gradients
+    again, on all ranks."""
     exchange, backward, detector = root.exchange, root.backward, root.detector
     while True:
         may_be_late = (
@@ -295,12 +298,12 @@ def _exchange(root: Root, states: list[_FSDPState]) -> None:
                 reduce(root, state, exchange.late[state.place.index] == _LATE_THOUGH_FROZEN)
 
 
-_LATE, _LATE_THOUGH_FROZEN = 1, 2  # the ranks exchange the greatest
+_LATE, _LATE_THOUGH_FROZEN = 1, 2  # the exchange takes the maximum over the ranks
 
 
 def _lateness(state: _FSDPState) -> int:
-    """Whether gradients have come to a group since its reduction; and whether to a flat parameter that needs none as
-    far as is known, because forward has just thawed a part of it."""
+    """Whether gradients have arrived in a group since its reduction. ``_LATE_THOUGH_FROZEN``: in a flat parameter that
+    counts as frozen, because forward has just thawed a part of it."""
     late = 0
     for handle in state._handles:
         if handle.unsharded.has_grad() or handle.pending_gradients.outside:
@@ -308,21 +311,22 @@ def _lateness(state: _FSDPState) -> int:
     return late
 
 
-# ---- The buckets of a replicated group: averaged as soon as a backward has brought all their gradients.
+# ---- The buckets of a replicated group: averaged as soon as all their gradients have arrived
 #
-# Of each bucket one parameter has a hook, that whose gradient has come last, and the hook finds the bucket complete.
-# Until it is known which one that is, and when another one has come last, all of them have. So have large ones, whose
-# gradients are placed in the bucket at once. Buckets are averaged in one order, that of their last parameters
-# backwards: one that is complete waits for those before it. What is not complete when the group's backward is done
-# (this rank has not used a parameter) is averaged then, as all else is.
+# In each bucket one parameter has a hook: the one whose gradient arrived last, which then finds the bucket complete.
+# While that parameter is not known, or if another one turns out to be last, all parameters have hooks. Large parameters
+# always have one, which copies their gradient to the bucket at once. Buckets are averaged in a fixed order, from the
+# last parameters to the first: a complete bucket waits for those before it. Buckets that are still incomplete when the
+# group's backward is done (this rank has not used a parameter) are averaged then, like any other group.
 #
-# Note [Only buckets]. When a bucket is complete depends on the parameters that a rank has used. So what else the
-# process group carries meanwhile must not depend on it. Buckets are averaged early only where there is nothing else: no
-# other group of the root, and no other model with a backward to come.
+# Note [Only buckets]. When a bucket is complete depends on which parameters a rank has used, so it may differ between
+# ranks. Other collectives on the process group would then interleave with buckets differently on each rank. So buckets
+# are averaged early only if there are no others: no other group of the root has parameters, and no other model has a
+# backward to come.
 
 
 def watch_buckets(state: _FSDPState) -> None:
-    """Let hooks on the unsharded parameters of a replicated group tell when its buckets are complete."""
+    """Hook the unsharded parameters of a replicated group, to notice when its buckets are complete."""
     if state.options.bucket_bytes is None or state.mesh.replicate_group is None or state.persistent.has_bucket_hooks:
         return
     state.persistent.hook_buckets()
@@ -331,14 +335,14 @@ def watch_buckets(state: _FSDPState) -> None:
 
 
 class _Bucket:
-    """The hooks of one bucket, which hold it."""
+    """The hooks of one bucket. The hooks keep this object alive."""
 
     __slots__ = ("_handle", "_last", "_removable", "_state")
 
     def __init__(self, state: _FSDPState, handle: FlatParamHandle) -> None:
         self._state, self._handle = weakref.ref(state), weakref.ref(handle)
         self._removable: list[RemovableHandle] = []
-        self._last: int | None = None  # the parameter whose gradient comes last, if that is known
+        self._last: int | None = None  # the parameter whose gradient comes last, if known
 
     def listen_to_all(self) -> None:
         handle = self._handle()
@@ -347,7 +351,7 @@ class _Bucket:
             self._last = None
 
     def _listen(self, params: Sequence[nn.Parameter], indexes: Iterable[int]) -> None:
-        """Have hooks on these parameters, and on large ones."""
+        """Put hooks on these parameters and on large ones, and remove all others."""
         for item in self._removable:
             item.remove()
         large = [i for i, param in enumerate(params) if param.numel() * param.element_size() >= LARGE_BYTES]
@@ -355,7 +359,7 @@ class _Bucket:
         self._removable = [param.register_post_accumulate_grad_hook(hook) for param, hook in hooks]
 
     def arrived(self, index: int) -> None:
-        """Autograd has brought the gradient of a parameter that has a hook."""
+        """Called when the gradient of a hooked parameter has arrived."""
         state, handle = self._state(), self._handle()
         if state is None or handle is None or state.root is None:
             return
@@ -383,7 +387,7 @@ def _note(bucket: _Bucket, index: int, _param: torch.Tensor) -> None:
 
 
 def _is_complete(handle: FlatParamHandle) -> bool:
-    """Whether all its gradients are there that may come."""
+    """Whether all gradients that can arrive have arrived."""
     params, placed = handle.unsharded.params, handle.pending_gradients.placed
     for i, param in enumerate(params):
         if param.grad is None and i not in placed and param.requires_grad:
@@ -392,10 +396,10 @@ def _is_complete(handle: FlatParamHandle) -> bool:
 
 
 def _reduce_complete(root: Root, state: _FSDPState) -> None:
-    """Average the buckets that are complete, up to the first that is not."""
+    """Average complete buckets, up to the first incomplete one."""
     backward, progress = root.backward, state.backward
     assert backward is not None
-    if backward.has_only_buckets is None:
+    if backward.has_only_buckets is None:  # see Note [Only buckets]
         backward.judge(root.has_one_group() and not root.order.has_others_in_backward(root))
     handles = state._handles
     while backward.has_only_buckets and progress.num_early < len(handles) and _is_complete(handles[progress.num_early]):

@@ -1,8 +1,8 @@
-"""The default mode: the group's own memory is filled for a forward and freed after it; hooks refill it in backward.
+"""The default mode: a forward fills the group's own memory and frees it at its end; hooks refill it in backward.
 
 The previous group has usually started the all-gather (see ``group_ops``), so the forward only waits for it. Under grad
-mode the forward leaves a ``DefaultUse``, whose hooks do the same in backward. Without grad mode it leaves none, because
-no backward comes."""
+mode the forward leaves a ``DefaultUse``, whose hooks do the same in backward. Without grad mode there will be no
+backward, so it leaves none."""
 
 from __future__ import annotations
 
@@ -52,18 +52,19 @@ from .optional import (
 )
 from .untracked_writes import writes_to_unsharded
 
-# ---- A use in the default mode: one forward of one group under grad mode, and the two hooks of its backward.
+# ---- A use in the default mode: one forward of one group under grad mode, and the two hooks of its backward
 #
-# The autograd graph holds it through hooks on inputs and outputs, so that backward knows which forward it undoes: the
-# gradient of an output calls ``pre_backward``, those of all aliased inputs ``post_backward``.
+# The autograd graph holds the use through hooks on inputs and outputs, so that backward knows which forward it belongs
+# to. The gradient of an output calls ``pre_backward``; the gradients of the aliased inputs call ``post_backward``.
 #
 # Note [When are all gradients there?]. The aliases of the inputs are the first nodes that a use adds to the graph, and
-# autograd runs ready nodes latest first. So when one of them runs, every other node of the use has run: the first alias
-# to receive its gradient is the post-backward. (Only aliases on the group's own device count: each device has a queue
-# of its own.) A group that is used again in the same or an earlier forward waits for that use (``outstanding``). What
-# this cannot see (no input requires grad, a use that never comes) is reduced at the end of backward, in a fixed order;
-# a gradient that arrives after the reduction is noticed there and reduced again, on all ranks. Counting accumulated
-# gradients instead would let ranks that use different parameters issue collectives in different orders.
+# of the nodes that are ready, autograd runs the latest first. So when one alias runs, every other node of the use has
+# run: the first alias that receives its gradient is the post-backward. (Only aliases on the group's own device count,
+# because each device has its own queue.) If the group is also used elsewhere in this forward or an earlier one, it
+# waits for those uses (``awaiting_backward``). If none of this works (no input requires grad, a use never comes), the
+# group is reduced at the end of backward, in a fixed order. A gradient that arrives after the reduction is noticed
+# there and reduced again, on all ranks. Counting accumulated gradients instead would make ranks that use different
+# parameters issue collectives in different orders.
 
 
 _Tensor = torch.Tensor
@@ -98,8 +99,8 @@ class DefaultUse:
         self.containers: list[tuple[Any, set[int]]] | None = None
         self.has_alias = False  # some input requires grad
         self._position = 0
-        self._is_outstanding = False  # the state's list of outstanding uses has, or had, this one
-        # The backward that reached this use last, and the one that it has not finished.
+        self._is_outstanding = False  # this use was added to the state's ``awaiting_backward``
+        # The backward that reached this use last, and the one that has not finished it.
         self._backward: Backward | None = None
         self.active_backward: Backward | None = None
         self._versions = state.shard_versions()
@@ -113,13 +114,13 @@ class DefaultUse:
     def device_type(self) -> str:
         return self._state.mesh.device.type
 
-    # ---- forward
+    # ---- Forward
 
     def abandon(self) -> None:
         self._has_ended = True
 
     def check(self) -> None:
-        """``check_after_forward`` looks at all groups in the default mode together."""
+        """Do nothing: ``check_after_forward`` checks all groups in the default mode together."""
 
     def find_writes(self) -> dict[FlatParamHandle, list[int]]:
         return writes_to_unsharded(self._state)
@@ -129,7 +130,7 @@ class DefaultUse:
         root = state.root
         if root is not None and not is_recomputed:
             root.forward.latest[state.place.index] = self
-        # The fast path: one tensor, and no other way out.
+        # The fast path: the output is one tensor, and nothing else leaves the forward.
         is_alone = isinstance(output, _Tensor) and state.swap.kept.is_unchanged and self.containers is None
         if not (is_alone and output.requires_grad and self.hook_output(output)):
             has_hooks, has_gaps = hook_outputs(state, self, output)
@@ -150,25 +151,25 @@ class DefaultUse:
         return True
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An alias of an input that requires grad, whose gradient tells that this group's backward is done.
+        """An alias of an input that requires grad. When its gradient arrives, this group's backward is done.
 
-        Not the input itself: its gradient may be complete much later (skip connections), and the hook of a leaf can
-        come before its gradient is accumulated.
+        The input itself would not do: its gradient may be complete much later (skip connections), and the hook of a
+        leaf can run before the leaf's gradient is accumulated.
         """
         self.has_alias = True
-        # tensor[...] is cheaper than a view, forward and backward; jagged tensors have views alone.
+        # tensor[...] is cheaper than a view, forward and backward, but jagged tensors only support views.
         alias = tensor.view(tensor.shape) if tensor.is_nested else tensor[...]
         hook_gradient(alias, self.post_backward)
         return alias
 
     def watch_container(self, container: list[Any] | dict[Any, Any]) -> None:
-        """Remember a list or dict among the inputs: forward may put tensors in there."""
+        """Remember a list or dict among the inputs, because forward may put tensors into it."""
         if self.containers is None:
             self.containers = []
         self.containers.append((container, {id(item) for item in tree_leaves(container)}))
 
     def tensors_put_into_inputs(self) -> list[torch.Tensor]:
-        """Tensors that require grad and that forward has put into lists or dicts that it was given; asked once."""
+        """Tensors requiring grad that forward has put into lists or dicts among its inputs. Called once."""
         containers, self.containers = self.containers or (), None
         return [
             item
@@ -178,16 +179,16 @@ class DefaultUse:
         ]
 
     def hook_output(self, tensor: torch.Tensor) -> bool:
-        """Hook an output for pre-backward; ``False`` if backward could enter the group past such a hook."""
+        """Hook an output for pre-backward. Returns ``False`` if backward could enter the group without the hook."""
         base = tensor._base
         if tensor.is_leaf or (base is not None and base.is_leaf and base.requires_grad):
-            return False  # a parameter, or a view of one (to_local() of a DTensor is one of what requires no grad)
+            return False  # a parameter or a view of one (to_local() of a DTensor is a view of a base without grad)
         hook_gradient(tensor, self.pre_backward)
         if base is not None and base.requires_grad:
             hook_gradient(base, self.pre_backward)  # an in-place operation on a view drops the view's own hook
         return True
 
-    # ---- backward
+    # ---- Backward
 
     @begins_backward
     @never_traced
@@ -199,12 +200,12 @@ class DefaultUse:
         if backward is None:
             backward = begin_backward(root)
         elif _is_grad_enabled():
-            refuse_double_backward()  # of a backward inside the one that is running
+            refuse_double_backward()  # there is a backward with create_graph inside the running one
         if self.active_backward is backward:
             return
         progress = state.backward
         if self._backward is backward:
-            progress.iterate()  # by autograd.grad() in a hook, say: this use had been left already
+            progress.iterate()  # this use was left already; for example, a hook calls autograd.grad()
         self._backward = self.active_backward = backward
         outer = self.outer
         if outer is not None and outer.active_backward is not backward:
@@ -230,7 +231,8 @@ class DefaultUse:
         wait_for_unshard(root, state)
 
     def reach(self, grad: torch.Tensor) -> None:
-        """A backward has come to a use inside this one, past its outputs: it may go on to layers before that."""
+        """Handle a backward that reached a use inside this one without passing the outputs of this one: it may go on to
+        earlier layers of this group."""
         if self._has_ended:
             self.pre_backward(grad)
 
@@ -241,7 +243,7 @@ class DefaultUse:
         root = state.root
         assert root is not None
         if self.active_backward is None or self.active_backward is not root.backward:
-            return  # another alias of this use came before, or no hook of its outputs did
+            return  # another alias of this use was first, or backward passed no hook of its outputs
         self.active_backward = None
         awaiting, progress = state.progress.awaiting_backward, state.backward
         if self._is_outstanding:
@@ -252,9 +254,9 @@ class DefaultUse:
             return
         state.swap.show_sharded()
         if progress.is_iterated:
-            return  # stays gathered, to be reduced once, at the end of this backward
+            return  # it stays gathered and is reduced once, at the end of this backward
         if len(state.modules) > 1 and number in awaiting:
-            return  # stays gathered for the group's other modules, as in forward
+            return  # it stays gathered for the group's other modules, as in forward
         for earlier in awaiting:
             if earlier <= number:
                 if not state.options.keeps_after_backward():
@@ -270,7 +272,7 @@ class DefaultUse:
 
 
 class DefaultMode:
-    """See the module's opening paragraph."""
+    """The default mode; see the head of this file."""
 
     __slots__ = ()
 
@@ -298,7 +300,7 @@ class DefaultMode:
         elif rounds is not None and rounds.is_on:
             gather_for_recomputation(root, rounds, state, use)
         elif state.backward.active_uses:
-            unshard_again(root, state)  # its backward computes with what was gathered
+            unshard_again(root, state)  # a backward of the group is already computing with the gathered parameters
         else:
             unshard_for_use(root, state)
         if rounds is not None and not rounds.is_on:
@@ -307,7 +309,7 @@ class DefaultMode:
         watcher = use
         if is_recomputed and use is not None:
             forward.begin_use(use)
-            # For a backward that already waits for this group: the original graph has the hooks.
+            # A backward already waits for this group, so the original graph has the hooks.
             if state.backward.active_uses and is_checkpoint_recomputing():
                 watcher = None
         state.swap.show_unsharded()

@@ -1,15 +1,15 @@
 """Gathers that autograd differentiates: of whole groups in functional mode, and of single parameters used in a loss.
 
 Instead of refilling memory that hooks manage, such a gather makes new full parameters from the sharded ones, which stay
-in the graph. Gradients flow through a reduce-scatter back to the sharded parameters, and gradients of gradients through
-another all-gather. So ``autograd.grad(loss, model.parameters(), create_graph=True)`` and gradient penalties give what
-they give for the unsharded model. The price: what was gathered lives until the graph is freed, and nothing is
-prefetched. ``functional_mode`` lets modules show what was gathered. Below are also uses of a parameter outside its
-group's forward, and ``backward(inputs=...)``.
+in the graph. Gradients flow back to the sharded parameters through a reduce-scatter, and gradients of gradients through
+another all-gather. So ``autograd.grad(loss, model.parameters(), create_graph=True)`` and gradient penalties give the
+same results as for the unsharded model. The price is that gathered parameters live until the graph is freed, and that
+nothing is prefetched. ``functional_mode`` makes modules show the gathered parameters. This file also handles uses of a
+parameter outside its group's forward, and ``backward(inputs=...)``.
 
-Note [Averages]. Each rank differentiates its own loss, and what arrives at sharded parameters is the average over the
-ranks, as everywhere in data parallel training. A term of the loss that was computed from such an average is the same on
-every rank; its average over the ranks is the term itself. So the derivative of the reduce-scatter is the plain
+Note [Averages]. Each rank differentiates its own loss, and sharded parameters receive the average over the ranks, as
+always in data parallel training. A term of the loss that was computed from such an average is the same on every rank,
+so its average over the ranks is the term itself. Therefore the derivative of the reduce-scatter is the plain
 all-gather, without another division."""
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from .recovery import recover_backward
 
 
 def refuse_accumulated(state: _FSDPState) -> None:
-    """Raise if gradients of the group wait for a reduction, which functional mode does not do for them."""
+    """Raise if accumulated gradients of the group wait for a reduction, which functional mode does not do."""
     for handle in state._handles:
         handle.pending_gradients.follow_zero_grad()
     if any(handle.pending_gradients.accumulation is not None for handle in state._handles):
         raise RuntimeError(
             f"the fully_shard group {state.name} has gradients that were accumulated without sync, and a forward in "
-            "functional mode begins: run the backward that reduces them in the default mode first, or zero_grad()"
+            "functional mode begins: first run a backward that reduces them in the default mode, or call zero_grad()"
         )
 
 
 class Gather:
-    """One all-gather of one group, or of some of its handles, as its derivatives know it. Tensors are in the order of
-    the handles' parameters."""
+    """One all-gather of one group, or of some of its handles, with the data that its derivatives need. Tensors are in
+    the order of the handles' parameters."""
 
     def __init__(self, root: Root, state: _FSDPState, handles: Sequence[FlatParamHandle]) -> None:
         self._root, self._state = root, state
@@ -65,18 +65,19 @@ class Gather:
         self.sharded_params = [sharded for handle in self._handles for sharded in handle.sharded_params]
 
     def apply(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
-        """The whole of every parameter, from sharded parts, by an operation that autograd differentiates."""
+        """Gather every parameter from its sharded parts, with an operation that autograd differentiates."""
         whole: Sequence[torch.Tensor] = _AllGather.apply(self, *parts) if parts else ()
         return whole
 
     def all_gather(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The whole of every parameter, from sharded parts; zeros where there is none."""
+        """Gather every parameter from its sharded parts; a missing part (``None``) counts as zeros."""
         whole: list[torch.Tensor] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
             self._root.order.trace.append(self._state.code | ALL_GATHER)
             shard = _shard_of(handle, parts[start:stop])
             storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
-            # Not views: autograd refuses to use those of a base that was written to, by any code, and names nothing.
+            # Tensors over the storage, not views: if any code writes to the base, autograd refuses to use its views,
+            # with an error that names no parameter.
             whole += [
                 torch.empty(0, dtype=handle.unsharded.dtype, device=storage.device).set_(storage, p.offset, p.shape)  # type: ignore[call-overload]
                 for p in handle.layout.params
@@ -84,8 +85,8 @@ class Gather:
         return whole
 
     def reduce_scatter(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The average over the ranks of gradients of the whole parameters, sharded like these; ``None`` where no rank
-        has one."""
+        """Average gradients of the whole parameters over the ranks, and shard them like the parameters; ``None`` if no
+        rank has one."""
         self._state.check_versions(self._versions)
         exchange = _RootExchange.of(self._root)
         exchange.begin()
@@ -106,12 +107,12 @@ class Gather:
         return result
 
     def refuse_batches(self) -> NotImplementedError:
-        """The error of a ``vmap`` over parameters, or over gradients of parameters."""
+        """The error for a ``vmap`` over parameters or their gradients."""
         return NotImplementedError(
             f"torch.func.vmap over sharded parameters of the fully_shard group {self._state.name}, or over their "
             "gradients (per-sample gradients, hessian(), jacrev() of parameters): a batch of sharded tensors cannot be "
-            "gathered or reduced. Give functional_call() full tensors, {name: p.full_tensor() for name, p in "
-            "model.named_parameters()}, whose derivatives stay on each rank"
+            "gathered or reduced. Pass full tensors to functional_call(), {name: p.full_tensor() for name, p in "
+            "model.named_parameters()}; their derivatives stay on each rank"
         )
 
     def _reduce_scatter(self, handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -138,8 +139,8 @@ def _shard_of(handle: FlatParamHandle, parts: Sequence[torch.Tensor | None]) -> 
 
 
 class _RootExchange:
-    """The exchanges of one root in functional mode, all of one size, so that any two of them meet: one before the
-    reduction of each group, and one at the end of a backward that has reduced."""
+    """The exchanges of one root in functional mode: one before the reduction of each group, and one at the end of a
+    backward that has reduced. All have the same size, so that any two pair up if ranks differ."""
 
     def __init__(self, root: Root) -> None:
         states = root.live_states()
@@ -160,7 +161,7 @@ class _RootExchange:
         return known
 
     def begin(self) -> None:
-        """A group is about to be reduced in the backward that is running."""
+        """Called before each reduction; the first one in a backward registers the callback at its end."""
         if not self._has_begun:
             root = self._root()
             if root is not None and root.failed_backward is not None:
@@ -175,7 +176,7 @@ class _RootExchange:
         grads: Sequence[torch.Tensor | None],
         bounds: Sequence[int],
     ) -> bytes:
-        """Which parameters of ``state`` have a gradient on some rank."""
+        """Find out which parameters of ``state`` have a gradient on some rank."""
         used, places = self._exchange.used, []
         used[:] = bytes(len(used))
         for handle, start, stop in zip(handles, bounds, bounds[1:]):
@@ -190,14 +191,14 @@ class _RootExchange:
         self._meet(END_OF_BACKWARD)
 
     def abandon(self) -> None:
-        """The backward has raised: autograd may have added some of its gradients already."""
+        """Note that the backward has raised; autograd may have added some of its gradients already."""
         self._has_begun = False
         root = self._root()
         if root is not None:
             root.fail_backward(Backward(has_added=True))
 
     def _meet(self, code: int) -> None:
-        """Find out whether all ranks have done the same, and are about to do what ``code`` says."""
+        """Check that all ranks have done the same and are about to do ``code``."""
         root = self._root()
         assert root is not None
         begin_exchange(root, self._exchange, code)
@@ -227,11 +228,11 @@ class _EndOfBackward:
             self._exchange.abandon()
 
 
-# Both are written in the way that ``torch.func`` needs: a context of its own, tangents, and a word about batches.
+# Both have the form that ``torch.func`` needs: a separate ``setup_context``, a ``jvp``, and a ``vmap`` (which raises).
 
 
 class _AllGather(torch.autograd.Function):
-    """Sharded parameters (or gradients like them) -> whole ones."""
+    """Sharded parameters (or gradients sharded like them) -> whole ones."""
 
     @staticmethod
     def forward(gather: Gather, *parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -241,7 +242,7 @@ class _AllGather(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.gather = inputs[0]
         ctx.set_materialize_grads(False)
-        if not in_forward_ad():  # where what needs no gradient may have a tangent
+        if not in_forward_ad():  # under forward AD, a tensor that needs no gradient may have a tangent
             ctx.mark_non_differentiable(*[item for item, needed in zip(output, ctx.needs_input_grad[1:]) if not needed])
 
     @staticmethod
@@ -285,23 +286,23 @@ class _ReduceScatter(torch.autograd.Function):
         return None, *[item if needed else None for item, needed in zip(whole, ctx.needs_input_grad[1:])]
 
 
-# ---- Uses of a sharded parameter outside its group's forward: ``full_tensor()`` or ``redistribute()`` of it, in a
-# loss.
+# ---- Uses of a sharded parameter outside its group's forward: ``full_tensor()`` or ``redistribute()`` in a loss
 #
 # A fused or chunked cross entropy computes with the weight of the output head after the model's forward::
 #
 #     loss = F.cross_entropy(F.linear(hidden, model.head.weight.full_tensor()), target)
 #
-# What backward brings to the whole tensor is this rank's own gradient, like that of an unsharded parameter. In the
-# default mode it goes the same way: it waits on the flat parameter until the group is reduced, in the backward that is
-# running, with all other gradients of the group; or else at the end of backward, where the control exchange lets all
-# ranks know that some rank has one. So no rank waits for another one whose loss does not use the weight. In functional
-# mode, where gradients reach sharded parameters through autograd, it is a reduce-scatter that autograd can
-# differentiate.
+# The gradient of the whole tensor is this rank's own, like that of an unsharded parameter. In the default mode it takes
+# the same path: it waits on the flat parameter until the running backward reduces the group with all its other
+# gradients. If the group was already reduced, it is reduced at the end of backward, where the control exchange tells
+# all ranks that some rank has such a gradient. So no rank waits for another one whose loss does not use the weight. In
+# functional mode, where gradients reach sharded parameters through autograd, it goes through a reduce-scatter that
+# autograd can differentiate.
 
 
 def _place_of(sharded: torch.Tensor) -> tuple[FlatParamHandle, int, _FSDPState, Root] | None:
-    """Where a sharded parameter is; ``None`` if it is not one, or before the first forward."""
+    """The handle, index, state and root of a sharded parameter; ``None`` for other tensors or before the first
+    forward."""
     place = handle_of(sharded)
     if place is None:
         return None
@@ -337,7 +338,7 @@ _is_through_autograd = False
 
 @contextlib.contextmanager
 def gradients_through_autograd() -> Iterator[None]:
-    """Within this context, that of an ``autograd.grad()``, gradients are averaged at once and returned to autograd."""
+    """A context for ``autograd.grad()``: gradients are averaged immediately and returned to autograd."""
     global _is_through_autograd
     before, _is_through_autograd = _is_through_autograd, True
     try:
@@ -347,7 +348,7 @@ def gradients_through_autograd() -> Iterator[None]:
 
 
 class _Whole(torch.autograd.Function):
-    """The whole of a sharded parameter, in the default mode."""
+    """A sharded parameter -> the whole one, in the default mode."""
 
     @staticmethod
     def forward(ctx: Any, sharded: RaggedDTensor, versions: Sequence[int]) -> torch.Tensor:
@@ -369,7 +370,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _FunctionalWhole(torch.autograd.Function):
-    """The whole of a sharded parameter, or of something that is sharded like it, in functional mode."""
+    """A sharded parameter, or a tensor sharded like it -> the whole one, in functional mode."""
 
     @staticmethod
     def forward(ctx: Any, gather: Gather, index: int, part: RaggedDTensor) -> torch.Tensor:
@@ -382,7 +383,7 @@ class _FunctionalWhole(torch.autograd.Function):
 
 
 class _FunctionalReduce(torch.autograd.Function):
-    """The gradient of the whole -> the average over the ranks, sharded. Its derivative: see Note [Averages]."""
+    """The gradient of the whole parameter -> its average, sharded. For the derivative see Note [Averages]."""
 
     @staticmethod
     def forward(ctx: Any, gather: Gather, index: int, grad: torch.Tensor) -> Any:
@@ -396,13 +397,13 @@ class _FunctionalReduce(torch.autograd.Function):
         return None, None, _FunctionalWhole.apply(ctx.gather, ctx.index, grad)
 
 
-# ---- ``backward(inputs=...)`` and ``autograd.grad()`` of sharded parameters.
+# ---- ``backward(inputs=...)`` and ``autograd.grad()`` of sharded parameters
 #
-# In the default mode gradients reach sharded parameters by a reduction: autograd knows no way from a loss to them.
-# Asked for their gradients alone it would compute nothing, without a word. So ``backward(inputs=...)`` asks for those
-# of the unsharded parameters as well, which are then reduced as ever. ``autograd.grad()``, which must return gradients
-# and leave ``.grad`` alone, finds out whether the loss was computed with the parameters in a forward, and then refuses;
-# gradients of terms on the sharded parameters themselves, and everything in functional mode, are autograd's own affair.
+# In the default mode a reduction delivers gradients to sharded parameters, and the autograd graph has no path to them.
+# Asked for their gradients only, autograd would silently compute nothing. So ``backward(inputs=...)`` also asks for the
+# gradients of the unsharded parameters, which are then reduced as usual. ``autograd.grad()`` must return gradients and
+# leave ``.grad`` alone; it raises if a forward has used the parameters for the loss. Gradients of terms on the sharded
+# parameters themselves, and everything in functional mode, are left to autograd.
 
 
 _is_installed = False
@@ -419,7 +420,7 @@ def notice_inputs() -> None:
 def _run(
     run: Callable[[tuple[Any, ...], bool], Any], inputs: tuple[Any, ...], allow_unused: bool, accumulates: bool
 ) -> Any:
-    """``run(inputs, allow_unused)``, with the inputs that the user means."""
+    """Call ``run(inputs, allow_unused)`` with the inputs that the user means."""
     found = [(handle, index) for item in inputs for handle, index in _places_of(item)]
     if not found:
         return run(inputs, allow_unused)
@@ -453,7 +454,7 @@ def _run(
 
 
 def _places_of(item: Any) -> Iterator[tuple[FlatParamHandle, int]]:
-    """The sharded parameters behind an input: itself, or those of which it is the flat view."""
+    """The sharded parameters behind an input: the input itself, or those in a flat view."""
     if not isinstance(item, torch.Tensor):
         return
     place = handle_of(sharded_param_of(item))
@@ -470,7 +471,7 @@ def _refusal(handle: FlatParamHandle, index: int) -> RuntimeError:
     group = "?" if state is None else state.name
     return RuntimeError(
         f"autograd.grad() was asked for the gradient of {handle.name_of(index)}, a sharded parameter of "
-        f"the fully_shard group {group}, whose forward ran in the default mode: gradients arrive in .grad there. Run "
-        "the forward in functional mode (with functional_mode(model): ...), or call backward(), with inputs=[...] "
-        "for some parameters only"
+        f"the fully_shard group {group}, whose forward ran in the default mode, in which gradients only arrive in "
+        ".grad. Run the forward in functional mode (with functional_mode(model): ...), or call backward(), with "
+        "inputs=[...] for some parameters only"
     )

@@ -1,7 +1,7 @@
 """A top-level forward of a root: its start, by a module or by the user's own ``unshard()``, and its end.
 
 The hooks call this at the outermost module. Code that is compiled together with the forwards of whole models is a
-region: what a root's hooks do around a forward is then done around the region."""
+region; the work of a root's hooks around a forward is then done around the region."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def enter(state: _FSDPState, module: nn.Module) -> Root:
-    """Find the root of a forward that is being entered outside backward; begin an iteration when it is the first."""
+    """Find the root of a forward that is entered outside backward. Begin an iteration if it is the outermost one."""
     follow_profiler()
     root = state.root
     if root is None:
@@ -40,7 +40,7 @@ def enter(state: _FSDPState, module: nn.Module) -> Root:
             recover(root)
         is_given, detector = False, root.detector
         if detector is None or root.generation != tree.generation:
-            root = initialise(state, module)  # the module that was the root is gone, or a group was added somewhere
+            root = initialise(state, module)  # the root module no longer exists, or a group was added somewhere
             is_given = is_in_functional_call()
         elif not detector.is_unchanged():
             with own_values(root.live_states()):
@@ -52,7 +52,7 @@ def enter(state: _FSDPState, module: nn.Module) -> Root:
 
 
 def _caller() -> FrameType | None:
-    """The frame outside this package that has called a hook."""
+    """The frame outside this package that called a hook."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and str(frame.f_globals.get("__package__")).partition(".")[0] == _PACKAGE:
         frame = frame.f_back
@@ -60,7 +60,7 @@ def _caller() -> FrameType | None:
 
 
 def enter_alone(state: _FSDPState, module: nn.Module) -> Root:
-    """The root of a group that the user drives by hand, outside forward and backward; ready to be unsharded."""
+    """The root of a group that the user drives by hand outside forward and backward, ready to be unsharded."""
     follow_profiler()
     root = state.root
     if root is None or root.detector is None:
@@ -71,7 +71,7 @@ def enter_alone(state: _FSDPState, module: nn.Module) -> Root:
 
 
 def _follow_user(root: Root, state: _FSDPState, module: nn.Module) -> Root:
-    """The user has changed something since the last iteration: take it over, or refuse it."""
+    """Take over, or refuse, what the user has changed since the last iteration."""
     states = root.live_states()
     if any(item.swap.children_changed() for item in states):
         return initialise(state, module)
@@ -80,18 +80,18 @@ def _follow_user(root: Root, state: _FSDPState, module: nn.Module) -> Root:
 
 
 def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
-    """Free gradients that were dropped, gather again what stayed unsharded, and start a new record."""
+    """Free gradients that the user dropped, gather again groups that stayed unsharded, and start a new record."""
     captured: list[_FSDPState] = []
     detector = root.detector
     if root.rounds is not None:
         begin_optional(root, root.rounds)
-    may_release = detector is not None and not detector.has_grads()  # one look for all
+    may_release = detector is not None and not detector.has_grads()  # one check for all groups
     for state in root.live_states():
         for handle in state._handles:
             if handle.summoned is not None:
                 raise RuntimeError(
                     f"a forward of the fully_shard group {state.name} begins inside summon_full_params(), where its "
-                    "parameters are full ones that may have been edited: leave the context first"
+                    "parameters are full and may have been changed: leave the context first"
                 )
             if handle.pending_gradients.accumulation is not None:
                 handle.pending_gradients.follow_zero_grad()
@@ -101,7 +101,7 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed and root.rounds is None:
                 if state.options.follows_writes() and handle.unsharded.left_by_forward and not is_stale(handle):
                     continue
-                # Its shard may have been edited, in ways that leave no trace or on some ranks only.
+                # Its shard may have been changed on some ranks only, or in ways that leave no trace.
                 root.order.trace.append(state.code | ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.unsharded.be_left(state.options.is_held)
@@ -115,8 +115,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
 
 
 def check_after_forward(root: Root) -> None:
-    """Called at the end of an outermost forward: raise if it has changed an unsharded parameter, hook what it has kept
-    unexpectedly, and publish what backwards inside it have left."""
+    """Called at the end of an outermost forward: raise if it has changed an unsharded parameter, hook tensors that it
+    has newly kept on modules, and publish gradients of backwards inside it."""
     if root.failed_backward is not None:
         recover_backward(root)
     detector = root.detector
@@ -130,7 +130,7 @@ def check_after_forward(root: Root) -> None:
             if detector is not None:
                 detect_again(root)
                 detector = root.detector
-    if root.forward.record.captured is not None and not root.forward.is_region:  # where an optimizer may step
+    if root.forward.record.captured is not None and not root.forward.is_region:  # in a region an optimizer may step
         root.forward.record.captured.check_forward()
     if detector is not None and torch.is_grad_enabled():
         for state, tensors in detector.newly_kept():
@@ -143,8 +143,8 @@ def check_after_forward(root: Root) -> None:
 
 
 def end_forward(root: Root, is_hooked: bool) -> None:
-    """The outermost forward ends: free prefetches that were not used, and, when no backward will come, everything but
-    what ``keep_unsharded`` keeps."""
+    """End the outermost forward: free unused prefetches and, if no backward will come, everything except groups that
+    ``keep_unsharded`` keeps."""
     root.forward.end()
     for state in root.live_states():
         pending_modules = state.progress.pending_modules
@@ -163,32 +163,32 @@ def end_forward(root: Root, is_hooked: bool) -> None:
 
 
 def abandon_forward(root: Root) -> None:
-    """The outermost forward has ended in an exception."""
+    """End an outermost forward that raised."""
     root.forward.abandon()
     for storage in root.communicator.storages:
         storage.synchronize()
     if root.detector is not None:
-        root.detector.newly_kept()  # a backward inside this forward may have needed it: next time it is hooked
+        root.detector.newly_kept()  # a backward inside this forward may have needed them: hook them next time
 
 
-# ---- A region of code that is compiled with the forwards of whole models in it: what a root's own hooks do around a
-# forward, done around the region, so that the graph can have the root's group in it too.
+# ---- Compiled regions: code that is compiled together with the forwards of whole models
 #
-# Within a region the root's hooks are traced like those of other groups (``graph_mode``). Where the graph breaks at
-# them they run eagerly, as a forward of the root inside another.
+# The work of a root's hooks around a forward is done around the region, so that the graph can contain the root's group
+# too. Within a region the root's hooks are traced like those of other groups (``graph_mode``). If the graph breaks at
+# them, they run eagerly, as a forward of the root inside another one.
 
 
 @contextmanager
 def region(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let a compiled region run forwards of the roots ``modules``."""
+    """A context in which a compiled region may run forwards of the roots ``modules``."""
     entered: list[Root] = []
     try:
         for module in modules:
             root = enter(state_of_hooked(module), module)
             if root.rounds is not None:
                 raise NotImplementedError(
-                    "a compiled region with a fully_shard'ed model that has optional groups: a graph cannot tell which "
-                    "of them a rank will run. Compile modules inside the groups, or shard without optional=True"
+                    "a compiled region contains a fully_shard'ed model with optional groups, but a graph cannot tell "
+                    "which of them a rank will run. Compile modules inside the groups, or shard without optional=True"
                 )
             root.forward.begin_region()
             root.forward.enter(None)

@@ -1,8 +1,8 @@
-"""Values that ``torch.func.functional_call()`` puts in the place of sharded parameters for one forward.
+"""Values that replace sharded parameters for one forward, by ``torch.func.functional_call()``.
 
-For that long other tensors stand in the slots of the modules. Full (plain) tensors are computed with as they are, and
-their gradients stay on each rank; DTensors sharded like the parameter are gathered as it would be, and their gradients
-are averaged. Either way the forward runs in functional mode, so that gradients reach the given tensors.
+During that forward the slots of the modules hold other tensors. Full (plain) tensors are used as they are, and their
+gradients stay on each rank. DTensors that are sharded like the parameter are gathered like the parameter, and their
+gradients are averaged. Either way the forward runs in functional mode, so that gradients reach the given tensors.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from ..flat import FlatParamHandle
 from ..group import _FSDPState
 from ..ragged import RaggedDTensor
 
-# is_given(), the pre-forward hook that calls it, and two or more of the module's own call (or a registered method and
-# what calls that): between these and a group's forward there is no functional_call().
+# The frames of is_functional_call(), of the pre-forward hook that calls it, and of at least two more for the module's
+# own call (or a registered method and its caller): no functional_call() can be among these.
 _NUM_FRAMES_OF_HOOK = 4
 
 
 class GivenValues:
-    """The values given for the parameters of a group, by the id of the unsharded parameter whose place they take."""
+    """The values given for the parameters of a group, by the id of the unsharded parameter that they replace."""
 
     def __init__(self, values: Mapping[int, torch.Tensor]) -> None:
         self._values = values
 
     def are_full(self, handle: FlatParamHandle) -> bool:
-        """Whether a full tensor was given for every parameter of ``handle``: there is nothing to gather."""
+        """Whether a full tensor was given for every parameter of ``handle``, so that there is nothing to gather."""
         return bool(self._values) and all(self._full(param) is not None for param in handle.unsharded.params)
 
     def sharded_parts(self, handle: FlatParamHandle) -> list[torch.Tensor | None]:
-        """The tensors to gather: sharded parameters, or those given for them; ``None`` where a full one was given."""
+        """The tensors to gather: sharded parameters or their given replacements; ``None`` if a full one was given."""
         return [
             None if self._full(param) is not None else self._values.get(id(param), sharded)
             for param, sharded in zip(handle.unsharded.params, handle.sharded_params, strict=True)
         ]
 
     def full_values(self, handles: Sequence[FlatParamHandle]) -> dict[int, torch.Tensor]:
-        """The full tensors that were given, in the dtype that the group computes in."""
+        """The given full tensors, in the dtype that the group computes in."""
         dtypes = {id(param): param.dtype for handle in handles for param in handle.unsharded.params}
         return {
             key: value.to(dtypes[key]) if key in dtypes and value.is_floating_point() else value
@@ -55,10 +55,10 @@ class GivenValues:
 
 
 def functional_call_params(state: _FSDPState) -> GivenValues:
-    """The values that stand in the slots of the group's modules in the place of its parameters.
+    """The values that replace parameters in the slots of the group's modules.
 
     Raises:
-        ValueError: a given tensor has another shape, or is sharded in another way.
+        ValueError: a given tensor has the wrong shape or is sharded in a different way.
     """
     found = state.swap.overrides()
     for handle in state._handles:
@@ -80,18 +80,18 @@ def functional_call_params(state: _FSDPState) -> GivenValues:
                 layout = list(inner.placements) if isinstance(inner, DTensor) else "a plain tensor"
                 raise ValueError(
                     f"functional_call(): {handle.label.names(fqn)} of the fully_shard group {state.name}, of shape "
-                    f"{tuple(sharded.shape)}, was given a value of shape {tuple(value.shape)}, {layout}: give a full "
-                    "tensor of its shape (.full_tensor() of a sharded one), or one sharded like the "
-                    "parameter (distribute_ragged(value, p.device_mesh, p.placements))"
+                    f"{tuple(sharded.shape)}, was given a value of shape {tuple(value.shape)}, {layout}: pass a full "
+                    "tensor of the parameter's shape (.full_tensor() of a sharded one), or one that is sharded like "
+                    "the parameter (distribute_ragged(value, p.device_mesh, p.placements))"
                 )
     return GivenValues(found)
 
 
 def is_functional_call(state: _FSDPState) -> bool:
-    """Whether this forward of the group's modules computes with other values than its own; on the hot path.
+    """Whether this forward of the group's modules uses other values than the group's own. On the hot path.
 
-    At the beginning of the outermost forward the slots of all groups were compared. So inside it a few frames of the
-    stack are looked at, and not the group's own slots, which no cache holds by then."""
+    The slots of all groups were compared at the start of the outermost forward. So inside it, this first looks at a few
+    stack frames instead of the group's slots, which are no longer in the CPU's caches."""
     root = state.root
     forward = None if root is None else root.forward
     if forward is None or not forward.depth or forward.is_given or forward.caller is None:
@@ -102,7 +102,7 @@ def is_functional_call(state: _FSDPState) -> bool:
 
 @contextmanager
 def own_values(states: Sequence[_FSDPState]) -> Iterator[None]:
-    """Within this context the modules hold their own parameters again, inside ``functional_call()`` too."""
+    """A context in which the modules hold their own parameters, even inside ``functional_call()``."""
     if not is_in_functional_call():
         yield
         return

@@ -1,7 +1,7 @@
-"""Functional mode: a forward gathers by an operation that autograd differentiates, and modules show what it has made.
+"""Functional mode: a forward gathers with an operation that autograd differentiates, and modules show its results.
 
-So autograd does by itself what hooks do in the default mode (see ``differentiable_gather``). A recomputation is in the
-mode of the group's last forward, wherever the user has left the mode since.
+So autograd does by itself what hooks do in the default mode (see ``differentiable_gather``). A recomputation uses the
+mode of the group's last forward, even if the user has left the mode since.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .untracked_writes import written
 
 
 class FunctionalMode:
-    """Functional mode for one forward of a group; with the values that ``functional_call()`` has given it, if any."""
+    """Functional mode for one forward of a group, with the values of ``functional_call()``, if there are any."""
 
     __slots__ = ("_given",)
 
@@ -30,34 +30,34 @@ class FunctionalMode:
 
     @begins_forward
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[FunctionalUse, None]:
-        with temporarily_clear_interpreter_stack():  # whatever torch.func makes of the forward, this is none of it
+        with temporarily_clear_interpreter_stack():  # setup must not run under the torch.func transform
             refuse_accumulated(state)
             _refuse_extensions(state)
             _refuse_optional(root, state)
             if not is_recomputed:
                 root.forward.enter(None)
                 if not state.progress.running_forwards:
-                    reshard(root, state)  # what unshard() has gathered ahead is of no use here
-                    wait_for_unshard(root, state)  # nor what stays unsharded
+                    reshard(root, state)  # parameters that unshard() has gathered ahead are not used in this mode
+                    wait_for_unshard(root, state)  # reshard() leaves groups that stay unsharded: end their all-gathers
         return FunctionalUse(root, state, self._given), None
 
 
 def _refuse_extensions(state: _FSDPState) -> None:
-    """Raise if the class of a parameter gathers it in a form of its own, which autograd could not differentiate."""
+    """Raise if the class of a parameter gathers it in its own form, which autograd cannot differentiate."""
     for handle in state._handles:
         if handle.kind.extension is not None:
             raise NotImplementedError(
                 f"the parameter {handle.name_of(0)} of the fully_shard group {state.name} is a "
-                f"{handle.kind.extension.cls.__name__}, gathered by its class (fsdp_pre_all_gather), which functional "
-                "mode, torch.func and functional_call() cannot differentiate: use the default mode"
+                f"{handle.kind.extension.cls.__name__}, gathered by its class (fsdp_pre_all_gather). Functional "
+                "mode, torch.func and functional_call() cannot differentiate that: use the default mode"
             )
 
 
 def _refuse_optional(root: Root, state: _FSDPState) -> None:
     if root.rounds is not None:
         raise NotImplementedError(
-            f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with the "
-            "values of functional_call()) in a model with optional groups, which only the default mode can gather on "
+            f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with "
+            "values of functional_call()) in a model with optional groups. Only the default mode can gather these on "
             "ranks that skip them: leave functional mode, or shard the model without optional=True"
         )
 
@@ -88,7 +88,7 @@ class FunctionalUse:
         self._shown = state.swap.show_instead({**shown, **given.full_values(state._handles)})
 
     def abandon(self) -> None:
-        """Nothing waits for it."""
+        """Do nothing: nothing waits for this use."""
 
     def check(self) -> None:
         """Raise if forward has written to a gathered parameter, or replaced one: the change would be lost."""
@@ -98,8 +98,8 @@ class FunctionalUse:
             if self._marks(tensor) != before:
                 raise RuntimeError(
                     f"the parameter {name} of the fully_shard group {state.name} was modified in place inside forward, "
-                    "or its .data assigned to; the edit is lost, since the sharded parameters are authoritative. "
-                    "Modify parameters outside forward, or keep what changes in forward in a buffer"
+                    "or its .data assigned to; the change is lost, since it does not reach the sharded parameter. "
+                    "Modify parameters outside forward, or keep values that change in forward in a buffer"
                 )
 
     def hook_outputs(self, module: nn.Module, output: Any, is_recomputed: bool) -> bool:
@@ -109,12 +109,12 @@ class FunctionalUse:
         return {handle: written(handle, flat) for handle, flat in self._gathered().items()}
 
     def _marks(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """Marks that change with a write to the tensor, or with other memory for it."""
+        """Values that change if the tensor is written to or gets other memory."""
         local = local_of(tensor)
         return (tensor._version, *((local.data_ptr(), local.stride()) if self._has_addresses else ()))
 
     def _gathered(self) -> dict[FlatParamHandle, torch.Tensor]:
-        """The flat tensors that were gathered from shards that were not written to since."""
+        """The gathered flat tensors, if no shard was written to since."""
         state = self._state
         if state.shard_versions() != self._shard_versions:
             return {}

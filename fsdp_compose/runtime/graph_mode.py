@@ -1,11 +1,11 @@
-"""The captured mode: forwards that ``torch.compile`` traces as a part of a larger graph.
+"""The captured mode: forwards that ``torch.compile`` traces as part of a larger graph.
 
-The hooks of such a group are traced: the graph itself gathers, shows the views of what it has gathered, and reduces in
-its backward. What concerns the iteration as a whole (the root's hooks, the checks, the exchange, the publication of
-gradients) stays outside of the graph, in eager code. A group that reshards repeats its gather in backward, as
-activation checkpointing repeats a forward: the graph keeps no whole parameter in between.
+The hooks of such a group are traced: the graph itself gathers, shows views of the gathered parameters, and reduces in
+its backward. The work for the iteration as a whole (the root's hooks, the checks, the exchange, the publication of
+gradients) stays outside the graph, in eager code. A group that reshards repeats its gather in backward, as activation
+checkpointing repeats a forward, so the graph keeps no whole parameter in between.
 
-Dynamo traces ``enter`` and ``leave``. What they learn from a ``GraphPlan`` is found out while tracing, by plain Python.
+Dynamo traces ``enter`` and ``leave``. They read a ``GraphPlan``, which plain Python computes during tracing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Views = list[tuple[torch.Tensor, ...]]
 
 @mark_constant
 def can_capture(module: nn.Module) -> bool:
-    """Whether graphs can contain a forward of ``module``; prepares them for it."""
+    """Whether graphs can contain a forward of ``module``; if so, prepares the group for them."""
     state = state_of_hooked(module)
     root, options = state.root, state.options
     if (
@@ -50,7 +50,7 @@ def can_capture(module: nn.Module) -> bool:
         or not root.forward.depth
         or (state.place.is_outermost and not root.forward.is_region)
         or options.is_functional
-        or root.rounds is not None  # a graph cannot tell what ranks will demand
+        or root.rounds is not None  # a graph cannot tell which groups ranks will demand
         or not is_capturable(state._handles)
         or caches_parameters(state.swap)
     ):
@@ -76,27 +76,28 @@ def _note(module: nn.Module, key: str) -> None:
 
 
 def _place(module: nn.Module) -> int:
-    """Of a module in its group."""
+    """The index of a module in its group."""
     return [id(item) for item in state_of_hooked(module).live_modules()].index(id(module))
 
 
 @never_traced
 def _note_gradient(reference: weakref.ref[_FSDPState], place: torch.Tensor) -> None:
-    """A graph has brought a gradient, maybe of a backward that has passed none of the root's outputs."""
+    """Called when a graph has delivered a gradient. The backward may have passed none of the root's outputs."""
     state = reference()
     if state is None or state.root is None:
         return
     if state.persistent.captured is None or not state.persistent.captured.knows(place):
         raise RuntimeError(
             f"parameters of the fully_shard group {state.name} were moved (module.to()?) between a forward that "
-            "torch.compile runs in a graph and its backward: run backward before, or forward again after it"
+            "torch.compile runs in a graph and its backward: run backward before the move, or run forward again after "
+            "it"
         )
     if state.root.backward is None:
         begin_backward(state.root)
 
 
 def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """What a graph does before a forward of ``module``."""
+    """The part of a graph before a forward of ``module``."""
     group = module.__dict__[CAPTURED]
     _note(module, group.key)
     numbers, reshards, input_dtype, _, slots, others, _ = _plan(module, group.key)
@@ -114,7 +115,7 @@ def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def leave(module: nn.Module, output: Any) -> Any:
-    """What a graph does after a forward of ``module``."""
+    """The part of a graph after a forward of ``module``."""
     group = module.__dict__[CAPTURED]
     _, _, _, output_dtype, slots, _, gathered = _plan(module, group.key)
     if group.held is not None and not group.pending:
@@ -141,7 +142,7 @@ def _gather(
 
 
 def _place_views(views: tuple[torch.Tensor, ...], placed: Any) -> tuple[torch.Tensor, ...]:
-    """The parameters that tensor parallelism has cut as DTensors over their views."""
+    """Wrap the views of parameters that tensor parallelism has cut in DTensors."""
     found = []
     for view, place in zip(views, placed):
         if place is not None:

@@ -1,7 +1,7 @@
-"""The steps of one group: unshard, prefetch, reshard, reduce, and what follows from a change of ``requires_grad``.
+"""The steps of one group: unshard, prefetch, reshard, reduce, and the response to changes of ``requires_grad``.
 
-Hooks and modes call these functions; each notes what it issues in the log of its process group, and leaves streams and
-memory to ``Communicator``."""
+Hooks and modes call these functions. Each one records the collectives that it issues in the log of the process group,
+and leaves streams and memory to ``Communicator``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..ragged import requires_grad_writes
 
 
 def unshard(root: Root, state: _FSDPState) -> None:
-    """Start the all-gathers of a group, if it is not unsharded, ahead of a forward."""
+    """Start the all-gathers of a group ahead of a forward, unless it is already unsharded."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             root.order.trace.append(state.code | ALL_GATHER)
@@ -35,7 +35,7 @@ def unshard(root: Root, state: _FSDPState) -> None:
 
 
 def unshard_again(root: Root, state: _FSDPState) -> None:
-    """As ``unshard``, for a backward: what forward has computed with."""
+    """Like ``unshard``, for a backward, which needs the parameters that forward has used."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             root.order.trace.append(state.code | ALL_GATHER)
@@ -47,7 +47,7 @@ def unshard_again(root: Root, state: _FSDPState) -> None:
 
 
 def _unshard_with_parts(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
-    """Gather for a forward what may have stayed in parts: these, if the ranks have written to no shard since."""
+    """Gather a handle that may have kept parts, for a forward: from the parts, if no rank has written to a shard."""
     part = handle.unsharded.part
     if part is not None and part.is_kept and state.options.reshards_partially_until_step() and not is_stale(handle):
         root.communicator.unshard_parts(handle)
@@ -56,8 +56,8 @@ def _unshard_with_parts(root: Root, state: _FSDPState, handle: FlatParamHandle) 
 
 
 def unshard_for_use(root: Root, state: _FSDPState) -> None:
-    """As ``unshard``, for a forward that is about to compute: what was gathered ahead, or kept, before the ranks wrote
-    to the sharded parameters is gathered again."""
+    """Like ``unshard``, for a forward that is about to compute. Parameters that were gathered ahead or kept are
+    gathered again if the ranks have written to the sharded parameters since."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             root.order.trace.append(state.code | ALL_GATHER)
@@ -84,23 +84,24 @@ def reshard(root: Root, state: _FSDPState) -> None:
 
 
 def reshard_until_backward(root: Root, state: _FSDPState) -> None:
-    """As ``reshard``, between a forward and its backward of a group that keeps parts."""
+    """Like ``reshard``, between a forward and its backward, for a group that keeps parts."""
     for handle in state._handles:
         if handle.unsharded.is_allocated and not state.progress.running_forwards:
             root.communicator.reshard_to_part(handle)
 
 
 def _drop_parts(state: _FSDPState) -> None:
-    """Free what stayed for a backward, unless that of an earlier forward is to come, or a forward before the step."""
+    """Free the parts that were kept for a backward, unless the backward of an earlier forward is still to come or the
+    parts stay until a step."""
     if not state.progress.awaiting_backward and not state.options.reshards_partially_until_step():
         for handle in state._handles:
             handle.unsharded.drop_part()
 
 
 def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
-    """Take the gradients of a group, reshard it, and reduce (or, without gradient sync, accumulate) them. A group of
-    which a forward is running (the backward runs inside it) stays unsharded. ``with_frozen``: also the flat parameters
-    of which no part requires grad."""
+    """Take the gradients of a group, reshard it, and reduce them (without gradient sync: accumulate them). A group
+    stays unsharded if the backward runs inside a forward of it. ``with_frozen``: include flat parameters of which no
+    part requires grad."""
     backward, progress, options = root.backward, state.backward, state.options
     assert backward is not None
     if backward.shown and state.swap in backward.shown:
@@ -126,7 +127,7 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
         elif is_synced:
             root.order.trace.append(state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
             if has_earlier or not averages:
-                backward.add()  # before it is taken: what raises after that has lost it
+                backward.add()  # before the earlier gradients are taken: if the reduction raises, they are lost
             if communicator.reduce(handle, is_kept, averages):
                 backward.add()
         else:
@@ -135,7 +136,7 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
 
 
 def reduce_early(root: Root, state: _FSDPState) -> None:
-    """Reduce the next flat parameter of a group, all gradients of which are there, before the others. It stays
+    """Reduce the next flat parameter of a group before the others, because all its gradients have arrived. It stays
     unsharded."""
     backward, handle = root.backward, state._handles[state.backward.num_early]
     assert backward is not None
@@ -143,13 +144,13 @@ def reduce_early(root: Root, state: _FSDPState) -> None:
     if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
         root.order.trace.append(state.code | REDUCE_SCATTER)
         if handle.pending_gradients.accumulation is not None:
-            backward.add()  # before it is taken, as above
+            backward.add()  # before the earlier gradients are taken, as in reduce()
         if root.communicator.reduce(handle, True, True):
             backward.add()
 
 
 def hide_shown(root: Root, only: ParameterSwap | None = None) -> None:
-    """No longer show groups that were shown since backward began."""
+    """Stop showing the parameters of groups that have shown them since backward began."""
     shown = {} if root.backward is None else root.backward.shown
     for swap in [*shown] if only is None else [only]:
         del shown[swap]
@@ -157,7 +158,7 @@ def hide_shown(root: Root, only: ParameterSwap | None = None) -> None:
 
 
 def stays_unsharded(root: Root, state: _FSDPState) -> bool:
-    """Whether the forward that is running, inside which a backward ends, needs the group as it is."""
+    """Whether the running forward needs the group unsharded; asked when a backward inside it ends."""
     forward, progress = root.forward, state.progress
     begun, previous = forward.record.begun, forward.previous.begun
     is_next = len(previous) > len(begun) and previous[len(begun)] == state.place.index  # forward prefetch
@@ -167,15 +168,16 @@ def stays_unsharded(root: Root, state: _FSDPState) -> bool:
 
 
 def follow_requires_grad(root: Root, state: _FSDPState) -> None:
-    """Take over what the user did to ``requires_grad`` of the sharded parameters. Noted in the trace: when a rank does
-    it alone, ranks differ at the end of backward."""
+    """Take over the user's changes to ``requires_grad`` of the sharded parameters. They are recorded in the trace, so
+    that ranks differ at the end of backward if one rank changes it alone."""
     for handle in state._handles:
         handle.follow_requires_grad()
         root.order.trace.append(_code_of_flags(state, handle))
 
 
 def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
-    """Before a forward of a group under grad mode, when some ``requires_grad`` was set since its last one."""
+    """Take over changes of ``requires_grad`` before a forward of a group under grad mode, if any was set since the last
+    one."""
     count = requires_grad_writes.count
     if any([handle.was_toggled() for handle in state._handles]):
         follow_requires_grad(root, state)
@@ -183,7 +185,8 @@ def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
 
 
 def follow_requires_grad_writes_before_backward(root: Root) -> None:
-    """As autograd does, give no gradient to what was frozen since forward. What is reduced does not change by it."""
+    """Like autograd, give no gradient to parameters that were frozen since forward. The same flat parameters are
+    reduced nevertheless."""
     for state in root.live_states():
         for handle in state._handles:
             if handle.was_toggled():
@@ -204,16 +207,17 @@ def _code_of_flags(state: _FSDPState, handle: FlatParamHandle) -> int:
     return entry_of_flags(state.code, f"{handle.name_of(0)}{handle.unsharded.flags}")
 
 
-# ---- Prefetch: the all-gather of the group that comes next starts while this one computes.
+# ---- Prefetch: the all-gather of the next group starts while this one computes.
 #
-# Which one comes next, the last iteration tells in forward, and this forward in backward; or the user has said so.
+# In forward, the last iteration says which group is next; in backward, this iteration's forward does. The user can also
+# name the groups.
 
 
 Start = Callable[[Root, _FSDPState], None]
 
 
 def prefetch_forward(root: Root, state: _FSDPState, start: Start = unshard) -> None:
-    """Start the all-gather of the group that came next in the last iteration, if this one goes the same way."""
+    """Start the all-gather of the group that came next in the last iteration, if the order has been the same so far."""
     forward, index = root.forward, state.place.index
     begun, previous = forward.record.begun, forward.previous.begun
     i = len(begun)
@@ -229,8 +233,8 @@ def prefetch_forward(root: Root, state: _FSDPState, start: Start = unshard) -> N
 def prefetch_backward(
     root: Root, state: _FSDPState, record: ForwardRecord, position: int, start: Start = unshard_again
 ) -> None:
-    """Start the all-gather of the group whose forward ended before that of ``state``, which was the one at ``position``
-    of those that ``record`` has hooked."""
+    """Start the all-gather of the group whose forward ended before that of ``state``; ``position`` is the index of
+    ``state`` in ``record.hooked``."""
     hints = state.options.backward_prefetch
     if hints is not None:
         _prefetch(root, hints, start)
@@ -241,7 +245,7 @@ def prefetch_backward(
 
 
 def following_in_forward(root: Root, state: _FSDPState) -> list[_FSDPState]:
-    """The groups that ``prefetch_forward`` would gather; likewise to be called once in a forward of ``state``."""
+    """The groups that ``prefetch_forward`` would gather. Call it once in a forward of ``state``, too."""
     found: list[_FSDPState] = []
     prefetch_forward(root, state, lambda _, other: found.append(other))
     return _mandatory(root, found)
@@ -255,12 +259,12 @@ def following_in_backward(root: Root, state: _FSDPState, record: ForwardRecord, 
 
 
 def _mandatory(root: Root, states: list[_FSDPState]) -> list[_FSDPState]:
-    """Those that no rank may skip: the user may have named others."""
+    """Only the groups that no rank may skip; the user may have named others for prefetch."""
     return [state for state in states if root.rounds is None or state.place.index not in root.rounds.enclosing_groups]
 
 
 def _prefetch(root: Root, modules: Modules, start: Start) -> None:
-    """Start the all-gathers of the groups that the user wants to be gathered ahead; of this root's alone."""
+    """Start the all-gathers of groups that the user wants gathered ahead; only groups of this root."""
     for ref in modules:
         module = ref()
         other = None if module is None else get_state(module)

@@ -7,11 +7,10 @@
     pre-backward    (gradient of an output)  unshard, prefetch the previous group, wait
     post-backward   (gradients of all aliased inputs)  take gradients, reshard, reduce-scatter
 
-A hook finds its state from the module it is called with, never from a closure. The last two are those of a use in the
-default mode (``DefaultUse``), which the autograd graph holds; in functional mode autograd needs none.
+A hook finds its state through the module it is called with, never through a closure. The last two are the hooks of a
+use in the default mode (``DefaultUse``), which the autograd graph holds; in functional mode autograd needs none.
 
-Forwards that repeat an earlier one inside a backward (activation checkpointing) are recognised at the start of this
-file."""
+The start of this file recognizes forwards that repeat an earlier one inside a backward (activation checkpointing)."""
 
 from __future__ import annotations
 
@@ -39,37 +38,37 @@ from .mode import Mode
 from .optional import announce_failure, end_group, leave_forward
 from .untracked_writes import look_for_writes, refuse_untracked_writes
 
-# ---- Forwards inside a backward: those that repeat an earlier one for it, as activation checkpointing does, and
-# others.
+# ---- Forwards inside a backward: repetitions of an earlier forward, as in activation checkpointing, and others
 
 
 def is_recomputation(state: _FSDPState, task: int) -> bool:
-    """Whether a forward that begins inside a backward (of number ``task``) repeats an earlier one for it, as activation
-    checkpointing does. Else it is a forward like those outside: of a teacher in a gradient hook, say.
+    """Whether a forward that begins inside a backward (of number ``task``) repeats an earlier one for it, as in
+    activation checkpointing. If not, it is treated like a forward outside backward: for example, that of a teacher in a
+    gradient hook.
 
-    While a backward of its own root runs, a forward is always treated like a repetition: it computes with parameters
-    that cannot have changed since that backward came to them."""
+    While a backward of its own root runs, a forward always counts as a repetition: it uses parameters that cannot have
+    changed since that backward reached them."""
     root = state.root
     if root is None:
-        return is_checkpoint_recomputing()  # of a forward before fully_shard()
+        return is_checkpoint_recomputing()  # it repeats a forward before fully_shard()
     if root.forward.depth and root.forward.task == task:
-        return False  # a part of a forward that has begun inside that backward
+        return False  # it is part of a forward that began inside that backward
     if root.backward is not None:
         return True
     if not is_checkpoint_recomputing():
         return False
-    # The model is wholly inside a checkpoint. Where its forward has left nothing to repeat for, this is another one.
+    # The whole model is inside a checkpoint. If no backward of an earlier forward is awaited, this is another forward.
     return state.persistent.was_functional or any(other.progress.awaiting_backward for other in root.live_states())
 
 
 def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
-    """The root of a recomputation that begins. The groups recomputed before this one are resharded unless their
-    backward has begun; the last one stays, since its backward comes next."""
+    """The root of a recomputation that begins. Groups that were recomputed before this one are resharded, unless their
+    backward has begun. The last recomputed group stays unsharded, because its backward comes next."""
     root = state.root
     if root is None:
         raise RuntimeError(
-            f"the first forward of the fully_shard'ed {type(module).__name__} runs inside a backward; run its first "
-            "forward outside of backward"
+            f"the first forward of the fully_shard'ed {type(module).__name__} runs inside a backward: run its first "
+            "forward outside backward"
         )
     if root.recomputed:
         for other in root.recomputed:
@@ -88,7 +87,7 @@ _exception_in_hand: Callable[[], BaseException | None] = getattr(sys, "exception
 
 
 def drive(modules: Sequence[nn.Module]) -> None:
-    """Let hooks drive the modules of a new group from now on."""
+    """Register the hooks that drive the modules of a new group."""
     for module in modules:
         module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(post_forward, always_call=True)
@@ -98,7 +97,7 @@ def drive(modules: Sequence[nn.Module]) -> None:
 
 @traced_inside_others
 def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Let ``module`` see full parameters; see the module's opening paragraph."""
+    """Make ``module`` show full parameters; see the head of this file."""
     if _is_captured():
         if captured.can_capture(module):
             return captured.enter(module, args, kwargs)
@@ -130,7 +129,7 @@ def _enter_untraced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 @traced_inside_others
 def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
-    """Hide the unsharded parameters again, however forward ended; prepare backward."""
+    """Hide the unsharded parameters again, whether forward returned or raised, and prepare backward."""
     if _is_captured():
         if captured.can_capture(module):
             return captured.leave(module, output)
@@ -195,16 +194,16 @@ def _leave_untraced(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _find_root(state: _FSDPState, module: nn.Module, is_recomputed: bool) -> Root:
-    """The root of a forward that begins, which may begin an iteration."""
+    """Find the root of a forward that begins, and begin an iteration if needed."""
     find = enter_recomputation if is_recomputed else enter
     if not in_transform():
         return find(state, module)
-    with temporarily_clear_interpreter_stack():  # whatever torch.func makes of the forward, this is none of it
+    with temporarily_clear_interpreter_stack():  # setup must not run under the torch.func transform
         return find(state, module)
 
 
 def _abandon(root: Root, state: _FSDPState, use: GroupUse | None, is_recomputed: bool) -> None:
-    """A forward ended in an exception; in a recomputation this may be activation checkpointing, which stops early."""
+    """End a forward that raised. In a recomputation this may be activation checkpointing, which stops it early."""
     if use is not None:
         use.abandon()
     explain_refused_access(_exception_in_hand())
@@ -221,7 +220,7 @@ def _leave(root: Root, state: _FSDPState, module: nn.Module, is_hooked: bool) ->
     if progress.pending_modules:
         progress.pending_modules.discard(id(module))
     if not progress.running_forwards:
-        place = state.place  # of what is held it says so
+        place = state.place  # does not reshard if the group is held
         stays = progress.pending_modules or not place.reshards_after_forward
         if stays or (state.options.keeps_unsharded and not _is_grad_enabled()):
             for handle in state._handles:

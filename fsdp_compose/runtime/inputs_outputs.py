@@ -1,6 +1,6 @@
-"""The tensors that enter a group's forward and those that leave it: found, cast, aliased, hooked.
+"""Finds the tensors that enter and leave a group's forward; casts and aliases inputs, and hooks outputs.
 
-Called by the hooks. Nothing here knows of parameters."""
+Called by the hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.d
 
 
 class InputWatcher(Protocol):
-    """A forward under grad mode, which wants to know when gradients of inputs arrive."""
+    """A forward under grad mode that must notice when gradients of its inputs arrive."""
 
     @property
     def device_type(self) -> str: ...
@@ -59,15 +59,18 @@ def prepare_inputs(
 
 
 def _visit(value: Any, use: InputWatcher | None, prepare: Callable[[torch.Tensor, bool], torch.Tensor]) -> Any:
-    """No closure that refers to itself: inputs would live until the garbage collector comes."""
+    """Apply ``prepare`` to the tensors in ``value``.
+
+    A function and not a closure: a recursive closure refers to itself, and the cycle would keep inputs alive until the
+    garbage collector runs."""
     if isinstance(value, _Tensor):
         return prepare(value, True)
     if type(value) is tuple:
         return tuple([_visit(item, use, prepare) for item in value])
     if isinstance(value, ATOMS):
         return value
-    # A container that the caller and forward may share: a tensor that forward puts in there escapes by it, and a
-    # copy would hide what forward writes. So it is replaced only if a cast needs it.
+    # The caller and forward may share a container. A tensor that forward puts into it escapes that way, and a copy
+    # would hide what forward writes. So the container is replaced only if a cast requires it.
     if use is not None and isinstance(value, (list, dict)):
         use.watch_container(value)
     return map_tensors(lambda tensor: prepare(tensor, False), value)
@@ -78,7 +81,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with every tensor in it replaced; ``value`` itself if none was."""
+    """Replace every tensor in ``value``. Returns ``value`` itself if no tensor has changed."""
     if isinstance(value, _Tensor):
         return function(value)
     if isinstance(value, ATOMS):
@@ -95,15 +98,15 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return mapped if changed else value
 
 
-# ---- The tensors by which a group's forward leaves: found in its results, and wherever else it has put some, and
-# hooked.
+# ---- Outputs of a group's forward: found in its results and wherever else it has put tensors, and hooked
 #
-# A backward that comes by one of them runs the hook of its use. Whether one could come by another way (an object in
-# which no tensor can be found, an output that is a parameter) is said here; what then follows is the use's affair.
+# A backward that passes one of them runs the hook of its use. This section also finds out whether a backward could
+# enter the group in another way (an object in which no tensor can be found, an output that is a parameter); the use
+# decides what to do then.
 
 
 class OutputWatcher(Protocol):
-    """A forward under grad mode, which wants to know when gradients of outputs arrive."""
+    """A forward under grad mode that must notice when gradients of its outputs arrive."""
 
     containers: list[tuple[Any, set[int]]] | None
     has_alias: bool
@@ -114,10 +117,10 @@ class OutputWatcher(Protocol):
 
 
 def hook_outputs(state: _FSDPState, use: OutputWatcher, output: Any) -> tuple[bool, bool]:
-    """Hook every output that requires grad, and what forward has kept or put elsewhere.
+    """Hook every output that requires grad, and tensors that forward has kept or put elsewhere.
 
     Returns:
-        Whether there are hooks, and whether backward may come to the group past them.
+        Whether there are hooks, and whether backward may enter the group without passing them.
     """
     is_tensor, keeper = isinstance(output, _Tensor), state.swap.kept
     kept = [] if keeper.is_unchanged else keeper.new_ones()
@@ -128,28 +131,28 @@ def hook_outputs(state: _FSDPState, use: OutputWatcher, output: Any) -> tuple[bo
         if not isinstance(leaf, _Tensor):
             if not isinstance(leaf, ATOMS):
                 has_gaps = True
-                kept += tensors_requiring_grad(leaf)  # not all there may be, but backward should not come unawares
+                kept += tensors_requiring_grad(leaf)  # there may be more, but hook those that can be found
         elif not leaf.requires_grad:
             has_gaps |= _is_parameter_memory(state, leaf)
         elif use.hook_output(leaf):
             has_hooks = True
         else:
             has_gaps = True
-    # (Forward itself may have frozen all.)
+    # (Forward itself may have frozen all parameters.)
     may_need = use.has_alias or any(p.requires_grad for handle in state._handles for p in handle.unsharded.params)
     if keeper.is_unchanged and not has_hooks and may_need:
         kept += keeper.new_ones()
     for tensor in kept:
         has_hooks |= use.hook_output(tensor)
     if not has_hooks:
-        # Nothing to hook: what backward needs may have left by another way, such as an attribute.
+        # There is nothing to hook: tensors may have left the forward in another way, such as an attribute.
         has_gaps |= may_need
     return has_hooks, has_gaps
 
 
 def has_parameter_memory(state: _FSDPState, output: Any) -> bool:
-    """Whether some output is (a view of) an unsharded parameter. Without grad mode there is nothing to hook, but that
-    must not be freed."""
+    """Whether some output is an unsharded parameter or a view of one. Without grad mode there is nothing to hook, but
+    the memory of such an output must not be freed."""
     for leaf in (output,) if isinstance(output, _Tensor) else tree_leaves(output):
         if isinstance(leaf, _Tensor) and _is_parameter_memory(state, leaf):
             return True
@@ -157,7 +160,8 @@ def has_parameter_memory(state: _FSDPState, output: Any) -> bool:
 
 
 def _is_parameter_memory(state: _FSDPState, tensor: torch.Tensor) -> bool:
-    """Whether an output is (a view of) an unsharded parameter, which resharding would free under the user's hands."""
+    """Whether an output is an unsharded parameter or a view of one, whose memory resharding would free while the user
+    holds it."""
     tensor = local_of(tensor)
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False

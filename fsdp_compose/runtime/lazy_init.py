@@ -1,8 +1,8 @@
-"""The first forward of a root: it is set up, and the ranks compare what they have.
+"""The first forward of a root: sets up the root, and compares the models of all ranks.
 
 Called by the outermost forward, and again after ``fully_shard`` calls and changes that a ``ChangeDetector`` has
-noticed. In the order of this file: whether gradients are averaged over the same ranks, whether ranks hold the same,
-advice about groups that are too small, taking over what the user has changed, and setting up a root."""
+noticed. In the order of this file: check that gradients are averaged over the same ranks, check that replicas are
+equal, give advice about groups that are too small, take over the user's changes, and set up a root."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ from .group_ops import follow_requires_grad
 from .optional import check_optional, rounds_of
 from .recovery import recover
 
-# ---- Whether the gradients of the groups below one root are averaged over the same ranks.
+# ---- Check that the gradients of all groups below one root are averaged over the same ranks
 #
-# The data ranks of a root are those of the largest data-parallel mesh below it: each has a batch of its own, so every
-# gradient must be averaged over all of them. A group may be on fewer, if all of its parameters are DTensors on a mesh
-# that makes up for it (expert parallelism): their gradients have come together over that mesh in backward, as sums.
-# Then the average over the group's ranks is too large by a factor that is known, and applied by the reduction::
+# The data ranks of a root are those of the largest data-parallel mesh below it. Each has a batch of its own, so every
+# gradient must be averaged over all of them. A group may be on fewer ranks if all of its parameters are DTensors on a
+# mesh over the missing ones (expert parallelism): backward has already summed their gradients over that mesh. Then the
+# average over the group's ranks is too large by a known factor, which the reduction applies::
 #
 #     4 data ranks            0 1 2 3
-#     experts on meshes of    0 1 | 2 3      tokens go between these in forward, gradients in backward: a sum
+#     experts on meshes of    0 1 | 2 3      these exchange tokens in forward and gradients in backward: a sum
 #     sharded over            0 2 | 1 3      the reduction averages over these, and divides by 4 / 2
 
 
@@ -84,11 +84,11 @@ _Found = Sequence[tuple[_FSDPState, str]]
 
 
 def mesh_of_root(found: _Found) -> DataParallelMesh:
-    """The mesh of the most peers among those of some groups (with their names), which run below one root, for all of
-    which the groups work together from now on.
+    """The mesh with the most peers among the meshes of all groups (with their names) below one root. From now on the
+    groups work together over the ranks of that mesh.
 
     Raises:
-        ValueError: a group is on other ranks than the rest; names a parameter of it.
+        ValueError: a group is on other ranks than the rest; the message names a parameter of it.
     """
     data = max((state.mesh.ranks() for state, _ in found), key=len)
     for state, name in found:
@@ -102,8 +102,8 @@ def mesh_of_root(found: _Found) -> DataParallelMesh:
         own = {*dist.get_process_group_ranks(state.mesh.peers)}
         if not state.mesh.is_simulated and not own <= peers:
             raise ValueError(
-                "the fully_shard groups below one root have meshes of which none contains the others: "
-                f"{name or '(root)'} is on the ranks {sorted(own)}, the meshes of its DTensors included, and others "
+                "the fully_shard groups below one root have meshes, none of which contains all the others: "
+                f"{name or '(root)'} is on the ranks {sorted(own)} (including the meshes of its DTensors), and others "
                 f"are on {sorted(peers)}"
             )
     for state, _ in found:
@@ -123,33 +123,32 @@ def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) 
                 where += f", placed {list(spec.placements)} on the ranks {spec.mesh.mesh.tolist()},"
             raise ValueError(
                 f"the fully_shard groups below one root have different meshes: {where} is on the "
-                f"ranks {sorted(own)}, so its gradient would be averaged over these, and others are on {sorted(data)}. "
-                "Use meshes of the same ranks for all groups of a model (they may be sharded over some of them and "
-                "replicated over the rest: a mesh of two dimensions); or make all parameters of the group "
-                "DTensors on the rest of the ranks (expert parallelism)"
+                f"ranks {sorted(own)}, so its gradient would be averaged over these only, but others are on "
+                f"{sorted(data)}. Use meshes with the same ranks for all groups of a model (a mesh of two dimensions "
+                "can shard a group over some ranks and replicate it over the rest), or make all parameters of the "
+                "group DTensors on the remaining ranks (expert parallelism)"
             )
 
 
-# ---- Whether ranks that must have the same have it: compared at the first forward or, of groups that ``replicate`` has
-# made, taken from the first rank.
+# ---- Check that replicas are equal at the first forward; groups made by ``replicate`` get the first rank's values
 #
-# Ranks that hold the same elements of a parameter: replicas, and tensor-parallel ranks, of what tensor parallelism has
-# not cut. They get the same gradients, so what is different at the start stays different: each trains another model,
-# and the one that is saved is none of them. And the batches of tensor-parallel ranks, which compute one forward
-# together.
+# Several ranks may hold the same elements of a parameter: replicas, and tensor-parallel ranks if tensor parallelism has
+# not cut the parameter. They get the same gradients, so a difference at the start remains: each rank would train a
+# different model, and a checkpoint would be a mixture of them. The batches of tensor-parallel ranks, which compute one
+# forward together, are compared too.
 
 
-_CHUNK = 1 << 20  # elements that are looked at together: what is made for it stays small
+_CHUNK = 1 << 20  # elements processed at a time, so that temporaries stay small
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _DIGEST_LENGTH = 32  # characters
-_PERIOD = 65_521  # of the weights of elements: their order counts
+_PERIOD = 65_521  # the weights of elements repeat after this many; they make the checksum depend on the order
 
 
 def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None:
-    """Ranks: all peers of ``mesh``, with equal groups.
+    """Check that replicas are equal. Ranks: all peers of ``mesh``, with equal groups.
 
     Raises:
-        RuntimeError: on every rank, replicas differ; names the first parameter that does, and the ranks.
+        RuntimeError: on every rank, if replicas differ; the message names the first such parameter and the ranks.
     """
     compared = [state for state in states if state.options.bucket_bytes is None]
     parts = [*_parts_with_replicas(compared)]
@@ -173,13 +172,13 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
     name, first, other = json.loads(difference)
     raise RuntimeError(
         f"first forward: {name} has different elements on ranks {first} and {other}, which hold "
-        "replicas of it: they would train different models. Start from equal parameters: seed all ranks alike, load a "
-        "checkpoint, or call broadcast_replicas(model) after fully_shard()"
+        "replicas of it: they would train different models. Start from equal parameters: use the same seed on all "
+        "ranks, load a checkpoint, or call broadcast_replicas(model) after fully_shard()"
     )
 
 
 def broadcast_first_replica(states: Sequence[_FSDPState]) -> None:
-    """Give all ranks the first rank's parameters and buffers of the groups that ``replicate`` has made.
+    """Broadcast the first rank's parameters and buffers of groups made by ``replicate``.
 
     Ranks: all peers, with equal groups.
     """
@@ -195,7 +194,7 @@ def broadcast_first_replica(states: Sequence[_FSDPState]) -> None:
 
 
 def _buffers(state: _FSDPState) -> Iterator[torch.Tensor]:
-    """The buffers of a group's modules, each as contiguous memory; what is taken is written back."""
+    """The buffers of a group's modules, each as contiguous memory, which is written back after use."""
     for module in group_modules(state.live_modules()):
         for buffer in module._buffers.values():
             if buffer is None or isinstance(buffer, DTensor) or buffer.layout != torch.strided or not buffer.numel():
@@ -208,8 +207,8 @@ def _buffers(state: _FSDPState) -> Iterator[torch.Tensor]:
 
 
 _Part = tuple[str, FlatParamHandle, list[tuple[int, int]], list[int]]
-"""Parameters that lie on the same ranks: what names their place alike on ranks that must hold the same, and only there;
-the ranges of the shard that they are in; and their indices."""
+"""Parameters with their parts on the same ranks: a name for this part (equal on exactly the ranks that must hold the
+same elements), the handle, the ranges of the shard that they are in, and their indices."""
 
 
 def _digest(numbers: object) -> str:
@@ -217,7 +216,8 @@ def _digest(numbers: object) -> str:
 
 
 def _parts_with_replicas(states: Sequence[_FSDPState]) -> Iterator[_Part]:
-    """Those of groups, which are the same on all ranks. Places on one mesh have one number in front."""
+    """The parts of all groups (the same groups on all ranks) that have replicas. The names of parts start with a number
+    for their mesh."""
     numbers: dict[DeviceMesh, int] = {}
     for state in states:
         for handle in state._handles:
@@ -246,7 +246,7 @@ def _parts_of(handle: FlatParamHandle) -> Iterator[_Part]:
 
 
 def warn_of_different_inputs(root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Say, on every rank, if ranks that run one forward together (tensor parallelism) were given different tensors.
+    """Warn, on every rank, if ranks that run one forward together (tensor parallelism) were given different tensors.
 
     Ranks: all peers of the root, at its first forward.
     """
@@ -265,14 +265,14 @@ def warn_of_different_inputs(root: Root, args: tuple[Any, ...], kwargs: dict[str
         warnings.warn(
             f"first forward: ranks {first} and {other} were given different inputs. They are tensor-parallel ranks "
             "of one data-parallel rank, which compute one forward together: give all of them the same batch (that "
-            "of the data-parallel rank, mesh['dp'].get_local_rank()), unless the model was made for parts of one "
+            "of the data-parallel rank, mesh['dp'].get_local_rank()), unless the model expects parts of a batch "
             "(sequence or context parallelism)",
             stacklevel=2,
         )
 
 
 def _first_difference(payloads: list[str]) -> str:
-    """What two ranks have at the same place that differs, with the ranks; empty if there is nothing."""
+    """The first place where two ranks have different values, with the two ranks, as JSON; empty if there is none."""
     seen: dict[str, tuple[int, object]] = {}
     for rank, payload in enumerate(payloads):
         for place, value in json.loads(payload):
@@ -283,7 +283,7 @@ def _first_difference(payloads: list[str]) -> str:
 
 
 def _checksum(elements: torch.Tensor) -> list[int]:
-    """Two sums over the bits of ``elements``, one of which weighs them by their places."""
+    """Two sums over the bits of ``elements``, one of them weighted by position."""
     total, weighed = 0, 0
     with torch.no_grad():
         for chunk in _integers(elements):
@@ -300,29 +300,28 @@ def _integers(elements: torch.Tensor) -> Iterator[torch.Tensor]:
         yield chunk.long()
 
 
-# ---- Advice at the first forward among very many ranks: groups whose collectives take longer to begin than to move
-# data.
+# ---- Advice at the first forward with very many ranks: groups whose collectives are dominated by their start-up time
 #
-# An all-gather of a group needs a message from every rank to every other, or as many hops. Below about 1 MiB a rank the
-# time of these no longer falls with the size. Then either groups are too small, or too many ranks share each.
+# An all-gather of a group needs a message from every rank to every other, or as many hops. Below about 1 MiB per rank
+# its time no longer shrinks with the size. Then either groups are too small, or too many ranks share each group.
 
 
-MIN_RANKS = 256  # sharing a group: fewer do not need advice
-SHORT_BYTES = 1 << 20  # of a shard
-_MOST_UNSHARDED_BYTES = 4 << 30  # of merged groups: they are gathered whole
-_FEWEST_RANKS = 8  # of one machine
+MIN_RANKS = 256  # that share a group; fewer ranks need no advice
+SHORT_BYTES = 1 << 20  # per shard
+_MOST_UNSHARDED_BYTES = 4 << 30  # limit for merged groups, because they are gathered whole
+_FEWEST_RANKS = 8  # a typical machine
 _log = logging.getLogger("fsdp_compose")
 
 
 class GroupSize(NamedTuple):
-    """A group, and bytes of this rank's shard of it, as they are gathered."""
+    """A group, and the size of this rank's shard of it in the dtype in which it is gathered."""
 
     name: str
     shard_bytes: int
 
 
 def advise(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None:
-    """Log, on the first rank, what to merge or to shard over fewer ranks, if anything."""
+    """Log advice on the first rank if groups should be merged or sharded over fewer ranks."""
     if mesh.rank != 0:
         return
     by_ranks: dict[int, list[GroupSize]] = {}
@@ -338,47 +337,47 @@ def advise(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None:
 
 
 def advice(groups: Sequence[GroupSize], num_ranks: int) -> str:
-    """Empty if there is nothing to say.
+    """The advice as text; empty if there is none.
 
     Args:
-        groups: all that are sharded over the same ``num_ranks`` ranks.
+        groups: all groups that are sharded over the same ``num_ranks`` ranks.
     """
     short = [group for group in groups if group.shard_bytes < SHORT_BYTES]
     if 2 * len(short) < len(groups) or not short:
-        return ""  # the embeddings or the norm of a model alone: nothing to gain
+        return ""  # only a few groups, such as the embeddings or the norm: nothing to gain
     typical = max(1, int(median(group.shard_bytes for group in short)))
     first = short[0]
     text = (
         f"{len(short)} of {len(groups)} fully_shard groups have less than 1 MiB on each of {num_ranks} ranks (half of "
         f"them at most {_in_words(typical)}; {first.name or 'the root'}: {_in_words(first.shard_bytes)}), so their "
-        "collectives take longer to begin than to move data"
+        "collectives take longer to start than to move the data"
     )
     remedies = [_hybrid(typical, num_ranks), _merging(typical, num_ranks, len(short))]
     return f"{text}. {' Or '.join(remedy for remedy in remedies if remedy)}"
 
 
 def _hybrid(shard_bytes: int, num_ranks: int) -> str:
-    """Hybrid sharding over as many ranks as give each 1 MiB."""
+    """Advice to use hybrid sharding over so few ranks that each has 1 MiB."""
     shards = num_ranks
     while shards % 2 == 0 and shards > _FEWEST_RANKS and shard_bytes * num_ranks < SHORT_BYTES * shards:
         shards //= 2
     if shards == num_ranks or shard_bytes * num_ranks < SHORT_BYTES * shards:
         return ""
     return (
-        f"Hybrid sharding is due, if memory allows it: a mesh of ({num_ranks // shards}, {shards}), named "
+        f"Hybrid sharding helps, if memory allows it: a mesh of ({num_ranks // shards}, {shards}), named "
         f"('replicate', 'shard'), gives each rank {_in_words(shard_bytes * num_ranks // shards)} of a group, "
         f"{num_ranks // shards} times as much as now."
     )
 
 
 def _merging(shard_bytes: int, num_ranks: int, num_short: int) -> str:
-    """As many neighbours in one group as give each rank 1 MiB, or as memory allows."""
+    """Advice to merge so many adjacent groups that each rank has 1 MiB, or as many as memory allows."""
     most = max(1, _MOST_UNSHARDED_BYTES // (shard_bytes * num_ranks))
     together = min(-(-SHORT_BYTES // shard_bytes), most, num_short)
     if together < 2:
         return ""
     return (
-        f"Merge {together} neighbours into one group, fully_shard([block, next_block, ...]): it is gathered whole, in "
+        f"Merge {together} adjacent groups into one, fully_shard([block, next_block, ...]); gathered, it takes "
         f"{_in_words(together * shard_bytes * num_ranks)}."
     )
 
@@ -390,7 +389,7 @@ def _in_words(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-# ---- Take over into the shards what the user has changed between two iterations, or refuse it.
+# ---- Changes that the user has made between two iterations: take them over into the shards, or refuse them
 
 
 def take_over(root: Root, states: list[_FSDPState]) -> None:
@@ -411,7 +410,7 @@ def take_over(root: Root, states: list[_FSDPState]) -> None:
 
 
 def detect_again(root: Root) -> None:
-    """Take a new picture of what the user may change."""
+    """Replace the change detectors by new ones, which start from the present state."""
     for part in root.parts:
         owner = part[0]()
         if owner is not None:
@@ -423,19 +422,19 @@ def _refuse_meta(states: list[_FSDPState]) -> None:
         if any(handle.unsharded.is_meta for handle in state._handles):
             raise ValueError(
                 f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
-                "model.to_empty(device=...) and initialise them before the first forward"
+                "model.to_empty(device=...) and initialize them before the first forward"
             )
 
 
 def refuse_late_grad_dtype(states: Sequence[_FSDPState]) -> None:
-    """Raise if ``grad_dtype`` of a parameter was set after its flat parameter was made, which it decides about."""
+    """Raise if ``grad_dtype`` of a parameter was set after the flat parameter was made, when it is too late."""
     for state in states:
         for handle in state._handles:
             for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
                 wanted, expected = getattr(sharded, "grad_dtype", handle.gradient.dtype), handle.gradient.dtype
                 if sharded.requires_grad and wanted != expected:
                     raise RuntimeError(
-                        f"grad_dtype of {fqn} was set to {wanted}, and its gradients are sharded in {expected}: set it "
+                        f"grad_dtype of {fqn} was set to {wanted}, but its gradients are sharded in {expected}: set it "
                         "before fully_shard()"
                     )
 
@@ -445,8 +444,8 @@ def _refuse_stray_gradients(state: _FSDPState) -> None:
         handle.drop_iteration(is_tainted=False)
     raise RuntimeError(
         f"a backward reached parameters of the fully_shard group {state.name} without passing any of its module's "
-        "outputs, and their gradients were not reduced (they are thrown away now). Let forward return every tensor "
-        "that a loss is computed from, or keep it as an attribute of the module"
+        "outputs, so their gradients were not reduced (and are discarded now). Return every tensor that a loss needs "
+        "from forward, or keep it as an attribute of the module"
     )
 
 
@@ -465,7 +464,7 @@ def _reflatten(root: Root, state: _FSDPState) -> None:
 
 
 class _Tree:
-    """Counts the ``fully_shard`` calls: after each, roots look at their module tree again."""
+    """Counts ``fully_shard`` calls. After each call, roots look at their module tree again."""
 
     generation = 0
 
@@ -474,13 +473,13 @@ tree = _Tree()
 
 
 def tree_has_changed() -> None:
-    """Called when a group was added somewhere."""
+    """Note that a group was added somewhere."""
     tree.generation += 1
 
 
 def _call_parameters(found: Sequence[tuple[_FSDPState, str]], roots: Iterable[nn.Module]) -> None:
-    """Call the parameters of groups, of which the modules have these names, as in their root; of a group of several
-    modules one may be outside the roots."""
+    """Set the names of the parameters of all groups (given with the names of their modules) to those in their root. In
+    a group of several modules, one may be outside the roots."""
     called = {module: name for root in reversed([*roots]) for name, module in root.named_modules()}
     for state, name in found:
         modules = state.live_modules()
@@ -489,10 +488,10 @@ def _call_parameters(found: Sequence[tuple[_FSDPState, str]], roots: Iterable[nn
 
 
 def initialise(state: _FSDPState, module: nn.Module) -> Root:
-    """Make ``state``, whose module begins a forward outside every other, the root of the groups below it; together with
-    the roots that share groups with it, if there are some.
+    """Make ``state``, whose module begins an outermost forward, the root of the groups below it, together with the
+    roots that share groups with it, if there are any.
 
-    All ranks of the mesh call this together; they compare what they have.
+    All ranks of the mesh call this together and compare their models.
 
     Raises:
         ValueError: a trainable parameter below the root belongs to no group, or parameters are on the meta device.
@@ -552,7 +551,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     root.used_starts.update(starts)
     if mesh.has_peers:
         count_steps(root)
-    take_over(root, states)  # what was changed since fully_shard()
+    take_over(root, states)  # changes since fully_shard()
     refuse_late_grad_dtype(states)
     broadcast_first_replica([item for item in states if item.root is None])
     if mesh.has_peers:
@@ -565,21 +564,22 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
 
 
 def _make_joinable(context: Root, module: nn.Module) -> None:
-    """The groups of a root are about to be those of another one, or of several together: between iterations only."""
+    """Make sure that the groups of a root can move to another root, or to several roots together, which is possible
+    only between iterations."""
     is_in_backward = context.backward is not None and current_graph_task_id() != -1
     if is_in_backward or (context.forward.depth and is_running(context.forward.caller)):
         where = "backward" if is_in_backward else "forward"
         raise RuntimeError(
             f"the first forward of the fully_shard'ed {type(module).__name__} runs inside the {where} of another "
-            "fully_shard'ed module, which is not around it and shares groups with it: run one forward of it before, "
-            "outside"
+            "fully_shard'ed module, which shares groups with it but does not contain it: run its first forward "
+            "earlier, outside"
         )
     if context.is_dead:
         recover(context)
 
 
 def is_running(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is on the stack: tells a root that calls itself from a forward that was interrupted."""
+    """Whether ``frame`` is on the stack. This distinguishes a root that calls itself from an interrupted forward."""
     current: FrameType | None = sys._getframe() if frame is not None else None
     while current is not None and current is not frame:
         current = current.f_back
@@ -599,12 +599,12 @@ def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) ->
         raise ValueError(
             f"{len(stray)} trainable parameter(s) below a fully_shard'ed module belong to no group, so their gradients "
             f"would not be reduced: {', '.join(stray[:5])}{' ...' if len(stray) > 5 else ''}. They were added or "
-            "replaced after fully_shard(): build the module first, or pass them as ignored_params"
+            "replaced after fully_shard(): build the module completely first, or pass them as ignored_params"
         )
 
 
 def _refuse_shared_memory(module: nn.Module, found: Sequence[tuple[_FSDPState, str]]) -> None:
-    """Compare where the parameters of all groups were, and where all other tensors are."""
+    """Raise if parameters of some group shared memory with each other or with other tensors."""
     regions = [
         replace(region, name=f"{name}.{region.name}" if name else region.name)
         for state, name in found
@@ -618,7 +618,7 @@ def _refuse_shared_memory(module: nn.Module, found: Sequence[tuple[_FSDPState, s
 
 
 def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
-    """Whether ``param`` is one of the sharded parameters, or stands in the place of one."""
+    """Whether ``param`` is a sharded parameter of one of the ``handles``."""
     place = handle_of(param)
     return place is not None and place[0] in handles
 
@@ -626,7 +626,7 @@ def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
 def _meet_first_forward(
     order: CollectiveLog, mesh: DataParallelMesh, state: _FSDPState, states: list[_FSDPState], moves: list[Move]
 ) -> str:
-    """Compare the models of all ranks; a digest of it."""
+    """Compare the models of all ranks. Returns a digest of the model."""
     lines = []
     for item in states:
         facts = [fact for handle in item._handles for fact in describe(handle)]

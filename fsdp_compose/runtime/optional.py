@@ -1,25 +1,28 @@
-"""Groups that each rank may run or skip (``fully_shard(optional=True)``): how all ranks gather and reduce them.
+"""Optional groups (``fully_shard(optional=True)``), which each rank may run or skip: how all ranks gather and reduce
+them.
 
-Hooks and modes call this. A root without such groups makes no rounds. The last section finds, at a root's first
+Hooks and modes call this. A root without optional groups makes no rounds. The last section finds out, at a root's first
 forward, which groups ranks may skip and which groups enclose them.
 
-A *point* is a place that every rank passes, in the same order: where a group that is not optional begins its forward
-inside another one, the end of the forward of a *host* (the nearest group around an optional one that is not optional
-itself) and of the outermost one, the start and the end of a backward. A *round* is one small maximum over the ranks
-(``Rounds``). A rank that needs an optional group *demands* it in a round; a rank at a point makes rounds until
-one in which no rank demands anything. In every round all ranks gather whatever any of them demands, in the order of
-their indexes, and free at their next round what they did not need themselves. Where all ranks begin a group that is not
-optional they also say, in the last round of that point, what they *miss*: a rank alone may have kept it.
+A *point* is a place that every rank passes, in the same order: the start of the forward of a non-optional group inside
+another one; the end of the forward of a *host* (the nearest non-optional group around an optional one) and of the
+outermost group; the start and the end of a backward. A *round* is one small maximum over the ranks (``Rounds``). A rank
+that needs an optional group *demands* it in a round. A rank at a point makes rounds until no rank demands anything. In
+every round all ranks gather each group that any of them demands, in the order of the groups' indexes. At its next
+round, a rank frees the groups that it did not need itself. When all ranks begin a non-optional group, they also say, in
+the last round of that point, which groups they *miss*, because a rank may have kept a group alone.
 
-So no rank waits for another one for ever: it blocks in a round, or in a collective that all ranks issue after the same
-round; a rank that is not in a round computes, and comes to its next demand or to its next point, which is a round. It
-makes finitely many demands before a point, so the round without a demand comes, and no rank passes the point before.
+No rank waits for another one forever. A rank blocks only in a round, or in a collective that all ranks issue after the
+same round. A rank that is not in a round computes, and reaches its next demand or its next point, each of which is a
+round. It makes finitely many demands before a point, so a round without a demand will come, and until then no rank
+passes the point.
 
-In a backward every gather is a demand, of other groups too: where only some ranks come to a vision tower, only these
-may have to go back through frozen layers, or learn from an input's gradient that a group is done. So reductions are
-agreed on as well: a group is reduced, by all ranks, after a round in which some rank *owes* it (its backward has come)
-and none has it *pending* (it is to come); at the end, whatever is owed. Backwards in which no rank can come to an
-optional group (the round at their start tells) make no further rounds and run as those of any other root."""
+In a backward every gather is a demand, also that of non-optional groups. If only some ranks reach a vision tower, only
+these may have to go back through frozen layers, or learn from an input's gradient that a group is done. So reductions
+are agreed on as well: all ranks reduce a group after a round in which some rank *owes* it (its backward has come) and
+none has it *pending* (its backward is still to come). At the end, all owed groups are reduced. The round at the start
+of a backward says whether any rank can reach an optional group in it. If none can, no further rounds are made, and the
+backward runs like that of any other root."""
 
 from __future__ import annotations
 
@@ -47,12 +50,12 @@ from ..group import (
 from .agreement import raise_different_order
 from .group_ops import follow_requires_grad, hide_shown, reduce, reshard, unshard, unshard_again, unshard_for_use
 
-# ---- forward
+# ---- Forward
 
 
 def begin_forward(root: Root, rounds: Rounds) -> None:
-    """An outermost forward begins: nothing that was gathered before is used again, since that may be on some ranks
-    only. (What an earlier forward has left unhooked stays, for a backward that may come to it unnoticed.)"""
+    """Begin an outermost forward: reshard all groups, because groups that are gathered may be so on some ranks only.
+    (Groups that an earlier forward has left unhooked stay, for a backward that may reach them unnoticed.)"""
     for state in root.live_states():
         for handle in state._handles:
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
@@ -62,11 +65,11 @@ def begin_forward(root: Root, rounds: Rounds) -> None:
                     handle.unsharded.keep_allocated(False)
                     root.communicator.reshard(handle)
         if state.place.index in rounds.enclosing_groups and any([handle.was_toggled() for handle in state._handles]):
-            follow_requires_grad(root, state)  # by all ranks, not by those alone that run it
+            follow_requires_grad(root, state)  # on all ranks, not only on those that run the group
 
 
 def check_place(root: Root, rounds: Rounds, state: _FSDPState) -> None:
-    """Raise if an optional group begins a forward where the other ranks may not be ready to gather it."""
+    """Raise if an optional group begins its forward at a place where other ranks may not be ready to gather it."""
     host = rounds.enclosing_groups.get(state.place.index)
     if host is None or (rounds.running and rounds.running[-1] == host):
         return
@@ -76,16 +79,17 @@ def check_place(root: Root, rounds: Rounds, state: _FSDPState) -> None:
     where = "outside of any forward" if found is None else f"inside the forward of {found.name}"
     raise RuntimeError(
         f"the optional fully_shard group {state.name} runs {where} on rank {root.mesh.peers.rank()}; expected: inside "
-        f"the forward of {'?' if expected is None else expected.name}, which is the nearest group around it that is "
-        "not optional, and in no other group. Call it from there, or make the groups between optional too"
+        f"the forward of {'?' if expected is None else expected.name}, the nearest group around it that is "
+        "not optional, and in no other group. Call it from there, or make the groups in between optional too"
     )
 
 
 def gather_for_forward(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequence[_FSDPState]) -> None:
-    """Start the all-gathers of a group that is not optional and whose forward begins, and of those that come next.
+    """Start the all-gathers of a non-optional group whose forward begins, and of the groups that come next.
 
-    Some ranks may have them already, where a forward has left what cannot be hooked, or was repeated: so at this point
-    they tell each other, and all gather what is missing anywhere. Where an outermost forward begins no rank has any."""
+    Some ranks may have these groups already, because a forward left something that cannot be hooked, or was repeated.
+    So ranks exchange at this point which groups they miss, and all gather the groups that any rank misses. When an
+    outermost forward begins, no rank has any."""
     needed = [state, *ahead]
     if rounds.running:
         sync_point(root, rounds, state.code | ALL_GATHER, needed)
@@ -104,42 +108,42 @@ def gather_optional(root: Root, rounds: Rounds, state: _FSDPState, use: HookedUs
 
 
 def gather_for_recomputation(root: Root, rounds: Rounds, state: _FSDPState, use: HookedUse | None) -> None:
-    """Likewise, for a forward that activation checkpointing runs again, where rounds are made."""
+    """Start the all-gathers of a group whose forward activation checkpointing repeats, while rounds are made."""
     if state.place.index in rounds.enclosing_groups:
         _note_live(root, rounds, use)
     request_unshard(root, rounds, state)
 
 
 def _note_live(root: Root, rounds: Rounds, use: HookedUse | None) -> None:
-    """A backward may come to an optional group as long as the graph of this forward of it lives, or of the one around
-    it, which may run it again."""
+    """Remember that a backward may reach an optional group: as long as the graph of this forward is alive, or that of
+    the forward around it, which may run the group again."""
     for item in (use, root.forward.innermost if use is None else use.outer):
         if item is not None:
             rounds.live.add(item)
 
 
 def leave_forward(rounds: Rounds, state: _FSDPState, use: GroupUse | None) -> None:
-    """A forward of a group has ended, however it has."""
+    """Note that a forward of a group has ended, normally or by an exception."""
     if state.place.index in rounds.enclosing_groups:
-        state.progress.uses_left[use is None] += 1  # it does not count: ranks look for unseen writes together
+        state.progress.uses_left[use is None] += 1  # not counted: all ranks must check for untracked writes together
     if rounds.running and rounds.running[-1] == state.place.index:
         rounds.running.pop()
 
 
 def end_group(root: Root, rounds: Rounds, state: _FSDPState) -> None:
-    """A forward of a group has ended without an error: where others may demand what it has around it, this is a point.
-    Raises as ``sync_point``."""
+    """Pass the point at the end of a forward that did not raise, if the group is a host or the outermost one. Raises as
+    ``sync_point`` does."""
     if root.forward.depth == 0:
         sync_point(root, rounds, END_OF_FORWARD)
     elif state.place.index in rounds.enclosing_groups.values():
         sync_point(root, rounds, entry_of_end(state.code))
 
 
-# ---- backward
+# ---- Backward
 
 
 def begin_backward(root: Root, rounds: Rounds) -> None:
-    """A backward begins: learn whether some rank may come to an optional group in it."""
+    """Begin a backward: find out whether some rank may reach an optional group in it."""
     rounds.begin_backward(True)
     sync_point(root, rounds, START_OF_BACKWARD)
     rounds.begin_backward(rounds.is_live)
@@ -148,8 +152,8 @@ def begin_backward(root: Root, rounds: Rounds) -> None:
 def gather_for_backward(
     root: Root, rounds: Rounds, state: _FSDPState, number: int, ahead: Sequence[_FSDPState]
 ) -> None:
-    """Start the all-gathers of a group whose backward has come, to the forward of this number, and of those that come
-    next."""
+    """Start the all-gathers of a group whose backward has reached the forward of this number, and of the groups that
+    come next."""
     if rounds.is_on:
         rounds.reach(number)
         request_unshard(root, rounds, state, () if state.place.index in rounds.enclosing_groups else ahead)
@@ -160,17 +164,17 @@ def gather_for_backward(
 
 
 def refuse_unannounced(rounds: Rounds, state: _FSDPState) -> None:
-    """Raise if a backward in which no rank expected an optional group has come to one."""
+    """Raise if a backward has reached an optional group although no rank expected one at its start."""
     if state.place.index in rounds.enclosing_groups:
         raise RuntimeError(
-            f"a backward came to the optional fully_shard group {state.name}, and no rank had a graph with an optional "
-            "group when it began: a forward inside a backward may not run one, unless that backward, or activation "
-            "checkpointing, repeats a forward that has run it"
+            f"a backward came to the optional fully_shard group {state.name}, but no rank had a graph with an optional "
+            "group when the backward began: a forward inside a backward must not run an optional group, unless it "
+            "repeats a forward that has run it (as activation checkpointing does)"
         )
 
 
 def mark_ready_to_reduce(root: Root, rounds: Rounds, state: _FSDPState) -> None:
-    """The backward of a group is done on this rank: it is reduced when it is on all."""
+    """Note that the backward of a group is done on this rank. The group is reduced when it is done on all ranks."""
     backward = root.backward
     assert backward is not None
     if state.swap in backward.shown:
@@ -181,13 +185,13 @@ def mark_ready_to_reduce(root: Root, rounds: Rounds, state: _FSDPState) -> None:
 
 
 def end_backward(root: Root, rounds: Rounds) -> None:
-    """The end of a backward: serve other ranks until all are here, and reduce whatever is owed. No rounds follow."""
+    """End a backward: serve other ranks until all are here, and reduce all owed groups. No rounds follow."""
     if rounds.is_on:
         sync_point(root, rounds, END_OF_BACKWARD)
-        rounds.begin_backward(False)  # what raises from here on is told by the exchange, or is no affair of the others'
+        rounds.begin_backward(False)  # later errors are reported by the exchange, or do not concern the other ranks
 
 
-# ---- rounds
+# ---- Rounds
 
 
 def serve_peers(root: Root) -> None:
@@ -197,10 +201,10 @@ def serve_peers(root: Root) -> None:
 
 
 def unshard_in_rounds(root: Root, state: _FSDPState) -> None:
-    """Start the all-gathers of a group that the user wants now: of an optional one a demand, of another one a point.
+    """Start the all-gathers of a group that the user unshards: by a demand if it is optional, otherwise at a point.
 
     Raises:
-        RuntimeError: an optional one, and no forward is running; or as ``sync_point``.
+        RuntimeError: the group is optional and no forward is running; or as ``sync_point`` does.
     """
     rounds = root.rounds
     assert rounds is not None
@@ -208,7 +212,7 @@ def unshard_in_rounds(root: Root, state: _FSDPState) -> None:
         if not root.forward.depth and root.backward is None:
             raise RuntimeError(
                 f"unshard(): the optional fully_shard group {state.name} can be gathered ahead only inside the forward "
-                "of the model, where ranks that skip it take part"
+                "of the model, where ranks that skip it take part too"
             )
         if not rounds.is_on:
             refuse_unannounced(rounds, state)
@@ -223,17 +227,17 @@ def unshard_in_rounds(root: Root, state: _FSDPState) -> None:
 
 
 def sync_point_before_gather(root: Root, state: _FSDPState) -> None:
-    """All ranks are about to gather something of a group that is not the business of its hooks."""
+    """Make a point before all ranks gather a parameter of a group outside the group's hooks."""
     rounds = root.rounds
     if rounds is not None and (root.forward.depth or root.backward is not None):
         sync_point(root, rounds, state.code | ALL_GATHER)
 
 
 def sync_point(root: Root, rounds: Rounds, code: int, needed: Sequence[_FSDPState] = ()) -> None:
-    """Serve the other ranks until all are at this point, which ``code`` names; then gather what all need now.
+    """Serve the other ranks until all are at this point, which ``code`` names. Then gather the groups that all need.
 
     Raises:
-        RuntimeError: on every rank, they are at different points, or one has failed; or a rank did not come.
+        RuntimeError: on every rank, if ranks are at different points, if one has failed, or if one did not come.
     """
     if rounds.is_on:
         while _make_round(root, rounds, code, needed=needed):
@@ -241,8 +245,8 @@ def sync_point(root: Root, rounds: Rounds, code: int, needed: Sequence[_FSDPStat
 
 
 def request_unshard(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequence[_FSDPState] = ()) -> None:
-    """Start the all-gathers of a group, on all ranks, unless this one has it; and of those that will be needed next.
-    Raises as ``sync_point``."""
+    """Start the all-gathers of a group, on all ranks, unless this rank already has it; also of the groups that it needs
+    next. Raises as ``sync_point`` does."""
     rounds.keep(state.place.index)
     wanted = [item for item in (state, *ahead) if _is_missing(rounds, item)]
     if wanted:
@@ -250,7 +254,7 @@ def request_unshard(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequen
 
 
 def announce_failure(root: Root) -> None:
-    """This rank has failed, and would no longer come to rounds in which others wait for it: let them know, once."""
+    """Tell the other ranks, once, that this rank has failed: it would no longer come to rounds in which they wait."""
     rounds = root.rounds
     if rounds is None or rounds.has_failed or not rounds.is_on:
         return
@@ -272,10 +276,11 @@ def _make_round(
     wanted: Sequence[_FSDPState] = (),
     needed: Sequence[_FSDPState] = (),
 ) -> bool:
-    """Make one round, gather and reduce what it says; whether it demanded anything. ``wanted``: what this rank demands;
-    ``needed``: what all will need when all are at this point."""
+    """Make one round, and gather and reduce accordingly. Returns whether any rank demanded a group.
+
+    ``wanted``: the groups that this rank demands; ``needed``: the groups that all need once all are at this point."""
     if rounds.has_failed:
-        raise RuntimeError("an earlier round about optional fully_shard groups has failed: the iteration is over")
+        raise RuntimeError("an earlier round about optional fully_shard groups has failed: this iteration is over")
     _drop_served(root, rounds)
     states = root.live_states()
     marks = Marks(
@@ -284,7 +289,7 @@ def _make_round(
         [_is_pending(rounds, state) for state in states],
         [state.place.index in rounds.owes for state in states],
     )
-    # (What a forward that cannot be hooked has left unsharded, and reduced at the end, may be so on this rank only.)
+    # (A forward that cannot be hooked leaves its group unsharded, to be reduced at the end; maybe on this rank only.)
     is_live = bool(rounds.live) or any(
         [state.persistent.has_unsynced or state.persistent.is_unhooked for state in states]
     )
@@ -294,17 +299,17 @@ def _make_round(
     except RuntimeError as error:
         rounds.fail()
         root.forward.fail()
-        what = f"demands {wanted[0].name}" if wanted else f"waits at {root.order.name_of(code or 0)}"
+        what = f"needs {wanted[0].name}" if wanted else f"waits at {root.order.name_of(code or 0)}"
         raise RuntimeError(
-            f"rank {root.mesh.peers.rank()} {what}, and another rank did not come to its next point: it died, made "
-            "another number of forwards or backwards, or waits for this rank in a collective that is not "
-            "fully_shard's. Call sync_optional_groups(model), on all ranks, before such a collective. In detail: "
+            f"rank {root.mesh.peers.rank()} {what}, but another rank did not come to its next sync point: it died, ran "
+            "a different number of forwards or backwards, or waits for this rank in a collective that is not "
+            "fully_shard's. Call sync_optional_groups(model), on all ranks, before such a collective. Details: "
             f"{error}"
         ) from error
     failed = rounds.failed
     if failed is not None:
         _raise_failed(root, rounds, failed)
-    if not is_same:  # nothing that was demanded is gathered: no rank can tell which others would
+    if not is_same:  # gather nothing that was demanded: a rank cannot know which others would gather it
         rounds.fail()
         root.forward.fail()
         raise_different_order(root, wanted[0].code | ALL_GATHER if code is None else code)
@@ -323,12 +328,12 @@ def _raise_failed(root: Root, rounds: Rounds, rank: int) -> None:
     which = "some ranks" if rank == SEVERAL_FAILED else f"rank {rank}"
     raise RuntimeError(
         f"{which} raised an exception in this iteration, which ends it on all ranks (see the error there). The next "
-        "forward goes on from here, if all ranks run it"
+        "forward continues from here if all ranks run it"
     )
 
 
 def _is_pending(rounds: Rounds, state: _FSDPState) -> bool:
-    """Whether the backward of a group is under way on this rank, or to come in the backward that is running."""
+    """Whether, on this rank, the backward of a group is running or is still to come in the running backward."""
     progress, backward = state.progress, state.backward
     return bool(
         backward.active_uses
@@ -347,8 +352,9 @@ def _drop_served(root: Root, rounds: Rounds) -> None:
 
 
 def _gather(root: Root, rounds: Rounds, states: Sequence[_FSDPState], kept: Sequence[_FSDPState]) -> None:
-    """Start the all-gathers of groups, on all ranks, in the order of their indexes. What this rank does not need itself
-    (all but what is ``kept``) is freed before the next one is gathered, so that it holds one such group at a time."""
+    """Start the all-gathers of groups, on all ranks, in the order of their indexes. A group that this rank does not
+    need itself (one that is not in ``kept``) is freed before the next one is gathered, so that the rank holds one such
+    group at a time."""
     for state in states:
         is_new = False
         _drop_served(root, rounds)
@@ -378,18 +384,18 @@ def _reduce_ready(root: Root, rounds: Rounds, states: Sequence[_FSDPState], is_e
             reduce(root, state)
 
 
-# ---- Which groups of a root ranks may skip, and inside which: found at its first forward, or refused there.
+# ---- Finding the optional groups of a root and their hosts, at its first forward
 
 
 def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]) -> None:
-    """Raise, before anything is set up, if some groups are optional where they cannot be. Nothing is communicated.
-    ``names``: those of all groups of the root, which do not know them yet."""
+    """Raise, before anything is set up, if groups are optional that cannot be. No communication.
+    ``names``: the names of all groups of the root, which the groups do not have yet."""
     if not any(state.options.is_optional for state in names):
         return
     for state in owners:
         if state.options.is_optional:
             raise ValueError(
-                f"the fully_shard group of {_class_of(state)} is optional, and its forward is the outermost one, which "
+                f"the fully_shard group of {_class_of(state)} is optional, but its forward is the outermost one, which "
                 "every rank runs: call fully_shard(optional=True) on modules inside it"
             )
     problem = ""
@@ -402,7 +408,7 @@ def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]
         elif state.options.reshards_partially() or state.mesh.part_transport is not None:  # it may be set to keep them
             problem = (
                 f"{name} keeps parts of its parameters (it was made with a number as reshard_after_forward), which "
-                "ranks that skip a group do not have: give True or False"
+                "ranks that skip a group do not have: pass True or False"
             )
         elif state.options.offload is not None:
             problem = f"{name} is offloaded (offload_policy)"
@@ -411,11 +417,11 @@ def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]
         elif any(handle.kind.extension is not None for handle in state._handles):
             problem = f"{name} has parameters that their class gathers (fsdp_pre_all_gather)"
     if problem:
-        raise NotImplementedError(f"fully_shard(optional=True) in a model of which this holds: {problem}")
+        raise NotImplementedError(f"fully_shard(optional=True) does not support this model: {problem}")
 
 
 def rounds_of(states: Sequence[_FSDPState], carrier: Carrier | None) -> Rounds | None:
-    """Those of a root of these groups, by their index; ``None`` where no rank can skip what another one runs."""
+    """The ``Rounds`` of a root with these groups; ``None`` if there are no optional groups or no other ranks."""
     if carrier is None or not any(state.options.is_optional for state in states):
         return None
     inside = {module for state in states if state.options.is_optional for module in _modules_of(state)}
@@ -427,8 +433,8 @@ def rounds_of(states: Sequence[_FSDPState], carrier: Carrier | None) -> Rounds |
         found = [(len(modules), other.place.index) for other, modules in around if own <= modules]
         if not found:
             raise ValueError(
-                f"the modules of the optional fully_shard group {state.name} are not together inside the module of "
-                "one group that is not optional: make a group of each"
+                f"the modules of the optional fully_shard group {state.name} are not all inside the module of "
+                "one group that is not optional: make each of them a group of its own"
             )
         hosts[state.place.index] = min(found)[1]
     return Rounds(hosts, len(states), carrier)

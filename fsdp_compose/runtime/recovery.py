@@ -1,6 +1,4 @@
-"""Recovery: what an iteration that was interrupted, or a backward that raised, has left is thrown away by all ranks
-together.
-"""
+"""Recovery: all ranks together discard the remains of an interrupted iteration, or of a backward that raised."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from .group_ops import stays_unsharded
 
 
 def recover(root: Root) -> None:
-    """Throw away what an interrupted iteration left, together with all ranks.
+    """Discard the remains of an interrupted iteration, together with all ranks.
 
     Raises:
         RuntimeError: a rank did not come to the rendezvous (it may hang in a collective of the interrupted iteration),
-            or the ranks were interrupted at different places, so that collectives are left without a partner.
+            or the ranks were interrupted at different places, so that some collectives have no partner.
     """
     states = root.live_states()
     for state in states:
@@ -33,7 +31,7 @@ def recover(root: Root) -> None:
             root.communicator.reshard(handle)
         _drop_captured(state)
         state.reset()
-    # The detector stays the old one: what the user has changed since the interruption is yet to be noticed.
+    # Keep the old detector: it has yet to notice what the user has changed since the interruption.
     root.reset()
     _warn_of_recovery(
         "the last iteration of a fully_shard'ed model was interrupted (an exception in forward or backward): its",
@@ -42,11 +40,11 @@ def recover(root: Root) -> None:
 
 
 def recover_backward(root: Root) -> None:
-    """Throw away what a backward that raised has left, together with all ranks, while a forward goes on, or before
+    """Discard the remains of a backward that raised, together with all ranks, while a forward is running or before
     another backward.
 
     Raises:
-        RuntimeError: as ``recover``.
+        RuntimeError: as in ``recover``.
     """
     states = root.live_states()
     is_tainted = _agree_to_recover(root, states)
@@ -67,7 +65,7 @@ def _drop_captured(state: _FSDPState) -> None:
 
 
 def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
-    """Meet all ranks, and end what is in flight; whether older gradients are lost too."""
+    """Meet all ranks, and end collectives in flight. Returns whether older gradients are lost too."""
     root.communicator.announce_recovery(root)
     mesh, count = root.mesh, root.order.count
     is_tainted = root.has_added
@@ -83,8 +81,8 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
         failure = failure_of(mesh.peers)
         if failure:
             raise RuntimeError(
-                "an iteration was interrupted by a collective that failed, and its process group carries nothing any "
-                f"more: restart the processes from a checkpoint. It was this: {failure}"
+                "an iteration was interrupted by a collective that failed, and its process group can no longer be "
+                f"used: restart the processes from a checkpoint. The failure was: {failure}"
             )
         tainted, _, number = verdict.partition(" ")
         if tainted not in ("0", "1"):
@@ -107,8 +105,8 @@ def _journals_of(peers: dist.ProcessGroup, states: list[_FSDPState]) -> list[Jou
 
 
 def _warn_of_recovery(what: str, is_tainted: bool) -> None:
-    lost = ", and so was what had been accumulated before it: all gradients are None" if is_tainted else ""
-    warnings.warn(f"{what} gradients were thrown away{lost}", stacklevel=3)
+    lost = ", together with those accumulated before: all gradients are None" if is_tainted else ""
+    warnings.warn(f"{what} gradients were discarded{lost}", stacklevel=3)
 
 
 def _judge(payloads: list[str]) -> str:
@@ -116,7 +114,7 @@ def _judge(payloads: list[str]) -> str:
     if len(set(counts)) > 1:
         listing = ", ".join(f"rank {rank} after {count}" for rank, count in enumerate(counts[:16]))
         return (
-            "an iteration was interrupted at different places on different ranks, and cannot be recovered: collectives "
-            f"are left without a partner ({listing} collectives). Restart the processes from a checkpoint"
+            "an iteration was interrupted at different places on different ranks, and cannot be recovered: some "
+            f"collectives have no partner ({listing} collectives). Restart the processes from a checkpoint"
         )
     return " ".join(str(max(int(payload.split()[part]) for payload in payloads)) for part in (1, 2))

@@ -1,16 +1,16 @@
 """Writes to unsharded parameters inside forward that raise no version: through ``.data``, NumPy or an address.
 
-An unsharded parameter is a copy, so what forward writes to it is lost when the group is resharded. Where torch counts
-the write, ``ChangeDetector`` sees it. A write through ``.data`` (initialisation from the first batch, clipping of a
-critic's weights, codebooks by moving averages) changes memory and nothing else, and an assignment to ``.data`` gives
-the parameter other memory without a word. Both are found by looking: at where the parameters are, and at whether this
-rank's slice of the gathered memory still is, bit for bit, what its shard says. The slices of all ranks together are the
-whole: what is missed is a write that one rank makes, alone, to elements that others hold.
+An unsharded parameter is a copy, so a write to it inside forward is lost when the group is resharded. If the write
+raises torch's version counter, ``ChangeDetector`` sees it. A write through ``.data`` (initialization from the first
+batch, weight clipping of a critic, codebooks from moving averages) changes only memory, and an assignment to ``.data``
+silently gives the parameter other memory. Both are found by checking where the parameters are, and whether this rank's
+slice of the gathered memory still equals its shard bit for bit. Together, the slices of all ranks cover all elements.
+The check misses a write that one rank makes alone to elements that other ranks hold.
 
-That reads a shard, so it is not done at every use of a group but at the 1st, 2nd, 4th, 8th, ... under grad mode, and
-likewise without it; later at every ``_MAX_GAP``-th; and at all of them if ``FSDP_COMPOSE_DEBUG=1``. A forward that has
-looked at some group ends with an exchange, so that every rank raises what one rank has seen. Uses are counted alike on
-all ranks, from the first forward and again from an interruption.
+The check reads a shard, so it does not run at every use of a group. It runs at the 1st, 2nd, 4th, 8th, ... use and
+later at every ``_MAX_GAP``-th, counted separately with and without grad mode, and at all uses if
+``FSDP_COMPOSE_DEBUG=1``. A forward that has checked some group ends with an exchange, so that every rank raises if one
+rank has found a write. All ranks count uses the same way, from the first forward and again from an interruption.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..flat import FlatParamHandle, ShardStorage, local_of
 from ..group import END_OF_FORWARD, GroupUse, Root, _FSDPState
 from .agreement import begin_exchange, end_exchange
 
-_MAX_GAP = 97  # uses between two looks; a prime, for programs that write every so many steps
-_CHUNK = 1 << 20  # elements that are compared at a time: what is made for it stays small
+_MAX_GAP = 97  # uses between two checks; a prime, so that it does not stay out of phase with periodic writes
+_CHUNK = 1 << 20  # elements compared at a time, so that temporaries stay small
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: GroupUse | None) -> None:
-    """At the end of a use of a group, whose turn it is, find the parameters that forward has written to. Inside a
-    transform of ``torch.func``, and before the last of the group's modules, it becomes the turn of the next use.
+    """Find the parameters that forward has written to, at the end of a use that is due for the check. Inside a
+    ``torch.func`` transform, and before the last of the group's modules, the check moves to the next use.
 
     Args:
         use: ``None`` in the default mode without grad mode.
@@ -54,15 +54,15 @@ def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: Group
 
 
 def writes_to_unsharded(state: _FSDPState) -> dict[FlatParamHandle, list[int]]:
-    """The unsharded parameters of a group that forward has written to, by index; those that it gave other memory are
-    put back."""
+    """The indexes of unsharded parameters that forward has written to. Parameters that it gave other memory are put
+    back into the gathered memory."""
     unsharded = [(item, item.unsharded) for item in state._handles if item.unsharded.shows_shards]
     present = [handle for handle, item in unsharded if item.is_allocated and item.work is None]
     return {handle: [*_put_back(handle), *_written_to_memory(handle)] for handle in present}
 
 
 def refuse_untracked_writes(root: Root) -> None:
-    """At the end of a top-level forward that has looked: raise, on every rank, if one rank has found something."""
+    """Raise, on every rank, if a rank has found a write. Called at the end of a top-level forward that has checked."""
     states, exchange = root.live_states(), root.forward_exchange
     written = root.forward.take_written()
     used, starts = exchange.used, root.used_starts
@@ -84,15 +84,15 @@ def refuse_untracked_writes(root: Root) -> None:
     where = f"on this rank in group {', '.join(groups)}" if groups else "seen on another rank"
     raise RuntimeError(
         f"rank {states[0].mesh.rank}: unsharded parameters were modified in place inside forward, through .data "
-        f"or an address, or .data was assigned to: {', '.join(names)} ({where}). What was written would be lost when "
-        "their groups are resharded: the sharded parameters are authoritative. Modify these outside forward, under "
-        "torch.no_grad() or in summon_full_params(); keep what changes in forward (codebooks, averages) in buffers; "
-        "and run the first forward of modules that initialise themselves from data before fully_shard()"
+        f"or an address, or .data was assigned to: {', '.join(names)} ({where}). The change would be lost when "
+        "their groups are resharded. Modify the (sharded) parameters outside forward, under torch.no_grad() or in "
+        "summon_full_params(); keep values that change in forward (codebooks, averages) in buffers; "
+        "and run the first forward of modules that initialize themselves from data before fully_shard()"
     )
 
 
 def _put_back(handle: FlatParamHandle) -> list[int]:
-    """Find the parameters that are not views of the gathered memory, each in its place, and make them be."""
+    """Find parameters that are no longer views of their place in the gathered memory, and make them so again."""
     present = map(local_of, handle.unsharded.params)
     displaced = [
         i
@@ -112,17 +112,17 @@ def _put_back(handle: FlatParamHandle) -> list[int]:
 def _written_to_memory(handle: FlatParamHandle) -> list[int]:
     segments = handle.segment_version() if handle.segments else handle.unsharded.gathered[1]
     if handle.unsharded.never_freed or handle.unsharded.was_written_since_gather(segments):
-        return []  # it is the shard's own memory; or other writes are followed, or refused
+        return []  # it is the shard's own memory, or the write was tracked and is handled elsewhere
     return written(handle, handle.unsharded.memory.shown)
 
 
 def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
-    """The parameters of which this rank's slice of ``flat`` is not what was gathered from the shard."""
+    """The parameters whose elements in this rank's slice of ``flat`` differ from those gathered from the shard."""
     rank, numel = handle.mesh.shard_rank, handle.layout.shard_numel
     own = flat[rank * numel : (rank + 1) * numel]
     if not any(_differ(own, handle.shard, handle.storage)):
         return []
-    # What lies between parameters belongs to none.
+    # Compare per parameter: padding between parameters belongs to none.
     return [
         i
         for i, (start, stop, _) in enumerate(handle.local_shards)
@@ -131,7 +131,8 @@ def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
 
 
 def _differ(own: torch.Tensor, shard: torch.Tensor, storage: ShardStorage) -> Iterator[bool]:
-    """For each chunk, whether it differs in some bit; of NaNs that were cast, the bits depend on where they lie."""
+    """Whether each chunk differs in some bit. NaNs that were cast count as equal: their bits depend on their position
+    in memory."""
     for mine, source in zip(own.split(_CHUNK), shard.split(_CHUNK), strict=True):
         expected = storage.on_device(source).to(mine.dtype)
         bits = _INTEGERS[mine.dtype.itemsize]

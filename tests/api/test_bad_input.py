@@ -159,7 +159,7 @@ def test_groups_of_one_model_on_different_meshes(fake_group):
     model = Net()
     fully_shard(model.layers[0], mesh=DeviceMesh("cpu", [0, 1]))
     fully_shard(model)
-    with pytest.raises(ValueError, match=r"different meshes: layers\.0.*Use meshes of the same ranks"):
+    with pytest.raises(ValueError, match=r"different meshes: layers\.0.*Use meshes with the same ranks"):
         model(torch.ones(2, 4))
 
 
@@ -212,7 +212,11 @@ def test_parameter_in_two_groups(fake_group):
     model.head.weight = model.layers[1][0].weight
     for layer in (model.layers[1], model.head):
         fully_shard(layer)
-    words = ("^weight and 0.weight of the sharded Sequential: tied", "common parent", r"fully_shard\(\[a, b\]\)")
+    words = (
+        "^weight and 0.weight of the sharded Sequential: these weights are tied",
+        "common parent",
+        r"fully_shard\(\[a, b\]\)",
+    )
     with pytest.raises(ValueError, match=".*".join(words)):
         model.head(torch.ones(2, 4))  # alone, without a group around both
     assert_trains(fully_shard(model))

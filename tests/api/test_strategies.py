@@ -176,11 +176,11 @@ def test_rows_of_ones_own_and_groups_of_different_rows():
 
 def test_rows_that_make_no_sense():
     for parameters, gradients, optimizer, words in (
-        ((S,), (S,), (R,), "where the optimizer's state is replicated"),
-        ((S, R), (S, R), (S, R), "so over the outer one"),
-        ((R,), (R, S), (R, S), "one entry for each"),
-        ((R, S), (R, S), (S, S), "gradients are kept"),
-        ((), (), (), "one entry for each"),
+        ((S,), (S,), (R,), "over a dimension that replicates the optimizer state"),
+        ((S, R), (S, R), (S, R), "replicated over the outer one too"),
+        ((R,), (R, S), (R, S), "one entry per dimension"),
+        ((R, S), (R, S), (S, S), "gradients must be kept"),
+        ((), (), (), "one entry per dimension"),
     ):
         with pytest.raises(ValueError, match=words):
             Strategy(parameters, gradients, optimizer)
@@ -191,7 +191,7 @@ def test_bad_arguments():
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match="strategy='zero4'.: expected one of ddp, zero1"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="zero4")
-    with pytest.raises(ValueError, match="over 2 dimension"):
+    with pytest.raises(ValueError, match="a mesh of 2 dimension"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy="hybrid")
     with pytest.raises(TypeError, match="a name or a Strategy"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, strategy=3)

@@ -294,6 +294,6 @@ def test_dropping_what_was_accumulated_says_so_also_when_its_reduction_had_begun
         model(x).sum().backward()
     with pytest.raises(ValueError, match="user error"):
         model(Fails.apply(x)).sum().backward()
-    with pytest.warns(UserWarning, match="what had been accumulated before it: all gradients are None"):
+    with pytest.warns(UserWarning, match="together with those accumulated before: all gradients are None"):
         model(x)
     assert all(param.grad is None for param in model.parameters())

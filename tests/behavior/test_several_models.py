@@ -87,7 +87,9 @@ def test_backwards_that_issue_nothing_but_the_exchange_are_told_apart():
 @distributed(world_size=2)
 def test_first_forwards_of_equal_models_in_different_order_raise():
     models, _ = pair((8, 8), breakable_mesh())
-    with pytest.raises(RuntimeError, match="the ranks begin to run different ones of several equal models") as error:
+    with pytest.raises(
+        RuntimeError, match="there are several equal models, and the ranks start with different ones"
+    ) as error:
         loss_of(models[dist.get_rank()])
     same_on_every_rank(str(error.value))
 
@@ -100,7 +102,7 @@ def test_first_forwards_in_different_order_next_to_a_model_of_one_rank_raise_at_
         unused = pair((8, 8), mesh)  # lives on until the end of the test
     models, _ = pair((8, 8), mesh)
     loss_of(models[rank])
-    with pytest.raises(RuntimeError, match="the ranks begin to run different ones of several equal models"):
+    with pytest.raises(RuntimeError, match="there are several equal models, and the ranks start with different ones"):
         loss_of(models[1 - rank])
     if rank == 0:
         del unused

@@ -168,5 +168,5 @@ def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdp_compose.group.debug import patience
 
     monkeypatch.setenv(HANG_SECONDS_ENV, "soon")
-    with pytest.raises(ValueError, match="takes seconds"):
+    with pytest.raises(ValueError, match="expected seconds"):
         patience()

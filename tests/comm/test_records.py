@@ -41,7 +41,7 @@ def test_errors_of_an_interruption_on_one_rank_name_where_every_rank_was():
             with pytest.raises(RuntimeError, match=r"rank\(s\) 0 did not arrive") as error:
                 model(rows())
         else:
-            with pytest.raises(RuntimeError, match="rank 1: throwing away what an interrupted iteration left") as error:
+            with pytest.raises(RuntimeError, match="rank 1: discarding an interrupted iteration") as error:
                 model(rows())
         text = str(error.value)
     if dist.get_rank() == 1:

@@ -676,7 +676,7 @@ def test_recovery_after_an_exception():
             mean_square_in_float(model, x).backward()
         return found + train(model)
 
-    with pytest.warns(UserWarning, match="were thrown away"):
+    with pytest.warns(UserWarning, match="were discarded"):
         check_twin(stack(), train_it=train_it)
 
 
@@ -869,7 +869,7 @@ def test_ranks_whose_graphs_differ_raise_alike():
         with pytest.raises(RuntimeError, match="(?s)captured graphs with different collectives.*blocks.0 .*blocks.1 "):
             mean_square_in_float(model, batches(1)[0])
         model.skips = False
-        with pytest.warns(UserWarning, match="were thrown away"):
+        with pytest.warns(UserWarning, match="were discarded"):
             found = train(model)
     for ours, theirs in zip(found, train(eager), strict=True):
         assert torch.equal(ours, theirs)
@@ -989,7 +989,7 @@ def test_a_region_recovers_from_an_exception():
     batch = local_part(batches(1)[0])
     with pytest.raises(RuntimeError):
         run(batch[:, :2])  # of another shape than the model wants
-    with pytest.warns(UserWarning, match="were thrown away"):
+    with pytest.warns(UserWarning, match="were discarded"):
         run(batch).square().mean().backward()
     mean_square_in_float(eager, batch).backward()
     ours, theirs = full_gradients(model), full_gradients(eager)

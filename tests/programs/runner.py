@@ -459,10 +459,10 @@ class Runner:
 # write of which autograd knows nothing; a graph breaks between the modules of a group.
 REFUSALS = (
     "the ranks issued different collectives",
-    "past its module's outputs",
+    "without passing its module's outputs",
     "without passing any of its module's",
     "Flat views follow only at the next forward",
-    "between a forward and its backward, whose gradients would be wrong",
+    "between a forward and its backward, so the gradients would be wrong",
     "which torch.compile runs in a graph",
     "a graph runs only some of the modules of the fully_shard group",
 )

@@ -38,7 +38,7 @@ def test_small_groups_among_many_ranks_are_told_once(caplog):
     assert record.name == "fsdp_compose" and record.levelno == logging.WARNING
     text = record.getMessage()
     assert "4 of 4 fully_shard groups have less than 1 MiB on each of 4096 ranks" in text
-    assert "Merge 4 neighbours into one group, fully_shard([block, next_block, ...])" in text
+    assert "Merge 4 adjacent groups into one, fully_shard([block, next_block, ...])" in text
 
 
 @pytest.mark.parametrize("settings", [{"num_ranks": 64}, {"num_ranks": 4096, "rank": 7}])
@@ -60,7 +60,7 @@ def test_large_groups_among_very_many_ranks_are_advised_to_be_sharded_over_fewer
     text = advice(groups, 16384)
     shards, replicas = map(int, reversed(re.search(r"a mesh of \((\d+), (\d+)\)", text).groups()))
     assert shards * replicas == 16384 and 104 * KIB * replicas >= MIB > 104 * KIB * replicas // 2
-    assert "layers.0: 104 KiB" in text and "Or Merge 2 neighbours" in text
+    assert "layers.0: 104 KiB" in text and "Or Merge 2 adjacent groups" in text
 
 
 def test_nothing_is_said_where_most_groups_are_large_enough():
@@ -73,4 +73,4 @@ def test_the_memory_of_merged_groups_is_bounded():
     """Groups of 3 GiB are not merged, however little of each is on a rank."""
     groups = [GroupSize(f"layers.{i}", 192 * KIB) for i in range(4)]
     text = advice(groups, 16384)
-    assert "Merge" not in text and "Hybrid sharding is due" in text
+    assert "Merge" not in text and "Hybrid sharding helps" in text

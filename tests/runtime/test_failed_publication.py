@@ -79,7 +79,7 @@ def test_backward_after_a_publication_inside_forward_that_raised():
         model(x)
     assert get_state(model).root.backward is None
     model.is_inside = raises[0] = False
-    with pytest.warns(UserWarning, match="thrown away"):
+    with pytest.warns(UserWarning, match="discarded"):
         earlier.backward()
     assert torch.equal(model.linear.weight.grad.full_tensor(), torch.full((3, 3), 2.0))
     model.zero_grad()

@@ -290,7 +290,7 @@ def test_double_backward_inside_a_backward_is_refused() -> None:
     x = torch.randn(2, DIM, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="functional_mode"):
         model(x).backward()
-    with pytest.warns(UserWarning, match="gradients were thrown away"):
+    with pytest.warns(UserWarning, match="gradients were discarded"):
         model(x)
 
 

@@ -75,7 +75,7 @@ class Caller(nn.Module):
         return sum(item.sum() for item in self.lazy(self.enter(x)))
 
 
-@pytest.mark.filterwarnings("ignore:.*in which no output that requires grad can be found")
+@pytest.mark.filterwarnings("ignore:.*in which no output that requires grad could be found")
 @pytest.mark.parametrize("grad", [False, True])
 @distributed(world_size=2)
 def test_a_generator_that_computes_after_forward_is_refused_by_name(grad: bool) -> None:

@@ -177,7 +177,7 @@ def test_random_programs_in_which_one_rank_goes_wrong():
     for program in range(2 * NUM_PROGRAMS + int(os.environ.get("FSDP_COMPOSE_FUZZ", "0"))):
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "forward of the fully_shard'ed Layer|.*thrown away")
+                warnings.filterwarnings("ignore", "forward of the fully_shard'ed Layer|.*discarded")
                 go_wrong(1000 * dist.get_world_size() + program)
         except BaseException as error:
             error.add_note(f"in program {1000 * dist.get_world_size() + program}")
