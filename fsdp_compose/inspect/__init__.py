@@ -1,4 +1,4 @@
-"""Questions that a user can ask a model."""
+"""Inspect a model or a job: its groups and layout, a trace, a plan, the cause of a hang."""
 
 from .describe import describe as describe
 from .diagnose import UnreducedParameter as UnreducedParameter
