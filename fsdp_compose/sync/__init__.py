@@ -1,7 +1,7 @@
-"""Weights for other programs: whole parameters, or what has changed of them, in buckets that ranks gather together.
+"""Send weights to other programs: whole parameters, or only the changed elements, in buckets that all ranks gather.
 
-Users call ``full_parameters``, which sends whole parameters, and the functions of ``changes``, which send what differs
-from a snapshot. Nothing here changes the model.
+``full_parameters`` gathers whole parameters; the functions of ``changes`` gather the elements that differ from a
+snapshot. Nothing here changes the model.
 """
 
 from .changes import ChangedElements as ChangedElements
