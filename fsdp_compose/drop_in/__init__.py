@@ -1,5 +1,5 @@
-"""FSDP2's public names (``torch.distributed.fsdp``), implemented by fsdp_compose. Change one import, and the code around
-the model keeps working::
+"""FSDP2's public names (``torch.distributed.fsdp``), implemented by fsdp_compose. Change one import, and the code
+around the model keeps working::
 
     from fsdp_compose.drop_in import FSDPModule, MixedPrecisionPolicy, fully_shard
 

@@ -218,8 +218,8 @@ class FSDPModule(metaclass=_AsksRegistry):
         if stream is not None:
             if _state(module).mesh.replicate_group is not None:
                 raise ValueError(
-                    "set_all_reduce_hook(stream=...): on a mesh (replicate, shard) the hook runs on the reduction's own "
-                    "stream: leave stream out"
+                    "set_all_reduce_hook(stream=...): on a mesh (replicate, shard) the hook runs on the reduction's "
+                    "own stream: leave stream out"
                 )
             hook = _on_stream(hook, stream)
         api.set_post_reduction_hook(module, hook, recurse=False)

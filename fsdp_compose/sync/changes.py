@@ -327,8 +327,8 @@ class ParameterSnapshot:
         if self._names == _names(sources) and all(handle in self._flats for handle in handles_of(sources)):
             return ""
         return (
-            "the snapshot was taken of another model, or names, shapes, dtypes or groups of the parameters have changed "
-            "since (ties are found at the first forward): send full parameters and take another snapshot"
+            "the snapshot was taken of another model, or names, shapes, dtypes or groups of the parameters have "
+            "changed since (ties are found at the first forward): send full parameters and take another snapshot"
         )
 
     def of_span(self, span: Span) -> torch.Tensor:

@@ -544,8 +544,8 @@ def in_step(
     def present_problem() -> str:
         if versions_of(sources) != before:
             return (
-                "parameters were written to or moved since the loop began (optimizer.step()?), so buckets would mix two "
-                "versions of the model: leave the loop first"
+                "parameters were written to or moved since the loop began (optimizer.step()?), so buckets would mix "
+                "two versions of the model: leave the loop first"
             )
         return why_unreadable(sources)
 
