@@ -464,7 +464,7 @@ def test_other_parameter_groups_get_hyperparameters_by_name():
     regrouped.param_groups[0]["lr"] = 0.125
     state = get_optimizer_state_dict(other, regrouped)
     before = snapshot(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"lr of one parameter group is 0\.01 for scale, and 0\.125 for second"):
+    with pytest.raises(RuntimeError, match=r"the saved lr is 0\.01 for scale, but 0\.125 for second"):
         set_optimizer_state_dict(model, optimizer, state)
     assert_equal(snapshot(model, optimizer), before)
 

@@ -283,8 +283,8 @@ def _different_nesting(params: Sequence[Trained], state: Mapping[str, Mapping[st
         ours, theirs = dict(state[params[0].fqn]), dict(state[param.fqn])
         if dict(leaves_of(ours)).keys() != dict(leaves_of(theirs)).keys():
             return [
-                f"the state of {params[0].fqn} has {[*ours]} and that of {param.fqn} has {[*theirs]}, or lists of other "
-                "lengths, but the optimizer holds both in one flat view: build it from model.parameters()"
+                f"the state of {params[0].fqn} has {[*ours]} and that of {param.fqn} has {[*theirs]}, or lists of "
+                "other lengths, but the optimizer holds both in one flat view: build it from model.parameters()"
             ]
     return []
 

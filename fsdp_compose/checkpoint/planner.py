@@ -410,7 +410,8 @@ def with_string_keys(value: Any) -> Any:
         made = {str(key): with_string_keys(item) for key, item in value.items()}
         if len(made) != len(value):
             raise ValueError(
-                f"two keys of a dict convert to the same string, among {[*value][:10]}: checkpoints store keys as strings"
+                f"two keys of a dict convert to the same string, among {[*value][:10]}: checkpoints store keys as "
+                "strings"
             )
         return made
     return [with_string_keys(item) for item in value] if type(value) is list else value
