@@ -92,7 +92,7 @@ class Trained:
 @dataclass(frozen=True)
 class TrainedGroup:
     number: int
-    numbers: list[int]  # the optimizer's own parameters
+    numbers: list[int]  # numbers of the optimizer's own parameters
     params: list[Trained]
 
     @property

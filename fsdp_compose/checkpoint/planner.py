@@ -430,7 +430,7 @@ def paths_of_numbers(value: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def give_back(before: Any, loaded: Any, numbers: Collection[Path], path: Path = ()) -> Any:
-    """Put the values of ``loaded`` back into the dicts of ``before``, whose copy ``with_string_keys`` it is.
+    """Put the values of ``loaded``, which was made by ``with_string_keys(before)``, back into the dicts of ``before``.
 
     Args:
         numbers: the ``paths_of_numbers`` of what was saved.

@@ -28,7 +28,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a given value goes.
+    """The destination of a given value.
 
     Attributes:
         like: a tensor with the wanted shape, placements and device; its elements are not touched.
