@@ -591,7 +591,7 @@ def test_an_error_that_only_one_rank_has_is_raised_on_every_rank():
     state = build(1).state_dict()
     if dist.get_rank() == 1:
         del state["scale"]
-    with pytest.raises(RuntimeError, match=r"rank 0 has scale of shape \(\), .* where rank 1 has "):
+    with pytest.raises(RuntimeError, match=r"rank 0 has scale of shape \(\), .* but rank 1 has "):
         set_model_state_dict(model, state, options=lenient)
     assert_equal(snapshot(model), before)
 

@@ -283,7 +283,7 @@ def test_a_lost_manifest_is_noticed_and_torchs_folders_load_with_a_warning():
     with on_first_rank() as is_first:
         if is_first:
             (folder / MANIFEST).unlink()
-    refused(folder, f"its {MANIFEST}, which is missing, so nothing can be verified")
+    refused(folder, f"saved with a {MANIFEST}, which is missing, so nothing can be verified")
     theirs = saved("torch's")
     state = {"model": get_model_state_dict(linear(1)), "value": 0}
     with warnings.catch_warnings(record=True) as caught:

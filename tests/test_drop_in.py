@@ -537,7 +537,7 @@ def test_dimensions_that_cannot_be_meant_are_refused():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for dims, error in (
             (drop_in.DataParallelMeshDims(shard="fsdp"), "no dimension 'fsdp'"),
-            (drop_in.DataParallelMeshDims(shard="dp"), "weight is no DTensor"),
+            (drop_in.DataParallelMeshDims(shard="dp"), "weight is not a DTensor"),
         ):
             model = nn.Linear(4, 4)
             with pytest.raises(ValueError, match=error):
