@@ -1207,7 +1207,7 @@ def judge(symptom: str, system: System) -> tuple[str, str]:
             arguments = {"symptom": symptom, "system": system, "report": report}
             run_distributed(run_case, 2, arguments, timeout=TIME_LIMIT)
         except pytest.fail.Exception as failure:
-            if "ended by itself" in str(failure):
+            if "the process exited" in str(failure):
                 return "crash", ""
             is_hang = "did not finish" in str(failure) or "hangs" in str(failure)
             # An error may have closed the connections: what the ranks have to do after the case fails too then.

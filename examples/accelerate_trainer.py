@@ -1,12 +1,12 @@
-"""Trains the Llama of hf_llama.py with transformers' Trainer, which shards it by accelerate: two lines make it ours.
+"""Trains the Llama of hf_llama.py with transformers' Trainer and accelerate; two lines make them use fsdp_compose.
 
     torchrun --standalone --nproc_per_node 2 examples/accelerate_trainer.py --out runs/trainer
 
-``drop_in.install()`` lets the names of FSDP2 mean fsdp_compose's in everything that is imported. What follows is a
-program for FSDP2: the Trainer wraps the decoder layers, accumulates, clips, saves a checkpoint and resumes from it, and
-writes a folder that transformers loads; the first rank compares that with what was trained.
+``drop_in.install()`` replaces FSDP2's names by fsdp_compose's in all imported modules. The rest is an ordinary FSDP2
+program: the Trainer wraps the decoder layers, accumulates and clips gradients, saves a checkpoint, resumes from it, and
+writes a folder that transformers can load. At the end the first rank loads that folder and compares it with the model.
 
-The CPU with gloo, or with --device cuda one GPU per process with NCCL. Needs transformers and accelerate.
+Runs on the CPU with gloo, or with --device cuda on one GPU per process with NCCL. Needs transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_trainer(args: argparse.Namespace, steps: int) -> Trainer:
         fsdp=True, disable_tqdm=True,
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
     )  # fmt: skip
-    if is_cpu:  # accelerate takes FSDP for what GPUs do
+    if is_cpu:  # accelerate assumes that FSDP runs on GPUs
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Trainer(build_model(args), arguments, train_dataset=Sequences(args), callbacks=[Report()])
 
@@ -69,10 +69,10 @@ def main() -> None:
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     trained = get_model_state_dict(trainer.model, options=options)
     if dist.get_rank() == 0:
-        print(f"install() has rebound {len(rebound)} names; {groups} modules were sharded by fsdp_compose")
+        print(f"install() rebound {len(rebound)} names; fsdp_compose sharded {groups} modules")
         wrong = differences(LlamaForCausalLM.from_pretrained(args.out / "final").state_dict(), trained)
         if wrong or not groups:
-            raise SystemExit(f"{args.out / 'final'} does not hold what was trained: {', '.join(wrong)}")
+            raise SystemExit(f"{args.out / 'final'} differs from the trained model: {', '.join(wrong)}")
         print(f"transformers loads {args.out / 'final'}: {len(trained)} tensors, equal to those that were trained")
     dist.barrier()  # no rank leaves while another still needs it
     dist.destroy_process_group()

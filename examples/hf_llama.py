@@ -1,14 +1,14 @@
-"""Trains the Llama of transformers, sharded, and saves it in files that transformers loads.
+"""Trains a sharded Llama from transformers, and saves it in files that transformers can load.
 
     torchrun --standalone --nproc_per_node 2 examples/hf_llama.py --out runs/hf_llama
 
-The modelling code is transformers' own, with a small random configuration: each decoder layer is a group, the rest of
-the model another one. The tokens are synthetic: sequences that go up by equal steps. At the end --out is a folder as
-those of the Hugging Face hub; the first rank loads an unsharded model from it, and compares that with what was trained.
-Needs transformers and safetensors.
+The modeling code is transformers' own, with a small random configuration. Each decoder layer is a group; the rest of
+the model is another one. The tokens are synthetic: sequences that go up by equal steps. At the end --out is a folder
+in the layout of the Hugging Face hub; the first rank loads an unsharded model from it and compares it with the trained
+one. Needs transformers and safetensors.
 
-The CPU with gloo, or with --device cuda one GPU per process with NCCL. Each step draws one global batch, of which every
-rank takes its slice: the run is the same on any number of processes.
+Runs on the CPU with gloo, or with --device cuda on one GPU per process with NCCL. Each step draws one global batch, and
+every rank takes its slice, so the run is the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, save
 
 
 def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    """An unsharded model: the same on every rank."""
+    """Builds an unsharded model, the same on every rank."""
     torch.manual_seed(args.seed)
     config = LlamaConfig(
         vocab_size=args.vocabulary,
@@ -51,7 +51,7 @@ def shard(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
 
 
 def my_batch(step: int, args: argparse.Namespace, device: torch.device) -> Tensor:
-    """This rank's part of the batch of a step."""
+    """Returns this rank's part of a step's batch."""
     return batch_of(step, args).chunk(dist.get_world_size())[dist.get_rank()].to(device)
 
 
@@ -64,7 +64,7 @@ def batch_of(step: int, args: argparse.Namespace) -> Tensor:
 
 
 def train(model: nn.Module, args: argparse.Namespace, device: torch.device) -> list[float]:
-    """The mean loss of each step."""
+    """Trains; returns the mean loss of each step."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=args.lr)
     losses = []
     for step in range(1, args.steps + 1):
@@ -83,7 +83,7 @@ def train(model: nn.Module, args: argparse.Namespace, device: torch.device) -> l
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of tensors that are not the same in both, to the bit."""
+    """Returns the names of tensors that are not bitwise equal in both."""
     names = [*dict.fromkeys([*found, *expected])]
     return [
         name for name in names if name not in found or name not in expected or not found[name].equal(expected[name])
@@ -98,7 +98,7 @@ def save_and_compare(model: nn.Module, args: argparse.Namespace) -> None:
         loaded = LlamaForCausalLM.from_pretrained(args.out)
         wrong = differences(loaded.state_dict(), trained)
         if wrong:
-            raise SystemExit(f"{args.out} does not hold what was trained: {', '.join(wrong)}")
+            raise SystemExit(f"{args.out} differs from the trained model: {', '.join(wrong)}")
         print(f"transformers loads {args.out}: {len(trained)} tensors, equal to those that were trained")
 
 

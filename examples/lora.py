@@ -3,11 +3,11 @@
     torchrun --standalone --nproc_per_node 2 examples/lora.py --out runs/lora
     torchrun --standalone --nproc_per_node 2 examples/lora.py --base runs/hf_llama --vocabulary 64
 
-In each group frozen and trainable parameters lie in flat parameters of their own: only the adapters' gradients are
-reduced, and only the adapters have optimizer state. At the end --out holds the adapters alone, as peft saves them, and
-the first rank loads them onto an unsharded base, and compares them with what was trained.
+In each group, frozen and trainable parameters are in separate flat parameters: only the adapters' gradients are
+reduced, and only the adapters have optimizer state. At the end --out holds only the adapters, as peft saves them. The
+first rank loads them onto an unsharded base and compares them with the trained ones.
 
---base is a folder of hf_llama.py, or of another small Llama; without it the base is random. See hf_llama.py.
+--base is a folder saved by hf_llama.py, or another small Llama; without it the base is random. See hf_llama.py.
 Needs peft, transformers and safetensors.
 """
 
@@ -30,14 +30,14 @@ def build_base(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def add_adapters(base: LlamaForCausalLM, args: argparse.Namespace) -> PeftModel:
-    """Low-rank matrices beside those of attention; all else is frozen."""
+    """Adds low-rank matrices to attention's; freezes everything else."""
     torch.manual_seed(args.seed + 1)  # the same adapters on every rank
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
     return get_peft_model(base, LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules=targets))
 
 
 def save_and_compare(model: PeftModel, args: argparse.Namespace) -> None:
-    """Ranks: all, which gather the adapters; the first one writes."""
+    """Saves the adapters. Ranks: all ranks gather them; the first one writes."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     trained = get_model_state_dict(model, options=options)
     if dist.get_rank() == 0:
@@ -46,14 +46,14 @@ def save_and_compare(model: PeftModel, args: argparse.Namespace) -> None:
         adapters = get_peft_model_state_dict(model, state_dict=trained)
         wrong = differences(get_peft_model_state_dict(loaded), adapters)
         if wrong:
-            raise SystemExit(f"{args.out} does not hold what was trained: {', '.join(wrong)}")
+            raise SystemExit(f"{args.out} differs from the trained adapters: {', '.join(wrong)}")
         print(f"peft loads {args.out}: {len(adapters)} tensors, equal to those that were trained")
 
 
 def main() -> None:
     parser = make_parser(__doc__, "runs/lora")
     parser.add_argument("--base", type=Path, help="folder of a saved Llama (default: a random one)")
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapters")
     args = parser.parse_args()
     device = start_process_group(args)
     model = add_adapters(build_base(args), args).to(device)
@@ -61,7 +61,7 @@ def main() -> None:
     num_frozen = sum(param.numel() for param in model.parameters()) - num_trainable
     shard(model, model.get_base_model().model.layers)
     if dist.get_rank() == 0:
-        print(f"{num_trainable:,} parameters of adapters, {num_frozen:,} frozen ones")
+        print(f"{num_trainable:,} adapter parameters, {num_frozen:,} frozen ones")
     train(model, args, device)
     save_and_compare(model, args)
     dist.barrier()  # no rank leaves while another still needs it

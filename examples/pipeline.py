@@ -1,11 +1,11 @@
-"""Trains the GPT of train_gpt.py in a pipeline of stages, each of which is sharded over the ranks that run it.
+"""Trains the GPT of train_gpt.py as a pipeline whose stages are sharded over the ranks that run them.
 
     torchrun --standalone --nproc_per_node 4 examples/pipeline.py                              # 2 stages x 2 shards
     torchrun --standalone --nproc_per_node 4 examples/pipeline.py --schedule InterleavedZeroBubble
 
-torch's schedules run the microbatches; ``fsdp_compose.pipelining.PipelineStage`` takes care that each group gathers and
-reduces as seldom as it can: one reduction for each flat parameter and step. (With ``drop_in.install()`` torch's own
-stage does the same.) The losses are those of one process, but for rounding.
+torch's schedules run the microbatches. ``fsdp_compose.pipelining.PipelineStage`` reduces each flat parameter only once
+a step. (With ``drop_in.install()`` torch's own stage does the same.) Except for rounding, the losses are those of one
+process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, 
 
 
 class Stage(nn.Module):
-    """A part of the GPT: embeddings in the first, some blocks, the head in the last."""
+    """A part of the GPT: some blocks, with the embeddings in the first part and the head in the last."""
 
     def __init__(self, model: GPT, index: int, num_stages: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch_of(step: int, args: argparse.Namespace, part: int, parts: int) -> tuple[Tensor, Tensor]:
-    """Bytes that count up, and those that follow them."""
+    """Returns bytes that count up, and the bytes that follow them."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     first = torch.randint(256, (args.batch, 1), generator=generator)
     text = ((first + torch.arange(args.seq_len + 1)) % 256).chunk(parts)[part]
@@ -62,12 +62,12 @@ def batch_of(step: int, args: argparse.Namespace, part: int, parts: int) -> tupl
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=2, help="ranks that follow each other (default: 2)")
+    parser.add_argument("--stages", type=int, default=2, help="number of pipeline ranks (default: 2)")
     parser.add_argument("--schedule", choices=STAGES_PER_RANK, default="1F1B")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all data-parallel ranks")
-    parser.add_argument("--max-norm", type=float, default=1.0, help="of the gradients of a rank's stages; 0: any")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="gradient norm limit of a rank's stages; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(seq_len=32, dim=64, layers=4, heads=4, tie=False, checkpoint_activations=False)
     return parser.parse_args()

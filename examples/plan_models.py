@@ -1,10 +1,10 @@
-"""Models for ``python -m fsdp_compose plan``: the one that train_gpt.py trains, and three of transformers.
+"""Models for ``python -m fsdp_compose plan``: the GPT of train_gpt.py, and three models from transformers.
 
     python -m fsdp_compose plan --model examples/plan_models.py:gpt --world-size 8,64
     python -m fsdp_compose plan --model examples/plan_models.py:llama --set layers=8 --world-size 8,64
 
-A factory returns the model, and a function that makes a batch and returns its loss. It is called for each number of
-ranks; none of the memory that it asks for has to be there.
+A factory returns the model and a function that makes a batch and returns its loss. It is called for each number of
+ranks; the machine does not need the memory that the model asks for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def gpt(
     tie: bool = True,
     checkpoint_activations: bool = False,
 ) -> Made:
-    """The model of train_gpt.py, with its defaults; ``batch``: sequences of one rank."""
+    """Builds the model of train_gpt.py with its defaults; ``batch`` is the number of sequences of one rank."""
     settings = argparse.Namespace(
         dim=dim, layers=layers, heads=heads, seq_len=seq, tie=tie, checkpoint_activations=checkpoint_activations
     )
@@ -68,7 +68,7 @@ def gpt2(dim: int = 256, layers: int = 4, batch: int = 4, seq: int = 128, checkp
 def mixtral(
     dim: int = 256, layers: int = 4, batch: int = 4, seq: int = 128, checkpoint_activations: bool = False
 ) -> Made:
-    """A mixture of experts, by grouped matrix products: a loop over experts would depend on where tokens go."""
+    """Builds a mixture of experts with grouped matrix products: a loop over experts would depend on the routing."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(

@@ -1,11 +1,12 @@
-"""Trains the GPT of train_gpt.py with tensor parallelism inside, and sharded data parallelism around it.
+"""Trains the GPT of train_gpt.py with tensor parallelism inside sharded data parallelism.
 
     torchrun --standalone --nproc_per_node 4 examples/tensor_parallel.py                     # 2 x 2: data, tensor
     torchrun --standalone --nproc_per_node 8 examples/tensor_parallel.py --mesh 2x2x2        # replicas, shards, tensor
 
-``parallelize_module`` cuts the matrices of each block over the last dimension of the mesh; ``fully_shard`` then shards
-all parameters, cut or not, over the others: one flat parameter, one all-gather and one reduce-scatter for each block.
-Ranks of one tensor-parallel group get the same batch. The losses are those of one process, but for rounding.
+``parallelize_module`` splits the matrices of each block over the last dimension of the mesh; ``fully_shard`` then
+shards all parameters, split or not, over the other dimensions, with one flat parameter, one all-gather and one
+reduce-scatter for each block. Ranks of one tensor-parallel group get the same batch. Except for rounding, the losses
+are those of one process.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main() -> None:
     shape = tuple(int(size) for size in args.mesh.split("x"))
     num_shares = math.prod(shape[:-1])
     if len(shape) not in (2, 3) or math.prod(shape) != int(os.environ["WORLD_SIZE"]) or args.batch % num_shares:
-        raise SystemExit(f"--mesh {args.mesh}: expected DxT or RxSxT of all processes, and a --batch that divides by D")
+        raise SystemExit(f"--mesh {args.mesh}: expected DxT or RxSxT over all processes, and a --batch divisible by D")
     device_type = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

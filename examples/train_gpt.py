@@ -2,14 +2,14 @@
 
     torchrun --standalone --nproc_per_node 2 examples/train_gpt.py --steps 300
 
-One GPU per process with NCCL if the machine has enough of them, otherwise the CPU with gloo. Each step draws one global
-batch from (seed, step) and every rank takes its slice: the run is the same on any number of processes. At the end --out
-holds log.json and loss.png, and the model has written some Python of its own.
+Runs on one GPU per process with NCCL if the machine has enough of them, otherwise on the CPU with gloo. Each step draws
+one global batch from (seed, step), and every rank takes its slice, so the run is the same on any number of processes.
+At the end --out holds log.json and loss.png, and the model has written some Python of its own.
 
-With --save-every 100 it saves checkpoints; --resume goes on from the latest, also with another number of processes.
-With four processes, two replicas of two shards each: --strategy hybrid --mesh 2x2.
+With --save-every 100 it saves checkpoints; --resume continues from the latest, on any number of processes. With four
+processes, --strategy hybrid --mesh 2x2 makes two replicas of two shards each.
 
-One command that survives three crashes (the variable gives each attempt a store of its own):
+This command survives three crashes (the variable gives each attempt its own store):
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc_per_node 2 --max-restarts 3 \
         examples/train_gpt.py --save-every 100 --resume auto
@@ -123,7 +123,7 @@ class GPT(nn.Module):
 
 
 def build_model(args: argparse.Namespace, device: torch.device) -> tuple[GPT, int]:
-    """The sharded model, and the number of parameters it had before."""
+    """Builds and shards the model; also returns its number of parameters."""
     torch.manual_seed(args.seed)  # every rank builds the same model and keeps its share
     model = GPT(args).to(device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -141,7 +141,7 @@ def build_model(args: argparse.Namespace, device: torch.device) -> tuple[GPT, in
 
 
 def mesh_shape(args: argparse.Namespace) -> tuple[int, ...]:
-    """Of the mesh: (ranks,), or (replicas, shards)."""
+    """Returns the shape of the mesh: (ranks,), or (replicas, shards)."""
     world_size, num_dims = int(os.environ["WORLD_SIZE"]), STRATEGIES[args.strategy].num_dims
     shape = (world_size,)
     if args.mesh is not None or num_dims == 2:
@@ -149,8 +149,8 @@ def mesh_shape(args: argparse.Namespace) -> tuple[int, ...]:
     if len(shape) != num_dims or math.prod(shape) != world_size:
         wanted = [name for name, row in STRATEGIES.items() if row.num_dims == 2]
         raise SystemExit(
-            f"--strategy {args.strategy} --mesh {args.mesh}: expected --mesh RxS, of R replicas of S shards, "
-            f"{world_size} processes in all, with {' and '.join(wanted)}, and none with the others"
+            f"--strategy {args.strategy} --mesh {args.mesh}: with {' and '.join(wanted)}, expected --mesh RxS, R "
+            f"replicas of S shards for {world_size} processes; with other strategies, no --mesh"
         )
     return shape
 
@@ -169,7 +169,7 @@ def mean_over_ranks(losses: list[Tensor]) -> float:
 
 
 def my_slice(starts: Tensor) -> Tensor:
-    """This rank's part of a global batch."""
+    """Returns this rank's part of a global batch."""
     return starts.chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -239,14 +239,14 @@ class Run:
 
 
 def saved_steps(folder: Path) -> list[Path]:
-    """Complete checkpoints of this program, oldest first; what else is in the folder is none of its business."""
+    """Returns this program's complete checkpoints, oldest first; it ignores everything else in the folder."""
     own = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-[1-9][0-9]*", path.name)}
     is_complete = lambda path: (path / "manifest.json").is_file() and (path / ".metadata").is_file()  # noqa: E731
     return [own[step] for step in sorted(own) if is_complete(own[step])]
 
 
 def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
-    """The first rank looks: all must go on from the same one."""
+    """Returns the checkpoint that the first rank finds, so that all ranks resume from the same one."""
     box = [saved_steps(args.out) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)
     found = box[0]
@@ -312,7 +312,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--data", type=Path, default=stdlib, help="file or directory (default: the standard library)")
-    parser.add_argument("--max-bytes", type=int, default=16 << 20, help="read at most so much text")
+    parser.add_argument("--max-bytes", type=int, default=16 << 20, help="read at most this much text")
     parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"), help="directory of log.json and loss.png")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
@@ -326,7 +326,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, keep and reduce in float32")
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute each block in backward")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="zero3", help="what each rank keeps")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="zero3", help="how to shard, as for fully_shard")
     parser.add_argument("--mesh", metavar="RxS", help="with hybrid and hfsdp: replicas x shards, for example 2x2")
     parser.add_argument("--log-every", type=int, default=5)
     parser.add_argument("--val-every", type=int, default=50)
@@ -337,7 +337,7 @@ def parse_args() -> argparse.Namespace:
         nargs="?",
         const="latest",
         metavar="CHECKPOINT",
-        help="go on from this one, or the latest in --out; auto: from the latest if there is one, else begin",
+        help="continue from this checkpoint, or the latest in --out; auto: from the latest, or start if there is none",
     )
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--sample-bytes", type=int, default=300)
@@ -346,8 +346,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def refuse_restarts_on_one_store() -> None:
-    """Where torchrun shares its own store with the processes, restarted ones find the addresses of the dead in it, and
-    init_process_group() fails or hangs. Said at the beginning of a run, not after its first crash."""
+    """Refuses torchrun's shared store at the start of a run, not after its first crash: restarted processes find the
+    addresses of dead ones in it, and init_process_group() fails or hangs."""
     is_restarted = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if is_restarted and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise SystemExit(

@@ -1,16 +1,15 @@
-"""Trains a vision-language model of transformers (LLaVA) on batches in which only some ranks have images.
+"""Trains a vision-language model from transformers (LLaVA) on batches in which only some ranks have images.
 
     torchrun --standalone --nproc_per_node 2 examples/vision_language.py
-    torchrun --standalone --nproc_per_node 2 examples/vision_language.py --system fsdp2     # does not come through
+    torchrun --standalone --nproc_per_node 2 examples/vision_language.py --system fsdp2     # fails
 
-The modelling code is transformers' own, with a small random configuration. It runs the vision tower where there are
-images, and nowhere else; so the tower and the projector are optional groups. The ranks without images gather them
-together with the others, and count as zeros in the average of gradients. FSDP2 has no such groups: ranks with images
-enter all-gathers in which the others do not take part.
+The modeling code is transformers' own, with a small random configuration. It runs the vision tower only if there are
+images, so the tower and the projector are optional groups. Ranks without images help to gather them, and count as zeros
+in the average of gradients. FSDP2 has no such groups: ranks with images enter all-gathers that the others never join.
 
-The data are synthetic: an image is dark but for one part, whose number the text behind it tells; texts without an
-image go up by equal steps. Each step draws one global batch, of which every rank takes its slice, and losses are summed
-and divided by the number of tokens of all ranks: the run is the same on any number of processes.
+The data are synthetic. An image is dark except for one part, and the text after it repeats that part's number; texts
+without an image go up by equal steps. Each step draws one global batch, and every rank takes its slice. Losses are
+summed and divided by the number of tokens of all ranks, so the run is the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Batch(NamedTuple):
 
 
 def build_model(args: argparse.Namespace) -> LlavaForConditionalGeneration:
-    """An unsharded model: the same on every rank."""
+    """Builds an unsharded model, the same on every rank."""
     torch.manual_seed(args.seed)
     sizes = {
         "hidden_size": args.dim,
@@ -67,7 +66,7 @@ def build_model(args: argparse.Namespace) -> LlavaForConditionalGeneration:
 
 
 def shard(model: LlavaForConditionalGeneration, system: str = "ours") -> nn.Module:
-    """Each layer is a group; of the vision tower each is optional, since the tower around it is."""
+    """Makes each layer a group. Groups inside the optional vision tower are optional too."""
     shard_one = fsdp2_shard if system == "fsdp2" else fully_shard
     parts = model.model
     for layer in [*parts.vision_tower.encoder.layers, *parts.language_model.layers]:
@@ -81,7 +80,7 @@ def shard(model: LlavaForConditionalGeneration, system: str = "ours") -> nn.Modu
 
 
 def batch_of(step: int, args: argparse.Namespace) -> Batch:
-    """The whole batch of a step. The first sequences of some steps have an image, so that few ranks see images."""
+    """Draws a step's global batch. In some steps the first sequences have an image, so only few ranks see images."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
     first = torch.randint(VOCABULARY - 1, (args.batch, 1), generator=generator)
     stride = torch.randint(1, 4, (args.batch, 1), generator=generator)
@@ -97,7 +96,7 @@ def batch_of(step: int, args: argparse.Namespace) -> Batch:
 
 
 def my_part(batch: Batch) -> Batch:
-    """This rank's slice."""
+    """Returns this rank's slice of a batch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     num_rows = len(batch.tokens) // size
     rows = slice(rank * num_rows, (rank + 1) * num_rows)
@@ -105,8 +104,8 @@ def my_part(batch: Batch) -> Batch:
 
 
 def loss_of(model: nn.Module, batch: Batch, num_targets: float) -> Tensor:
-    """The sum of the losses of this rank's tokens over ``num_targets``, alike on all ranks: averages that each rank
-    makes of its own tokens would give those of a rank with few more weight."""
+    """Returns the sum of this rank's token losses divided by ``num_targets``, which is the same on all ranks. Averaging
+    over each rank's own tokens would give more weight to tokens of ranks with few."""
     images = {"pixel_values": batch.images} if len(batch.images) else {}
     logits = model(input_ids=batch.tokens, **images).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
@@ -114,7 +113,7 @@ def loss_of(model: nn.Module, batch: Batch, num_targets: float) -> Tensor:
 
 
 def train(model: nn.Module, args: argparse.Namespace) -> list[float]:
-    """The mean loss of each step."""
+    """Trains; returns the mean loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     clip = nn.utils.clip_grad_norm_ if args.system == "fsdp2" else clip_grad_norm_
     losses = []
@@ -146,9 +145,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=12, help="sequences per step, over all ranks")
     parser.add_argument("--seq-len", type=int, default=16)
     parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=2, help="of the vision tower, and of the language model")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the vision tower, and of the language model")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--timeout", type=float, default=60, help="of collectives, in seconds")
+    parser.add_argument("--timeout", type=float, default=60, help="timeout of collectives, in seconds")
     return parser.parse_args(arguments)
 
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from ._import_checks import explain_missing  # first: the others need that torch
 
 try:
-    from . import _torch as _torch  # every private name of torch, before anything is done
+    from . import _torch as _torch  # imports every private name of torch, before anything else runs
 except (ImportError, AttributeError) as error:
     raise explain_missing(error) from error
 from . import _import_checks as _import_checks  # before torch's init_process_group() is called
@@ -120,7 +120,7 @@ __all__ = [
     "unshard",
 ]
 
-# What 0.2 called these, by the old name: where they are now. They go in 0.4.
+# Where the names of 0.2 are now. The old names are removed in 0.4.
 _OLD_NAMES = {
     "check": "find_unreduced_parameters",
     "offload": "offload_model",

@@ -18,7 +18,7 @@ from .api import MakeOptimizer, plan
 from .flat import MixedPrecisionPolicy
 from .inspect import check_picture, dtype_of, explain_logs, load_factory, world_sizes_of
 
-# ---- ``python -m fsdp_compose plan``: the arguments of ``plan()`` on a command line, its progress, and its errors.
+# ---- ``python -m fsdp_compose plan``: the arguments of ``plan()`` as options, with progress and errors on stderr.
 
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130  # exit statuses
@@ -34,28 +34,27 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="name=value", help="an argument of the factory")
     parser.add_argument("--world-size", default="8", metavar="8,64,1024", help="numbers of ranks (default: 8)")
-    parser.add_argument("--mesh", metavar="RxS", help="R replicas of S shards; one may be * for what is left: *x8")
+    parser.add_argument("--mesh", metavar="RxS", help="R replicas of S shards; * stands for the remaining ranks: *x8")
     parser.add_argument(
-        "--wrap", metavar="Class,...", help="classes that become groups (default: what is in ModuleLists)"
+        "--wrap", metavar="Class,...", help="classes of the modules that become groups (default: ModuleList items)"
     )
-    parser.add_argument("--strategy", help="what is kept of what, as for fully_shard")
+    parser.add_argument("--strategy", help="a strategy's name, as for fully_shard")
     parser.add_argument("--keep-gathered", action="store_true", help="reshard_after_forward=False")
-    parser.add_argument("--dtype", metavar="bf16", help="param_dtype: to compute and to gather in")
-    parser.add_argument("--reduce-dtype", metavar="fp32", help="to reduce gradients in")
-    parser.add_argument("--batch", type=int, help="sequences in a rank's batch, where the factory makes none")
-    parser.add_argument("--seq", type=int, help="tokens in each of them")
+    parser.add_argument("--dtype", metavar="bf16", help="param_dtype: dtype of compute and all-gathers")
+    parser.add_argument("--reduce-dtype", metavar="fp32", help="dtype of gradient reductions")
+    parser.add_argument("--batch", type=int, help="sequences per rank, if the factory returns no loss function")
+    parser.add_argument("--seq", type=int, help="tokens per sequence")
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim, or none (default: AdamW)")
     parser.add_argument(
-        "--loop", action="store_true", help="the optimizer steps parameter by parameter, its default on the CPU"
+        "--loop", action="store_true", help="step the parameters one by one, as optimizers do by default on the CPU"
     )
-    parser.add_argument("--json", action="store_true", help="print all facts, for programs")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of the memory: .png, .svg, .pdf")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a memory chart: .png, .svg, .pdf")
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Print a plan. What is wrong with the arguments, and what the factory and the model raise, is said in a few lines
-    on stderr."""
+    """Print a plan. Errors of the arguments, the factory and the model are reported in a few lines on stderr."""
     progress = _Progress(sys.stderr, args.quiet)
     try:
         world_sizes, options = world_sizes_of(args.world_size), _options_of(args)
@@ -93,11 +92,11 @@ def run_plan(args: argparse.Namespace) -> int:
 def _options_of(args: argparse.Namespace) -> dict[str, Any]:
     """
     Raises:
-        ValueError: an option is not what it should be.
+        ValueError: an option is invalid.
     """
     compute, reduce = dtype_of(args.dtype, "--dtype"), dtype_of(args.reduce_dtype, "--reduce-dtype")
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    _settings_of(args.set)  # refused here, if at all
+    _settings_of(args.set)  # invalid settings raise here, before the factory is imported
     return {
         "mesh": args.mesh,
         "wrap": None if args.wrap is None else [name for name in args.wrap.split(",") if name],
@@ -123,7 +122,7 @@ def _optimizer_of(name: str, foreach: bool) -> MakeOptimizer | None:
 
 
 def _settings_of(texts: list[str]) -> dict[str, Any]:
-    """``name=value`` as arguments; a value that is no literal of Python's is text."""
+    """Parse ``name=value`` texts; a value that is not a Python literal stays a string."""
     settings: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -137,7 +136,7 @@ def _settings_of(texts: list[str]) -> dict[str, Any]:
 
 
 def _located(error: BaseException) -> str:
-    """An error, with the user's line that it comes from: the innermost frame that is not torch's nor ours."""
+    """Format an error with the user's line that caused it: the innermost frame outside torch and this package."""
     message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*_OWN, "<")):
@@ -146,15 +145,15 @@ def _located(error: BaseException) -> str:
 
 
 class _Progress:
-    """One line that changes, in a terminal; else a line for each thing that is done.
+    """Shows progress: in a terminal one line that changes, otherwise one line for each step.
 
     Attributes:
-        doing: what was said last, without counts.
+        doing: the current step, without counts.
     """
 
     def __init__(self, file: TextIO, is_quiet: bool) -> None:
         self._file, self._is_quiet, self._is_terminal = file, is_quiet, file.isatty()
-        self.doing = "beginning"
+        self.doing = "starting"
 
     def note(self, line: str) -> None:
         doing = line.partition(", ")[0].partition(" (")[0]
@@ -173,13 +172,13 @@ class _Progress:
 
 
 def _add_hang(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("logs", nargs="+", type=Path, help="files of what ranks wrote to stderr, or folders")
+    parser.add_argument("logs", nargs="+", type=Path, help="log files with the ranks' stderr, or folders of them")
 
 
 def _hang(args: argparse.Namespace) -> int:
     missing = [str(path) for path in args.logs if not path.exists()]
     if missing:
-        print(f"there is no {', '.join(missing)}", file=sys.stderr)
+        print(f"no such file or folder: {', '.join(missing)}", file=sys.stderr)
         return 2
     print(explain_logs(args.logs))
     return 0
@@ -187,8 +186,8 @@ def _hang(args: argparse.Namespace) -> int:
 
 Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 COMMANDS: dict[str, Command] = {
-    "hang": ("who waits for whom, from the logs of ranks that stand still", _add_hang, _hang),
-    "plan": ("what a training step takes on many ranks, found out without them", add_plan_arguments, run_plan),
+    "hang": ("read the logs of ranks that hang, and tell which rank is late and where", _add_hang, _hang),
+    "plan": ("estimate memory and communication of a training step on many ranks", add_plan_arguments, run_plan),
 }
 
 

@@ -1,7 +1,7 @@
 """Checks made when the package is imported: the version of torch, and the store of a restarted torchrun.
 
-``fsdp_compose/__init__.py`` imports this file before any other, because the others already need that torch. So it
-imports nothing of the package, and nothing that an older torch lacks."""
+``fsdp_compose/__init__.py`` imports this file before any other, because the others already need a supported torch. So
+it imports nothing from the package, and nothing that an older torch lacks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Mapping
 
 import torch
 
-# ---- Checks the version of torch before anything is imported that another version may lack.
+# ---- The version of torch, checked before anything is imported that another version may lack.
 #
-# On torch 2.11 operations do not reach a subclass of DTensor. ``FSDP_COMPOSE_ALLOW_TORCH_2_11=1`` lets the package be
-# imported there all the same, to measure the runtime on a machine that carries it: sharded parameters are then plain
-# tensors, this rank's elements, and only ``flat.sharded_param`` knows the difference.
+# On torch 2.11 operations do not dispatch to a DTensor subclass. ``FSDP_COMPOSE_ALLOW_TORCH_2_11=1`` allows importing
+# the package there anyway, to measure the runtime on a machine with that version. Sharded parameters are then plain
+# tensors of this rank's elements, and only ``flat.sharded_param`` handles the difference.
 
 
 OLDEST_TORCH = (2, 12)
@@ -28,7 +28,7 @@ ALLOW_2_11_ENV = "FSDP_COMPOSE_ALLOW_TORCH_2_11"
 
 
 def check_torch(version: str) -> bool:
-    """Raise ImportError if ``version`` is too old: DTensor subclasses do not get their operations there.
+    """Raise ImportError if ``version`` is too old: there, operations do not dispatch to DTensor subclasses.
 
     Returns:
         Whether sharded parameters must be plain local tensors.
@@ -39,7 +39,7 @@ def check_torch(version: str) -> bool:
     if numbers == (2, 11) and os.environ.get(ALLOW_2_11_ENV) == "1":
         warnings.warn(
             f"fsdp_compose on torch {version} ({ALLOW_2_11_ENV}=1), for measurements only: sharded parameters are "
-            "plain tensors of this rank's elements, so norms, gradient clipping and checkpoints do not see the others'"
+            "plain tensors of this rank's elements, so norms, gradient clipping and checkpoints miss the other ranks'"
         )
         return True
     oldest = ".".join(map(str, OLDEST_TORCH))
@@ -68,11 +68,11 @@ def note_untested(version: str) -> None:
 
 
 def explain_missing(error: ImportError | AttributeError, version: str = str(torch.__version__)) -> Exception:
-    """What to raise where the import of a private name of torch has failed with ``error``."""
+    """Return the exception to raise after importing a private name of torch failed with ``error``."""
     if not is_untested(version):
         return error
     return ImportError(
-        f"fsdp_compose does not work with torch {version}, which lacks something that it needs ({error}); it was "
+        f"fsdp_compose does not work with torch {version}, which lacks a private name that it needs ({error}); it was "
         f"tested with torch {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}: pip install 'torch<={TESTED_TORCH[-1]}'"
     )
 
@@ -81,21 +81,20 @@ PLAIN_SHARDED_PARAMS = check_torch(str(torch.__version__))
 note_untested(str(torch.__version__))
 
 
-# ---- Says, in processes that torchrun has restarted, why torch's own ``init_process_group()`` may hang, and the
-# remedy.
+# ---- A warning in processes that torchrun has restarted: torch's ``init_process_group()`` may hang.
 #
-# torchrun keeps one store for all attempts. torch's process groups (seen in 2.13 with gloo) read what dead processes
-# have left there, and dial their addresses. That happens before this package can do anything but tell.
+# torchrun keeps one store for all attempts. torch's process groups (seen in 2.13 with gloo) read the addresses that
+# dead processes left there, and connect to them. At that point this package can only warn.
 
 
 def hint(environment: Mapping[str, str]) -> str:
-    """A warning about the store, as text; empty if this process was not restarted with an old one."""
+    """Return the text of the warning about the store; empty if this process was not restarted with an old store."""
     is_restarted = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not is_restarted or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return (
-        "torchrun has restarted this process with the store of the earlier attempt. If init_process_group() fails or "
-        "hangs now, it has dialled the address of a dead process: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
+        "torchrun restarted this process with the store of the earlier attempt. If init_process_group() fails or "
+        "hangs now, it is connecting to the address of a dead process: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
         "torchrun (with --standalone or --rdzv-backend c10d), which makes a new store for each attempt"
     )
 

@@ -1,7 +1,7 @@
-"""A stage for the schedules of ``torch.distributed.pipelining``: its module's gradients are reduced once a step.
+"""A pipeline stage for ``torch.distributed.pipelining`` that reduces its module's gradients once a step.
 
-A schedule runs the backwards of its microbatches in an order of its own, and says when all of them are done. torch's
-stage knows FSDP2's modules by their class; ours are of the user's own, so this one says what is to be done with them.
+A schedule runs the backwards of its microbatches in its own order, and tells the stage when all of them are done.
+torch's stage recognizes FSDP2's modules by their class; our modules keep the user's class, so they need this stage.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .group import states_to_run
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """``torch.distributed.pipelining.PipelineStage`` for a ``fully_shard``'ed module: arguments and use are the same.
+    """``torch.distributed.pipelining.PipelineStage`` for a ``fully_shard``'ed module, with the same arguments.
 
-    Backwards of microbatches accumulate without communication, and one reduction for each flat parameter follows the
-    last (``reduce_gradients``). Shard a stage over the ranks that run the same stage::
+    Backwards of microbatches accumulate gradients without communication; after the last one, each flat parameter is
+    reduced once (``reduce_gradients``). Shard a stage over the ranks that run the same stage::
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("pp", "dp"))
         for block in part.blocks:
@@ -32,8 +32,9 @@ class PipelineStage(pipelining.PipelineStage):
         stage = PipelineStage(part, mesh.get_local_rank("pp"), 2, device, group=mesh.get_group("pp"))
         schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
 
-    Schedules that split the backward of a microbatch into that of its inputs and that of its weights (zero bubble)
-    train alike, but hide nothing: both are done at the inputs' turn, for one backward of a group brings all gradients.
+    Schedules that split a microbatch's backward into one for the inputs and one for the weights (zero bubble) give the
+    same results, but the split hides no bubble: one backward of a group computes all gradients, so both parts run at
+    the inputs' turn.
     """
 
     def backward_maybe_with_nosync(
@@ -46,13 +47,16 @@ class PipelineStage(pipelining.PipelineStage):
             if backward_type == "input":
                 return whole_backward(**bwd_kwargs)
             if backward_type == "weight":
-                return (), None  # done with the inputs
+                return (), None  # ran with the inputs' backward
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce what the microbatches have accumulated, and divide it by ``grad_scale_factor``; not in a step with
-        ``finalize_gradients=False`` (torch 2.15), whose gradients a later step reduces. Ranks: all that run this
-        stage."""
+        """Reduce the gradients accumulated by the microbatches and divide them by ``grad_scale_factor``.
+
+        A step with ``finalize_gradients=False`` (torch 2.15) does neither; a later step then reduces its gradients.
+
+        Ranks: all ranks that run this stage.
+        """
         if self._is_sharded:
             if not finalizes_gradients():
                 return
@@ -64,7 +68,7 @@ class PipelineStage(pipelining.PipelineStage):
         return bool(states_to_run(self.submod))
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """torch has run the stage to learn what it returns; that backward is none of the training's."""
+        """Drop the gradients of the backward by which torch learned the shapes of the stage."""
         super()._post_metadata_inference_cleanup()
         if self._is_sharded:
             self.submod.zero_grad()
@@ -76,14 +80,14 @@ def whole_backward(
     input_values: Sequence[Any],
     weights: Iterator[nn.Parameter] | None = None,
 ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
-    """In the place of a backward of a stage's inputs alone, one of its inputs and its weights.
+    """Run the backward of a stage's inputs and weights, instead of that of its inputs alone.
 
     Args:
-        stage_output: what the stage has returned; of the last stage the loss, alone, without ``output_grads``.
-        weights: without use.
+        stage_output: the stage's outputs; for the last stage the loss, without ``output_grads``.
+        weights: not used.
 
     Returns:
-        The gradients of the inputs, and what is left for the weights: nothing.
+        The gradients of the inputs, and an empty list: no work is left for the weights.
     """
     output: Any = stage_output
     if output_grads is None:

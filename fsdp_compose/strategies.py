@@ -1,5 +1,5 @@
-"""The strategies that ``fully_shard(strategy=...)`` accepts: what each rank keeps of parameters, gradients and
-optimizer state, over each dimension of a mesh. docs/meshes.md has the table."""
+"""The strategies that ``fully_shard(strategy=...)`` accepts. Each says how parameters, gradients and optimizer state
+are sharded over each mesh dimension. docs/meshes.md has the table."""
 
 from .group import STRATEGIES, Kept, Strategy
 

@@ -118,5 +118,5 @@ def test_what_ranks_have_kept_comes_back(tmp_path):
 
 def test_what_was_kept_of_other_shards_is_refused_before_anything_is_written(tmp_path):
     found = results_of(restore_another, tmp_path)["drop_in"]
-    assert "what was kept has" in found["error"] and "restore it into" in found["error"], found
+    assert "the kept one is" in found["error"] and "restore it into" in found["error"], found
     assert found["is_unchanged"], found

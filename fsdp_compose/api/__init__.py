@@ -1,4 +1,4 @@
-"""What users call: each function checks its arguments, and says what is wrong with them in the words of its caller."""
+"""The public functions. Each checks its arguments and reports mistakes in the caller's terms."""
 
 from .compiling import compile as compile
 from .controls import UnshardHandle as UnshardHandle

@@ -1,4 +1,4 @@
-"""``compile()``: ``torch.compile`` of code in which whole sharded models run, their roots included."""
+"""``compile()``: ``torch.compile`` for code that runs whole sharded models, roots included."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ _Function = Callable[..., Any]
 
 
 def compile(target: nn.Module | _Function, *models: nn.Module, **options: Any) -> _Function:
-    """``torch.compile`` with everything in the graph: also the all-gather and reduce-scatter of the root's own group,
-    which ``torch.compile(model)`` and ``model.compile()`` leave outside, with the root's hooks.
+    """Compile with ``torch.compile`` and put everything into the graph.
 
-    What concerns an iteration as a whole (checks of what was changed since the last one, recovery) is done before the
-    compiled code begins, and what concerns a backward as a whole at its end, in eager code.
+    That includes the root's hooks and the all-gather and reduce-scatter of its own group, which
+    ``torch.compile(model)`` and ``model.compile()`` leave outside. Work for a whole iteration (detecting changes since
+    the last one, recovery) runs in eager code before the compiled code begins; work for a whole backward runs in eager
+    code at its end.
 
     Args:
-        target: a sharded model; or a function that runs some, such as a step of training: forward, loss, backward,
-            optimizer. ``backward()`` breaks the graph, and so does the step of an optimizer.
-        models: the modules that are roots, of which ``target`` runs forwards; ``target`` itself if none is named. A
-            forward of another sharded model inside ``target`` breaks the graph at the hooks of its root.
-        options: of ``torch.compile``.
+        target: a sharded model, or a function that runs sharded models, for example a training step (forward, loss,
+            backward, optimizer). ``backward()`` and the optimizer's step break the graph.
+        models: the root modules whose forwards ``target`` runs; default: ``target`` itself. The forward of any other
+            sharded model inside ``target`` breaks the graph at the hooks of its root.
+        options: passed to ``torch.compile``.
 
     Returns:
-        What to call instead of ``target``, with its arguments. For a model, use the model itself for all else.
+        A callable to use instead of ``target``, with the same arguments. For everything but the call, use the model
+        itself.
 
     Raises:
-        ValueError: ``fully_shard`` was not called on one of the models, or none is named.
+        ValueError: ``fully_shard`` was not called on one of the models, or no model is named.
 
-    Ranks: a call of the result is like a forward of ``models``, to be made by all ranks of their meshes.
+    Ranks: all ranks of the meshes of ``models`` must call the result, as they call forward.
     """
     roots = models or ((target,) if isinstance(target, nn.Module) else ())
     if not roots:
-        raise ValueError("compile(): name the sharded models that the function runs: compile(step, model)")
+        raise ValueError("compile(): pass the sharded models that the function runs too: compile(step, model)")
     for root in roots:
         if get_state(root) is None:
             raise ValueError(
-                f"compile(): fully_shard() was not called on the {type(root).__name__}: shard it first, its blocks and "
-                "then itself"
+                f"compile(): fully_shard() was not called on this {type(root).__name__}: call fully_shard() on its "
+                "blocks, then on the model itself, before compile()"
             )
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # of a frame of its own: Dynamo traces the hooks of a module in it
+    def call(*args: Any, **kwargs: Any) -> Any:  # a frame of its own, in which Dynamo traces the module's hooks
         return target(*args, **kwargs)
 
     compiled = torch.compile(call, **options)

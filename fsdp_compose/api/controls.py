@@ -1,8 +1,8 @@
-"""What users may set on a sharded module, and explicit calls: ``no_sync``, ``unshard``, ``reshard``, prefetch lists.
+"""Settings of a sharded module, and explicit calls: ``no_sync``, ``unshard``, ``reshard``, prefetch lists.
 
 Each function checks its arguments, changes the options of the groups concerned, and leaves the work to the runtime.
 ``register_forward_method`` is here too: it lets methods other than ``forward`` compute with a sharded module's
-parameters. Called by users and by ``drop_in``; no file of a lower wing imports this one."""
+parameters. Users and ``drop_in`` call these functions; no lower wing imports this file."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ class UnshardHandle:
 def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = False) -> UnshardHandle | None:
     """All-gather the parameters of ``module``'s group ahead of its forward.
 
-    Only storage is materialised: the module's next forward uses it, and frees it as it always does. Meant for use
-    inside the outermost forward, ahead of a module's own: what is unsharded when the outermost forward begins is
-    gathered again, since parameters may have been edited in between (after ``set_reshard_after_backward(False)``, as
-    with ``until_reshard``, only if the ranks have written to them).
+    This only fills the memory of the unsharded parameters; the module's next forward uses and frees it as usual. Call
+    it inside the outermost forward, ahead of the module's own. A group that is already unsharded when the outermost
+    forward begins is gathered again, because parameters may have been edited in between (with ``until_reshard`` or
+    after ``set_reshard_after_backward(False)``, only if the ranks have written to them).
 
-    With ``until_reshard`` the group stays gathered over any number of forwards and backwards, until
-    ``reshard(module)``: one all-gather for all chunks of a loss::
+    With ``until_reshard`` the group stays gathered through any number of forwards and backwards, until
+    ``reshard(module)``. For example, one all-gather serves all chunks of a loss::
 
         unshard(model.head, until_reshard=True)
         for part in hidden.detach().requires_grad_().chunk(8):
             loss_of(model.head(part)).backward()
         reshard(model.head)
 
-    Edits of the sharded parameters meanwhile are followed, or raise, as inside ``keep_unsharded``.
+    Edits of the sharded parameters in the meantime take effect or raise, as inside ``keep_unsharded``.
 
-    Ranks: all ranks of the mesh must call it, in the same order among their other collectives.
+    Ranks: all ranks of the mesh must call it, in the same order relative to their other collectives.
 
     Args:
         module: a module given to ``fully_shard``. Nested groups are not touched.
-        async_op: return at once, with a handle to wait for.
+        async_op: return a handle at once instead of waiting.
         until_reshard: stay gathered until ``reshard(module)``.
 
     Raises:
@@ -76,8 +76,8 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
     state = _own_state(module, "unshard")
     if until_reshard and state.options.is_optional:
         raise ValueError(
-            f"unshard(until_reshard=True): the fully_shard group {state.name} is optional, so that it is gathered on "
-            "some ranks only, and only within one forward"
+            f"unshard(until_reshard=True): the fully_shard group {state.name} is optional: it is gathered only on the "
+            "ranks that run it, and only within one forward"
         )
     root = enter_alone(state, module)
     if root.rounds is None:
@@ -97,24 +97,26 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
 
 
 def sync_optional_groups(module: nn.Module) -> None:
-    """Take part in gathering optional groups (``fully_shard(optional=True)``) that other ranks run, until all ranks are
-    here: call it before a collective of your own inside forward, in which this rank would wait for one that still
-    waits for it::
+    """Help other ranks gather the optional groups (``fully_shard(optional=True)``) that they run, until all ranks have
+    made this call.
+
+    Call it inside forward before a collective of your own. Without it, this rank could wait in your collective for a
+    rank that in turn waits for this one to take part in a gather::
 
         features = self.vision(images) if images is not None else None   # on some ranks
-        sync_optional_groups(self)                                             # on all
+        sync_optional_groups(self)                                       # on all ranks
         dist.all_reduce(count)
 
-    Does nothing where there are no optional groups.
+    It does nothing if the model has no optional groups.
 
-    Ranks: all ranks of the mesh, in the same order among the groups that are not optional.
+    Ranks: all ranks of the mesh, in the same order relative to the groups that are not optional.
 
     Args:
-        module: any module given to ``fully_shard``, of a model whose forward is running.
+        module: any module given to ``fully_shard``, in a model whose forward is running.
 
     Raises:
         ValueError: ``fully_shard`` was not called on ``module``.
-        RuntimeError: the ranks are at different points; another one has raised, or did not come.
+        RuntimeError: the ranks are at different points; another rank raised or did not arrive.
     """
     root = _own_state(module, "sync_optional_groups").root
     if root is not None and (root.forward.depth or root.backward is not None):
@@ -140,30 +142,32 @@ def reshard(module: nn.Module) -> None:
 
 @contextmanager
 def keep_unsharded(module: nn.Module) -> Iterator[None]:
-    """Within this context forwards without grad mode leave the parameters of all groups below ``module`` gathered, for
-    the next forward: generation, where one forward a token would gather the whole model each time::
+    """Inside this context, forwards without grad mode leave the parameters of all groups below ``module`` gathered for
+    the next forward.
+
+    Use it for generation, where otherwise the forward of every token would gather the whole model::
 
         with torch.no_grad(), keep_unsharded(model):
             for _ in range(num_tokens):
                 ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
 
-    Every rank then holds the whole model in its compute dtype, from the first forward to the end of the context, or to
-    ``reshard(module)``, or to the end of a backward. At the end of the context it is freed. Forwards under grad mode
-    keep what ``reshard_after_forward`` says.
+    Every rank then holds the whole model in its compute dtype from the first forward until the end of the context, a
+    call of ``reshard(module)``, or the end of a backward. Forwards under grad mode follow ``reshard_after_forward`` as
+    usual.
 
-    Edits inside the context are followed: what the ranks write to the sharded parameters (operations on them, on views
-    and ``.data`` of them, on flat views, steps of ``torch.optim`` optimizers, ``load_state_dict``, loading by
-    ``torch.distributed.checkpoint``, ``summon_full_params``, ``module.to()``) shows in the next forward. A write to a
-    rank's local memory (``to_local()``) raises at the next forward of that rank. A write that torch does not count
-    (``.data`` of what ``to_local()`` returned, NumPy, a kernel that is given an address) cannot be noticed: call
-    ``reshard()`` after it, on the groups in question, on all ranks.
+    You may edit the sharded parameters inside the context, on all ranks: operations on them, on their views, their
+    ``.data`` or flat views, steps of ``torch.optim`` optimizers, ``load_state_dict``, loading by
+    ``torch.distributed.checkpoint``, ``summon_full_params`` and ``module.to()`` all take effect in the next forward. A
+    write to a rank's local memory (``to_local()``) raises at the next forward of that rank. A write that bypasses
+    torch's version counter (``.data`` of the result of ``to_local()``, NumPy, a kernel that is given an address) cannot
+    be detected: call ``reshard()`` on the written groups afterwards, on all ranks.
 
-    Ranks: all ranks of the mesh must enter and leave it at the same place of their programs. Local: no communication.
+    Ranks: all ranks of the mesh must enter and leave it at the same place in their programs. Local: no communication.
 
     Args:
         module: root of the tree to keep.
     """
-    # The others are kept by an outer context.
+    # An outer context keeps the others.
     states = [state for state in _states(module, recurse=True) if not state.options.keeps_unsharded]
     for state in states:
         state.set_options(keeps_unsharded=True)
@@ -178,16 +182,16 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
 
 
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-    """Whether the backwards to come reduce gradients, or accumulate them unsharded, without communication.
+    """Set whether later backwards reduce gradients, or accumulate them unsharded and without communication.
 
-    Unsharded accumulation holds ``reduce_dtype`` gradients of the whole group on every rank. The backward that
-    reduces again includes what was accumulated.
+    Unsharded accumulation keeps ``reduce_dtype`` gradients of the whole group on every rank. The next backward that
+    reduces includes the accumulated gradients.
 
-    Ranks: all ranks must set the same. Local: no communication.
+    Ranks: all ranks must set the same value. Local: no communication.
 
     Args:
         module: root of the tree to set.
-        requires_gradient_sync: the flag.
+        requires_gradient_sync: ``True``: reduce; ``False``: accumulate.
         recurse: set it for all groups below ``module``, not only its own.
     """
     for state in _states(module, recurse):
@@ -196,18 +200,19 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, 
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Within this context backward accumulates gradients without communication; see ``set_requires_gradient_sync``.
+    """Inside this context, backward accumulates gradients without communication; see ``set_requires_gradient_sync``.
 
-    The flags of all groups below ``module`` are restored at the end, also after an exception.
+    Leaving the context restores the flags of all groups below ``module``, also after an exception.
     """
     with _option_within(module, "requires_gradient_sync", False):
         yield
 
 
 def reduce_gradients(module: nn.Module) -> None:
-    """Reduce, outside of any backward, what backwards without gradient sync, or without the average over replicas,
-    have accumulated: for schedules that run many backwards in an order of their own (pipelines), in which none is
-    known to be the last::
+    """Reduce gradients that earlier backwards accumulated without gradient sync or without all-reduce over replicas.
+
+    Call it outside of any backward. It is meant for schedules that run many backwards in an order of their own
+    (pipelines), where no backward is known to be the last::
 
         with no_sync(model):
             for part in batch.chunk(8):
@@ -215,16 +220,16 @@ def reduce_gradients(module: nn.Module) -> None:
         reduce_gradients(model)
         optimizer.step()
 
-    One reduction for each flat parameter with gradients, and one exchange between the ranks, as at the end of a
-    backward. The flags of ``set_requires_gradient_sync`` and ``set_requires_all_reduce`` are left as they are.
+    It issues one reduction for each flat parameter with gradients and one exchange between the ranks, as at the end of
+    a backward. The flags of ``set_requires_gradient_sync`` and ``set_requires_all_reduce`` stay as they are.
 
-    Ranks: all ranks that run ``module`` together. Between iterations, or between the forwards and backwards of one.
+    Ranks: all ranks that run ``module`` together; between iterations, or between the forwards and backwards of one.
 
     Args:
-        module: a module whose forward begins iterations, or one above such modules.
+        module: the module whose forward begins an iteration, or a module that contains such modules.
 
     Raises:
-        RuntimeError: a forward or backward is running; the ranks have done different things.
+        RuntimeError: a forward or backward is running; the ranks did different things.
     """
     options = [(state, state.options) for root in _roots_of(module) for state in root.live_states()]
     try:
@@ -239,8 +244,13 @@ def reduce_gradients(module: nn.Module) -> None:
 
 
 def reduce_as_set(module: nn.Module) -> None:
-    """``reduce_gradients()``, of the groups that are set to synchronise gradients. Ranks: all that run ``module``
-    together. RuntimeError: a forward or backward is running, or the ranks have done different things."""
+    """``reduce_gradients()``, but only for the groups that are set to synchronize gradients.
+
+    Ranks: all ranks that run ``module`` together.
+
+    Raises:
+        RuntimeError: a forward or backward is running; the ranks did different things.
+    """
     roots = _roots_of(module)
     for root in roots:
         if root.backward is not None or root.forward.depth:
@@ -250,19 +260,19 @@ def reduce_as_set(module: nn.Module) -> None:
 
 
 def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurse: bool = True) -> None:
-    """Whether the forwards to come gather parameters in a way that autograd can differentiate any number of times.
+    """Set whether later forwards gather parameters in a way that autograd can differentiate any number of times.
 
-    In functional mode double backward (``create_graph=True``: gradient penalties) and ``autograd.grad(loss,
-    model.parameters())`` give what they give for the unsharded model, averaged over the ranks like every gradient, as
-    DTensors. Gathered parameters live until the graph is freed, as if the model were replicated for that long; every
-    backward reduces (``no_sync`` has no effect on it). Activation checkpointing must wrap whole groups. Forwards
-    without grad mode are as always.
+    In functional mode, double backward (``create_graph=True``: gradient penalties) and ``autograd.grad(loss,
+    model.parameters())`` give the same results as for the unsharded model, as DTensors and averaged over the ranks like
+    every gradient. Gathered parameters live until the graph is freed, as if the model were replicated for that long.
+    Every backward reduces (``no_sync`` has no effect on it). Activation checkpointing must wrap whole groups. Forwards
+    without grad mode do not change.
 
-    Ranks: all ranks must set the same. Local: no communication.
+    Ranks: all ranks must set the same value. Local: no communication.
 
     Args:
         module: root of the tree to set.
-        is_functional: the mode.
+        is_functional: ``True``: functional mode; ``False``: the default mode.
         recurse: set it for all groups below ``module``, not only its own.
     """
     for state in _states(module, recurse):
@@ -271,8 +281,10 @@ def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurs
 
 @contextmanager
 def functional_mode(module: nn.Module) -> Iterator[None]:
-    """Within this context forwards of ``module`` run in functional mode (see ``set_functional_mode``); their backward
-    may come later. The modes of all groups below ``module`` are restored at the end, also after an exception::
+    """Inside this context, forwards of ``module`` run in functional mode (see ``set_functional_mode``).
+
+    Their backward may run after the context. Leaving it restores the modes of all groups below ``module``, also after
+    an exception::
 
         with functional_mode(critic):
             score = critic(x)
@@ -284,58 +296,61 @@ def functional_mode(module: nn.Module) -> Iterator[None]:
 
 
 def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool | int, *, recurse: bool = True) -> None:
-    """Set ``reshard_after_forward`` (see ``fully_shard``) from the next forward on, the same on all ranks.
+    """Set ``reshard_after_forward`` (see ``fully_shard``) from the next forward on.
 
-    It is about the time between a forward and its backward. After a forward without grad mode parameters are freed all
-    the same, for an edit before the next one may leave no trace: see ``keep_unsharded``.
+    It applies between a forward and its backward. After a forward without grad mode, parameters are freed anyway,
+    because an edit before the next forward may leave no trace; see ``keep_unsharded``.
+
+    Ranks: all ranks must set the same value. Local: no communication.
 
     Args:
         module: root of the tree to set.
-        reshard_after_forward: a bool; or the number that the groups were made with.
+        reshard_after_forward: a bool, or the number that the groups were made with.
         recurse: set it for all groups below ``module``, not only its own.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: it is a number, and a group was made with another one, or with none.
+        TypeError: it is neither a bool nor a number.
+        ValueError: it is a number, and a group was made with another number or with none.
     """
     _set_resharding("reshard_after_forward", module, reshard_after_forward, recurse)
 
 
 def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool | int, *, recurse: bool = True) -> None:
-    """Whether groups are freed after their backward, or stay gathered for the next forward: in accumulation over
-    several batches, memory for all-gathers.
+    """Set whether groups are freed after their backward or stay gathered for the next forward.
 
-    A group that has stayed is gathered again in the next forward if the ranks have written to its sharded parameters
-    (an optimizer's step); a write to a rank's local memory alone raises there. See ``keep_unsharded``.
+    Keeping them saves all-gathers at the cost of memory when gradients are accumulated over several batches. The next
+    forward gathers a kept group again if the ranks have written to its sharded parameters (an optimizer's step). If
+    only one rank wrote to its local memory, that forward raises. See ``keep_unsharded``.
 
-    With the number that ``fully_shard(reshard_after_forward=...)`` had, the parts that stay between forward and
-    backward stay until a step, too: all gathers but the first one after a step are among the ranks that share parts.
+    If you pass the number given to ``fully_shard(reshard_after_forward=...)``, the parts that are kept between forward
+    and backward are kept until the next optimizer step. Only the first gather after a step is then among all ranks; the
+    others stay within the ranks that share the parts.
 
-    Ranks: all ranks must set the same; compared at the first forward. Local: no communication.
+    Ranks: all ranks must set the same value; the first forward compares it. Local: no communication.
 
     Args:
         module: root of the tree to set.
-        reshard_after_backward: ``True`` at first: free them; ``False``: they stay; or the number.
+        reshard_after_backward: ``True`` (the default): free them; ``False``: keep them; or the number.
         recurse: set it for all groups below ``module``, not only its own.
 
     Raises:
         TypeError: it is neither a bool nor a number.
-        ValueError: it is a number, and a group was made with another one, or with none.
+        ValueError: it is a number, and a group was made with another number or with none.
     """
     _set_resharding("reshard_after_backward", module, reshard_after_backward, recurse)
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recurse: bool = True) -> None:
-    """Divide the sum of the ranks' gradients by ``factor`` in place of the number of ranks, from the next reduction on.
+    """Divide the sum of the ranks' gradients by ``factor`` instead of the number of ranks, from the next reduction on.
 
-    The reductions of the groups follow it. Gradients of terms that are computed from sharded parameters by DTensor
-    operations (``p.norm()``), and those that ``autograd.grad()`` returns in the default mode, stay averages.
+    It applies to the reductions of the groups. Gradients of terms computed from sharded parameters by DTensor
+    operations (``p.norm()``), and gradients that ``autograd.grad()`` returns in the default mode, remain averages.
 
-    Ranks: all ranks must set the same; compared at the first forward. Local: no communication.
+    Ranks: all ranks must set the same value; the first forward compares it. Local: no communication.
 
     Args:
         module: root of the tree to set.
-        factor: a positive number; ``None``: the number of ranks, so that gradients are averages.
+        factor: a positive number; ``None``: the number of ranks, which makes gradients averages.
         recurse: set it for all groups below ``module``, not only its own.
 
     Raises:
@@ -347,14 +362,14 @@ def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recur
 
 
 def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True, *, recurse: bool = True) -> None:
-    """Let the reduction sum, and divide after it, also where the backend could average: some communicate without a copy
-    only so.
+    """Let the reduction sum and divide afterwards, even if the backend could average. Some backends avoid a copy only
+    for sums.
 
-    Ranks: all ranks must set the same; compared at the first forward. Local: no communication.
+    Ranks: all ranks must set the same value; the first forward compares it. Local: no communication.
 
     Args:
         module: root of the tree to set.
-        forces_sum: the flag; ``False`` at first.
+        forces_sum: the flag; the default is ``False``.
         recurse: set it for all groups below ``module``, not only its own.
 
     Raises:
@@ -367,16 +382,18 @@ def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True
 def set_post_reduction_hook(
     module: nn.Module, hook: Callable[[torch.Tensor], None] | None, *, recurse: bool = True
 ) -> None:
-    """Call ``hook(gradient)`` on each reduced gradient, before it is added to ``.grad``: another reduction (over
-    replicas, say), noise, compression. The part of FSDP2's ``set_all_reduce_hook``.
+    """Call ``hook(gradient)`` on each reduced gradient before it is added to ``.grad``.
 
-    Ranks: all ranks must set one, or none; compared at the first forward. A hook that communicates is called on all
-    ranks in the same order. Local by itself.
+    A hook may add a further reduction (for example over replicas), noise or compression. FSDP2 calls this function
+    ``set_all_reduce_hook``.
+
+    Ranks: all ranks must set a hook, or none; the first forward compares that. All ranks call hooks in the same order,
+    so a hook may communicate. The call itself is local.
 
     Args:
         module: root of the tree to set.
         hook: called once for each flat parameter and reduction, with this rank's part of the averaged gradient: 1-D,
-            contiguous, in the reduce dtype, with padding of zeros, to be changed in place. ``None``: no hook.
+            contiguous, in the reduce dtype, padded with zeros; it changes the gradient in place. ``None``: no hook.
         recurse: set it for all groups below ``module``, not only its own.
 
     Raises:
@@ -391,17 +408,18 @@ set_all_reduce_hook = set_post_reduction_hook  # FSDP2's name for it
 
 
 def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Module] | None) -> None:
-    """Gather the groups of ``modules`` ahead when a forward of ``module``'s group begins, in place of the group that
-    came next in the last iteration; several, to gather further ahead. ``None``: as before.
+    """Choose the groups to prefetch when a forward of ``module``'s group begins.
 
-    What is gathered ahead and not used is freed when the outermost forward ends: a wrong list costs time and memory,
-    and nothing else.
+    By default that is the group that came next in the last iteration. Name several modules to prefetch further ahead.
+    Groups that are prefetched and not used are freed when the outermost forward ends, so a wrong list costs only time
+    and memory.
 
-    Ranks: all ranks must set the same. Local: no communication.
+    Ranks: all ranks must set the same modules. Local: no communication.
 
     Args:
         module: a module given to ``fully_shard``.
-        modules: others, of the same root; those of another one are left out.
+        modules: other modules given to ``fully_shard``, with the same root; those with another root are skipped.
+            ``None``: the default.
 
     Raises:
         ValueError: ``fully_shard`` was not called on one of the modules.
@@ -410,25 +428,28 @@ def set_modules_to_forward_prefetch(module: nn.Module, modules: Sequence[nn.Modu
 
 
 def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Module] | None) -> None:
-    """As ``set_modules_to_forward_prefetch``, when backward comes to ``module``'s group; what is not used is freed when
-    that backward ends."""
+    """Choose the groups to prefetch when backward reaches ``module``'s group.
+
+    Arguments and errors are those of ``set_modules_to_forward_prefetch``. Groups that are prefetched and not used are
+    freed when that backward ends.
+    """
     _set_prefetch("set_modules_to_backward_prefetch", "backward_prefetch", module, modules)
 
 
 def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-    """Whether the backwards to come average gradients over replicas too, or over the shard group alone.
+    """Set whether later backwards average gradients over replicas too, or only over the shard group.
 
-    On a mesh (replicate, shard) a backward without it reduce-scatters, and keeps what this rank gets, in the reduce
-    dtype, until one that averages: accumulation over several batches costs one all-reduce, and the memory of a shard,
-    where ``no_sync`` takes that of the whole model. Meanwhile gradients cannot be read, as inside ``no_sync``, and
-    ``zero_grad()`` drops what was kept. Without effect where there are no replicas, and in functional mode, where every
-    backward reduces.
+    On a mesh (replicate, shard), a backward without all-reduce keeps the reduce-scattered gradients, in the reduce
+    dtype, until a backward with all-reduce. Accumulation over several batches then costs one all-reduce and the memory
+    of a shard, where ``no_sync`` needs the memory of the whole model. Until then gradients cannot be read, as inside
+    ``no_sync``, and ``zero_grad()`` drops the kept ones. It has no effect without replicas or in functional mode, where
+    every backward reduces.
 
-    Ranks: all ranks must set the same. Local: no communication.
+    Ranks: all ranks must set the same value. Local: no communication.
 
     Args:
         module: root of the tree to set.
-        requires_all_reduce: the flag; ``True`` at first.
+        requires_all_reduce: the flag; the default is ``True``.
         recurse: set it for all groups below ``module``, not only its own.
 
     Raises:
@@ -440,21 +461,22 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, rec
 
 
 def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurse: bool = True) -> None:
-    """Whether unsharded parameters keep their memory while they are sharded, so that it has one address for good: for
-    what remembers addresses (CUDA graphs). It costs the memory of the whole of each group.
+    """Set whether groups keep the memory of their unsharded parameters while they are sharded.
 
-    Reading them while they are sharded raises as before, where torch can tell.
+    The unsharded parameters then never change their addresses, as CUDA graphs require. Every group then permanently
+    takes the memory of its unsharded parameters. Reading them while they are sharded still raises, if torch can detect
+    the access.
 
-    Ranks: each may set it for itself. Local: no communication.
+    Ranks: each rank may choose for itself. Local: no communication.
 
     Args:
         module: root of the tree to set.
-        keeps_storage: the flag; ``False`` at first. Setting it to ``False`` gives back what is kept.
+        keeps_storage: the flag; the default is ``False``. ``False`` releases the kept memory.
         recurse: set it for all groups below ``module``, not only its own.
 
     Raises:
         TypeError: the flag is not a bool.
-        NotImplementedError: a parameter is of a class that gathers itself, into memory of its own.
+        NotImplementedError: the class of a parameter implements its own all-gather, into memory of its own.
     """
     _check_flag("set_keep_unsharded_storage", keeps_storage)
     states = _states(module, recurse)
@@ -462,15 +484,18 @@ def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurs
         if keeps_storage and handle.kind.extension is not None:
             raise NotImplementedError(
                 f"set_keep_unsharded_storage(): {handle.name_of(0)} is a {handle.kind.extension.cls.__name__}, which "
-                "gathers itself, into memory of its own"
+                "implements its own all-gather, into memory of its own"
             )
     for state in states:
         state.set_options(keeps_storage=keeps_storage)
 
 
 def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: bool = True) -> None:
-    """Whether the next backward is the last one of several: taken as by FSDP2, and without effect, for here every
-    backward is complete at its end. A flag that is no bool is a TypeError."""
+    """Accepted for FSDP2 compatibility. It has no effect, because every backward here finishes its reductions.
+
+    Raises:
+        TypeError: the flag is not a bool.
+    """
     _check_flag("set_is_last_backward", is_last_backward)
     _states(module, recurse)
 
@@ -484,7 +509,7 @@ def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: 
         if not isinstance(value, bool) and value != made_with:
             raise ValueError(
                 f"set_{option}(..., {value}): the fully_shard group {state.name} was made with "
-                f"{'no number of ranks that hold parts' if made_with is None else made_with}: call "
+                f"reshard_after_forward={'no number' if made_with is None else made_with}: call "
                 f"fully_shard(..., reshard_after_forward={value})"
             )
     for state in states:
@@ -511,7 +536,7 @@ def _set_prefetch(call: str, option: str, module: nn.Module, modules: Sequence[n
 
 @contextmanager
 def _option_within(module: nn.Module, name: str, value: bool) -> Iterator[None]:
-    """Set an option of all groups below ``module`` for a while."""
+    """Set an option of all groups below ``module``, and restore it at the end of the context."""
     before = [(state, getattr(state.options, name)) for state in _states(module, recurse=True)]
     try:
         for state, _ in before:
@@ -540,22 +565,22 @@ def _states(module: nn.Module, recurse: bool) -> list[_FSDPState]:
     return [_own_state(module, "recurse=False")]
 
 
-# ---- Methods other than ``forward`` that compute with a sharded module's parameters: ``generate``, ``encode``, ...
+# ---- Methods other than ``forward`` that use a sharded module's parameters: ``generate``, ``encode``, ...
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Gather the parameters of ``module``'s group while its method ``method_name`` runs, as around ``forward``.
 
     Without it, a method that is called directly sees the sharded parameters, and an operation that mixes them with
-    plain tensors raises. Calls of ``module`` itself and of its submodules inside the method work as always; the method
-    can be trained through.
+    plain tensors raises. Calls of ``module`` itself and of its submodules inside the method work as usual, and backward
+    works through the method.
 
-    Ranks: the call is local; a call of the method is like a forward, to be made by all ranks of the mesh.
+    Ranks: this call is local. All ranks of the mesh must call the method itself, as they call forward.
 
     Args:
-        module: a module; nothing happens if ``fully_shard`` was not called on it, so that code can be shared with
-            unsharded models.
-        method_name: an attribute of ``module`` that can be called.
+        module: a module. Nothing happens if ``fully_shard`` was not called on it, so the same code works for unsharded
+            models.
+        method_name: the name of a callable attribute of ``module``.
 
     Raises:
         ValueError: ``module`` has no such method.
@@ -575,12 +600,12 @@ register_fsdp_forward_method = register_forward_method  # FSDP2's name for it
 
 
 class _ForwardMethod(BoundToModule):
-    """Stands in an instance's ``__dict__`` before the method of its class.
+    """Replaces a method in an instance's ``__dict__``, where it shadows the method of the class.
 
     Args:
         module: the instance.
-        function: what is called, with the instance as first argument if ``is_bound``: not for static methods and other
-            callable attributes.
+        function: the wrapped callable.
+        is_bound: pass the instance as first argument; ``False`` for static methods and other callable attributes.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], is_bound: bool) -> None:

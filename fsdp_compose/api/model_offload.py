@@ -1,8 +1,8 @@
-"""``offload_model()`` and ``onload_model()``: a model sleeps in host memory while something else needs the device.
+"""``offload_model()`` and ``onload_model()``: park a model in host memory while something else needs the device.
 
-Each storage of the model and its optimizer is copied out as a whole, and then exchanges its pointer with an empty one
-that refuses access, as unsharded memory does. So every tensor, view and dict stays the object it was, and an optimizer
-goes on with what it has. What is one storage is one copy: a shard, a flat gradient, a tensor of an optimizer's state.
+Each storage of the model and its optimizer is copied as a whole, and then swaps its pointer with an empty storage that
+refuses access, as freed unsharded memory does. Every tensor, view and dict remains the same object, so optimizers keep
+working. There is one copy per storage: a shard, a flat gradient, a tensor of an optimizer's state.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ Optimizers = Union[Optimizer, "Iterable[Optimizer]", None]
 
 
 def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory: bool = True) -> None:
-    """Move a sharded model and its optimizer's state to host memory until ``onload_model``, while another program or
-    another model uses the device.
+    """Move a sharded model and its optimizer's state to host memory until ``onload_model``.
 
-    Moved are shards, flat gradients, and all other parameters, buffers and gradients below ``module``; of each
-    optimizer, the state. Gradients are kept: call ``zero_grad()`` before, if they are not needed. Gathered parameters
-    and pooled buffers are freed. All tensors stay the objects they are; what reads their elements in between raises.
-    What lives in host memory already (``CPUOffloadPolicy``, ``offload_optimizer_states``) stays as it is. The memory of
-    process groups (NCCL) is not the model's; ``torch.cuda.empty_cache()`` returns what was freed to the device.
+    Use it while another model or another program needs the device. It moves shards, flat gradients, all other
+    parameters, buffers and gradients below ``module``, and the optimizers' states. It frees gathered parameters and
+    pooled buffers. Gradients are kept; call ``zero_grad()`` first if you do not need them. All tensors remain the same
+    objects, and reading their elements raises until ``onload_model``. State that already lives in host memory
+    (``CPUOffloadPolicy``, ``offload_optimizer_states``) is not moved. The memory of process groups (NCCL) is not
+    affected. ``torch.cuda.empty_cache()`` returns the freed memory to the device.
 
-    Ranks: every rank, alike; no communication. Between iterations.
+    Ranks: every rank makes the same call, between iterations; no communication.
 
     Args:
-        module: root of the tree; not a part of a model that shall still run.
-        optimizer: one, or several.
-        pin_memory: page-locked host memory, where the device is an accelerator.
+        module: root of the tree; no other part of its model may run in the meantime.
+        optimizer: one optimizer or several.
+        pin_memory: use page-locked host memory if the device is an accelerator.
 
     Raises:
-        TypeError: ``module`` is no module, or ``optimizer`` no optimizer.
+        TypeError: ``module`` is not a module, or ``optimizer`` is not an optimizer.
         ValueError: nothing below ``module`` is sharded.
-        RuntimeError: it is asleep already; a forward or backward is running (or was interrupted); it is inside
-            ``summon_full_params()``; or gradients were accumulated without gradient sync.
+        RuntimeError: the model is already offloaded; a forward or backward is running (or was interrupted); the call is
+            inside ``summon_full_params()``; or gradients were accumulated without gradient sync.
     """
     optimizers = _checked(module, optimizer, "offload")
     states = _get_fsdp_states(module)
@@ -65,19 +65,19 @@ def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory
 
 
 def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
-    """Bring back what ``offload_model`` has moved: the same elements, in the same tensors.
+    """Move everything that ``offload_model`` moved back to the device, into the same tensors.
 
-    Ranks: every rank, alike; no communication.
+    Ranks: every rank makes the same call; no communication.
 
     Args:
-        module: as given to ``offload_model``.
-        optimizer: as given to ``offload_model``, or nothing: they are remembered.
+        module: the module given to ``offload_model``.
+        optimizer: the optimizers given to ``offload_model``. You may leave them out: they are remembered.
 
     Raises:
-        TypeError: ``module`` is no module, or ``optimizer`` no optimizer.
+        TypeError: ``module`` is not a module, or ``optimizer`` is not an optimizer.
         ValueError: an optimizer was not given to ``offload_model``.
-        RuntimeError: the module is not asleep.
-        torch.OutOfMemoryError: the device has too little memory now: free some, and call it again.
+        RuntimeError: the module is not offloaded.
+        torch.OutOfMemoryError: the device has too little memory: free some and call it again.
     """
     optimizers = _checked(module, optimizer, "onload")
     sleeping = _sleeping.get(module)
@@ -90,7 +90,7 @@ def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
         if not any(item is known for known in sleeping.optimizers):
             raise ValueError(
                 f"onload_model(): this {type(item).__name__} was not given to offload_model(): give both calls the "
-                "same ones"
+                "same optimizers"
             )
     sleeping.end()
     del _sleeping[module]
@@ -115,7 +115,7 @@ def _refuse_unless_idle(state: _FSDPState) -> None:
     root = state.root
     if is_sleeping(state):
         raise RuntimeError(
-            f"offload_model(): the fully_shard group {state.name} is asleep already: call onload_model() first"
+            f"offload_model(): the fully_shard group {state.name} is already offloaded: call onload_model() first"
         )
     is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
     if state.progress.running_forwards or state.backward.active_uses or is_busy:
@@ -132,13 +132,13 @@ def _refuse_unless_idle(state: _FSDPState) -> None:
         if handle.pending_gradients.accumulation is not None:
             handle.pending_gradients.accumulation.show()
             raise RuntimeError(
-                f"offload_model(): gradients of {handle.name_of(0)} and its group were accumulated without gradient "
-                "sync, unsharded on each rank: run the last backward of the accumulation with sync, or call zero_grad()"
+                f"offload_model(): {handle.name_of(0)} and its group hold gradients accumulated without gradient sync, "
+                "unsharded on each rank: run the last backward of the accumulation with sync, or call zero_grad()"
             )
 
 
 def _free_gathered(state: _FSDPState) -> None:
-    """Free what was gathered, and what has stayed of that; the next forward gathers anew."""
+    """Free gathered parameters, including kept ones; the next forward gathers them again."""
     root = state.root
     if root is not None:
         root.communicator.finish()
@@ -155,7 +155,7 @@ def _free_gathered(state: _FSDPState) -> None:
 def _storages(
     module: nn.Module, handles: Sequence[FlatParamHandle], optimizers: Sequence[Optimizer], device: torch.device
 ) -> list[torch.UntypedStorage]:
-    """The storages that the model and the optimizers have on ``device``, each once."""
+    """Return the storages that the model and the optimizers have on ``device``, each once."""
     on_host = {id(param) for handle in handles if handle.storage.is_host for param in _params_of(handle)}
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in _tensors(module, handles, optimizers, on_host):
@@ -180,7 +180,7 @@ def _tensors(
         flat = handle.gradient.buffer.flat
         if (
             flat is not None and not handle.storage.has_host_gradients
-        ):  # also one that is kept while there is no gradient
+        ):  # even if no gradient uses the buffer at the moment
             yield flat
     with_host_gradients = {
         id(param) for handle in handles if handle.storage.has_host_gradients for param in handle.sharded_params
@@ -208,7 +208,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory that a tensor has its elements in."""
+    """Yield the tensors whose memory holds the elements of ``tensor``."""
     local = local_of(tensor)
     if is_wrapper(local):
         names, _ = local.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -219,19 +219,19 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Sleeping:
-    """What ``offload_model`` has moved.
+    """An offloaded model: its storages with their copies in host memory.
 
     Args:
         states: the groups.
-        handles: those whose sharded parameters are where they were put last.
-        optimizers: which must not step.
-        error: of those who read what sleeps.
+        handles: the handles whose sharded parameters were not moved by the user.
+        optimizers: the optimizers, which must not step meanwhile.
+        error: the message for reads of offloaded tensors.
     """
 
     def __init__(
         self, states: list[_FSDPState], handles: list[FlatParamHandle], optimizers: list[Optimizer], error: str
     ) -> None:
-        # Weakly: they refer to the module, which this is the value of.
+        # Weak references: states and handles refer to the module, and ``_sleeping`` maps that module to this object.
         self._states, self._handles = [*map(weakref.ref, states)], [*map(weakref.ref, handles)]
         self.optimizers, self._error = optimizers, error
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
@@ -250,7 +250,7 @@ class _Sleeping:
         self._guards = [item.register_step_pre_hook(self._refuse_step) for item in self.optimizers]
 
     def end(self) -> None:
-        read = []  # host memory stays until the copies from it are complete
+        read = []  # keeps host memory alive until the copies from it are complete
         while self._moved:
             storage, copied = self._moved[-1]
             fresh = torch.empty(copied.numel(), dtype=torch.uint8, device=self._device)
@@ -283,7 +283,7 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tens
 
 
 def _empty(storage: torch.UntypedStorage, device: torch.device, error: str) -> None:
-    """Free the memory behind a storage, and refuse access to it where torch can."""
+    """Free the memory behind a storage, and refuse access to it if torch can."""
     other = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
     refuse_access(other, error)
     memory_exchange(storage, other)()

@@ -1,4 +1,4 @@
-"""``plan()``: what a training step would take, without the ranks and without the memory."""
+"""``plan()``: estimate a training step's memory and communication on one CPU process."""
 
 from __future__ import annotations
 
@@ -38,38 +38,39 @@ def plan(
     optimizer: MakeOptimizer | None = ADAMW,
     note: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Find out what a training step takes on one rank of many: memory by kind, collectives, padding; with advice.
+    """Estimate what a training step needs on one rank of many: memory by kind, collectives and padding, with advice.
 
-    The model is built and trained for two steps on the CPU, as the first rank of each number of ranks, with operations
-    that are not done: their results have shapes, and memory that nothing is written to, which the machine does not
-    have to have. Collectives move nothing. So it needs no GPU, no other process, and little memory. See
-    docs/planning.md for what the figures mean and what they leave out.
+    For each number of ranks, this runs two training steps of the model on the CPU as the first rank would run them, but
+    skips the kernels: results have shapes and untouched memory, which the machine does not need to have. Collectives
+    move no data. So it needs no GPU, no other process and little memory. docs/planning.md explains what the figures
+    mean and what they leave out.
 
-    Ranks: to be called in a process without a process group.
+    Ranks: call it in a process without a process group.
 
     Args:
-        factory: returns the model; or the model and a function that takes it and returns the loss of one batch, made by
-            itself. The model is sharded already (``factory`` runs with a process group of all ranks), or will be as
-            ``mesh``, ``wrap``, ``mp_policy``, ``reshard_after_forward`` and ``strategy`` say. On the CPU, or on the
-            meta device.
+        factory: returns the model, or a pair of the model and a function that takes the model, makes a batch and
+            returns its loss. The model may be on the CPU or on the meta device. ``factory`` may shard the model itself
+            (it runs with a process group of all ranks); otherwise the model is sharded as ``mesh``, ``wrap``,
+            ``mp_policy``, ``reshard_after_forward`` and ``strategy`` say.
         world_sizes: numbers of ranks.
-        mesh: ``"2x4"`` for 2 replicas of 4 shards each, of which one may be ``*``; default: all ranks share the shards.
-        wrap: names of the classes of modules that become groups, besides the model itself; default: each child of each
-            ``nn.ModuleList``, of the outermost of them.
+        mesh: ``"2x4"`` for 2 replicas of 4 shards each; one of the numbers may be ``*``. Default: shard over all ranks.
+        wrap: class names of the modules that become groups, besides the model itself; default: the children of the
+            outermost ``nn.ModuleList`` s.
         mp_policy, reshard_after_forward, strategy: as for ``fully_shard``.
-        batch, seq: sequences in a rank's batch, and tokens in each: where ``factory`` returns no loss, the model is
-            called with ids of tokens, and labels that are the same.
-        optimizer: makes one of a list of parameters; ``None``: the step has none. Default: AdamW as it is on
-            accelerators, which updates all parameters at once and takes more memory for it than its loop on the CPU.
-        note: is told how far it has come, in a line.
+        batch, seq: number of sequences in a rank's batch and of tokens in each. Needed if ``factory`` returns no loss
+            function: the model is then called with token ids, which also serve as labels.
+        optimizer: makes the optimizer from a list of parameters; ``None``: no optimizer. Default: AdamW with
+            ``foreach=True``, its default on accelerators, which updates all parameters at once and needs more memory
+            than the CPU's loop.
+        note: called with a line of text about the progress.
 
     Returns:
-        The facts.
+        The figures.
 
     Raises:
-        ValueError: arguments contradict each other, or the model; ``mesh`` is not of so many ranks.
+        ValueError: arguments contradict each other or the model; ``mesh`` does not fit the number of ranks.
         TypeError: ``factory`` returns something else.
-        RuntimeError: there is a process group; or the model's way depends on elements that are not computed.
+        RuntimeError: there is a process group; or the model has data-dependent control flow.
 
     Example::
 
@@ -78,9 +79,9 @@ def plan(
     """
     sizes = [world_sizes] if isinstance(world_sizes, int) else [*world_sizes]
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"plan(world_sizes={world_sizes!r}): expected numbers of ranks, from 1 on")
+        raise ValueError(f"plan(world_sizes={world_sizes!r}): expected one or more numbers of ranks, each at least 1")
     if (batch is None) != (seq is None) or min(batch or 1, seq or 1) < 1:
-        raise ValueError(f"plan(batch={batch}, seq={seq}): expected both, from 1 on, or none")
+        raise ValueError(f"plan(batch={batch}, seq={seq}): expected both, at least 1 each, or neither")
     shapes = [mesh_shape_of(mesh, size) for size in sizes]  # refused before anything is built
     options = {"mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "strategy": strategy}
     given = {name: value for name, value in options.items() if value is not None}
@@ -95,7 +96,7 @@ def plan(
 
 
 def _nothing(_: str) -> None:
-    """Not interested."""
+    """Ignore progress notes."""
 
 
 def _name_of(optimizer: MakeOptimizer | None) -> str:
@@ -107,7 +108,10 @@ def _name_of(optimizer: MakeOptimizer | None) -> str:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Builds what was asked for. ``mesh``: its shape, if one was given; ``options``: those that were given."""
+    """Builds the model and the optimizer as the caller asked.
+
+    ``mesh`` is the mesh's shape, or ``None``; ``options`` holds only the options that were given.
+    """
 
     factory: Callable[[], Any]
     mesh: tuple[int, ...] | None
@@ -121,16 +125,16 @@ class _Asked:
         model, loss_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module) or not (loss_of is None or callable(loss_of)):
             raise TypeError(
-                "the factory must return a model, or (model, a function that takes it and returns the loss of a "
-                f"batch), got {_what(made)}"
+                "the factory must return a model, or (model, loss_of), where loss_of(model) returns the loss of a "
+                f"batch; got {_what(made)}"
             )
         batch, seq = self.tokens
         if (loss_of is None) == (batch is None):
             raise ValueError(
-                "the factory returns no function that makes a batch and its loss: give --batch and --seq, for ids of "
-                "tokens, or let it return (model, loss_of)"
+                "the factory returns no loss function: give --batch and --seq to run it on token ids, or let it return "
+                "(model, loss_of)"
                 if loss_of is None
-                else "--batch and --seq: the factory returns a function that makes the batch by itself"
+                else "--batch and --seq: the factory returns a loss function, which makes its own batch; leave them out"
             )
         if batch is not None and seq is not None:
             loss_of = _TokenLoss(batch, seq)
@@ -147,7 +151,7 @@ class _Asked:
         if states_to_run(model):
             if options or self.wrap is not None:
                 given = ", ".join([*options, *(["wrap"] if self.wrap is not None else [])])
-                raise ValueError(f"{given}: the factory returns a model that is sharded already, which decides that")
+                raise ValueError(f"{given}: the factory returns an already sharded model; leave these options out")
             return
         mesh = None
         if self.mesh is not None:
@@ -158,10 +162,10 @@ class _Asked:
 
 
 def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
-    """Those that become groups, inner ones first; see ``plan``.
+    """Return the modules that become groups, inner ones first; see ``plan``.
 
     Raises:
-        ValueError: no module below ``model`` is of one of these classes.
+        ValueError: ``model`` contains no module of one of these classes.
     """
     if wrap is None:
         return [
@@ -171,7 +175,7 @@ def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Mod
     missing = [name for name in wrap if name not in classes]
     if missing:
         own = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.children())})
-        raise ValueError(f"wrap: no module is a {missing[0]}; those with modules inside are {', '.join(own)}")
+        raise ValueError(f"wrap: no module is a {missing[0]}; classes with submodules are {', '.join(own)}")
     found = [module for module in model.modules() if type(module).__name__ in wrap]
     return [module for module in reversed(found) if _has_parameters(module)]
 
@@ -189,8 +193,11 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 class _TokenLoss:
-    """The loss of a batch of ids of tokens, which are labels too: the model's own, if its result has one, else the
-    cross entropy of what it returns; of a model that returns no logits for each token the mean."""
+    """Computes the loss of a batch of token ids, which also serve as labels.
+
+    The loss is the model's own, if its result has one; else the cross entropy of its logits; else, for a model that
+    does not return logits for each token, the mean of its output.
+    """
 
     def __init__(self, batch: int, seq: int) -> None:
         self._ids = torch.zeros(batch, seq, dtype=torch.int64)
@@ -209,8 +216,8 @@ class _TokenLoss:
             output = getattr(output, name, output)
         if not isinstance(output, torch.Tensor):
             raise TypeError(
-                f"called with ids of tokens, {type(model).__name__} returns {_what(output)}: expected logits, or "
-                "something with a loss; let the factory return (model, loss_of) for other models"
+                f"called with token ids, {type(model).__name__} returns {_what(output)}: expected logits, or an object "
+                "with a loss; let the factory return (model, loss_of) for other models"
             )
         if output.ndim == 3 and output.shape[:2] == ids.shape:
             return F.cross_entropy(output.flatten(0, 1), ids.flatten())

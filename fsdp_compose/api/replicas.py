@@ -1,4 +1,4 @@
-"""``broadcast_replicas``: what is held more than once is made equal."""
+"""``broadcast_replicas``: make replicas equal."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..ragged import note_write_of_all_ranks
 
 
 def broadcast_replicas(module: nn.Module) -> None:
-    """Give all replicas of the sharded parameters below ``module`` the values of the first one.
+    """Copy the first replica's sharded parameters below ``module`` to all other replicas.
 
-    ``fully_shard`` keeps each rank's own values, and on a mesh (replicate, shard) the first forward raises where those
-    of replicas differ: after ranks were seeded differently, say. Parameters of groups without replicas are left as
-    they are. Buffers too: those of different ranks are never compared.
+    ``fully_shard`` keeps each rank's own values. On a mesh (replicate, shard) the first forward raises if replicas
+    differ, for example because ranks used different seeds. This call does not touch groups without replicas, or
+    buffers: buffers of different ranks are never compared.
 
-    Ranks: all ranks of the meshes, together, between iterations; they meet first, in bounded time.
+    Ranks: all ranks of the meshes together, between iterations; they first wait for each other, for a bounded time.
 
     Args:
         module: root of the tree.
 
     Raises:
-        RuntimeError: a rank did not come, or was given another model; a forward or backward is running.
+        RuntimeError: a rank did not arrive or has another model; a forward or backward is running.
         ValueError: parameters are on the meta device, or nothing below ``module`` is sharded.
     """
     states = _get_fsdp_states(module)
@@ -38,7 +38,7 @@ def broadcast_replicas(module: nn.Module) -> None:
         if any(local_elements(sharded).is_meta for sharded in handle.sharded_params):
             raise ValueError(
                 f"broadcast_replicas(): {handle.names[0]} is on the meta device: call module.to_empty(device=...) and "
-                "initialise it before"
+                "initialize it first"
             )
     mesh = widest_mesh(states)
     if not handles or not mesh.has_peers:
@@ -62,15 +62,16 @@ def _meet(peers: dist.ProcessGroup, handles: list[FlatParamHandle]) -> None:
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         return (
-            f"broadcast_replicas(): rank 0 was given a model with {ours}, rank {rank} one with {theirs}: make the same "
-            "call on every rank"
+            f"broadcast_replicas(): rank 0 has a model with {ours}, rank {rank} one with {theirs}: call it with the "
+            "same model on every rank"
         )
 
     meet(peers, "broadcast_replicas", names, lambda _: "", names, explain)
 
 
 def _broadcast(handle: FlatParamHandle) -> None:
-    """By parameter where they have been given other memory since ``fully_shard``: that is not taken over yet."""
+    """Broadcast the shard, or parameter by parameter if the user gave parameters other memory: the next forward takes
+    that over."""
     tensors = [*map(local_elements, handle.sharded_params)] if handle.was_moved() else [handle.shard]
     for tensor in tensors:
         if tensor.numel():

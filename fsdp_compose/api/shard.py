@@ -1,8 +1,8 @@
-"""``fully_shard()`` and ``replicate()``: parameters sharded over the data-parallel ranks, or held whole by all of them.
+"""``fully_shard()`` and ``replicate()``: shard parameters over the data-parallel ranks, or keep them whole on each.
 
-Both check their arguments before they change a module, so a rejected call can be repeated; then they build the flat
-parameters, register one ``_FSDPState`` on the modules and hook their forwards. Called by users, by ``plan()`` and by
-``drop_in``."""
+Both check their arguments before they change a module, so a rejected call can be repeated. Then they build the flat
+parameters, register one ``_FSDPState`` on the modules and hook their forwards. Users, ``plan()`` and ``drop_in`` call
+them."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ from ..group import (
 )
 from ..runtime import drive
 
-# ---- A group is made: arguments are checked, what it manages is decided, flat parameters are built and put in place.
+# ---- Making a group: check arguments, collect the managed parameters, build flat parameters, install them.
 #
-# Everything that can be refused is refused before a module is touched, so that a rejected call can be repeated.
+# All checks run before a module is touched, so a rejected call can be repeated.
 
 
 def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions, ignored: set[nn.Parameter]) -> None:
-    """Make one group of checked ``modules``: the parameters below them that no nested call and ``ignored`` took. It
-    runs once hooks drive the modules.
+    """Make one group of ``modules``, which are checked already, from the parameters below them that neither a nested
+    call nor ``ignored`` took. The group works once hooks drive the modules.
 
     Raises:
         ValueError: see ``fully_shard``.
@@ -89,7 +89,7 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
             _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
 
     register_state(modules, install)
-    if ties:  # only now: torch's registry refuses a call that changes FQNs, and a tied parameter has one name less
+    if ties:  # after registering: torch's registry refuses a call that changes FQNs, and a tie removes one
         for item, name, sharded in ties:
             item._parameters[name] = sharded
             guard_state_dict(item, fqns[item])
@@ -97,7 +97,7 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
 
 
 class _Found(NamedTuple):
-    """What a group manages: its name in messages, the modules with their FQNs, the parameters, and where these lie."""
+    """A group's label in messages, its modules with their FQNs, its parameters, and their memory regions."""
 
     label: str
     fqns: dict[nn.Module, str]
@@ -108,7 +108,7 @@ class _Found(NamedTuple):
 def check_group(
     modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions, ignored: set[nn.Parameter]
 ) -> _Found:
-    """Raise what ``make_group`` would raise of the parameters. Changes nothing."""
+    """Raise the errors that ``make_group`` would raise for these parameters. Changes nothing."""
     label, fqns = _label(modules), group_modules(modules)
     managed = managed_parameters(fqns, ignored, label)
     _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
@@ -122,7 +122,7 @@ _REPLICATED = ("replicate", "replicated")
 
 
 def check_modules(module: Any, caller: str) -> list[nn.Module]:
-    """The roots among the modules given."""
+    """Return the outermost of the given modules."""
     modules = [module] if isinstance(module, nn.Module) else module
     if not isinstance(modules, list) or not modules or not all(isinstance(item, nn.Module) for item in modules):
         raise TypeError(
@@ -137,14 +137,14 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
         if type(item).forward is nn.Module.forward and "forward" not in item.__dict__:
             raise ValueError(
                 f"{caller}(): a {type(item).__name__} has no forward, so nothing would ever gather its parameters; "
-                f"call it on its children, or make one group of them: {caller}(list(module.children()))"
+                f"call it on its children, or group them together: {caller}(list(module.children()))"
             )
         state = get_state(item)
         if state is not None:
             earlier, sharded = ("fully_shard", "sharded") if state.options.bucket_bytes is None else _REPLICATED
             raise ValueError(
                 f"{earlier}() was already called on this {type(item).__name__}: a module can be {sharded} once. Call "
-                f"{caller}() on its submodules before it, each once"
+                f"{caller}() once on each submodule, then on the module itself"
             )
         for other in ("fully_shard", "replicate"):
             if other in composable_registry(item):
@@ -159,7 +159,7 @@ def check_ignored(ignored_params: Iterable[nn.Parameter] | None, caller: str) ->
         return set()
     if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, Iterable):
         raise TypeError(
-            f"{caller}(ignored_params=...): expected several nn.Parameters, got {type(ignored_params).__name__}"
+            f"{caller}(ignored_params=...): expected an iterable of nn.Parameters, got {type(ignored_params).__name__}"
         )
     ignored = list(ignored_params)
     for item in ignored:
@@ -181,7 +181,7 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
         param = item.parameter
         if isinstance(param, UninitializedParameter):
             raise ValueError(
-                f"{caller}(): the parameter {item.fqn} is not initialised (lazy module); run a forward first"
+                f"{caller}(): the parameter {item.fqn} is not initialized (lazy module); run a forward first"
             )
         if param.device.type != "meta" and param.device != device and param.device.type != "cpu":
             raise ValueError(
@@ -192,9 +192,9 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
             refuse_placement(item.fqn, param, mesh)
         elif isinstance(param, DTensor):
             raise ValueError(
-                f"replicate(): the parameter {item.fqn} is a DTensor already, placed {list(param.placements)} on "
-                f"{param.device_mesh}: give fully_shard() the data-parallel mesh (replicate, shard) of the same mesh, "
-                "with one rank in its second dimension"
+                f"replicate(): the parameter {item.fqn} is already a DTensor, placed {list(param.placements)} on "
+                f"{param.device_mesh}: call fully_shard() with a (replicate, shard) submesh of the same mesh whose "
+                "second dimension has one rank"
             )
         else:
             check_class(param, item.fqn, is_gathered=caller == "fully_shard")
@@ -208,7 +208,7 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
         on_meta = next(item.fqn for item in managed if item.parameter.device.type == "meta")
         raise ValueError(
             f"{caller}(): the parameter {on_meta} is on the meta device and others of its group are not; "
-            "materialise all of them, or none"
+            "materialize all of them or none"
         )
 
 
@@ -219,7 +219,7 @@ def _kind_of(item: ManagedParameter, options: GroupOptions) -> ParameterKind:
 
 
 def _check_memory(managed: Sequence[ManagedParameter], fqns: dict[nn.Module, str]) -> list[Region]:
-    """Refuse parameters of the group that share memory. Return where the parameters lie."""
+    """Refuse parameters of the group that share memory. Return the parameters' memory regions."""
     regions = regions_of(((item.fqn, item.parameter) for item in managed), are_sharded=True)
     params = {item.parameter for item in managed}
     refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, params), are_sharded=False)])
@@ -269,59 +269,61 @@ def fully_shard(
 ) -> _M:
     """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
 
-    One call makes one *group*: the parameters below ``module`` that no nested call and no ``ignored_params`` took.
-    Before forward and backward the group's parameters are all-gathered together, into the memory that ``forward``
-    computes with; after backward their gradients are averaged and scattered. Call it on the inner modules first
-    (each transformer block), then on the whole model.
+    One call makes one *group*, from the parameters below ``module`` that neither a nested call nor ``ignored_params``
+    took. The group's parameters are all-gathered together before forward and again before backward; after backward
+    their gradients are reduce-scattered. Call it on the inner modules first (each transformer block), then on the
+    whole model.
 
-    The module keeps its class and its FQNs. Each of its parameters is replaced once, by this call, by a sharded
-    parameter that ``module.parameters()`` returns from then on, outside ``forward``: build the optimizer after.
+    The module keeps its class and its FQNs. This call replaces each parameter by a sharded parameter, which
+    ``module.parameters()`` returns from then on outside ``forward``: build the optimizer afterwards.
 
-    Ranks: every rank of the mesh makes the same calls on the same model. The call itself does not communicate, but
-        where there are ranks outside of a mesh of several dimensions: those in it then make a process group. The
-    first forward compares the ranks' models. Each rank keeps *its own* values: start from equal parameters.
+    Ranks: every rank of the mesh makes the same calls on the same model. The call communicates only on a mesh of
+    several dimensions that does not contain all ranks: its ranks then create a process group. The first forward
+    compares the ranks' models. Each rank keeps *its own* values: start from equal parameters.
 
     Args:
         module: a module, or a list of modules that form one group (for example a final norm and an output head).
-        mesh: device mesh of the data-parallel ranks; default: all ranks, which share the shards. Of two dimensions,
-            (replicate, shard), for hybrid sharding: the ranks of a row share the shards, and every row has them all.
-            Where tensor or expert parallelism has made DTensors of parameters (``parallelize_module(module,
-            mesh["tp"], plan)`` before this call), another part of the same mesh: ``mesh["dp"]``. With several
-            dimensions that are not all ranks the first call waits for the others of them, to make a process group.
-        reshard_after_forward: free the gathered parameters between forward and backward and gather them again
-            (``True``: least memory), or keep them (``False``: less communication). ``None``: ``False`` for the module
-            whose forward is outermost, ``True`` for all others. A number, a factor of that of the ranks that share the
-            shards: so many neighbours among them (those of one node, say) hold the parameters together between forward
-            and backward, each an equal part, and backward gathers among them alone; the first call with it makes a
-            process group of them. 1 is ``False``, all of the ranks ``True``; in functional mode any number is.
+        mesh: device mesh of the data-parallel ranks; default: a 1-D mesh of all ranks. A 2-D mesh (replicate, shard)
+            gives hybrid sharding: parameters are sharded within a row, and every row holds a full copy. If tensor or
+            expert parallelism has turned parameters into DTensors (``parallelize_module(module, mesh["tp"], plan)``
+            before this call), pass the data-parallel part of the same mesh: ``mesh["dp"]``. If a mesh of several
+            dimensions does not contain all ranks, the first call waits for all of its ranks and creates a process
+            group.
+        reshard_after_forward: ``True`` frees the gathered parameters between forward and backward and gathers them
+            again (least memory); ``False`` keeps them (less communication). ``None``: ``False`` for the module whose
+            forward is outermost, ``True`` for all others. An int ``n`` that divides the number of shard ranks: between
+            forward and backward, ``n`` adjacent ranks (for example one node) keep the parameters sharded among
+            themselves, and backward gathers only within them; the first such call creates their process group. 1 means
+            ``False``, the number of shard ranks means ``True``; in functional mode any number means ``True``.
         granularity: a function from (FQN relative to ``module``, parameter) to the smallest piece of the parameter
             that no shard boundary may split: ``"elements"``, ``"rows"``, ``"whole"``, a number of elements, a block
             shape, or ``None`` for the default (rows where that costs next to nothing, else elements).
-        mp_policy: dtypes to compute, reduce and return in (``torch.distributed.fsdp.MixedPrecisionPolicy`` too).
+        mp_policy: dtypes of compute, reduction and outputs (``torch.distributed.fsdp.MixedPrecisionPolicy`` is
+            accepted too).
         ignored_params: parameters below ``module`` that stay as they are; their gradients are not reduced.
-        strategy: a row of the table of strategies, by its name in ``STRATEGIES`` or as a ``Strategy``: what is kept of
-            parameters, gradients and optimizer state over each dimension of ``mesh``, in the place of
-            ``reshard_after_forward``. Where the optimizer's state is sharded over two dimensions, all ranks of the
-            default process group make the first such call together, which makes a process group.
-        offload_policy: where shards, gradients and optimizer state live: ``CPUOffloadPolicy()`` (or
-            ``torch.distributed.fsdp``'s) for host memory, in which the optimizer steps on the CPU; ``None`` for the
-            device of the mesh. See docs/offload.md.
-        optional: each rank may run the module or skip it, at every forward as it comes, any number of times (a vision
-            tower where only some ranks have images, experts that get no token, layer drop); so may groups inside it. It
-            may run only inside the forward of the nearest group around it that is not optional. A rank that skips it
-            counts as zeros in the average; gradients are ``None`` where no rank had one. Costs small exchanges between
-            the ranks in the forwards and backwards of the whole model. See docs/optional.md.
+        strategy: a name in ``fsdp_compose.strategies.STRATEGIES``, or a ``Strategy``: how parameters, gradients and
+            optimizer state are sharded over each dimension of ``mesh``. Use it instead of ``reshard_after_forward``.
+            If the optimizer state is sharded over two dimensions, all ranks of the default process group must make the
+            first such call together, because it creates a process group.
+        offload_policy: where shards, gradients and optimizer state live. ``CPUOffloadPolicy()`` (torch's is accepted
+            too): in host memory, and the optimizer steps on the CPU. ``None``: on the device of the mesh. See
+            docs/offload.md.
+        optional: in every forward, each rank may run the module any number of times or skip it (a vision tower where
+            only some ranks have images, experts that get no tokens, layer drop). The same holds for groups inside it.
+            The module may only run inside the forward of the nearest enclosing group that is not optional. A rank that
+            skips it contributes zeros to the average; gradients are ``None`` where no rank had one. Costs small
+            exchanges between the ranks in the forwards and backwards of the whole model. See docs/optional.md.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: a module is sharded twice, a parameter would be in two groups, is on the wrong device, or is a
-            tensor of a class that cannot be sharded (quantised weights); the mesh has more than two dimensions, or has
-            ranks in common with that of a parameter which is a DTensor already; the number given for
-            ``reshard_after_forward`` is no factor of that of the ranks; there is no such ``strategy``, or not on such a
-            mesh, or ``reshard_after_forward`` is given too.
+        ValueError: a module is already sharded; a parameter would be in two groups, is on the wrong device, or belongs
+            to a tensor class that cannot be sharded (quantized weights); the mesh has more than two dimensions, or
+            overlaps the mesh of a parameter that is already a DTensor; ``reshard_after_forward`` is a number that does
+            not divide the number of shard ranks; ``strategy`` is unknown, does not fit the mesh, or is combined with
+            ``reshard_after_forward``.
         RuntimeError: there is neither a mesh nor a process group.
 
     Example::
@@ -340,7 +342,7 @@ def fully_shard(
 
 
 def check_fully_shard(module: nn.Module | list[nn.Module], **arguments: Any) -> None:
-    """Raise what ``fully_shard(module, **arguments)`` would raise, and change nothing."""
+    """Raise the errors that ``fully_shard(module, **arguments)`` would raise. Changes nothing."""
     defaults = dict.fromkeys(item for item in inspect.signature(fully_shard).parameters if item != "module")
     check_group(*_checked(module, **defaults | arguments))
 
@@ -356,7 +358,7 @@ def _checked(
     offload_policy: CPUOffloadPolicy | None,
     optional: bool | None,
 ) -> tuple[list[nn.Module], DeviceMesh, GroupOptions, set[nn.Parameter]]:
-    """The arguments of ``fully_shard``, as ``make_group`` takes them."""
+    """Check the arguments of ``fully_shard`` and convert them to those of ``make_group``."""
     modules = check_modules(module, "fully_shard")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):  # a bool is an int
         raise TypeError(
@@ -379,14 +381,14 @@ def _checked(
         parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
         options = replace(options, reshard_after_forward=parts)
     elif reshard_after_forward is not None:
-        raise ValueError("fully_shard(): expected reshard_after_forward or strategy, which decides it, got both")
+        raise ValueError("fully_shard(): expected reshard_after_forward or strategy, got both; the strategy decides it")
     else:
         mesh, options = _follow(strategy_named(strategy, mesh.ndim), mesh, options)
     return modules, mesh, options, ignored
 
 
 def _follow(row: Strategy, mesh: DeviceMesh, options: GroupOptions) -> tuple[DeviceMesh, GroupOptions]:
-    """What a row of the table of strategies makes of a mesh and of options."""
+    """Apply a row of the table of strategies to a mesh and to options."""
     if row.is_replicated:
         mesh = replicated_mesh(mesh if mesh.ndim == 1 else flatten_mesh(mesh))
         return mesh, replace(options, reshard_after_forward=False, bucket_bytes=BUCKET_BYTES)
@@ -397,13 +399,13 @@ def _follow(row: Strategy, mesh: DeviceMesh, options: GroupOptions) -> tuple[Dev
 
 
 def _checked_parts(reshard_after_forward: bool | int | None, num_ranks: int) -> bool | int | None:
-    """``reshard_after_forward``, of which a number is neither 1 nor that of all ranks."""
+    """Check ``reshard_after_forward`` and return it, with 1 and the number of all ranks converted to bools."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if reshard_after_forward < 1 or num_ranks % reshard_after_forward:
         raise ValueError(
-            f"fully_shard(reshard_after_forward={reshard_after_forward}): {num_ranks} ranks share the shards, so that "
-            f"{_factors(num_ranks)} of them can hold the parameters together between forward and backward"
+            f"fully_shard(reshard_after_forward={reshard_after_forward}): the parameters are sharded over {num_ranks} "
+            f"ranks, so {_factors(num_ranks)} of them can keep the parameters between forward and backward"
         )
     if reshard_after_forward in (1, num_ranks):
         return reshard_after_forward != 1
@@ -418,11 +420,11 @@ def _factors(number: int) -> str:
 fully_shard.state = get_state  # type: ignore[attr-defined]
 
 
-# ---- ``replicate()``: data parallelism in which every rank holds all parameters, by the machinery of ``fully_shard``.
+# ---- ``replicate()``: data parallelism with whole parameters on every rank, built on ``fully_shard``'s machinery.
 #
-# A replicated group is a group on a mesh (replicate, shard) of one rank in its second dimension: its flat parameters
-# have one shard, which every rank has whole, so that there is nothing to gather or to scatter. Its flat parameters are
-# *buckets*, of which the gradients are averaged as soon as a backward has brought all of them (``runtime/backward``).
+# A replicated group is a group on a mesh (replicate, shard) with one rank in its second dimension. Its flat parameters
+# have a single shard, which every rank holds, so there is nothing to gather or scatter. Its flat parameters are
+# *buckets*: a bucket's gradients are averaged as soon as backward has computed all of them (``runtime/backward``).
 
 
 def replicate(
@@ -433,31 +435,33 @@ def replicate(
     bucket_bytes: int = BUCKET_BYTES,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> _M:
-    """Train ``module`` with data parallelism in which nothing is sharded: every rank holds all parameters, and backward
-    averages the gradients over the ranks. For what is too small to be worth sharding.
+    """Train ``module`` with plain data parallelism: every rank holds all parameters, and backward averages the
+    gradients over the ranks. Use it for modules that are too small to be worth sharding.
 
-    It manages the parameters below ``module`` that no nested call of ``fully_shard`` or ``replicate``, and no
-    ``ignored_params``, took. Both compose in one model: call either on inner modules first, then on outer ones.
+    It manages the parameters below ``module`` that no nested call of ``fully_shard`` or ``replicate`` took, and that
+    are not in ``ignored_params``. The two compose in one model: call either on inner modules first, then on outer ones.
 
-    Gradients are averaged in *buckets* of about ``bucket_bytes``, one all-reduce each, in an order that is fixed: that
-    of the modules, backwards. If the model of which the forward runs has replicated groups alone, and no other model
-    takes part in the backward, a bucket's all-reduce begins as soon as backward has brought all its gradients, and
-    backward goes on meanwhile. Else a group is averaged when its backward is done, as ``fully_shard`` does it, so that
-    ranks that use different parameters stay in step. ``.grad`` are views of the buckets, whose memory stays.
+    Gradients are averaged in *buckets* of about ``bucket_bytes``, with one all-reduce each, in a fixed order: the
+    reverse order of the modules. If the model has only replicated groups and no other model takes part in the backward,
+    a bucket's all-reduce starts as soon as backward has computed all its gradients, and overlaps the rest of backward.
+    Otherwise a group is averaged when its backward is done, as with ``fully_shard``, so ranks that use different
+    parameters stay in step. ``.grad`` tensors are views of the buckets, whose memory is kept.
 
-    The parameters become ``DTensor`` objects like those of ``fully_shard``, of which every rank holds all elements
-    (``.to_local()``, without a copy): optimizers, gradient clipping, ``flat_parameters`` and checkpoints are the same,
-    and checkpoints fit models that are sharded. Inside ``forward`` modules show plain parameters, in the same memory.
+    The parameters become ``DTensor`` objects like those of ``fully_shard``, except that every rank holds all elements
+    (``.to_local()`` makes no copy). Optimizers, gradient clipping, ``flat_parameters`` and checkpoints work the same
+    way, and checkpoints can be loaded into sharded models. Inside ``forward`` modules show plain parameters in the same
+    memory.
 
     Ranks: every rank of the mesh makes the same calls on the same model; the call itself does not communicate. The
-    first forward compares the ranks' models, then all take over the first rank's parameters and buffers: until then
-    each rank has its own. Buffers that change in training (running means) stay each rank's own afterwards.
+    first forward compares the ranks' models, then copies the first rank's parameters and buffers to all ranks; until
+    then each rank has its own. Buffers that change during training (running means) remain each rank's own afterwards.
 
     Args:
         module: a module, or a list of modules that form one group.
-        mesh: 1-D device mesh of the ranks; default: all ranks. All of it replicates.
-        mp_policy: dtypes to compute, reduce and return in. With ``param_dtype`` there is a copy in that dtype.
-        bucket_bytes: of parameters whose gradients are averaged together; the first bucket has at most 1 MiB.
+        mesh: 1-D device mesh of the replicas; default: all ranks.
+        mp_policy: dtypes of compute, reduction and outputs. ``param_dtype`` adds a copy of the parameters in that
+            dtype.
+        bucket_bytes: size of a bucket, in bytes of parameters; the first bucket has at most 1 MiB.
         ignored_params: parameters below ``module`` that stay as they are; their gradients are not averaged.
 
     Returns:
@@ -465,8 +469,8 @@ def replicate(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: ``module`` is sharded or replicated already, a parameter would be in two groups, is on the wrong
-            device, or is a tensor of a class that cannot be managed; the mesh is not 1-D; ``bucket_bytes`` is not
+        ValueError: ``module`` is already sharded or replicated; a parameter would be in two groups, is on the wrong
+            device, or belongs to a tensor class that cannot be managed; the mesh is not 1-D; ``bucket_bytes`` is not
             positive.
         RuntimeError: there is neither a mesh nor a process group.
 

@@ -1,7 +1,7 @@
-"""``summon_full_params``: for a while, ordinary full parameters in the place of the sharded ones.
+"""``summon_full_params``: temporarily replace sharded parameters by ordinary full ones.
 
 A flat parameter is gathered as a whole, in its original dtype, and its full parameters are views of it. At the end each
-rank copies the elements of its own local shards back. The runtime sees nothing of it: no forward may run in between.
+rank copies the elements of its own local shards back. The runtime is not involved: no forward may run in the meantime.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..runtime import enter_alone
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place in the module tree where a sharded parameter stands."""
+    """A sharded parameter's place in the module tree."""
 
     module: nn.Module
     name: str
@@ -55,10 +55,10 @@ class _Summoned:
         self.version = handle.shard._version
 
     def present(self) -> dict[int, nn.Parameter]:
-        """The parameters that stand now where the full ones were put, by index.
+        """Return the modules' current parameters in the places of the full ones, by index.
 
         Raises:
-            ValueError: something that cannot be written back.
+            ValueError: one of them cannot be written back.
         """
         found: dict[int, list[nn.Parameter]] = {}
         for slot in self.slots:
@@ -66,14 +66,15 @@ class _Summoned:
             if value is None or value.shape != sharded.shape:
                 shape = None if value is None else tuple(value.shape)
                 raise ValueError(
-                    f"summon_full_params(): {slot.fqn} was replaced by a value of shape {shape}, where the sharded "
-                    f"parameter has {tuple(sharded.shape)}: write into the parameter, or put one of its shape there"
+                    f"summon_full_params(): {slot.fqn} was replaced by a value of shape {shape}, but the sharded "
+                    f"parameter has shape {tuple(sharded.shape)}: write into the parameter, or replace it by one of "
+                    "the same shape"
                 )
             values = found.setdefault(slot.index, [])
             if values and values[0] is not value:
                 raise ValueError(
-                    f"summon_full_params(): {slot.fqn} and another name of the same (tied) parameter hold different "
-                    "tensors now: put the same one in both places, or write into it"
+                    f"summon_full_params(): {slot.fqn} and another name of the same (tied) parameter now hold "
+                    "different tensors: assign the same tensor to both names, or write into it"
                 )
             values.append(value)
         return {index: values[0] for index, values in found.items()}
@@ -113,36 +114,38 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within this context the parameters below ``module`` are ordinary, full ``nn.Parameter`` s, in their original
-    dtype and shape; ``module.state_dict()`` holds them too. Afterwards the sharded parameters stand there again, the
-    same objects as before.
+    """Inside this context the parameters below ``module`` are ordinary, full ``nn.Parameter`` s, in their original
+    dtype and shape.
 
-    No forward may run inside. Contexts nest: an inner one uses what an outer one has gathered. Edits are kept when the
-    context is left by an exception.
+    ``module.state_dict()`` returns them too. At the end the modules get their sharded parameters back, the same objects
+    as before. No forward may run inside. Contexts nest: an inner one uses the parameters that an outer one gathered.
+    Edits are kept even if an exception leaves the context.
 
-    Ranks: all ranks of the mesh enter it together (they meet first, in bounded time), and leave it: leaving does not
-    communicate. Memory: the whole unsharded parameters, on every rank; also of those that tensor parallelism has cut,
-    which are plain tensors within.
+    Ranks: all ranks of the mesh enter it together (they first wait for each other, for a bounded time). Leaving does
+    not communicate.
+
+    Memory: all unsharded parameters, on every rank, including those split by tensor parallelism, which are plain
+    tensors inside the context.
 
     Args:
         module: root of the tree; a sharded module, one above sharded ones, or one inside a group.
         recurse: whether parameters of submodules are included.
-        writeback: whether what was written into the full parameters (or put in their place) is copied into the shards
-            at the end. Each rank copies its own elements: make the same edits on all ranks.
-        rank0_only: only rank 0 of the mesh gets full parameters, the others keep the sharded ones; needs
+        writeback: copy the full parameters (or the parameters that replaced them) into the shards at the end. Each rank
+            copies its own elements: make the same edits on all ranks.
+        rank0_only: only rank 0 of the mesh gets full parameters, and the others keep the sharded ones; needs
             ``writeback=False``.
-        offload_to_cpu: the full parameters are on the CPU.
-        with_grads: the full parameters have full gradients, where the sharded ones have some.
+        offload_to_cpu: put the full parameters on the CPU.
+        with_grads: give the full parameters full gradients where the sharded ones have gradients.
 
     Raises:
         ValueError: ``rank0_only`` with ``writeback``; a parameter was replaced by one of another shape.
-        RuntimeError: a rank did not come; a forward or backward is running; a gradient was not reduced yet
+        RuntimeError: a rank did not arrive; a forward or backward is running; a gradient was not reduced yet
             (``with_grads`` after ``no_sync``); or the sharded parameters were written to inside the context.
     """
     if rank0_only and writeback:
         raise ValueError(
-            "summon_full_params(rank0_only=True) needs writeback=False: the other ranks have no full parameters from "
-            "which their shards could be written"
+            "summon_full_params(rank0_only=True) needs writeback=False: the other ranks have no full parameters to "
+            "write their shards from"
         )
     for state in _get_fsdp_states(module) if recurse else []:
         _make_ready(state)  # outer groups first: tied parameters may move to them
@@ -158,7 +161,7 @@ def summon_full_params(
     inherited = [handle.summoned for handle in handles if handle.summoned is not None]
     if rank0_only is False and any(item is _ELSEWHERE for item in inherited):
         raise ValueError(
-            "summon_full_params() inside one with rank0_only=True: the other ranks have no full parameters"
+            "summon_full_params() inside another one with rank0_only=True: the other ranks have no full parameters"
         )
     own: list[_Summoned] = []
     is_shown = False  # else there is nothing to write back: the slots still hold the sharded parameters
@@ -196,7 +199,7 @@ def summon_full_params(
 
 
 class _Elsewhere:
-    """Full parameters are on rank 0 only, and this is another one."""
+    """Marks handles whose full parameters are on rank 0 only, on the other ranks."""
 
     is_everywhere = False
 
@@ -218,12 +221,12 @@ def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle
 def _state_of(handle: FlatParamHandle) -> _FSDPState:
     state = state_of(handle)
     if state is None:
-        raise RuntimeError("summon_full_params(): the sharded module of a parameter is gone")
+        raise RuntimeError("summon_full_params(): the sharded module of a parameter no longer exists")
     return state
 
 
 def _make_ready(state: _FSDPState) -> None:
-    """Take over what the user has changed; raise if the group is at work."""
+    """Apply the user's changes since the last iteration; raise if the group is busy."""
     root = state.root
     is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
     if state.progress.running_forwards or state.backward.active_uses or is_busy:
@@ -242,8 +245,8 @@ def _meet(group: dist.ProcessGroup, handles: Sequence[FlatParamHandle], options:
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         return (
-            f"summon_full_params(): rank 0 asks for (recurse, writeback, rank0_only, offload_to_cpu, with_grads) = "
-            f"{ours}, rank {rank} for {theirs}: make the same call on every rank"
+            f"summon_full_params(): rank 0 called it with (recurse, writeback, rank0_only, offload_to_cpu, with_grads) "
+            f"= {ours}, rank {rank} with {theirs}: make the same call on every rank"
         )
 
     meet(group, "summon_full_params", asked, lambda _: "", asked, explain)
@@ -290,7 +293,7 @@ def _summon(
 
 
 def _is_first(handle: FlatParamHandle) -> bool:
-    """Whether this is the one rank that gets full parameters, of those that have the first shard of the first
+    """Whether this rank gets full parameters under ``rank0_only``: one rank of those with the first shard of the first
     replica."""
     mesh, own = handle.mesh, handle.tensor_parallel
     if own is not None:
@@ -299,8 +302,8 @@ def _is_first(handle: FlatParamHandle) -> bool:
 
 
 def _inner_of(whole: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
-    """The part of a whole tensor that the shard group has of ``sharded``: all of it, unless tensor parallelism has cut
-    it too."""
+    """Return the part of a whole tensor that belongs to this shard group: all of it, unless tensor parallelism has
+    split ``sharded`` too."""
     return inner_of_whole(whole, sharded._spec) if isinstance(sharded, RaggedDTensor) else whole
 
 
@@ -317,6 +320,7 @@ def _refuse_changed_shard(item: _Summoned) -> None:
     if item.handle.shard._version != item.version:
         names = ", ".join(item.handle.names)
         raise RuntimeError(
-            f"summon_full_params(): the sharded parameters were written to inside the context (optimizer.step()?): one "
-            f"of {names}. Edits of the full parameters would undo that, and were dropped: step outside the context"
+            f"summon_full_params(): one of the sharded parameters {names} was written to inside the context "
+            "(optimizer.step()?). Edits of the full parameters would undo that, so they were dropped: step outside the "
+            "context"
         )

@@ -1,4 +1,4 @@
-"""Checkpoints: state dicts of any parallelism under canonical names, and storing them.
+"""State dicts for any parallelism under canonical names, and functions that save and load them.
 
 The names, arguments and meaning of ``torch.distributed.checkpoint.state_dict``; see docs/checkpoints.md.
 

@@ -1,4 +1,4 @@
-"""Collective entry points: all ranks meet, in bounded time, and go on together or raise one error."""
+"""Collective entry points: all ranks wait for each other, for a bounded time, then continue or raise the same error."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _MAX_LINES = 20  # of problems that an error lists
 
 
 def group_of(names: ModelNames) -> dist.ProcessGroup | None:
-    """The ranks that share a model: the process group of its flat parameters, of its DTensors or of
-    ``DistributedDataParallel``, if these are one, else all ranks; ``None`` if the model is this process's own."""
+    """Return the ranks that share a model: the process group of its flat parameters, DTensors and
+    ``DistributedDataParallel`` modules if that is a single one, else all ranks; ``None`` if the model belongs to this
+    process alone."""
     handles = names.handles()
     if not dist.is_initialized() or any(handle.mesh.is_simulated for handle in handles):
         return None
@@ -44,7 +45,7 @@ def group_of(names: ModelNames) -> dist.ProcessGroup | None:
 
 
 def _widest(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    """The process group that has the ranks of all others, if there is one; else all of them."""
+    """Return the process group that contains the ranks of all others, if there is one; else all of them."""
     ranks = {group: {*dist.get_process_group_ranks(group)} for group in dict.fromkeys(groups)}
     if len(ranks) < 2:
         return groups
@@ -53,8 +54,8 @@ def _widest(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
 
 
 def group_of_values(values: Any) -> dist.ProcessGroup | None:
-    """The ranks that must meet to move given values into a model that is this process's own: those of their meshes, if
-    these are one, else all; ``None`` if none is sharded."""
+    """Return the ranks that must agree to move values into a model that belongs to this process alone: those of the
+    values' mesh if that is a single one, else all ranks; ``None`` if no value is sharded."""
     leaves = [leaf for _, leaf in leaves_of(values) if isinstance(leaf, DTensor)]
     if not leaves or any(backend_name(group) == "fake" for group in leaves[0].device_mesh.get_all_groups()):
         return None
@@ -67,15 +68,15 @@ def has_peers(group: dist.ProcessGroup | None) -> bool:
 
 
 def is_first(group: dist.ProcessGroup | None) -> bool:
-    """Whether this is the first rank of the process group: the one that gets what only one rank gets."""
+    """Whether this is the first rank of the process group, which gets results that only one rank gets."""
     if group is None:
         return not dist.is_initialized() or dist.get_rank() == 0
     return group.rank() == 0
 
 
 def attempt(function: Callable[..., _T], *arguments: Any) -> tuple[_T | None, str | Exception]:
-    """Call a function that may run code of the user (hooks, ``get_extra_state()``). An exception from it is a problem
-    for ``agree``: the other ranks must hear of it."""
+    """Call a function that may run the user's code (hooks, ``get_extra_state()``). Return its result, or its exception
+    as a problem for ``agree``, which reports it to the other ranks."""
     try:
         return function(*arguments), ""
     except Exception as error:
@@ -83,30 +84,30 @@ def attempt(function: Callable[..., _T], *arguments: Any) -> tuple[_T | None, st
 
 
 def or_problem(function: Callable[..., str], *arguments: Any) -> str | Exception:
-    """The problem that ``function`` returns as text, or raises; empty if there is none."""
+    """Return the problem that ``function`` returns as text or raises; empty if there is none."""
     found, problem = attempt(function, *arguments)
     return problem or found or ""
 
 
 def problem_text(problem: str | Exception) -> str:
-    """A problem as text, for an error that other ranks raise too."""
+    """Format a problem for an error that other ranks raise too."""
     if isinstance(problem, str) or type(problem) is RuntimeError:
         return str(problem)
     return f"{type(problem).__name__}: {problem}"
 
 
 def agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], problem: str | Exception = "") -> None:
-    """Meet the other ranks: return on all of them, or raise the same error.
+    """Wait for the other ranks; then return on all of them, or raise the same error on all.
 
     Args:
         group: the ranks; ``None``: this process alone.
-        call: what the user has called, for messages.
-        facts: what must be the same on every rank, one line each: all that decides which collectives follow.
-        problem: why this rank cannot go on; empty if it can.
+        call: the user's call, for messages.
+        facts: lines that must be equal on every rank: everything that decides which collectives follow.
+        problem: why this rank cannot continue; empty if it can.
 
     Raises:
-        RuntimeError: some rank has a problem, the facts differ, or a rank did not come in time. On the rank whose
-            problem is an exception, that is its cause.
+        RuntimeError: a rank has a problem, the facts differ, or a rank did not arrive in time. If this rank's problem
+            is an exception, it is the cause.
     """
     try:
         _agree(group, call, facts, problem_text(problem))
@@ -131,7 +132,8 @@ def _agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], pro
 
 
 def is_true_on_any(group: dist.ProcessGroup | None, call: str, what: str, flag: bool) -> bool:
-    """Whether ``flag`` is true on some rank, where ranks may differ but must go the same way. Every rank meets."""
+    """Whether ``flag`` is true on any rank, for ranks that may differ but must take the same branch. All ranks call
+    it."""
     if not has_peers(group):
         return flag
     assert group is not None
@@ -142,7 +144,7 @@ def is_true_on_any(group: dist.ProcessGroup | None, call: str, what: str, flag: 
 def tell_and_compare(
     group: dist.ProcessGroup | None, call: str, what: str, text: str, facts: Sequence[str]
 ) -> tuple[str, bool]:
-    """The first rank's ``text``, on every rank; and whether ``facts`` are the same on every rank. Every rank meets."""
+    """Return the first rank's ``text``, and whether ``facts`` are equal on all ranks. All ranks call it."""
     if not has_peers(group):
         return text, True
     assert group is not None
@@ -165,8 +167,8 @@ def _explain(call: str, rank: int, ours: list[str], theirs: list[str]) -> str:
     assert difference is not None
     _, a, b = difference
     return (
-        f"{call}: the ranks were not given the same: rank 0 has {_or_nothing(a)} where rank {rank} has "
-        f"{_or_nothing(b)}. Nothing was changed. Call it with the same options and the same keys on every rank"
+        f"{call}: the ranks' arguments differ: rank 0 has {_or_nothing(a)}, but rank {rank} has {_or_nothing(b)}. "
+        "Nothing was changed. Call it with the same options and the same keys on every rank"
     )
 
 
@@ -182,7 +184,7 @@ def _caller() -> str:
 
 
 def list_problems(what: str, problems: Sequence[str], remedy: str) -> str:
-    """One text of several problems; empty if there are none."""
+    """Format several problems as one text; empty if there are none."""
     if not problems:
         return ""
     lines = [f"  {problem}" for problem in problems[:_MAX_LINES]]

@@ -1,21 +1,20 @@
-"""Folders of checkpoints: written aside, moved into place whole, verified before they are read.
+"""Checkpoint folders: written under a temporary name, renamed into place when complete, verified before loading.
 
-``storage`` calls this. Reading a folder's own account of itself (manifest and metadata) runs no code: that is the first
-half of this file.
+``storage`` calls this. The first half of this file reads a folder's manifest and metadata without running code.
 
-A folder has its name only when everything in it has been written; until then its files are in a folder of their own,
-which no other save writes to::
+A folder gets its name only when all its files are on disk; until then they are in a folder that no other save writes
+to::
 
     step-100/                       complete, and never written to again
         .metadata  __0_0.distcp  __1_0.distcp  manifest.json
-    step-200.partial/               a save that is under way, or was interrupted; the next one begins anew
+    step-200.partial/               a save that is under way, or was interrupted; the next save starts over
         save-3f2a.../
             __0_0.distcp
 
-The name of the inner folder is the owner's token. There is one decisive step, the renaming of it to ``step-200``: a
-job that dies before it has left nothing but what the next save throws away, one that dies after it has left a
-checkpoint. Of two jobs that save to one path the later one takes the place of the earlier one, as it would of a dead
-one's, and the earlier one finds its folder gone, or the name taken."""
+The inner folder is named by its owner's token. The decisive step is renaming it to ``step-200``. A job that dies before
+that leaves only files that the next save deletes; a job that dies afterwards leaves a checkpoint. If two jobs save to
+one path, the later one replaces the earlier one as it would replace a dead one, and the earlier one finds its folder
+gone or the name taken."""
 
 from __future__ import annotations
 
@@ -49,37 +48,36 @@ from torch.distributed.checkpoint.metadata import (
 from .._torch import StorageInfo
 from .agreement import problem_text
 
-# ---- The contents of a folder, by its own account, read without running anything: writing to a file system, or sending
-# a checkpoint, is not enough to run code here.
+# ---- Reading a folder's manifest and metadata without running code, even if an attacker wrote them.
 #
-# ``.metadata`` is a pickle. It is read with classes of its own, which exist for that reading only, in the place of the
-# few that ``torch.distributed.checkpoint`` needs; every other name in it is refused. What comes out is checked before
-# it is used: files lie in the folder, also where links lead, and numbers make sense.
+# ``.metadata`` is a pickle. The few classes that ``torch.distributed.checkpoint`` needs are replaced by stand-ins made
+# for each reading; every other name is refused. The result is checked before use: files must lie in the folder, also
+# after following links, and numbers must be plausible.
 #
 # Other versions of torch write the same classes with more fields (2.15: the strides of tensors). These are skipped:
 # nothing that the pickle can make runs code, whatever its fields are. A class, dtype or layout that this torch does not
-# have raises ``UnknownFormat``, which is not damage: another version wrote it.
+# have raises ``UnknownFormat``: another version wrote the checkpoint, and it is not damaged.
 
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 NUMBERS = "integer_keys"
-"""in the manifest: where dicts are whose keys are integers"""
+"""Key in the manifest: the paths of dicts with integer keys."""
 
-_CHECKSUM = "checksum"  # in the manifest: its own
-_MARK = "fsdp_compose-"  # begins the identity that a save of ours has in the metadata
-_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # by torch's numbers for them
+_CHECKSUM = "checksum"  # key in the manifest: its own checksum
+_MARK = "fsdp_compose-"  # prefix of the save id in the metadata of our checkpoints
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # indexed by torch's numbers
 _TORCHS = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
 _LAYOUTS = {str(layout): layout for layout in vars(torch).values() if isinstance(layout, torch.layout)}
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a complete checkpoint, by its own account.
+    """The contents of a complete checkpoint, according to its manifest and metadata.
 
     Attributes:
-        files: size and checksum by name; of checkpoints that torch wrote, the least size and no checksum.
-        numbers: paths of dicts with integers for keys.
+        files: size and checksum by name; for checkpoints that torch wrote, the minimum size and no checksum.
+        numbers: paths of dicts with integer keys.
         is_verifiable: whether there is a manifest.
     """
 
@@ -91,31 +89,32 @@ class Contents:
 
 
 class WouldRunCode(ValueError):
-    """The list of files is whole, as far as that can be known, and is not taken: it would run code."""
+    """The list of files is refused because reading it would run code; as far as known, it is not damaged."""
 
 
 class UnknownFormat(ValueError):
-    """The list of files is whole, as far as that can be known, and holds what this version of torch does not have."""
+    """The list of files uses a format that this version of torch does not have; as far as known, it is not damaged."""
 
 
 def mark(save_id: str | None) -> str:
-    """The identity of a save of ours, by which its checkpoint is known if its manifest is lost, and the torch that
-    wrote it."""
+    """Return the save id of a checkpoint of ours. It identifies the checkpoint if its manifest is lost, and names the
+    torch that wrote it."""
     return f"{_MARK}{save_id}-torch-{torch.__version__}"
 
 
 def writer_of(metadata: bytes) -> str:
-    """The torch that wrote a checkpoint of ours, from its metadata as bytes; "" for others, and before 0.3.0."""
+    """Return the version of torch that wrote a checkpoint of ours, from its raw metadata; "" for checkpoints of others
+    and from before 0.3.0."""
     found = re.search(rb"fsdp_compose-[\w-]+-torch-([\w.+]+)", metadata)
     return "" if found is None else found.group(1).decode()
 
 
 Lists = dict[str, bytes]
-"""The files that say what a checkpoint holds, by name: the metadata, and the manifest if there is one."""
+"""The files that list a checkpoint's contents, by name: the metadata, and the manifest if there is one."""
 
 
 def lists_of(folder: Path) -> Lists:
-    """Raises ValueError if one of them is a link out of the folder."""
+    """Read the files that list a checkpoint's contents. Raises ValueError if one is a link out of the folder."""
     found = [name for name in (MANIFEST, METADATA) if (folder / name).is_file()]
     for name in found:
         _require_inside(folder, name)
@@ -123,22 +122,22 @@ def lists_of(folder: Path) -> Lists:
 
 
 def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Contents:
-    """The contents of a checkpoint, from its manifest and its metadata.
+    """Return the contents of a checkpoint, from its manifest and its metadata.
 
     Args:
-        allow_pickle: unpickle metadata of other classes too, which can run any code.
+        allow_pickle: also unpickle metadata with other classes, which can run any code.
 
     Raises:
-        WouldRunCode: they ask for more than a list of tensors needs.
-        UnknownFormat: they are in a format that this version of torch does not have.
-        ValueError: they make no sense, or lead out of the folder.
+        WouldRunCode: the metadata refer to something that a list of tensors does not need.
+        UnknownFormat: they use a format that this version of torch does not have.
+        ValueError: they are invalid, or refer to files outside of the folder.
     """
     manifest = _read_manifest(lists.get(MANIFEST))
     metadata = _read_metadata(lists[METADATA], None if manifest is None else manifest.files.get(METADATA), allow_pickle)
     needed = _least_sizes(metadata)
     if manifest is None:
         if str(getattr(metadata.storage_meta, "save_id", "")).startswith(_MARK):
-            raise ValueError(f"its {MANIFEST}, with which it was saved, is lost, so that nothing can be verified")
+            raise ValueError(f"it was saved with a {MANIFEST}, which is missing, so nothing can be verified")
         files: dict[str, tuple[int, int | None]] = {name: (size, None) for name, size in needed.items()}
         contents = Contents(folder, metadata, files, is_verifiable=False)
     else:
@@ -146,7 +145,7 @@ def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Conte
         if unlisted:
             raise ValueError(f"{METADATA} refers to {unlisted[0]}, which {MANIFEST} does not list")
         for name, size in needed.items():
-            _require(size <= manifest.files[name][0], f"{METADATA} refers to what is beyond the end of {name}")
+            _require(size <= manifest.files[name][0], f"{METADATA} refers to data beyond the end of {name}")
         contents = Contents(folder, metadata, dict(manifest.files), manifest.numbers)
     for name in (*contents.files, METADATA):
         _require_inside(folder, name)
@@ -163,12 +162,12 @@ class _Manifest:
 
 
 def as_text(manifest: Mapping[str, Any]) -> str:
-    """A manifest as it is written: with a checksum of itself."""
+    """Format a manifest for writing, with a checksum of itself."""
     return json.dumps({**manifest, _CHECKSUM: _checksum_of(manifest)}, indent=1)
 
 
 def _checksum_of(manifest: Mapping[str, Any]) -> int:
-    """Of all that is in it but the checksum."""
+    """Return the checksum of everything in the manifest except the checksum itself."""
     rest = {key: value for key, value in manifest.items() if key != _CHECKSUM}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
@@ -178,23 +177,23 @@ def _read_manifest(content: bytes | None) -> _Manifest | None:
         return None
     try:
         listed = json.loads(content.decode())
-        # Without a checksum: of an earlier version, unless it is the word that is damaged.
-        _require(listed.keys() <= {"files", NUMBERS, _CHECKSUM}, "it holds what no save writes there")
+        # Manifests of earlier versions have no checksum. (A damaged key "checksum" fails the first check.)
+        _require(listed.keys() <= {"files", NUMBERS, _CHECKSUM}, "it has unknown keys")
         _require(listed.get(_CHECKSUM, _checksum_of(listed)) == _checksum_of(listed), "its checksum differs")
         files = {str(name): (int(size), int(total)) for name, (size, total) in listed["files"].items()}
         return _Manifest(files, frozenset(_path(path) for path in listed.get(NUMBERS, ())))
-    except Exception as error:  # whatever damaged JSON raises
-        raise ValueError(f"{MANIFEST} does not hold what was written: {problem_text(error)}") from error
+    except Exception as error:  # damaged JSON may raise anything
+        raise ValueError(f"{MANIFEST} is not as it was written: {problem_text(error)}") from error
 
 
 def _path(path: Any) -> tuple[Any, ...]:
     if not isinstance(path, list) or not all(isinstance(part, (str, int)) for part in path):
-        raise ValueError(f"{path!r} is no path")
+        raise ValueError(f"{path!r} is not a path")
     return tuple(path)
 
 
 def _require_inside(folder: Path, name: Any) -> None:
-    """Raises ValueError unless ``name`` is that of something in ``folder``, also if links are followed."""
+    """Raise ValueError unless ``name`` lies in ``folder``, also after following links."""
     if (
         isinstance(name, str)
         and name
@@ -213,19 +212,20 @@ def _require_inside(folder: Path, name: Any) -> None:
 def _read_metadata(content: bytes, listed: tuple[int, int] | None, allow_pickle: bool) -> Metadata:
     """``listed``: size and checksum, if they are known."""
     if listed not in (None, (len(content), zlib.crc32(content))):
-        raise ValueError(f"{METADATA} does not hold what was written: its size or its checksum differs")
+        raise ValueError(f"{METADATA} is not as it was written: its size or its checksum differs")
     try:
         return _checked(_Unpickler(io.BytesIO(content)).load())
     except OSError:
         raise
-    except Exception:  # whatever a strange pickle raises
+    except Exception:  # a malformed pickle may raise anything
         if not allow_pickle:
             raise
     return _checked(pickle.loads(content))
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what a list of tensors needs, of classes that no other code uses: pickles can set attributes of classes."""
+    """Unpickles only the objects of a list of tensors, as stand-in classes that no other code uses: a pickle can set
+    attributes of classes."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -244,15 +244,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _may_be_newer(module: str, name: str) -> bool:
-    """Whether this may be a name of another version's lists of tensors: one that this torch does not have, neither
-    here nor anywhere, so that it cannot be an attack on this one."""
+    """Whether this may be a name from another version's lists of tensors: torch's own, but absent from this torch, so
+    refusing it hides no attack."""
     if module == "torch":  # dtypes, memory formats
         return not hasattr(torch, name)
     return module.startswith(_TORCHS) and not hasattr(sys.modules.get(module), name)
 
 
 def _stand_ins() -> dict[tuple[str, str], Callable[..., Any]]:
-    """New classes and functions for the names that torch's metadata refer to."""
+    """Return new classes and functions for the names in torch's metadata."""
     classes = (Metadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta, TensorStorageMetadata)
     known: dict[tuple[str, str], Callable[..., Any]] = {
         (cls.__module__, cls.__qualname__): type(cls.__name__, (cls,), {}) for cls in (*classes, StorageInfo)
@@ -278,7 +278,7 @@ def _layout(name: Any) -> torch.layout:
 
 
 def _set_properties(self: Any, state: Any) -> None:
-    """From five fields, and those that newer versions have behind them, which no loading needs."""
+    """Set the five fields that loading needs; newer versions append more."""
     _require(isinstance(state, tuple) and len(state) >= 5, "a tensor has no properties")
     self.dtype, self.layout, self.requires_grad, number, self.pin_memory = state[:5]
     number = int(getattr(number, "value", number))
@@ -288,12 +288,12 @@ def _set_properties(self: Any, state: Any) -> None:
 
 
 def _checked(metadata: Any) -> Metadata:
-    """Raises ValueError if something in it is not what torch writes there."""
-    _require(isinstance(metadata, Metadata), "it is no list of tensors")
+    """Check that the metadata are such as torch writes. Raises ValueError if not."""
+    _require(isinstance(metadata, Metadata), "it is not a list of tensors")
     entries, places = metadata.state_dict_metadata, metadata.storage_data
-    _require(isinstance(entries, Mapping) and isinstance(places, Mapping), "it is no list of tensors")
+    _require(isinstance(entries, Mapping) and isinstance(places, Mapping), "it is not a list of tensors")
     for key, entry in entries.items():
-        _require(isinstance(key, str), f"{key!r} is no name")
+        _require(isinstance(key, str), f"{key!r} is not a name")
         if isinstance(entry, TensorStorageMetadata):
             _require(isinstance(getattr(entry.properties, "dtype", None), torch.dtype), f"{key} has no dtype")
             _require(_are_sizes(entry.size) and all(_is_chunk(chunk) for chunk in entry.chunks), f"{key} has no size")
@@ -302,11 +302,11 @@ def _checked(metadata: Any) -> Metadata:
     for key, path in dict(metadata.planner_data or {}).items():
         _require(
             isinstance(path, (tuple, list)) and all(_is_step(step, len(entries)) for step in path),
-            f"{path!r} is no place of {key!r}",
+            f"{path!r} is not a path of {key!r}",
         )
     metadata.storage_data = {}
     for index, info in places.items():
-        _require(isinstance(index, MetadataIndex) and isinstance(index.fqn, str), f"{index!r} is no name")
+        _require(isinstance(index, MetadataIndex) and isinstance(index.fqn, str), f"{index!r} is not a name")
         _require(isinstance(info, StorageInfo) and _are_sizes((info.offset, info.length)), f"{index.fqn} is in no file")
         # A key that equals torch's own.
         metadata.storage_data[MetadataIndex(index.fqn, index.offset, index.index)] = info
@@ -327,20 +327,20 @@ def _is_chunk(chunk: Any) -> bool:
 
 
 def _is_step(step: Any, limit: int) -> bool:
-    """Whether this is a key, or an index in a list that can be in a checkpoint of so many values."""
+    """Whether ``step`` is a key, or an index of a list that fits into a checkpoint of ``limit`` values."""
     return isinstance(step, str) or (type(step) is int and 0 <= step < limit)
 
 
 def _least_sizes(metadata: Metadata) -> dict[str, int]:
-    """How long each file is at least."""
+    """Return the minimum size of each file."""
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        _require(isinstance(info.relative_path, str), f"{info.relative_path!r} is no name of a file")
+        _require(isinstance(info.relative_path, str), f"{info.relative_path!r} is not a file name")
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     return ends
 
 
-# ---- Writing a folder, and moving it into place
+# ---- Writing a folder, and renaming it into place
 
 
 _BLOCK = 16 * 2**20
@@ -349,34 +349,34 @@ _TOKEN = re.compile(r"(save|dead)-[0-9a-f]{32}")
 
 
 def local_folder(folder: str | Path) -> Path:
-    """Raises ValueError for what is an address on a network."""
+    """Return ``folder`` as a path. Raises ValueError for a network address."""
     if "://" in str(folder):
         raise ValueError(
-            f"{folder} is no folder of a file system: give torch.distributed.checkpoint.save() and load() a storage "
+            f"{folder} is not a folder of a file system: give torch.distributed.checkpoint.save() and load() a storage "
             "writer and reader for it (FsspecWriter), with planner=SavePlanner() and planner=LoadPlanner()"
         )
     return Path(folder)
 
 
 def partial_of(folder: Path) -> Path:
-    """Where the files of a folder are, in a folder of their own, while they are written."""
+    """Return the folder that contains the files, in a subfolder, while they are written."""
     return folder.with_name(folder.name + ".partial")
 
 
 def new_token() -> str:
-    """A name that no other save has."""
+    """Return a name that no other save has."""
     return f"save-{uuid.uuid4().hex}"
 
 
 def begin_folder(folder: Path, token: str) -> str:
-    """Make an empty folder, ``partial_of(folder) / token``, to write to; why that cannot be, or nothing."""
+    """Make an empty folder ``partial_of(folder) / token`` to write to. Return why that fails, or ""."""
     if os.path.lexists(folder):
-        return f"{folder} exists: save each checkpoint to a folder of its own, so that an interrupted save harms none"
+        return f"{folder} exists: save each checkpoint to its own folder, so an interrupted save cannot damage another"
     partial = partial_of(folder)
     if partial.exists():
         if not (partial / _UNFINISHED).exists() and not all(map(_is_ours, partial.iterdir())):
             return (
-                f"{partial}, where {folder.name} would be written first, is no save that was interrupted: move it away"
+                f"{partial}, where {folder.name} is written first, exists and is not an interrupted save: move it away"
             )
         _throw_away(partial)
     (partial / token).mkdir(parents=True)
@@ -388,14 +388,14 @@ def _is_ours(path: Path) -> bool:
 
 
 def _throw_away(partial: Path) -> None:
-    """Empty the folder of an interrupted save. A marker of an earlier version goes last: until then the folder can be
-    told from a user's."""
+    """Empty the folder of an interrupted save. The marker of earlier versions is deleted last: it distinguishes the
+    folder from a user's."""
     found = sorted(partial.iterdir(), key=lambda path: path.name == _UNFINISHED)
     for path in found:
         if _is_ours(path):
-            # Out of the way first: another job may be writing to it, and would go on in what is being deleted.
+            # Rename it first: another job may be writing to it, and would keep writing while it is deleted.
             dead = partial / f"dead-{uuid.uuid4().hex}"
-            with contextlib.suppress(FileNotFoundError):  # finished, or thrown away by a third one
+            with contextlib.suppress(FileNotFoundError):  # finished, or deleted by a third job
                 path.rename(dead)
                 shutil.rmtree(dead)
         elif path.is_dir() and not path.is_symlink():
@@ -405,10 +405,10 @@ def _throw_away(partial: Path) -> None:
 
 
 def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None = None) -> str:
-    """Give a folder its name, when what is in it is on disk; why that cannot be, or nothing.
+    """Sync the files to disk and rename the folder into place. Return why that fails, or "".
 
     Args:
-        manifest: ``files``: size and checksum by name; and whatever else is to be known.
+        manifest: ``files`` (size and checksum by name), and other entries to write.
     """
     partial = partial_of(folder)
     mine = partial / token
@@ -421,7 +421,7 @@ def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None =
     try:
         _rename_to_new(mine, folder)
     except FileExistsError:
-        return _lost(folder, f"{folder} exists by now, and is left as it is")
+        return _lost(folder, f"{folder} exists now, and was not touched")
     except FileNotFoundError:
         return _lost(folder, f"its files in {mine} are gone")
     sync(folder.parent)
@@ -431,33 +431,33 @@ def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None =
 
 
 def _rename_to_new(source: Path, folder: Path) -> None:
-    """Raises FileExistsError if there is something of that name, which is left as it is."""
+    """Rename ``source`` to ``folder``. Raises FileExistsError, and changes nothing, if that name exists."""
     if os.path.lexists(folder):  # renaming would replace an empty folder
         raise FileExistsError(str(folder))
     try:
         source.rename(folder)
     except OSError:
-        if os.path.lexists(folder):  # since: what the system calls it differs (not empty, not a directory)
+        if os.path.lexists(folder):  # created since; systems report that differently (not empty, not a directory)
             raise FileExistsError(str(folder)) from None
         raise
 
 
 def _lost(folder: Path, found: str) -> str:
     return (
-        f"another job saves to {folder} too: {found}. This save is given up; what the other one has written or writes "
-        "is not touched. Let each job save to folders of its own"
+        f"another job saves to {folder} too: {found}. This save stops and does not touch the other job's files. Let "
+        "each job save to its own folders"
     )
 
 
 def abandon_folder(folder: Path, token: str) -> None:
-    """Remove what a save that has failed has written so far: a disk that is full does not stay so."""
+    """Delete the files of a failed save, which may have filled the disk."""
     shutil.rmtree(partial_of(folder) / token, ignore_errors=True)
     with contextlib.suppress(OSError):
         partial_of(folder).rmdir()
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the list of what is in a folder, is on disk."""
+    """Wait until a file, or a folder's list of entries, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -465,11 +465,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# ---- verification
+# ---- Verification
 
 
 def entries(paths: Iterable[Path]) -> dict[str, list[int]]:
-    """Size and checksum of files, by name."""
+    """Return size and checksum of files, by name."""
     return {path.name: [path.stat().st_size, checksum(path)] for path in sorted(paths)}
 
 
@@ -482,28 +482,28 @@ def checksum(path: Path) -> int:
 
 
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
-    """The damage of the checkpoint in ``folder``, as text; empty if there is none. Of the files, every ``num_parts``-th
-    is read, beginning with number ``part``."""
+    """Describe the damage of the checkpoint in ``folder``; empty if there is none. Reads every ``num_parts``-th file,
+    starting with number ``part``."""
     return inspect(folder, part, num_parts)[1]
 
 
 def inspect(folder: Path, part: int = 0, num_parts: int = 1, allow_pickle: bool = False) -> tuple[Contents | None, str]:
-    """The contents of the checkpoint in ``folder``, and its damage, as ``damage`` gives it."""
+    """Return the contents of the checkpoint in ``folder``, and its damage as ``damage`` describes it."""
     lists, problem = read_lists(folder)
     contents, problem = (None, problem) if problem else understood(folder, lists, allow_pickle)
     return contents, problem if contents is None else damage_of_part(folder, contents, part, num_parts)
 
 
 def read_lists(folder: Path) -> tuple[Lists, str]:
-    """The files in which the checkpoint in ``folder`` says what it holds; or why there are none."""
+    """Read the files that list the contents of the checkpoint in ``folder``; or return why that fails."""
     if not folder.is_dir():
         partial = partial_of(folder)
-        interrupted = f"; {partial} is a save that was interrupted, and cannot be loaded" if partial.exists() else ""
+        interrupted = f"; {partial} is an interrupted save, which cannot be loaded" if partial.exists() else ""
         return {}, f"there is no checkpoint at {folder}{interrupted}"
     if not (folder / METADATA).is_file():
         return (
             {},
-            f"{folder} is no complete checkpoint: it has no {METADATA}, which is written last. Load an earlier one",
+            f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last. Load an earlier one",
         )
     try:
         return lists_of(folder), ""
@@ -512,14 +512,14 @@ def read_lists(folder: Path) -> tuple[Lists, str]:
 
 
 def understood(folder: Path, lists: Lists, allow_pickle: bool) -> tuple[Contents | None, str]:
-    """What the checkpoint in ``folder`` says that it holds; or why it does not."""
+    """Return the contents of the checkpoint in ``folder``; or why they cannot be read."""
     try:
         contents = contents_of(folder, lists, allow_pickle)
     except WouldRunCode as error:
-        return None, f"{folder} is not loaded: {error}. Load checkpoints of people you trust alone"
+        return None, f"{folder} was not loaded: {error}. Load only checkpoints from people you trust"
     except UnknownFormat as error:
         return None, _of_another_version(folder, lists, error)
-    except Exception as error:  # whatever damaged JSON and pickles raise
+    except Exception as error:  # damaged JSON and pickles may raise anything
         return None, _damaged(folder, error)
     return contents, ""
 
@@ -529,8 +529,8 @@ def _of_another_version(folder: Path, lists: Lists, error: Exception) -> str:
     by = f"torch {written} wrote it" if written else "another version of torch wrote it"
     or_damage = "" if MANIFEST in lists else ", or it is damaged: it has no checksums"
     return (
-        f"{folder} is in a format that torch {torch.__version__}, which runs here, does not have ({error}): {by}"
-        f"{or_damage}. Load it with {f'torch {written}' if written else 'the torch that saved it'}, or a newer one"
+        f"{folder} is in a format that this torch, {torch.__version__}, does not have ({error}): {by}{or_damage}. Load "
+        f"it with {f'torch {written}' if written else 'the torch that saved it'}, or a newer one"
     )
 
 
@@ -540,7 +540,7 @@ def _damaged(folder: Path, error: Exception) -> str:
 
 
 def damage_of_part(folder: Path, contents: Contents, part: int, num_parts: int) -> str:
-    """The damage of every ``num_parts``-th file, beginning with number ``part``; empty if there is none."""
+    """Describe the damage of every ``num_parts``-th file, starting with number ``part``; empty if there is none."""
     names = sorted(contents.files)[part::num_parts]
     found = (_damage_of(folder / name, *contents.files[name]) for name in names)
     return next((text for text in found if text), "")
@@ -551,7 +551,7 @@ def _damage_of(path: Path, size: int, total: int | None) -> str:
         return f"{path} is missing: the checkpoint is damaged. Load an earlier one"
     found = path.stat().st_size
     if found < size or (total is not None and found != size):
-        return f"{path} has {found} bytes, where {size} were written: the checkpoint is damaged. Load an earlier one"
+        return f"{path} has {found} bytes, but {size} were written: the checkpoint is damaged. Load an earlier one"
     if total is not None and checksum(path) != total:
-        return f"{path} does not hold what was written (its checksum differs). Load an earlier checkpoint"
+        return f"{path} is not as it was written (its checksum differs). Load an earlier checkpoint"
     return ""

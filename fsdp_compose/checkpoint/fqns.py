@@ -1,7 +1,7 @@
-"""Canonical FQNs: the names of parameters before any wrapper or sharding, and which names mean the same tensor.
+"""Canonical FQNs: parameter names without any wrapper or sharding, and the names that share a tensor.
 
-Every state dict takes its names from here. Tensors nested in lists, tuples and dicts, as some optimizers keep them,
-get theirs here too. Nothing here communicates."""
+All state dicts use these names. Tensors nested in lists, tuples and dicts, as some optimizers keep them, get their
+paths here too. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from ..flat import FlatParamHandle, handle_of
 from ..group import before_load, sharded_parameters
 
 Place = tuple[FlatParamHandle, int]
-"""A flat parameter, and which of its parameters."""
+"""A flat parameter, and the index of a parameter in it."""
 
 _PATCHED = "_fsdp_compose_patched"
 
 
 class ModelNames:
-    """The names of everything below a model, as it is now.
+    """The names of everything below a model, in its current state.
 
     Attributes:
-        parameters: every parameter (the sharded one, if it is sharded) by canonical FQN; tied ones by each name.
+        parameters: every parameter (sharded if it has been sharded) by canonical FQN; tied ones under each name.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._prefixes: dict[str, str] = {}  # of modules: as in state_dict() -> canonical
+        self._prefixes: dict[str, str] = {}  # module prefixes: as in state_dict() -> canonical
         self.parameters: dict[str, torch.Tensor] = {}
         self._names: dict[int, list[str]] = {}
         for raw, canonical, module in _walk(model, "", ""):
             self._prefixes[raw] = canonical
             for name, param in sharded_parameters(module).items():
                 if param is not None:
-                    place = handle_of(param)  # also of a full parameter that stands in for a sharded one
+                    place = handle_of(param)  # also for a full parameter that replaces a sharded one
                     tensor = param if place is None else place[0].sharded_params[place[1]]
                     self.parameters[canonical + name] = tensor
                     self._names.setdefault(id(tensor), []).append(canonical + name)
 
     def canonical(self, key: str) -> str:
-        """The canonical form of a key of ``model.state_dict()``."""
+        """Return the canonical form of a key of ``model.state_dict()``."""
         end = len(key)
         while (end := key.rfind(".", 0, end)) >= 0:
             if key[: end + 1] in self._prefixes:
@@ -52,8 +52,8 @@ class ModelNames:
         return key
 
     def is_loadable(self, key: str) -> bool:
-        """Whether ``load_state_dict()`` takes a key of ``state_dict()``, as far as can be known: hooks that run before
-        it, and modules that load by themselves, may take any."""
+        """Whether ``load_state_dict()`` accepts a key of ``state_dict()``. True if that cannot be known: load hooks,
+        and modules with their own loading, may accept any key."""
         modules, end = [self.model], -1
         while (end := key.find(".", end + 1)) >= 0:
             child = modules[-1]._modules.get(key[:end].rpartition(".")[2])
@@ -67,30 +67,30 @@ class ModelNames:
         return name in owner._parameters or name in owner._buffers or name == "_extra_state"
 
     def canonical_module(self, path: str) -> str:
-        """The canonical form of the path of a submodule; empty for the model itself."""
+        """Return the canonical form of a submodule's path; empty for the model itself."""
         return self._prefixes.get(f"{path}." if path else "", path).rstrip(".")
 
     def names_of(self, tensor: torch.Tensor) -> list[str]:
-        """All names of a parameter; none if the model does not have it."""
+        """Return all names of a parameter; empty if the model does not have it."""
         return self._names.get(id(tensor), [])
 
     def aliases(self, fqn: str) -> list[str]:
-        """All names of what ``fqn`` means, the first of which stands for it."""
+        """Return all names of the tensor ``fqn``; the first one identifies it."""
         tensor = self.parameters.get(fqn)
         return [fqn] if tensor is None else self._names[id(tensor)]
 
     def place(self, fqn: str) -> Place | None:
-        """The flat parameter that a parameter is in."""
+        """Return a parameter's place in a flat parameter, if it has one."""
         tensor = self.parameters.get(fqn)
         return None if tensor is None else handle_of(tensor)
 
     def handles(self) -> list[FlatParamHandle]:
-        """Every flat parameter of the model."""
+        """Return every flat parameter of the model."""
         places = [handle_of(tensor) for tensor in self.parameters.values()]
         return list(dict.fromkeys(place[0] for place in places if place is not None))
 
     def prefixes_of(self, modules: set[nn.Module]) -> list[str]:
-        """The prefixes of the FQNs below some submodules."""
+        """Return the FQN prefixes of the given submodules."""
         return [canonical for _, canonical, module in _walk(self.model, "", "") if module in modules]
 
 
@@ -103,7 +103,7 @@ def _walk(module: nn.Module, raw: str, canonical: str) -> Iterator[tuple[str, st
 
 
 def own_method(owner: Any, name: str) -> Any:
-    """``owner.state_dict`` or ``owner.load_state_dict`` as it was before ``patch_*_state_dict``."""
+    """Return ``owner.state_dict`` or ``owner.load_state_dict`` as it was before ``patch_*_state_dict``."""
     method = getattr(owner, name)
     return getattr(type(owner), name).__get__(owner) if hasattr(method, _PATCHED) else method
 
@@ -113,15 +113,15 @@ def patch_method(owner: Any, name: str, function: Any) -> None:
     setattr(owner, name, function)
 
 
-# ---- Tensors within lists, tuples and dicts, as some optimizers keep them (``LBFGS``: lists of vectors).
+# ---- Tensors nested in lists, tuples and dicts, as some optimizers keep them (``LBFGS``: lists of vectors).
 
 
 Path = tuple[Any, ...]
-"""Indices and keys that lead to a leaf; empty if the value is one itself."""
+"""Indices and keys that lead to a leaf; empty if the value itself is a leaf."""
 
 
 def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Everything in ``value`` that is no list, tuple or dict, and where."""
+    """Yield path and value of everything in ``value`` that is not a list, tuple or dict."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from leaves_of(item, (*path, key))
@@ -133,9 +133,9 @@ def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()) -> Any:
-    """``value`` with ``function(path, leaf)`` in the place of each leaf. Lists, tuples and dicts are new ones."""
+    """Return ``value`` with each leaf replaced by ``function(path, leaf)``. Lists, tuples and dicts are new objects."""
     if isinstance(value, dict):
-        mapped = copy.copy(value)  # of the same class, also if that is not dict
+        mapped = copy.copy(value)  # keeps a subclass of dict
         mapped.update({key: map_leaves(function, item, (*path, key)) for key, item in value.items()})
         return mapped
     if type(value) in (list, tuple):

@@ -1,7 +1,7 @@
-"""Whole tensors from sharded ones, for state dicts: moved between ranks, never changed.
+"""Gather whole tensors from sharded ones, for state dicts. Values are moved between ranks, never changed.
 
-A whole flat parameter takes one collective, whose memory is the only extra; or messages deliver it into the result.
-What tensor parallelism has cut goes separately, tensor by tensor."""
+A flat parameter is gathered by one collective, whose memory is the only extra, or by messages straight into the
+result. Tensors split by tensor parallelism are gathered one by one."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..ragged import CompositeDTensor, RaggedDTensor, with_local
 from .fqns import Place, leaves_of, map_leaves
 
 Key = tuple[Any, ...]
-"""(FQN, name of the optimizer's state, where in lists and dicts...); the name is empty for the parameter itself"""
+"""(FQN, name of the optimizer's state, path in lists and dicts...); the name is empty for the parameter itself."""
 
 
 @dataclass
 class _Bundle:
-    """Tensors sharded like parameters of one flat parameter, gathered together."""
+    """Tensors that are sharded like parameters of one flat parameter, and gathered together."""
 
     handle: FlatParamHandle
     locals: dict[int, torch.Tensor] = field(default_factory=dict)  # by index of the parameter
@@ -34,7 +34,7 @@ class _Bundle:
 
 
 def facts_of(values: Mapping[Key, Any]) -> list[str]:
-    """The facts that ranks must agree on before they gather ``values``: the sharded tensors, in their order."""
+    """Return the facts that ranks must agree on before they gather ``values``: the sharded tensors, in order."""
     return [
         f"{key_text(key)} of shape {tuple(leaf.shape)}, {leaf.dtype}, {layout_of(leaf)}"
         for key, leaf in _leaves(values).items()
@@ -43,32 +43,32 @@ def facts_of(values: Mapping[Key, Any]) -> list[str]:
 
 
 def key_text(key: Key) -> str:
-    """A key as error messages have it."""
+    """Format a key for error messages."""
     fqn, *path = key
     name = ".".join(map(str, path))
     return f"{name} of {fqn}" if name else fqn
 
 
 def layout_of(tensor: DTensor) -> str:
-    """Where a tensor has its elements, as text. Not which ranks a mesh has: other ranks may be in another one."""
+    """Describe a tensor's layout, without the ranks of its mesh: other ranks may be in another mesh."""
     mesh, placements = tensor.device_mesh, [*map(str, map(repr, tensor.placements))]
     if isinstance(tensor, RaggedDTensor) and not tensor._spec.is_only_ragged:
-        placements[tensor._spec.ragged_dim] = "RaggedShard"  # of what is local, which may be uneven over other ranks
+        placements[tensor._spec.ragged_dim] = "RaggedShard"  # without sizes, which may differ on other ranks
     return f"placed [{', '.join(placements)}] on a {mesh.device_type} mesh of shape {tuple(mesh.shape)}"
 
 
 def gather_values(
     values: Mapping[Key, Any], places: Mapping[Key, Place | None], *, to_cpu: bool, rank0_only: bool, is_first: bool
 ) -> dict[Key, Any]:
-    """``values`` with whole tensors in the place of DTensors, also in lists and dicts. They share no memory with
-    ``values``; what is one tensor in ``values`` is one in the result.
+    """Return ``values`` with DTensors replaced by whole tensors, also inside lists and dicts. They share no memory with
+    ``values``; a tensor that occurs several times in ``values`` is one tensor in the result.
 
     Ranks: all ranks of the meshes, with equal ``facts_of(values)``.
 
     Args:
-        values: tensors and others.
-        places: for a tensor that is sharded like a parameter, where that is.
-        to_cpu: the result is on the CPU.
+        values: tensors and other values.
+        places: the place of the parameter, for a tensor that is sharded like one.
+        to_cpu: put the result on the CPU.
         rank0_only: the ranks that are not ``is_first`` get an empty dict, and hold no more than their shards.
     """
     is_wanted = is_first or not rank0_only
@@ -100,15 +100,15 @@ def _leaves(values: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 class Copies:
-    """Copies that share no memory with what they are of. What is given twice is copied once: names of one tensor stay
-    names of one tensor."""
+    """Makes copies that share no memory with their originals. A tensor that is given twice is copied once, so all its
+    names keep sharing one tensor."""
 
     def __init__(self, to_cpu: bool) -> None:
         self._to_cpu = to_cpu
         self._made: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}  # (original, which must stay alive, and copy)
 
     def of(self, value: Any) -> Any:
-        """A copy of a tensor, sharded in the same way, or of anything else."""
+        """Return a copy of a tensor, sharded in the same way, or of any other value."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         value = value.detach()
@@ -125,14 +125,14 @@ class Copies:
 
 
 def full_tensor(value: DTensor) -> torch.Tensor:
-    """The whole of ``value``, outside autograd. Ranks: all ranks of its mesh."""
+    """Gather all of ``value``, outside autograd. Ranks: all ranks of its mesh."""
     with torch.no_grad():
         whole: torch.Tensor = value.full_tensor()
     return whole.detach()
 
 
 def _bundle(values: Mapping[Key, Any], places: Mapping[Key, Place | None]) -> dict[Key, _Bundle]:
-    """One bundle for each flat parameter, name of state, and dtype."""
+    """Make one bundle for each flat parameter, name of state, and dtype."""
     bundles: dict[Any, _Bundle] = {}
     found: dict[Key, _Bundle] = {}
     for key, value in values.items():
@@ -148,8 +148,8 @@ def _bundle(values: Mapping[Key, Any], places: Mapping[Key, Place | None]) -> di
 
 
 def is_sharded_like(value: Any, place: Place) -> bool:
-    """Whether ``value`` has its elements where the parameter at ``place`` has them, and the flat parameter holds all of
-    it (tensor parallelism has not cut it)."""
+    """Whether ``value`` is sharded like the parameter at ``place``, and the flat parameter holds all of it (it is not
+    split by tensor parallelism)."""
     sharded = place[0].sharded_params[place[1]]
     return (
         isinstance(value, RaggedDTensor)
@@ -177,7 +177,7 @@ def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key,
 
 
 def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> dict[int, torch.Tensor]:
-    """Whole tensors by index, where they are wanted, from each rank's parts of them; no other memory is used."""
+    """Gather whole tensors by index, on ranks that want them, from the ranks' parts, without extra memory."""
     layout, mesh = bundle.handle.layout, bundle.handle.mesh
     sizes = [layout.params[index].numel * local.element_size() for index, local in bundle.locals.items()]
     if rank0_only and not mesh.is_first_replica:
@@ -202,7 +202,7 @@ def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> di
 
 
 def _as_shard(handle: FlatParamHandle, locals_: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The local tensors at their places in a shard: the shard itself, if they are views of it."""
+    """Return local tensors at their places in a shard: the shard itself, if they are views of it."""
     own = handle.shard.detach()
     local_shards = {index: own[start:stop] for index, (start, stop, _) in enumerate(handle.local_shards)}
     if all(shares_memory(local, local_shards[index]) for index, local in locals_.items()):
@@ -231,7 +231,7 @@ def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of the storage of this rank's part of a tensor; 0 if it has none, as tensor subclasses that wrap
+    """Return the storage address of this rank's part of a tensor; 0 if it has none, as for tensor subclasses that wrap
     other tensors."""
     local = local_of(tensor)
     if local.layout != torch.strided:
@@ -240,12 +240,12 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def copy_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, sharded in the same way."""
+    """Return a copy on the CPU, sharded in the same way."""
     return _with_local(tensor, lambda local: local.to("cpu", copy=True))
 
 
 def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor like this one, without values, on another device."""
+    """Return an uninitialized tensor like this one on another device."""
     return _with_local(tensor, lambda local: torch.empty_like(local, device=device))
 
 
@@ -266,6 +266,6 @@ _PART_FIELDS = [*getattr(getattr(dcp, "CheckpointableTensor", None), "__annotati
 
 
 def says_what_it_holds(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has the attributes by which ``torch.distributed.checkpoint`` takes it for a part of a
-    larger one."""
+    """Whether a plain tensor has the attributes by which ``torch.distributed.checkpoint`` treats it as part of a larger
+    one."""
     return bool(_PART_FIELDS) and all(hasattr(tensor, name) for name in _PART_FIELDS)

@@ -1,8 +1,8 @@
-"""Models to and from safetensors files in the layout of the Hugging Face hub.
+"""Save and load models as safetensors files in the layout of the Hugging Face hub.
 
-Saving gathers one flat parameter at a time, loading reads one tensor at a time.
+Saving gathers one flat parameter at a time; loading reads one tensor at a time.
 
-One file ``model.safetensors``, or several with an index that says which tensor is in which::
+A folder has one file ``model.safetensors``, or several files and an index that maps tensors to files::
 
     model-00001-of-00002.safetensors  model-00002-of-00002.safetensors  model.safetensors.index.json
 """
@@ -35,20 +35,20 @@ _DTYPES = {
     "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 
-_MAX_HEADER_BYTES = 100_000_000  # what the library takes
+_MAX_HEADER_BYTES = 100_000_000  # the library's limit
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which tensors go into which file, in the order in which they are gathered."""
+    """The tensors of each file, in the order in which they are gathered."""
 
     files: dict[str, list[str]]
     total_bytes: int
 
 
 def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> _Plan:
-    """Fill files in order; one that a tensor would overfill is closed, and a larger tensor has one by itself."""
+    """Fill files in order. A tensor that does not fit starts a new file; a larger tensor has a file of its own."""
     files: list[list[str]] = [[]]
     size = 0
     for fqn, n in num_bytes.items():
@@ -64,28 +64,30 @@ def plan_files(num_bytes: Mapping[str, int], max_file_bytes: int) -> _Plan:
 
 
 def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
-    """Save a model's whole tensors as safetensors, under canonical FQNs, in their dtypes; tied weights once.
+    """Save a model's whole tensors as safetensors, under canonical FQNs and in their dtypes. Tied weights are saved
+    once.
 
-    The first rank writes. It holds one file and one flat parameter at a time, the others never more than their shards.
+    The first rank writes. It holds one file and one flat parameter at a time; the others never hold more than their
+    shards.
 
     Ranks: all ranks of the model.
 
     Args:
         model: any kind of model, as for ``get_model_state_dict``.
-        folder: must not exist; it appears when everything has been written.
-        max_file_bytes: of the tensors in one file.
+        folder: must not exist; it is renamed into place only when all files are on disk.
+        max_file_bytes: maximum size of the tensors in one file.
 
     Raises:
-        ValueError: ``folder`` is an address on a network.
-        RuntimeError: on every rank: the folder exists, the model has state that is no tensor, it could not be written,
-            or a rank did not come.
+        ValueError: ``folder`` is a network address.
+        RuntimeError: on every rank: the folder exists, the model has state that is not a tensor, a file could not be
+            written, or a rank did not arrive.
         ModuleNotFoundError: the package ``safetensors`` is not installed.
     """
     names, folder = ModelNames(model), local_folder(folder)
     group = group_of(names)
-    importlib.import_module("safetensors.torch")  # missing on all ranks, or on none
+    importlib.import_module("safetensors.torch")  # assumed to be missing on all ranks or on none
     tensors, unfit = attempt(_tensors, names)
-    token = new_token()  # the first rank's; no other writes
+    token = new_token()  # only the first rank uses its token: no other rank writes
     if is_first(group) and not unfit:
         unfit = or_problem(begin_folder, folder, token)
     agree(group, "save_hf()", [str(folder), *(tensors or {})], unfit)
@@ -95,7 +97,7 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     wholes = _stream(names, tensors, is_first(group))
     for file, fqns in plan.files.items():
         content = {fqn: whole for fqn, whole in (next(wholes) for _ in fqns) if whole is not None}
-        if is_first(group) and not problem:  # the others gather on, and hear of it at the end
+        if is_first(group) and not problem:  # the other ranks keep gathering, and learn of a problem at the end
             problem = or_problem(_write, partial_of(folder) / token / file, content)
     if is_first(group) and not problem:
         problem = or_problem(_finish, folder, token, plan)
@@ -105,23 +107,23 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
 
 
 def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
-    """The tensors to save, in the order of the flat parameters. Raises RuntimeError if something cannot be."""
+    """Return the tensors to save, in the order of the flat parameters. Raises RuntimeError if one cannot be saved."""
     chosen: dict[Any, dict[str, torch.Tensor]] = {}
     for fqn, (_, value) in entries_of(names).items():
         if not isinstance(value, torch.Tensor):
             raise RuntimeError(
-                f"{fqn} is a {type(value).__name__}, and safetensors files hold tensors only: save it by other means, "
+                f"{fqn} is a {type(value).__name__}, but safetensors files hold only tensors: save it by other means, "
                 "and let the module's state_dict() leave it out"
             )
         if value.layout != torch.strided:
-            raise RuntimeError(f"{fqn} is {value.layout}, which safetensors files do not hold: save it by other means")
+            raise RuntimeError(f"{fqn} is {value.layout}, which safetensors does not support: save it by other means")
         if isinstance(value, CompositeDTensor):
             raise RuntimeError(
-                f"{fqn} is a {value.composite.name}, of several tensors, which safetensors files do not hold: save the "
-                "others by get_model_state_dict(), or all by save()"
+                f"{fqn} is a {value.composite.name}, made of several tensors, which safetensors does not support: save "
+                "the others by get_model_state_dict(), or all by save()"
             )
         if value.dtype not in _DTYPES.values():
-            raise RuntimeError(f"{fqn} is {value.dtype}, which safetensors files do not hold: save it by other means")
+            raise RuntimeError(f"{fqn} is {value.dtype}, which safetensors does not support: save it by other means")
         if names.aliases(fqn)[0] == fqn:
             place = names.place(fqn)
             chosen.setdefault(None if place is None else place[0], {})[fqn] = value
@@ -131,7 +133,7 @@ def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
 def _stream(
     names: ModelNames, tensors: Mapping[str, torch.Tensor], is_here: bool
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Every tensor whole, on the first rank: gathered a flat parameter at a time."""
+    """Yield every tensor whole, on the first rank, gathered a flat parameter at a time."""
     waiting = [*tensors]
     while waiting:
         place = names.place(waiting[0])
@@ -159,7 +161,7 @@ def _write(path: Path, content: Mapping[str, torch.Tensor]) -> str:
         return f"{path} could not be written: {error}"
     least = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
     if path.stat().st_size <= least:
-        return f"{path} has {path.stat().st_size} bytes, where {least} and a header were written: is the disk full?"
+        return f"{path} has {path.stat().st_size} bytes, but {least} and a header were written: is the disk full?"
     return ""
 
 
@@ -180,23 +182,23 @@ def _finish(folder: Path, token: str, plan: _Plan) -> str:
 
 
 def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any:
-    """Load safetensors files into a model. Each rank reads what it holds, one tensor at a time; nothing is changed
-    unless everything fits.
+    """Load safetensors files into a model. Each rank reads only its own parts, one tensor at a time. Unless everything
+    fits, nothing is changed.
 
-    Ranks: all ranks of the model, which see the same file system.
+    Ranks: all ranks of the model, on a shared file system.
 
     Args:
-        model: any kind of model, also on the meta device.
-        folder: with ``model.safetensors``, or with several files and their index.
+        model: any kind of model; it may be on the meta device.
+        folder: a folder with ``model.safetensors``, or with several files and their index.
         strict: whether missing and unexpected names are errors.
 
     Returns:
         ``(missing_keys, unexpected_keys)``, the same on every rank.
 
     Raises:
-        ValueError: ``folder`` is an address on a network.
-        RuntimeError: on every rank: a file is missing, damaged, or does not hold what the index says; names or shapes
-            do not fit; or a rank did not come.
+        ValueError: ``folder`` is a network address.
+        RuntimeError: on every rank: a file is missing, damaged or contradicts the index; names or shapes do not fit; or
+            a rank did not arrive.
         ModuleNotFoundError: the package ``safetensors`` is not installed.
     """
     names, folder = ModelNames(model), local_folder(folder)
@@ -222,20 +224,20 @@ class _Stored:
 
 
 def _problem(plan: ModelPlan) -> str:
-    """Why what was found cannot be loaded; empty if it can."""
+    """Return why the files cannot be loaded; empty if they can."""
     return plan.problem or list_problems(
         "the files hold other kinds of numbers than the model",
         [
-            f"{fqn}: the files hold {plan.given[fqn].dtype}, which {target.like.dtype} cannot hold as it is"
+            f"{fqn}: the files hold {plan.given[fqn].dtype}, which {target.like.dtype} cannot represent"
             for fqn, target in plan.targets.items()
             if not _is_faithful(plan.given[fqn].dtype, target.like.dtype)
         ],
-        "Convert one of them first: quantized or packed weights need what they were packed by",
+        "Convert one of them first: quantized or packed weights must be unpacked by the library that packed them",
     )
 
 
 def _is_faithful(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether numbers keep their meaning: floats may be rounded, nothing else may change."""
+    """Whether a conversion keeps the values: floats may be rounded, nothing else may change."""
     if found == wanted:
         return True
     if found.is_floating_point:
@@ -247,10 +249,10 @@ def _is_faithful(found: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _look_into(folder: Path) -> dict[str, _Stored]:
-    """The tensors that the files of a folder hold, by their headers.
+    """Read the headers of a folder's files, and return the tensors that they list.
 
     Raises:
-        RuntimeError: something is wrong with them.
+        RuntimeError: a file is missing or damaged.
     """
     weight_map = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     found: dict[str, _Stored] = {}
@@ -260,25 +262,25 @@ def _look_into(folder: Path) -> dict[str, _Stored]:
             raise RuntimeError(f"there is no {path}")
         for fqn, described in _read_header(path).items():
             if fqn in found:
-                raise RuntimeError(f"{fqn} is in {found[fqn].path} and in {path}: which one counts is not known")
+                raise RuntimeError(f"{fqn} is both in {found[fqn].path} and in {path}: remove one of the two")
             found[fqn] = _Stored(path, described)
     for fqn, name in weight_map.items():
         if fqn not in found or found[fqn].path.name != name:
-            raise RuntimeError(f"{folder / INDEX} says that {fqn} is in {name}, and it is not there")
+            raise RuntimeError(f"{folder / INDEX} says that {fqn} is in {name}, but it is not there")
     return found
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Which file each tensor is in."""
+    """Read the file name of each tensor from the index."""
     try:
         weight_map = json.loads(path.read_text(), object_pairs_hook=_without_twins)["weight_map"]
         if not isinstance(weight_map, dict):
             raise ValueError(f"expected a dict as weight_map, found a {type(weight_map).__name__}")
         for fqn, name in weight_map.items():
-            # Links are followed: the cache of the hub consists of them.
+            # Links are followed: the hub's cache consists of links.
             if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-                raise ValueError(f"{fqn} is said to be in {name!r}, which is no name of a file in this folder")
-    except Exception as error:  # whatever strange JSON raises
+                raise ValueError(f"it lists {fqn} in {name!r}, which is not the name of a file in this folder")
+    except Exception as error:  # malformed JSON may raise anything
         raise RuntimeError(f"{path} is damaged: {problem_text(error)}") from error
     return weight_map
 
@@ -287,7 +289,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
+        raise ValueError(f"it contains {next(name for name in names if names.count(name) > 1)} twice")
     return made
 
 
@@ -297,16 +299,16 @@ def _read_header(path: Path) -> dict[str, Described]:
     with path.open("rb") as file:
         header = file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
     try:
-        json.loads(header, object_pairs_hook=_without_twins)  # the library takes the last of two
+        json.loads(header, object_pairs_hook=_without_twins)  # of duplicates, the library uses the last
     except (ValueError, RecursionError) as error:
         raise RuntimeError(f"{path} is damaged: {problem_text(error)}") from error
     try:
         with safe_open(path, framework="pt") as opened:
             return {fqn: _describe(opened, fqn) for fqn in opened.keys()}
     except KeyError as error:
-        raise RuntimeError(f"{path} holds a tensor of the type {error}, which is not supported") from error
+        raise RuntimeError(f"{path} holds a tensor of type {error}, which is not supported") from error
     except (OSError, SafetensorError) as error:
-        raise RuntimeError(f"{path} is damaged, or was not written to its end: {error}") from error
+        raise RuntimeError(f"{path} is damaged, or was not completely written: {error}") from error
 
 
 def _describe(file: Any, fqn: str) -> Described:
@@ -315,7 +317,7 @@ def _describe(file: Any, fqn: str) -> Described:
 
 
 def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
-    """This rank's part of a stored tensor, with memory of its own."""
+    """Read this rank's part of a stored tensor into new memory."""
     from safetensors import safe_open
 
     like = target.like
@@ -329,5 +331,5 @@ def _read(stored: _Stored, fqn: str, target: Target) -> torch.Tensor:
             local = file.get_slice(fqn)[start:stop]
         else:
             local = local_of(shard_whole(file.get_tensor(fqn), Target(like)))
-        # A copy: what safetensors returns keeps the memory of the whole tensor.
+        # A copy: the tensor that safetensors returns keeps the memory of the whole one.
         return RaggedDTensor(local.to(target.device, copy=True).view(spec.local_shape), spec)

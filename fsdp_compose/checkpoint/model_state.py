@@ -1,7 +1,7 @@
-"""The state dict of a model: made without communication or gathered; planned before anything is changed, then loaded.
+"""A model's state dict: made, locally or by gathering, and loaded.
 
-``state_dict`` calls this; ``StateDictOptions``, the ``options`` of its functions, is here. Loading plans for the whole
-model first, so a refused dict leaves the model as it was."""
+``state_dict`` calls this. ``StateDictOptions``, the ``options`` of its functions, is here. Loading first plans the
+whole model, so a refused dict leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ from .fqns import ModelNames, map_leaves, own_method
 from .gathering import Key, copy_to_cpu, gather_values, same_elements, storage_of
 from .resharding import Described, Target, fact_of, from_first_rank, in_layout
 
-# ---- ``StateDictOptions``: the ``options`` of the functions of this package.
+# ---- ``StateDictOptions``
 
 
 @dataclass(frozen=True)
 class StateDictOptions:
-    """How state dicts are made and loaded; names and meaning as in ``torch.distributed.checkpoint.state_dict``.
+    """Options for making and loading state dicts, with the names and meaning of
+    ``torch.distributed.checkpoint.state_dict``.
 
     Args:
-        full_state_dict: getters gather whole tensors, ordinary ones. Setters need not be told: they take whole and
-            sharded tensors alike.
-        cpu_offload: getters copy to the CPU; with ``full_state_dict`` only the first rank gets a result, the others an
-            empty dict.
-        ignore_frozen_params: model getters leave out parameters that do not require grad; model setters do not miss
+        full_state_dict: getters gather whole, ordinary tensors. Setters ignore it: they accept whole and sharded
+            tensors.
+        cpu_offload: getters copy to the CPU. With ``full_state_dict`` only the first rank gets a result; the others get
+            an empty dict.
+        ignore_frozen_params: model getters leave out parameters that do not require grad; model setters do not require
             them.
-        keep_submodule_prefixes: with ``submodules=``, whether keys keep the names of these.
+        keep_submodule_prefixes: with ``submodules=``, keep the submodules' names in the keys.
         strict: setters refuse missing and unexpected keys. Wrong shapes are always refused.
-        broadcast_from_rank0: setters read the dict of the first rank only, and send it, a flat parameter at a time.
-            Needs ``full_state_dict``.
+        broadcast_from_rank0: setters read only the first rank's dict, and send it, a flat parameter at a time. Needs
+            ``full_state_dict``.
         flatten_optimizer_state_dict: optimizer dicts have one level, with keys ``state.<FQN>.<name>`` and
-            ``param_groups.<FQN>.<name>``. Setters need not be told.
-        keep_foreign_params: what an optimizer trains in addition to the parameters of the model is kept, under names
-            like ``param_groups.1.params.0`` (its place in the optimizer), instead of being an error.
+            ``param_groups.<FQN>.<name>``. Setters ignore it: they accept both forms.
+        keep_foreign_params: keep parameters that an optimizer trains but the model does not have, under names like
+            ``param_groups.1.params.0`` (their position in the optimizer), instead of raising.
     """
 
     full_state_dict: bool = False
@@ -60,8 +61,8 @@ class StateDictOptions:
     def __post_init__(self) -> None:
         if self.broadcast_from_rank0 and not self.full_state_dict:
             raise ValueError(
-                "StateDictOptions(broadcast_from_rank0=True) needs full_state_dict=True: what the first rank sends are "
-                "whole tensors"
+                "StateDictOptions(broadcast_from_rank0=True) needs full_state_dict=True: the first rank sends whole "
+                "tensors"
             )
 
     @property
@@ -71,7 +72,7 @@ class StateDictOptions:
 
 
 def as_options(given: Any) -> StateDictOptions:
-    """The ``options`` that a user has given: ours, torch's own, or none."""
+    """Convert the user's ``options``: ours, torch's own, or none."""
     return StateDictOptions() if given is None else as_ours(StateDictOptions, given, "options")
 
 
@@ -79,16 +80,16 @@ def as_options(given: Any) -> StateDictOptions:
 
 
 def is_extra_state(fqn: str) -> bool:
-    """Whether this is the name that nn.Module gives to the result of ``get_extra_state()``."""
+    """Whether this is nn.Module's name for the result of ``get_extra_state()``."""
     return fqn.rpartition(".")[2] == "_extra_state"
 
 
 def entries_of(names: ModelNames) -> dict[str, tuple[str, Any]]:
-    """The key in ``model.state_dict()`` and the (detached, live) value of everything in it, by canonical FQN.
+    """Return key and (detached, live) value of each entry of ``model.state_dict()``, by canonical FQN.
 
     Raises:
-        RuntimeError: two keys have one canonical name; or, on every rank, the first one shows full parameters and the
-            others sharded ones.
+        RuntimeError: two keys have the same canonical name; or, on every rank, the first rank shows full parameters and
+            the others sharded ones.
     """
     return _by_fqn(names, _live_state(names))
 
@@ -105,7 +106,7 @@ def _by_fqn(names: ModelNames, state: Mapping[str, Any]) -> dict[str, tuple[str,
         fqn = names.canonical(key)
         if fqn in found:
             raise RuntimeError(
-                f"{key} and {found[fqn][0]} of this {type(names.model).__name__} have one canonical name, {fqn}: "
+                f"{key} and {found[fqn][0]} of this {type(names.model).__name__} have the same canonical name, {fqn}: "
                 "rename one of the submodules"
             )
         found[fqn] = (key, value)
@@ -117,18 +118,18 @@ def _refuse_summoned_elsewhere(names: ModelNames) -> None:
         if handle.is_summoned_on_first_rank_only:
             raise RuntimeError(
                 f"{handle.name_of(0)} is full on the first rank and sharded on the others, inside "
-                "summon_full_params(rank0_only=True): do it outside of that context. (A full state dict of the first "
-                "rank needs no such context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
+                "summon_full_params(rank0_only=True): call it outside of that context. (A full state dict on the first "
+                "rank does not need the context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
             )
 
 
 @dataclass
 class ModelEntries:
-    """The entries of a state dict of a model.
+    """The entries of a model's state dict.
 
     Attributes:
-        values: live; in a full dict, names of one parameter have one entry.
-        keys: the keys of the dict, and which of ``values`` each has.
+        values: live values; in a full dict, all names of a parameter share one entry.
+        keys: the keys of the dict, each with its key in ``values``.
     """
 
     values: dict[Key, Any] = field(default_factory=dict)
@@ -138,10 +139,10 @@ class ModelEntries:
 def choose_entries(
     names: ModelNames, options: StateDictOptions, submodules: set[nn.Module] | None = None
 ) -> ModelEntries:
-    """The entries that are asked for. Local.
+    """Choose the entries of the state dict. Local.
 
     Raises:
-        RuntimeError: two entries would have one key; or as ``entries_of``.
+        RuntimeError: two entries would have the same key; or as for ``entries_of``.
     """
     state = {fqn: value for fqn, (_, value) in entries_of(names).items()}
     prefixes = names.prefixes_of(submodules) if submodules else [""]
@@ -154,8 +155,8 @@ def choose_entries(
         key = fqn if options.keep_submodule_prefixes else fqn[len(prefix) :]
         if key in by_key:
             raise RuntimeError(
-                f"{by_key[key]} and {fqn} would both be {key}: keep the prefixes (keep_submodule_prefixes=True), or "
-                "ask for one of the submodules at a time"
+                f"{by_key[key]} and {fqn} would both be named {key}: keep the prefixes (keep_submodule_prefixes=True), "
+                "or get one submodule at a time"
             )
         by_key[key] = fqn
         first = next(name for name in (*names.aliases(fqn), fqn) if name in known) if options.full_state_dict else fqn
@@ -165,7 +166,7 @@ def choose_entries(
 
 
 def get_model_state(names: ModelNames, entries: ModelEntries, options: StateDictOptions) -> dict[str, Any]:
-    """The state dict. Ranks: with ``full_state_dict`` all ranks of the model, which have met."""
+    """Make the state dict. Ranks: with ``full_state_dict`` all ranks of the model, after they agreed."""
     values = entries.values
     if options.full_state_dict:
         places = {key: names.place(key[0]) for key in values}
@@ -186,21 +187,21 @@ def _is_frozen(names: ModelNames, fqn: str) -> bool:
     return param is not None and not param.requires_grad
 
 
-# ---- loading
+# ---- Loading
 
 
 @dataclass
 class ModelPlan:
-    """The loading of a state dict into a model, decided before anything is changed.
+    """A plan to load a state dict into a model, made before anything is changed.
 
     Attributes:
-        given: what is loaded, by FQN (one name of tied parameters); ``Described`` where only the first rank has it.
-        targets: where the tensors among it go.
+        given: the values to load, by FQN (one name of tied parameters); ``Described`` if only the first rank has them.
+        targets: where the tensors among them go.
         keys: the keys in ``model.state_dict()``.
         missing, unexpected: as ``nn.Module.load_state_dict`` returns them.
-        versions: of the format of each submodule, as ``load_state_dict()`` takes them: those that the given dict notes,
-            else the present ones, since its keys are compared with the present ones.
-        problem: why it cannot be done; empty if it can.
+        versions: format version of each submodule for ``load_state_dict()``: the one noted in the given dict, else the
+            current one, since the keys are compared with the current ones.
+        problem: why the dict cannot be loaded; empty if it can.
         sending: the process group whose first rank sends its tensors; ``None``: every rank has its own.
     """
 
@@ -216,7 +217,7 @@ class ModelPlan:
 
     @property
     def facts(self) -> list[str]:
-        """The facts that must be the same on every rank."""
+        """Facts that must be equal on every rank."""
         return [fact_of((fqn, ""), value, self.targets.get(fqn), self.sending) for fqn, value in self.given.items()]
 
 
@@ -226,11 +227,11 @@ def plan_model(
     """Compare a state dict with the model. Local; changes nothing.
 
     Args:
-        state: by canonical FQN: tensors of any layout, descriptions of tensors that the first rank has, or others.
+        state: values by canonical FQN: tensors of any layout, descriptions of the first rank's tensors, or others.
         sending: as in ``ModelPlan``.
 
     Raises:
-        RuntimeError: as ``entries_of``.
+        RuntimeError: as for ``entries_of``.
     """
     plan = ModelPlan(names, sending=sending)
     live = _live_state(names)
@@ -243,12 +244,12 @@ def plan_model(
         if fqn not in state:
             continue
         plan.given[fqn], plan.keys[fqn] = state[fqn], key
-        if isinstance(value, torch.Tensor) and not is_extra_state(fqn):  # that can have any shape
+        if isinstance(value, torch.Tensor) and not is_extra_state(fqn):  # extra state can have any shape
             problems += _mismatch(fqn, value, state[fqn])
             if sending is not None and isinstance(value, CompositeDTensor):
                 problems.append(
-                    f"{fqn}: a {value.composite.name}, of several tensors, which the first rank cannot send: give "
-                    "every rank a whole one (without broadcast_from_rank0), or leave it out of the dict"
+                    f"{fqn}: a {value.composite.name} consists of several tensors, which the first rank cannot send: "
+                    "give every rank a whole one (without broadcast_from_rank0), or leave it out of the dict"
                 )
             plan.targets[fqn] = Target(value, names.place(fqn))
     plan.missing = [
@@ -264,7 +265,7 @@ def plan_model(
         problems = [
             *(f"missing: {fqn}{_expected(entries[fqn][1])}" for fqn in plan.missing),
             *(f"unexpected: {fqn}, which the model does not have" for fqn in plan.unexpected),
-            *(f"{fqn}: a hook has put it into state_dict(), and load_state_dict() does not take it" for fqn in refused),
+            *(f"{fqn}: a hook added it to state_dict(), but load_state_dict() does not accept it" for fqn in refused),
             *problems,
         ]
     plan.problem = list_problems(
@@ -294,7 +295,8 @@ def _layout(tensor: torch.Tensor) -> str:
 
 
 def fetch_model(plan: ModelPlan, sender: tuple[dist.ProcessGroup, torch.device] | None) -> dict[str, Any]:
-    """The given values in the model's layout; none is the model's own memory of something else. Changes nothing.
+    """Convert the given values to the model's layout. None of them shares memory with another part of the model.
+    Changes nothing.
 
     Ranks: all ranks of the model.
 
@@ -317,8 +319,8 @@ def fetch_model(plan: ModelPlan, sender: tuple[dist.ProcessGroup, torch.device] 
 
 
 def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
-    """Load values that fit. Parameters on the meta device get memory; their identity stays. A module that loads by
-    itself gets all of its keys in one call, also for what has arrived already: it may want them together."""
+    """Load values that fit. Parameters on the meta device get memory and keep their identity. A module with its own
+    loading gets all of its keys in one call, including values that are loaded already: it may need them together."""
     names, load = plan.names, own_method(plan.names.model, "load_state_dict")
     assigned = _assigned(plan, values)
     there = {plan.keys[fqn]: value for fqn, value in values.items() if fqn not in assigned}
@@ -337,8 +339,8 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
 
 
 def _assigned(plan: ModelPlan, values: Mapping[str, Any]) -> set[str]:
-    """The values that are put in the place of the model's: those on the meta device, and all that are loaded together
-    with these, by a module that loads by itself or by a hook."""
+    """Return the FQNs of values that replace the model's tensors: those for tensors on the meta device, and all that a
+    module with its own loading, or a hook, loads together with them."""
     on_meta = {fqn for fqn in values if fqn in plan.targets and plan.targets[fqn].like.is_meta}
     assigned = set(on_meta)
     if on_meta:
@@ -351,7 +353,7 @@ def _assigned(plan: ModelPlan, values: Mapping[str, Any]) -> set[str]:
 
 
 def _buffer_slots(names: ModelNames, fqns: Collection[str]) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Where those of the buffers stand that have memory: (module, attribute, buffer)."""
+    """Return (module, attribute, buffer) for the buffers among ``fqns`` that have memory."""
     return [
         (module, name, buffer)
         for prefix, module in names.model.named_modules(remove_duplicate=False)
@@ -361,7 +363,7 @@ def _buffer_slots(names: ModelNames, fqns: Collection[str]) -> list[tuple[nn.Mod
 
 
 def _keep_buffers(slots: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
-    """Assignment has put new buffers into the slots: let those that stood there have their values."""
+    """Restore the buffers that loading replaced, with the loaded values."""
     with torch.no_grad():
         for module, name, before in slots:
             loaded = module._buffers[name]
@@ -371,7 +373,7 @@ def _keep_buffers(slots: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
 
 
 def _is_there(value: torch.Tensor, target: Target) -> bool:
-    """Whether ``value`` is the target's own memory: what torch.distributed.checkpoint has loaded into already."""
+    """Whether ``value`` is the target's own memory, into which torch.distributed.checkpoint has already loaded."""
     return type(value) is type(target.like) and same_elements(value, target.like)
 
 
@@ -385,7 +387,7 @@ def _ties(names: ModelNames) -> list[list[str]]:
 
 
 def _slots(names: ModelNames) -> dict[str, tuple[nn.Module, str]]:
-    """Where parameters stand: (module, attribute), by FQN."""
+    """Return (module, attribute) of each parameter, by FQN."""
     return {
         names.canonical(f"{prefix}.{name}" if prefix else name): (module, name)
         for prefix, module in names.model.named_modules(remove_duplicate=False)
@@ -394,8 +396,7 @@ def _slots(names: ModelNames) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _keep_objects(names: ModelNames, fqns: Sequence[str]) -> None:
-    """Assignment has put new parameters into the slots: let those that stood there, which optimizers hold, become
-    them."""
+    """Restore the parameter objects that loading replaced, because optimizers hold them, with the loaded tensors."""
     slots = _slots(names)
     for fqn in fqns:
         before = names.parameters.get(fqn)
@@ -409,7 +410,7 @@ def _keep_objects(names: ModelNames, fqns: Sequence[str]) -> None:
 
 
 def _tie_again(model: nn.Module, plan: ModelPlan, ties: Sequence[Sequence[str]]) -> None:
-    """Assignment gives each slot a parameter of its own: put the loaded one into every slot of a tie."""
+    """Restore ties: loading gives each module its own parameter, so assign the loaded one to all of a tie's modules."""
     slots = _slots(plan.names)
     for tied in ties:
         loaded = next((fqn for fqn in tied if fqn in plan.given), None)
@@ -422,7 +423,7 @@ def _tie_again(model: nn.Module, plan: ModelPlan, ties: Sequence[Sequence[str]])
 
 
 def _warn_of_meta(names: ModelNames) -> None:
-    """Say what loading has left without values: what no state dict holds."""
+    """Warn about tensors that remain on the meta device after loading."""
     tensors: dict[str, torch.Tensor] = {**names.parameters}
     for name, buffer in names.model.named_buffers(remove_duplicate=False):
         tensors[names.canonical(name)] = buffer
@@ -433,6 +434,6 @@ def _warn_of_meta(names: ModelNames) -> None:
         buffers = [fqn for fqn in left if fqn not in persistent]
         extra = f" ({', '.join(buffers)}: non-persistent, in no state dict)" if buffers else ""
         warnings.warn(
-            f"loading has left {', '.join(left)} on the meta device, without values{extra}: compute them before the "
-            "first forward"
+            f"loading left {', '.join(left)} on the meta device, without values{extra}: compute them before the first "
+            "forward"
         )

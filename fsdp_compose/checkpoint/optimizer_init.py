@@ -1,14 +1,14 @@
-"""The state that an optimizer will keep for a parameter that it has not stepped yet, found without touching it.
+"""Find the state that an optimizer will keep for a parameter that it has not stepped yet, without touching either.
 
-A stand-in of the optimizer, with its class and hyperparameters, takes one step on tiny tensors of the same number of
-dimensions; the sizes of what it then keeps say what is shaped like the parameter::
+A tiny copy of the optimizer, with its class and hyperparameters, takes one step on tiny tensors with the same number
+of dimensions. The shapes of its state then tell which state is shaped like the parameter::
 
     parameter (2, 3)  ->  exp_avg (2, 3)  like the parameter      row_var (2, 1)  its rows      step ()  a scalar
 
 Only steps that are known to touch nothing else are tried: those of ``torch.optim`` and of optimizers that were declared
 element-wise.
 
-In a sharded state dict such state is a pending tensor: a place to load into (second section)."""
+A sharded state dict holds such state as a pending tensor: a placeholder to load into (second section)."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from ..comm import maximum_of_all_ranks
 from ..optim import elementwise_classes
 from ..ragged import RaggedDTensor, known_as
 
-_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # of the dimensions of a stand-in, all different
+_SIZES = (2, 3, 5, 7, 11, 13, 17, 19)  # sizes of a tiny tensor's dimensions, all different
 
 
 @dataclass(frozen=True)
 class StateKind:
-    """How one tensor of an optimizer's state follows from its parameter.
+    """How a tensor of an optimizer's state is derived from its parameter.
 
     Attributes:
-        dims: for each dimension, whether it is the parameter's; the others have size 1. ``None``: a scalar.
-        dtype, device: of the state.
+        dims: for each dimension, whether it has the parameter's size; the others have size 1. ``None``: a scalar.
+        dtype, device: dtype and device of the state.
     """
 
     dims: tuple[bool, ...] | None
@@ -56,7 +56,7 @@ class StateKind:
     def shape(self, param_shape: torch.Size) -> tuple[int, ...]:
         if self.dims is None:
             return ()
-        if not param_shape:  # stood in for by a vector
+        if not param_shape:  # the tiny tensor was a vector
             return ()
         return tuple(size if is_kept else 1 for size, is_kept in zip(param_shape, self.dims, strict=True))
 
@@ -65,10 +65,10 @@ Template = Mapping[str, StateKind]
 
 
 class Templates:
-    """The templates of one optimizer; empty where they cannot be known.
+    """Templates of one optimizer's state; empty if they cannot be found.
 
     Args:
-        hyperparameters: by number of the parameter group, what is to replace the optimizer's own.
+        hyperparameters: hyperparameters that replace the optimizer's own, by number of the parameter group.
     """
 
     def __init__(self, optimizer: Optimizer, hyperparameters: Mapping[int, Mapping[str, Any]] | None = None) -> None:
@@ -77,7 +77,7 @@ class Templates:
         self._is_known = _step_is_known(optimizer)
 
     def of(self, group: int, param: torch.Tensor) -> Template:
-        """The state that the optimizer will keep for a parameter of its parameter group number ``group``."""
+        """Return the state that the optimizer will keep for a parameter of parameter group number ``group``."""
         key = (group, max(param.dim(), 1), param.dtype, param.device)
         if key not in self._known:
             values = {**self._optimizer.param_groups[group], **self._hyperparameters.get(group, {})}
@@ -86,7 +86,7 @@ class Templates:
 
 
 def _same_random_numbers(device: torch.device) -> Any:
-    """A context after which random numbers go on as if it had not been."""
+    """Return a context that restores the random number generators at its end."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)
@@ -94,7 +94,7 @@ def _same_random_numbers(device: torch.device) -> Any:
 
 def _step_is_known(optimizer: Optimizer) -> bool:
     if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        return False  # the one needs a closure, the other sparse gradients
+        return False  # LBFGS needs a closure, SparseAdam sparse gradients
     definer = next(cls for cls in type(optimizer).__mro__ if "step" in cls.__dict__)
     return f"{definer.__module__}.".startswith("torch.optim.") or definer in elementwise_classes
 
@@ -115,9 +115,9 @@ def _try_step(
             unwrap(type(optimizer).step)(twin)
     except Exception as error:
         warnings.warn(
-            f"what {type(optimizer).__name__} keeps for parameters that it has not stepped yet is not known: a step "
-            f"on a stand-in raised {type(error).__name__}: {error}. Their state is missing in sharded state dicts, so "
-            "that torch.distributed.checkpoint.load() does not load it: take a step before loading"
+            f"cannot tell which state {type(optimizer).__name__} keeps for parameters that it has not stepped yet: a "
+            f"step of a tiny copy raised {type(error).__name__}: {error}. Sharded state dicts lack their state, so "
+            "torch.distributed.checkpoint.load() does not load it: take a step before loading"
         )
         return {}
     kinds = {key: _kind(value, param) for key, value in twin.state[param].items() if isinstance(value, torch.Tensor)}
@@ -125,8 +125,8 @@ def _try_step(
 
 
 def _stand_in(optimizer: Optimizer, group: Mapping[str, Any], param: torch.Tensor) -> Optimizer:
-    """An optimizer of the same class with the hyperparameters of ``group`` over ``param``, without hooks. It shares
-    nothing that a step could write to, but objects of classes of the user's."""
+    """Make an optimizer of the same class with the hyperparameters of ``group`` over ``param``, without hooks. Except
+    for objects of the user's classes, it shares nothing that a step could write to."""
     twin: Optimizer = object.__new__(type(optimizer))
     for key, value in optimizer.__dict__.items():
         if key not in ("state", "param_groups", "step"):  # schedulers put a wrapper there
@@ -157,12 +157,11 @@ def _kind(value: torch.Tensor, param: torch.Tensor) -> StateKind | None:
     return StateKind(tuple([a == b for a, b in zip(value.shape, param.shape, strict=True)]), value.dtype, value.device)
 
 
-# ---- State that an optimizer does not have yet, in a sharded state dict: a place to load into, which saves as "none
-# yet".
+# ---- Pending tensors: placeholders in a sharded state dict for state that an optimizer does not have yet.
 #
-# ``torch.distributed.checkpoint`` loads into the tensors that it is given, so a state dict must hold some, also for an
-# optimizer that has not stepped. A pending tensor is such a place. Saved, also by ``torch.save``, it becomes ``None``;
-# loaded from ``None``, it is replaced by ``None``; what was never loaded into it is no state either.
+# ``torch.distributed.checkpoint`` loads into the tensors of a given state dict, so the dict needs tensors even if the
+# optimizer has not stepped. Saved, also by ``torch.save``, a pending tensor becomes ``None``; loaded from ``None``, it
+# is replaced by ``None``; and if nothing is loaded into it, there is no state.
 
 
 _MARK = "_fsdp_compose_pending"
@@ -176,7 +175,7 @@ class _Loaded:
 
 
 def pending_state(param: torch.Tensor, template: Template) -> dict[str, torch.Tensor]:
-    """Places for the state of ``param``, in its layout. No communication."""
+    """Make placeholders for the state of ``param``, in its layout. No communication."""
     return {key: _pending(param, kind) for key, kind in template.items()}
 
 
@@ -223,7 +222,7 @@ def _write_nothing(fqn: str, _tensor: Any) -> list[WriteItem]:
 
 
 def _find_shard(twin: torch.Tensor, loaded: _Loaded, index: MetadataIndex) -> Any:
-    if index.offset is None:  # saving: the marker that _write_nothing has announced
+    if index.offset is None:  # saving: the marker announced by _write_nothing
         return None
     loaded.is_loaded = True
     return find_tensor_shard(twin, index)
@@ -234,7 +233,7 @@ def _pickle(twin: torch.Tensor, loaded: _Loaded, protocol: Any) -> Any:
 
 
 def _nothing() -> None:
-    """The value that a pending tensor is unpickled as."""
+    """Return ``None``, as which a pending tensor is unpickled."""
 
 
 torch.serialization.add_safe_globals([_nothing])
@@ -246,24 +245,24 @@ def is_pending(value: Any) -> bool:
 
 
 def take(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a pending tensor may become an optimizer's: once, after which it is the optimizer's."""
+    """Whether an optimizer may use a pending tensor's memory without a copy: true only for the first call."""
     loaded: _Loaded = tensor.__dict__[_MARK]
     is_free, loaded.is_taken = not loaded.is_taken, True
     return is_free
 
 
 def pending_keys(state: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """(FQN, name) of what is pending."""
+    """Return (FQN, name) of each pending tensor."""
     return [(fqn, key) for fqn, entries in state.items() for key, value in entries.items() if is_pending(value)]
 
 
 def without_pending(
     state: Mapping[str, Mapping[str, Any]], group: dist.ProcessGroup | None
 ) -> dict[str, dict[str, Any]]:
-    """Optimizer state without what is none: only parameters that have some.
+    """Remove pending tensors that were not loaded, and parameters that then have no state.
 
-    A rank that holds no elements of a tensor has not seen it being loaded; so the ranks ask each other, if there is
-    anything pending.
+    A rank without elements of a tensor cannot see whether it was loaded, so the ranks ask each other if anything is
+    pending.
 
     Ranks: all ranks of ``group``, with the same ``pending_keys``; ``None``: this one alone.
     """
@@ -273,7 +272,7 @@ def without_pending(
     for fqn, entries in state.items():
         kept = {key: value for key, value in entries.items() if not is_pending(value) or id(value) in arrived}
         if any(value is not None for value in kept.values()):
-            # Nothing is ever loaded into what has no elements.
+            # Nothing is ever loaded into tensors without elements.
             empty = {key: value for key, value in entries.items() if is_pending(value) and not value.numel()}
             result[fqn] = {key: value for key, value in entries.items() if key in kept or key in empty}
     return result

@@ -1,6 +1,6 @@
-"""Loading optimizers: planned for all of them before one is changed.
+"""Load optimizers: plan for all of them before changing one.
 
-``state_dict`` calls this. The plan says where each tensor of an optimizer's state goes, also those in lists and dicts.
+``state_dict`` calls this. The plan says where each tensor of an optimizer's state goes, even inside lists and dicts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .optimizer_init import Template, Templates, is_pending, pending_state, take
 from .optimizer_state import GROUPS, PARAMS, STATE, Trained, TrainedBy, TrainedGroup, conflict_of, pack_flat
 from .resharding import Described, Target, fact_of, from_first_rank, in_layout
 
-# ---- Where each tensor of an optimizer's state goes, also those in lists and dicts, when it is loaded.
+# ---- Targets: where each tensor of an optimizer's state goes, even inside lists and dicts.
 
 
 class StateTargets:
-    """The known facts of one parameter's state.
+    """Shapes, dtypes and targets of one parameter's state.
 
     Args:
         by: the optimizer.
-        template: what it will keep for the parameter, if that is known.
+        template: the state that it will keep for the parameter, if known.
     """
 
     def __init__(self, by: TrainedBy, param: Trained, template: Template) -> None:
@@ -41,21 +41,22 @@ class StateTargets:
         self._present: Mapping[Path, Any] = dict(leaves_of(by.state_of(param)))
 
     def expected_shape(self, path: Path) -> tuple[int, ...] | None:
-        """The shape that the state at ``path`` (its name, and where in lists and dicts) must have; ``None``: any."""
+        """Return the shape required for the state at ``path`` (its name, and its path in lists and dicts); ``None``:
+        any."""
         if path[0] in self._template and len(path) == 1:
             return self._template[path[0]].shape(self._param.tensor.shape)
         known = self._present.get(path)
         return tuple(known.shape) if isinstance(known, torch.Tensor) and len(path) == 1 else None
 
     def dtype(self, path: Path, value: torch.Tensor | Described) -> torch.dtype:
-        """The dtype that the optimizer keeps ``value`` in; its own, if that is not known."""
+        """Return the dtype in which the optimizer keeps ``value``; the dtype of ``value``, if that is not known."""
         if path[0] in self._template and len(path) == 1:
             return self._template[path[0]].dtype
         known = self._present.get(path)
         return known.dtype if isinstance(known, torch.Tensor) else value.dtype
 
     def of(self, path: Path, value: torch.Tensor | Described) -> Target:
-        """Where ``value``, which has the expected shape, goes."""
+        """Return the target of ``value``, which has the expected shape."""
         param, known = self._param, self._present.get(path)
         kind = self._template.get(path[0]) if len(path) == 1 else None
         is_like = kind.is_like_parameter if kind is not None else tuple(value.shape) == tuple(param.tensor.shape)
@@ -69,19 +70,19 @@ class StateTargets:
         if isinstance(value, DTensor) and value.device_mesh == mesh:
             return Target(value)
         if mesh is not None and tuple(value.shape) == (self._by.numel,):
-            # A vector over all parameters (LBFGS): what torch.cat() makes of sharded ones.
+            # A vector over all parameters (LBFGS), as torch.cat() makes it from sharded ones.
             like = torch.empty(value.shape, dtype=value.dtype, device="meta")
             return Target(DTensor.from_local(like, mesh, [Replicate()] * mesh.ndim, run_check=False))
         return plain_target(value, param.target.device)
 
 
 def plain_target(value: torch.Tensor | Described, device: torch.device) -> Target:
-    """A whole tensor; numbers are kept on the CPU."""
+    """Return the target of a whole tensor; numbers stay on the CPU."""
     return Target(torch.empty(value.shape, dtype=value.dtype, device=device if len(value.shape) else "cpu"))
 
 
 def shared_target(by: TrainedBy, path: Path, value: torch.Tensor | Described) -> Target:
-    """Where state goes that an optimizer keeps under other keys than its parameters."""
+    """Return the target of state that an optimizer keeps under keys other than its parameters."""
     known = dict(leaves_of(by.shared)).get(path)
     if isinstance(known, torch.Tensor) and tuple(known.shape) == tuple(value.shape):
         return Target(known)
@@ -101,13 +102,13 @@ class _GroupPlan:
 
 @dataclass
 class OptimizerPlan:
-    """The loading of optimizers, decided before anything is changed.
+    """A plan to load optimizers, made before anything is changed.
 
     Attributes:
-        state: what each parameter gets, by its FQN; parameters without an entry have no state afterwards. State that is
-            of no parameter has its optimizer's ``shared_name``.
-        targets: where the tensors among it go, and ``dtypes``: what they become there.
-        problem: why it cannot be done; empty if it can.
+        state: the state of each parameter, by FQN; parameters without an entry have no state afterwards. State that
+            belongs to no parameter is under its optimizer's ``shared_name``.
+        targets: where the tensors among it go, and ``dtypes``: their dtypes there.
+        problem: why it cannot be loaded; empty if it can.
         sending: the process group whose first rank sends its tensors; ``None``: every rank has its own.
     """
 
@@ -121,12 +122,12 @@ class OptimizerPlan:
 
     @property
     def leaves(self) -> dict[Key, Any]:
-        """Everything in ``state``, also in lists and dicts."""
+        """Everything in ``state``, also inside lists and dicts."""
         return dict(leaves_of(self.state))
 
     @property
     def facts(self) -> list[str]:
-        """The facts that must be the same on every rank."""
+        """Facts that must be equal on every rank."""
         return [fact_of(key, leaf, self.targets.get(key), self.sending) for key, leaf in self.leaves.items()]
 
 
@@ -140,8 +141,8 @@ def plan_optimizers(
     """Compare an optimizer dict with optimizers. Local; changes nothing.
 
     Args:
-        given: keyed by FQN, without pending state; tensors of any layout, or descriptions of tensors that the first
-            rank has.
+        given: state by FQN, without pending tensors: tensors of any layout, or descriptions of the first rank's
+            tensors.
         sending: as in ``OptimizerPlan``.
     """
     plan, saved = OptimizerPlan(trained, sending=sending), _Saved(names, given)
@@ -168,18 +169,18 @@ def plan_optimizers(
 
 
 _REMEDY = (
-    "If the dict was loaded by torch.distributed.checkpoint from an optimizer with other parameter groups, load it "
-    "with fsdp_compose.checkpoint.load(), which takes them as they were saved. StateDictOptions(strict=False) accepts "
-    "missing and unexpected names"
+    "If torch.distributed.checkpoint loaded the dict and the saved optimizer had other parameter groups, load it with "
+    "fsdp_compose.checkpoint.load(), which keeps the saved groups. StateDictOptions(strict=False) accepts missing and "
+    "unexpected names"
 )
 
 
 class _Saved:
-    """An optimizer dict by FQN.
+    """An optimizer dict, by FQN.
 
     Attributes:
         state: as in the dict.
-        groups: the parameter group that each parameter was saved in; ``without_params``: those without any.
+        groups: the saved parameter group of each parameter; ``without_params``: groups without parameters.
     """
 
     def __init__(self, names: ModelNames, given: Mapping[str, Any]) -> None:
@@ -189,7 +190,7 @@ class _Saved:
         self.without_params = [group for group in given[GROUPS] if not group[PARAMS]]
 
     def name_of(self, param: Trained) -> str | None:
-        """The name under which a parameter was saved: that of a tied one may be another."""
+        """Return the name under which a parameter was saved; for a tied one it may be another of its names."""
         aliases = (param.fqn, *self._names.aliases(param.fqn))
         return next((fqn for fqn in aliases if fqn in self.groups or fqn in self.state), None)
 
@@ -199,7 +200,7 @@ class _Saved:
 
 
 def _merge(own: dict[str, Any], saved: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """The hyperparameters of a parameter group from those that its parameters were saved in."""
+    """Return the hyperparameters of a parameter group from the saved groups of its parameters, and conflicts."""
     merged, conflicts = dict(own), []
     source: dict[str, Mapping[str, Any]] = {}
     for group in {id(group): group for group in saved}.values():
@@ -208,8 +209,8 @@ def _merge(own: dict[str, Any], saved: Sequence[Mapping[str, Any]]) -> tuple[dic
                 continue
             if key in source and not _is_equal(source[key][key], value):
                 conflicts.append(
-                    f"{key} of one parameter group is {source[key][key]!r} for {source[key][PARAMS][0]}, and {value!r} "
-                    f"for {group[PARAMS][0]}: put them into parameter groups of their own"
+                    f"in one parameter group, the saved {key} is {source[key][key]!r} for {source[key][PARAMS][0]}, "
+                    f"but {value!r} for {group[PARAMS][0]}: put them into separate parameter groups"
                 )
             merged[key] = value
             source.setdefault(key, group)
@@ -230,7 +231,7 @@ def _plan_param(
     template: Template,
     options: StateDictOptions,
 ) -> list[str]:
-    """Plan the state of one parameter; what is wrong with it."""
+    """Plan the state of one parameter. Return problems."""
     fqn = saved.name_of(param)
     if fqn is None:
         missing = f"missing: {param.fqn}, which the optimizer trains, is in no parameter group of the dict"
@@ -260,7 +261,7 @@ def _plan_param(
 
 
 def _plan_shared(plan: OptimizerPlan, by: TrainedBy, saved: _Saved) -> None:
-    """Plan the state that is of no parameter."""
+    """Plan the state that belongs to no parameter."""
     if by.shared_name not in saved.state:
         return
     plan.state[by.shared_name] = dict(saved.state[by.shared_name])
@@ -273,7 +274,7 @@ def _plan_shared(plan: OptimizerPlan, by: TrainedBy, saved: _Saved) -> None:
 def fetch_optimizers(
     plan: OptimizerPlan, sender: tuple[dist.ProcessGroup, torch.device] | None
 ) -> list[dict[str, Any]]:
-    """The state dict that each optimizer is to load: of its own kind, with memory of its own. Changes nothing.
+    """Return the state dict for each optimizer to load, in its own form and with its own memory. Changes nothing.
 
     Ranks: all ranks of the model; ``sender`` as in ``fetch_model``.
     """
@@ -310,11 +311,11 @@ class _Ours:
     """A tensor that nothing else refers to."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()  # without what marks it as pending
+        self.tensor = tensor.detach()  # drops the mark of pending tensors
 
 
 def _own(given: Any, moved: Any) -> Any:
-    """Mark what was made to be loaded into: it need not be copied, if this is the first optimizer that gets it."""
+    """Mark memory made for loading: the first optimizer that gets it need not copy it."""
     return _Ours(moved) if is_pending(given) and take(given) else moved
 
 
@@ -326,7 +327,7 @@ def _unwrap(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copies(entries: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """``entries`` with memory of their own; the optimizer's present memory is."""
+    """Copy ``entries``, except tensors that are the optimizer's present memory."""
     known = dict(leaves_of(dict(present)))
     copied: dict[str, Any] = map_leaves(lambda path, leaf: _copy(leaf, known.get(path)), dict(entries))
     return copied
@@ -351,7 +352,7 @@ def commit_optimizers(plan: OptimizerPlan, packed: Sequence[dict[str, Any]]) -> 
 
 
 def _keep_dtypes(optimizer: Optimizer, packed: Mapping[str, Any]) -> None:
-    """torch has cast state to the dtype of its parameter (master weights, quantized moments): undo that."""
+    """Undo torch's cast of state to the parameter's dtype (master weights, quantized moments)."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in packed[GROUPS] for number in group[PARAMS]]
     for param, number in zip(params, numbers, strict=True):

@@ -1,7 +1,7 @@
 """The state dicts of optimizers: ``{"state": {FQN: {...}}, "param_groups": [{"params": [FQN, ...], ...}]}``.
 
-Getters read: they never step an optimizer and look at no gradient. In the order of this file: which parameters an
-optimizer trains, the state of its flat views, dicts in other forms, and the getters themselves."""
+Getters only read: they never step an optimizer or look at gradients. In the order of this file: the parameters that an
+optimizer trains, the state of its flat views, dicts in other forms, and the getters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .model_state import StateDictOptions
 from .optimizer_init import Templates, is_pending, pending_state
 from .resharding import Target
 
-# ---- The parameters that optimizers train, in terms of the model: by FQN, also where an optimizer holds flat views.
+# ---- The parameters that optimizers train, by FQN, even if an optimizer holds flat views.
 
 
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -33,7 +33,7 @@ _OPTIMIZERS = "optimizers"
 
 
 def is_shared_name(name: str) -> bool:
-    """Whether this may stand for an optimizer, in the place of the FQN of a parameter."""
+    """Whether this may be the name of an optimizer's shared state, used instead of a parameter's FQN."""
     prefix, _, number = name.rpartition(".")
     return prefix == _OPTIMIZERS and number.isdigit()
 
@@ -46,7 +46,7 @@ class FlatView:
     segment: FlatSegment
 
     def part(self, state: torch.Tensor, index: int) -> torch.Tensor:
-        """The state of one parameter, a view of that of the flat view."""
+        """Return the state of one parameter, a view of the flat view's state."""
         start, stop, shape = self.handle.local_shards[index]
         local = local_of(state.detach())[start - self.segment.start : stop - self.segment.start].view(shape)
         sharded: Any = self.handle.sharded_params[index]
@@ -57,7 +57,7 @@ class FlatView:
         return isinstance(state, torch.Tensor) and state.dim() == 1 and state.shape == self.segment.parameter.shape
 
     def join(self, parts: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The state of the flat view from that of its parameters; zero where there is none."""
+        """Build the state of the flat view from that of its parameters; zero where a parameter has none."""
         segment, first = self.segment, next(iter(parts.values()))
         local = torch.zeros(segment.stop - segment.start, dtype=first.dtype, device=self.handle.shard.device)
         for index, part in parts.items():
@@ -72,10 +72,10 @@ class Trained:
 
     Attributes:
         fqn: its (first) canonical name.
-        number: of the optimizer's parameter that it is, or is a part of, counted over all groups.
-        tensor: the parameter as the model has it.
-        place: the flat parameter that it is in.
-        flat: the optimizer's flat view that it is a part of, if it is.
+        number: the number of the optimizer's parameter that it is, or is part of, counted over all groups.
+        tensor: the model's parameter.
+        place: its place in a flat parameter.
+        flat: the optimizer's flat view that contains it, if there is one.
     """
 
     fqn: str
@@ -92,7 +92,7 @@ class Trained:
 @dataclass(frozen=True)
 class TrainedGroup:
     number: int
-    numbers: list[int]  # of the optimizer's own parameters
+    numbers: list[int]  # numbers of the optimizer's own parameters
     params: list[Trained]
 
     @property
@@ -106,10 +106,10 @@ class TrainedBy:
     Attributes:
         groups: its parameter groups.
         packed: its own ``state_dict()``, which numbers parameters.
-        foreign: what it trains that the model does not have, as text.
-        numel: elements of all its parameters.
-        shared: state that it keeps under other keys than its parameters (``state["global"]``).
-        shared_name: what stands for an FQN in the place of these keys.
+        foreign: descriptions of parameters that it trains but the model does not have.
+        numel: number of elements of all its parameters.
+        shared: state that it keeps under keys other than its parameters (``state["global"]``).
+        shared_name: the name for that state, used instead of an FQN.
     """
 
     def __init__(self, optimizer: Optimizer, names: ModelNames, keep_foreign: bool, place: int) -> None:
@@ -138,12 +138,12 @@ class TrainedBy:
 
     @property
     def device(self) -> torch.device:
-        """Of its first parameter."""
+        """The device of its first parameter."""
         return next((param.target.device for group in self.groups for param in group.params), torch.device("cpu"))
 
     def keep_only(self, prefixes: Sequence[str]) -> None:
-        """Forget the parameters whose names begin with none of ``prefixes``, parameter groups that then have none, and
-        state that is of no parameter."""
+        """Drop parameters whose names begin with none of ``prefixes``, parameter groups that are empty then, and state
+        that belongs to no parameter."""
         if "" in prefixes:
             return
         self.shared = {}
@@ -155,16 +155,17 @@ class TrainedBy:
         self.groups = kept
 
     def on_meta(self, flat: bool) -> list[str]:
-        """Names of parameters without memory: those in flat views of the optimizer, or the others."""
+        """Return the names of parameters on the meta device: those in the optimizer's flat views, or the others."""
         params = [param for group in self.groups for param in group.params]
         return [param.fqn for param in params if param.tensor.is_meta and (param.flat is not None) == flat]
 
     def hyperparameters(self, group: int) -> dict[str, Any]:
-        """Everything in a parameter group but the parameters."""
+        """Return everything in a parameter group except its parameters."""
         return {key: value for key, value in self.packed["param_groups"][group].items() if key not in _NOT_SAVED}
 
     def state_of(self, param: Trained) -> dict[str, Any]:
-        """The optimizer's present state of one parameter; live tensors, but scalars of flat views are copies."""
+        """Return the optimizer's current state of one parameter: live tensors, except that scalars of flat views are
+        copies."""
         state = self.packed["state"].get(param.number) or {}
         if param.flat is None or param.place is None:
             return dict(state)
@@ -179,7 +180,7 @@ class TrainedBy:
 
 
 def _parts(param: torch.Tensor, number: int, names: ModelNames) -> Iterator[Trained]:
-    """The parameters of the model that one of the optimizer's is."""
+    """Yield the model's parameters in one of the optimizer's parameters."""
     handle = handle_of_segment(param)
     if handle is None:
         fqns = names.names_of(param)
@@ -202,7 +203,7 @@ def _text_of_foreign(optimizer: str, group: int, index: int, values: dict[str, A
 
 
 def trained_by(optimizers: Optimizers | None, names: ModelNames, keep_foreign: bool) -> list[TrainedBy]:
-    """The parameters that each of the optimizers trains."""
+    """Return the parameters that each optimizer trains."""
     if optimizers is None:
         return []
     return [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(listed(optimizers))]
@@ -213,37 +214,37 @@ def listed(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def problem_of(trained: Sequence[TrainedBy], names: ModelNames) -> str:
-    """Why these optimizers cannot be spoken of by FQN; empty if they can."""
+    """Return why the optimizers' state cannot be named by FQN; empty if it can."""
     foreign = [item for by in trained for item in by.foreign]
     if foreign:
         return (
-            f"the model does not have {'; '.join(foreign)}. Register it in the model, or keep it next to the model's "
+            f"the model does not have {'; '.join(foreign)}. Register it in the model, or keep it in the state dict "
             "with StateDictOptions(keep_foreign_params=True)"
         )
     seen: set[str] = set()
     for by in trained:
         if by.shared and by.shared_name in names.parameters:
-            return f"the model has a parameter named {by.shared_name}, which stands for other state of optimizers"
+            return f"the model has a parameter named {by.shared_name}, which is the name of the optimizer's other state"
         strange = [key for key in by.shared if not isinstance(key, str)]
         if strange:
             return (
                 f"the {type(by.optimizer).__name__} keeps state under {strange[0]!r}, which is neither one of its "
-                "parameters nor a string: name it"
+                "parameters nor a string: use a string as the key"
             )
         for group in by.groups:
             for fqn in group.fqns:
                 if fqn in seen:
-                    return f"{fqn} is in two optimizers: make a state dict of each by itself"
+                    return f"{fqn} is in two optimizers: make a separate state dict for each"
                 seen.add(fqn)
     return ""
 
 
-# ---- State of an optimizer's flat views, from that of the parameters in them.
+# ---- The state of an optimizer's flat views, built from that of the parameters in them.
 
 
 def conflict_of(group: TrainedGroup, state: Mapping[str, Mapping[str, Any]], *, is_strict: bool) -> list[str]:
-    """Why flat views cannot hold the state that is planned for the parameters of a parameter group: one without state
-    next to one that has some (refused if strict, else zero), or different numbers where there is one for all."""
+    """Return why flat views cannot hold the planned state of a parameter group's parameters: only some of them have
+    state (if not strict, missing state is zero), or they differ in a number that the flat view keeps once."""
     problems = []
     by_number: dict[int, list[Trained]] = {}
     for param in group.params:
@@ -255,7 +256,7 @@ def conflict_of(group: TrainedGroup, state: Mapping[str, Mapping[str, Any]], *, 
         if having and lacking and is_strict:
             problems.append(
                 f"{lacking[0].fqn} has no state and {having[0].fqn} has some, but the optimizer holds both in one flat "
-                "view: give it model.parameters(), or let missing state be zero with "
+                "view: build it from model.parameters(), or use zeros for missing state with "
                 "StateDictOptions(strict=False)"
             )
         problems += _different_scalars(having, state) or _different_nesting(having, state)
@@ -271,8 +272,8 @@ def _different_scalars(params: Sequence[Trained], state: Mapping[str, Mapping[st
             other = state[first.fqn].get(key)
             if _is_scalar(value) and _is_scalar(other) and not bool(torch.as_tensor(value == other)):
                 return [
-                    f"{key} of {first.fqn} is {_number(other)} and that of {param.fqn} {_number(value)}, but the "
-                    "optimizer holds both in one flat view: give it model.parameters()"
+                    f"{key} of {first.fqn} is {_number(other)} and that of {param.fqn} is {_number(value)}, but the "
+                    "optimizer holds both in one flat view: build it from model.parameters()"
                 ]
     return []
 
@@ -282,14 +283,14 @@ def _different_nesting(params: Sequence[Trained], state: Mapping[str, Mapping[st
         ours, theirs = dict(state[params[0].fqn]), dict(state[param.fqn])
         if dict(leaves_of(ours)).keys() != dict(leaves_of(theirs)).keys():
             return [
-                f"the state of {params[0].fqn} has {[*ours]} and that of {param.fqn} {[*theirs]}, or lists of other "
-                "lengths, but the optimizer holds both in one flat view: give it model.parameters()"
+                f"the state of {params[0].fqn} has {[*ours]} and that of {param.fqn} has {[*theirs]}, or lists of "
+                "other lengths, but the optimizer holds both in one flat view: build it from model.parameters()"
             ]
     return []
 
 
 def pack_flat(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of one flat view from that of its parameters."""
+    """Build the state of one flat view from that of its parameters."""
     having = {param.fqn: param for param in params if param.fqn in state}
     if not having:
         return {}
@@ -308,7 +309,7 @@ def pack_flat(params: Sequence[Trained], state: Mapping[str, Mapping[str, Any]])
 
 
 def _is_number(path: Path, parts: Mapping[int, Any]) -> bool:
-    """Whether there is one number for all elements: 0-dim also where the parameter is not."""
+    """Whether the state is one number for all elements, which is 0-dim even if the parameter is not."""
     return path == ("step",) or not any(isinstance(part, DTensor) for part in parts.values())
 
 
@@ -322,14 +323,14 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-# ---- Optimizer dicts in other forms: with one level of keys, or with numbers in the place of names.
+# ---- Optimizer dicts in other forms: with one level of keys, or with numbers instead of names.
 
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], key: value}]}`` with one level of keys:
+    """Flatten ``{"state": {fqn: {key: value}}, "param_groups": [{"params": [fqn], key: value}]}`` to one level of keys:
     ``state.<fqn>.<key>`` and ``param_groups.<fqn>.<key>``. A parameter group without parameters has no key."""
     result: dict[str, Any] = {}
     for fqn, entries in state[STATE].items():
@@ -349,11 +350,11 @@ def _flatten_into(result: dict[str, Any], prefix: str, entries: Mapping[str, Any
 
 
 def unflatten(flat: Mapping[str, Any], fqns: Iterable[str], *, strict: bool) -> dict[str, Any]:
-    """The inverse of ``flatten``, with one parameter group for each parameter; ``fqns`` are the names that keys may
-    hold. Keys that hold none of them are left out.
+    """Undo ``flatten``, with one parameter group for each parameter. ``fqns`` are the names that keys may contain; keys
+    without any of them are left out.
 
     Raises:
-        ValueError: if ``strict``: there are such keys.
+        ValueError: there are such keys, and ``strict``.
     """
     known = set(fqns)
     state: dict[str, dict[str, Any]] = {}
@@ -373,7 +374,7 @@ def unflatten(flat: Mapping[str, Any], fqns: Iterable[str], *, strict: bool) -> 
                 entries = entries.setdefault(name, {})
             entries[last] = value
     if strange and strict:
-        raise ValueError(f"unexpected: no parameter of the model is in {', '.join(strange[:5])}")
+        raise ValueError(f"unexpected: these keys name no parameter of the model: {', '.join(strange[:5])}")
     return {STATE: state, GROUPS: [*groups.values()]}
 
 
@@ -390,22 +391,22 @@ def is_flattened(state: Mapping[str, Any]) -> bool:
 
 
 def is_numbered(state: Mapping[str, Any]) -> bool:
-    """Whether this is what an optimizer's own ``state_dict()`` gives."""
+    """Whether this is the result of an optimizer's own ``state_dict()``."""
     return any(isinstance(param, int) for group in state.get(GROUPS, ()) for param in group.get(PARAMS, ()))
 
 
 def name(state: Mapping[str, Any], fqns: Sequence[str], shared_name: str) -> dict[str, Any]:
-    """An optimizer's own ``state_dict()`` with FQNs in the place of numbers; ``fqns`` are in the order of its groups.
+    """Replace the numbers in an optimizer's own ``state_dict()`` by FQNs, given in the order of its groups.
 
     Args:
-        shared_name: stands for an FQN in the place of keys that are no numbers.
+        shared_name: the name for state under keys that are not numbers.
 
     Raises:
-        ValueError: it is of another number of parameters, or has state for numbers that are in no group.
+        ValueError: it has another number of parameters, or state for numbers that are in no group.
     """
     numbers = [number for group in state[GROUPS] for number in group[PARAMS]]
     if len(numbers) != len(fqns):
-        raise ValueError(f"it numbers {len(numbers)} parameters, where the optimizer has {len(fqns)}")
+        raise ValueError(f"it has {len(numbers)} parameters, but the optimizer has {len(fqns)}")
     names = dict(zip(numbers, fqns, strict=True))
     stray = [number for number in state[STATE] if isinstance(number, int) and number not in names]
     if stray:
@@ -419,7 +420,7 @@ def name(state: Mapping[str, Any], fqns: Sequence[str], shared_name: str) -> dic
 
 
 def require_form(state: Mapping[str, Any]) -> None:
-    """Raises ValueError if this is no optimizer dict by name."""
+    """Raise ValueError unless this is an optimizer dict keyed by name."""
     if not {STATE, GROUPS} <= state.keys():
         raise ValueError(
             f"expected an optimizer dict with {STATE!r} and {GROUPS!r}, or a flattened one; found the keys "
@@ -438,14 +439,14 @@ def require_form(state: Mapping[str, Any]) -> None:
 
 @dataclass
 class OptimizerEntries:
-    """The entries of a state dict of optimizers; live values."""
+    """The entries of a state dict of optimizers, with live values."""
 
     values: dict[Key, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
 
 def choose_optimizer_entries(trained: Sequence[TrainedBy], options: StateDictOptions) -> OptimizerEntries:
-    """The state of all optimizers; a sharded dict has places for what there is not yet. Local."""
+    """Choose the state of all optimizers; a sharded dict has placeholders for state that does not exist yet. Local."""
     entries = OptimizerEntries()
     for by in trained:
         templates = Templates(by.optimizer)
@@ -461,7 +462,7 @@ def choose_optimizer_entries(trained: Sequence[TrainedBy], options: StateDictOpt
 
 
 def get_optimizer_state(names: ModelNames, entries: OptimizerEntries, options: StateDictOptions) -> dict[str, Any]:
-    """The state dict. Ranks: with ``full_state_dict`` all ranks of the model, which have met."""
+    """Make the state dict. Ranks: with ``full_state_dict`` all ranks of the model, after they agreed."""
     values, groups, is_here = entries.values, entries.groups, is_first(group_of(names))
     if options.full_state_dict:
         places = {key: names.place(key[0]) for key in values}

@@ -1,4 +1,4 @@
-"""``LoadPlanner`` and ``SavePlanner`` for ``torch.distributed.checkpoint``, and the check of what all ranks will write.
+"""``LoadPlanner`` and ``SavePlanner`` for ``torch.distributed.checkpoint``, and the check that all ranks' writes fit.
 
 ``LoadPlanner`` loads optimizer dicts as they were saved, whatever state and parameter groups the optimizer has now.
 ``SavePlanner`` saves shards without copying them. ``storage`` uses both; users may pass them to torch's own functions.
@@ -30,16 +30,16 @@ from .gathering import says_what_it_holds
 from .optimizer_init import StateKind, pending_state
 from .optimizer_state import GROUPS, PARAMS, STATE, is_flattened, is_shared_name, longest_prefix
 
-# ---- Whether what all ranks plan to write makes up whole tensors: sorted intervals in the place of compared boxes.
+# ---- Checking that the ranks' chunks make up whole tensors, by sorting intervals instead of comparing boxes.
 #
-# What a rank has of a tensor that is sharded by rows or elements lies in boxes, each of which is a range of the
-# flattened tensor. Sorted by their starts, ranges overlap only with their neighbours. torch's own check compares all
-# boxes that overlap in the longest dimension: of a stack of experts that is cut between elements these are all, and the
-# first rank takes time with the square of the number of ranks (12.8 s a layer at 4,096, torch 2.13).
+# A rank's part of a tensor that is sharded by rows or elements consists of boxes that are ranges of the flattened
+# tensor. Sorted by their starts, ranges overlap only with their neighbors. torch's own check compares all boxes that
+# overlap in the longest dimension. For a stack of experts that is sharded between elements these are all boxes, and
+# the first rank's time grows with the square of the number of ranks (12.8 s a layer at 4,096, torch 2.13).
 
 
 def problems_of(plans: list[SavePlan], metadata: Metadata) -> list[str]:
-    """What is wrong with the chunks of all tensors; empty if nothing is. ``metadata``: of ``plans``, all ranks'."""
+    """Return problems with the chunks of all tensors. ``metadata`` belongs to ``plans``, the plans of all ranks."""
     found = []
     for key, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata) or not tensor.size:
@@ -54,7 +54,7 @@ def problems_of(plans: list[SavePlan], metadata: Metadata) -> list[str]:
 
 
 def _range_of(shape: Sequence[int], chunk: ChunkStorageMetadata) -> tuple[int, int] | None:
-    """Start and stop of a box in the flattened tensor; ``None`` if it is not one range, or not inside."""
+    """Return start and stop of a box in the flattened tensor; ``None`` if it is not one range, or not inside."""
     sizes, offsets = tuple(chunk.sizes), tuple(chunk.offsets)
     if len(sizes) != len(shape) or any(
         offset < 0 or size < 0 or offset + size > whole
@@ -63,7 +63,7 @@ def _range_of(shape: Sequence[int], chunk: ChunkStorageMetadata) -> tuple[int, i
         return None
     start, stride, is_cut = 0, 1, False
     for offset, size, whole in zip(reversed(offsets), reversed(sizes), reversed(shape), strict=True):
-        if is_cut and size > 1:  # something of an inner dimension is missing between its parts
+        if is_cut and size > 1:  # the box covers only part of an inner dimension, so it has gaps
             return None
         is_cut = is_cut or size != whole
         start += offset * stride
@@ -80,25 +80,26 @@ def _problems_of_ranges(key: str, numel: int, ranges: list[tuple[int, int]], is_
     ]
     written = sum(stop - start for start, stop in filled)
     if is_whole and written != numel:
-        found.append(f"{key}: {written} elements are written, and the tensor has {numel}")
+        found.append(f"{key}: {written} elements are written, but the tensor has {numel}")
     return found
 
 
 # ---- The planners
 
 
-_MAX_PROBLEMS = 5  # that an error lists
+_MAX_PROBLEMS = 5  # listed in an error
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """For ``torch.distributed.checkpoint.load(state_dict, planner=LoadPlanner())``.
+    """A planner that loads optimizer dicts as they were saved:
+    ``torch.distributed.checkpoint.load(state_dict, planner=LoadPlanner())``.
 
-    What torch's own planner loads is decided by the dict it is given, key by key. This one takes from the checkpoint
-    which parameter groups there are, what is in them, and what state each parameter has; everything else is the same.
+    torch's own planner loads the keys of the given dict. This one takes the parameter groups, their contents, and the
+    state of each parameter from the checkpoint. Everything else is the same.
 
     Args:
-        allow_pickle: unpickle values that are more than tensors and plain containers, as torch's own planner does. That
-            can run any code (as what ``torch.distributed.checkpoint.load`` does before it asks a planner).
+        allow_pickle: unpickle values other than tensors and plain containers, as torch's own planner does. That can run
+            any code (and so can ``torch.distributed.checkpoint.load`` itself, before it calls a planner).
     """
 
     def __init__(self, *arguments: Any, allow_pickle: bool = True, **options: Any) -> None:
@@ -120,14 +121,14 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         assert metadata is not None
         tensors = [*_tensors(state_dict, ())]
-        with torch.inference_mode(False):  # optimizers will write to what is loaded
+        with torch.inference_mode(False):  # optimizers will write to loaded tensors
             for path, optimizer in _optimizer_dicts(state_dict, ()):
                 _follow(optimizer, _Saved(metadata, path, tensors))
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
 
 def _is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
-    """Not by ``state.`` alone: that may be the name of a submodule."""
+    """Whether ``state`` is an optimizer dict. ``state.`` alone is not enough: it may be the name of a submodule."""
     return {STATE, GROUPS} <= state.keys() or (is_flattened(state) and _has_groups(state))
 
 
@@ -146,7 +147,7 @@ def _optimizer_dicts(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[
 
 
 def _tensors(state: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The tensors that are in no optimizer dict, and where."""
+    """Yield path and tensor of the tensors outside optimizer dicts."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             yield (*path, str(key)), value
@@ -155,8 +156,8 @@ def _tensors(state: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[
 
 
 def _by_name(tensors: Iterable[tuple[tuple[str, ...], torch.Tensor]], path: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Tensors by the last part of their path: a model's by FQN. Of several models the one counts that is nearest to
-    ``path``, then one that is sharded."""
+    """Return tensors by the last part of their path, which is the FQN for a model's tensors. Among several models, the
+    one nearest to ``path`` wins, then a sharded one."""
     best: dict[str, tuple[tuple[int, bool], torch.Tensor]] = {}
     for at, tensor in tensors:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(at, path)))
@@ -170,9 +171,9 @@ class _Saved:
     """The entries of a checkpoint for one optimizer.
 
     Attributes:
-        groups, state: where values are in the optimizer's dict, by key in the checkpoint.
-        tensors: of the model, by FQN.
-        name: of the dict, for messages.
+        groups, state: paths of values in the optimizer's dict, by key in the checkpoint.
+        tensors: the model's tensors, by FQN.
+        name: the dict's name, for messages.
     """
 
     def __init__(
@@ -189,18 +190,19 @@ class _Saved:
         self.state = {key: at for key, at in paths.items() if key not in self.groups}
 
     def place(self, key: str) -> Any:
-        """Something to load a value into that is not sharded."""
+        """Make an unsharded tensor, or ``None``, to load a value into."""
         saved = self._metadata.state_dict_metadata[key]
         if not isinstance(saved, TensorStorageMetadata):
             return None
         return torch.zeros(saved.size, dtype=saved.properties.dtype)
 
     def state_place(self, key: str, fqn: str, rest: Sequence[Any], entries: Mapping[str, Any]) -> Any:
-        """Something to load state of a parameter into: what is there, if it can take it, or a place sharded
-        like the parameter or like other state of it.
+        """Return a value to load a parameter's state into: the present one if it fits, or a placeholder sharded like
+        the parameter or other state of it.
 
         Args:
-            rest: where it is in the state of the parameter, which is ``entries`` now.
+            rest: path in the state of the parameter.
+            entries: the parameter's present state.
         """
         present = entries.get(rest[0]) if len(rest) == 1 else None
         saved = self._metadata.state_dict_metadata[key]
@@ -217,15 +219,14 @@ class _Saved:
             return pending_state(like, {key: kind})[key]
         if fqn not in self.tensors and not is_shared_name(fqn) and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
-                f"the checkpoint holds {key}, of shape {tuple(saved.size)}, for which the optimizer has no place "
-                f"before its first step, and how {fqn} is sharded is not known: load the model's state dict in the "
-                "same call"
+                f"the checkpoint holds {key}, of shape {tuple(saved.size)}, but the optimizer has no such state before "
+                f"its first step, and the sharding of {fqn} is unknown: load the model's state dict in the same call"
             )
         return self.place(key)
 
     def wanted(self, trained: Sequence[str], saved: Iterable[str]) -> list[str]:
-        """Of the names with saved state those of trained parameters, also if a tied one was saved by another name, and
-        those that stand for optimizers."""
+        """Return the saved names to load: trained parameters, also if a tied one was saved under another name, and the
+        shared state of optimizers."""
         saved = list(saved)
         lacking = {self.tensors[fqn].shape for fqn in trained if fqn not in saved and fqn in self.tensors}
         known = set(trained)
@@ -237,14 +238,14 @@ class _Saved:
 
 
 def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
-    """Give an optimizer dict a place for everything that was saved of what it trains, and for nothing else."""
+    """Make an optimizer dict hold places for all saved state of the parameters it trains, and for nothing else."""
     if not saved.groups:
         return  # torch's planner names what is missing
     was_flattened = not any(at[0] == GROUPS for at in saved.groups.values())
     if was_flattened != is_flattened(optimizer):
         raise ValueError(
             f"the optimizer dict {saved.name!r} was saved with flatten_optimizer_state_dict={was_flattened}: get the "
-            "dict to load into with the same option"
+            "dict that you load into with the same option"
         )
     if was_flattened:
         _follow_flattened(optimizer, saved)
@@ -260,7 +261,7 @@ def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
     if all(fqn.isdigit() for fqn in by_fqn) and by_fqn.keys().isdisjoint(trained) and by_fqn:
         raise ValueError(
             f"the optimizer dict {saved.name!r} was saved as an optimizer's own state_dict(), which numbers "
-            "parameters: load it into such a dict, of an optimizer that has taken a step, and give that to "
+            "parameters: load it into the state_dict() of an optimizer that has taken a step, and pass that to "
             "set_optimizer_state_dict()"
         )
     state: dict[Any, dict[str, Any]] = {}
@@ -313,17 +314,18 @@ def _put(container: Any, path: Sequence[Any], value: Any) -> None:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """For ``torch.distributed.checkpoint.save(state_dict, planner=SavePlanner())``.
+    """A planner that saves shards without copying them:
+    ``torch.distributed.checkpoint.save(state_dict, planner=SavePlanner())``.
 
-    torch's file writer copies whatever is a part of a larger storage, as sharded parameters are of their shard, and
-    keeps the copies until everything is written. This planner gives it the same memory as storages of their own. (Not
-    for ``async_save()``, which is to copy.)
+    torch's file writer copies tensors that are part of a larger storage, as sharded parameters are, and keeps the
+    copies until everything is written. This planner presents the same memory as separate storages. (Do not use it with
+    ``async_save()``, which has to copy.)
 
-    Among many ranks it plans in a time that grows with what is planned, also for stacks of experts.
+    With many ranks, its planning time grows only with the number of items, also for stacks of experts.
 
     Args:
-        share: this rank and the number of ranks, where all ranks have the same keys: then what all ranks have whole is
-            planned by one rank each. Default: every rank plans all it has, and the first one chooses.
+        share: this rank and the number of ranks, if all ranks have the same keys: each value that all ranks have whole
+            is then planned by a single rank. Default: every rank plans all its values, and the first rank chooses.
     """
 
     def __init__(self, *arguments: Any, share: tuple[int, int] | None = None, **options: Any) -> None:
@@ -343,7 +345,7 @@ class SavePlanner(DefaultSavePlanner):
         finally:
             self.state_dict = whole
         if plan.planner_data is not None and rank:
-            plan = replace(plan, planner_data={})  # the keys, which the first rank has too
+            plan = replace(plan, planner_data={})  # the first rank has the same keys
         self.plan = plan
         return plan
 
@@ -353,7 +355,7 @@ class SavePlanner(DefaultSavePlanner):
         plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank))
         if self.flatten_state_dict:
             paths: dict[str, Any] = {}
-            for plan in reversed(plans):  # the first ranks' count
+            for plan in reversed(plans):  # lower ranks overwrite higher ones
                 paths.update(plan.planner_data)
             metadata = replace(metadata, planner_data=paths)
         problems = problems_of(plans, metadata)
@@ -368,26 +370,26 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def keys_of(state_dict: dict[str, Any]) -> list[str]:
-    """What will be planned of a state dict: the keys, and which of their values a rank has whole."""
+    """Return the keys that will be planned for a state dict, and whether a rank has their values whole."""
     planner = SavePlanner()
     planner.set_up_planner(state_dict)
     return [f"{'whole' if is_whole(value) else 'sharded'} {key}" for key, value in planner.state_dict.items()]
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a rank that has this value has all of it: a plain tensor that does not say otherwise, or no tensor."""
+    """Whether this rank has the whole value: a plain tensor not marked as a part, or not a tensor."""
     if isinstance(value, torch.Tensor):
         return type(value) in (torch.Tensor, torch.nn.Parameter) and not says_what_it_holds(value)
     return not hasattr(value, "__create_write_items__")
 
 
 def owner_of(key: str, num_ranks: int) -> int:
-    """The rank that writes what all have; the same in every process."""
+    """Return the rank that writes a value that all ranks have; the same in every process."""
     return zlib.crc32(key.encode()) % num_ranks
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a part of a storage as a storage, which keeps the other one alive."""
+    """Present part of a storage as a storage of its own, which keeps the original alive."""
     is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
     if not is_part or not tensor.nbytes or not tensor.is_contiguous() or tensor.device.type != "cpu":
         return tensor
@@ -395,25 +397,28 @@ def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return as_bytes.view(tensor.dtype).view(tensor.shape)
 
 
-# ---- Dicts with numbers for keys, of which ``torch.distributed.checkpoint`` makes strings (``MultiStepLR``).
+# ---- Dicts with integer keys, which ``torch.distributed.checkpoint`` converts to strings (``MultiStepLR``).
 
 
 def with_string_keys(value: Any) -> Any:
-    """The value with dicts and lists of its own, and strings for keys.
+    """Copy the dicts and lists of a value, with strings as keys.
 
     Raises:
-        ValueError: two keys of a dict have one string.
+        ValueError: two keys of a dict convert to the same string.
     """
     if isinstance(value, dict):
         made = {str(key): with_string_keys(item) for key, item in value.items()}
         if len(made) != len(value):
-            raise ValueError(f"two keys of a dict have one string, among {[*value][:10]}: checkpoints hold strings")
+            raise ValueError(
+                f"two keys of a dict convert to the same string, among {[*value][:10]}: checkpoints store keys as "
+                "strings"
+            )
         return made
     return [with_string_keys(item) for item in value] if type(value) is list else value
 
 
 def paths_of_numbers(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Where, by strings and indices, dicts are that have integers for keys."""
+    """Yield the paths, by strings and indices, of dicts with integer keys."""
     if isinstance(value, dict):
         if any(type(key) is int for key in value):
             yield path
@@ -425,7 +430,7 @@ def paths_of_numbers(value: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def give_back(before: Any, loaded: Any, numbers: Collection[Path], path: Path = ()) -> Any:
-    """The values of ``loaded`` in the dicts of ``before``, of which it was made ``with_string_keys``.
+    """Put the values of ``loaded``, which was made by ``with_string_keys(before)``, back into the dicts of ``before``.
 
     Args:
         numbers: the ``paths_of_numbers`` of what was saved.
@@ -445,24 +450,24 @@ def give_back(before: Any, loaded: Any, numbers: Collection[Path], path: Path = 
     return loaded
 
 
-# ---- Parameters of several tensors (quantised weights) that were saved by another number of ranks.
+# ---- Parameters made of several tensors (quantized weights) that were saved on another number of ranks.
 #
-# What a file holds of one is an instance of its class over the rows of the rank that saved it. A class need not know
-# how to cut rows out of such an instance, where ``torch.distributed.checkpoint`` would ask for that. So the pieces that
-# have rows of this rank are read whole, and their tensors are cut, one by one.
+# A file holds an instance of the parameter's class over the rows of the rank that saved it.
+# ``torch.distributed.checkpoint`` would slice rows out of such an instance, which its class may not support. So pieces
+# with rows of this rank are read whole, and their inner tensors are sliced one by one.
 
 
 def read_cut_otherwise(
     plan: LoadPlan, planner: TorchLoadPlanner, metadata: Metadata, read: Callable[[LoadPlan, Any], Any]
 ) -> LoadPlan:
-    """Read what was cut otherwise than it is here.
+    """Read composite parameters that were saved with another sharding than this rank's.
 
     Args:
-        plan: of tensors.
-        read: the reader's own way to read a plan.
+        plan: a plan for tensors.
+        read: the reader's own function to read a plan.
 
     Returns:
-        What is left of the plan.
+        The rest of the plan.
     """
     targets = getattr(planner, "state_dict", {})
     others, wanted = list[ReadItem](), dict[str, list[ReadItem]]()
@@ -481,14 +486,14 @@ def read_cut_otherwise(
 
 
 def _saved_sizes(item: ReadItem, metadata: Metadata) -> torch.Size:
-    """Of the tensor in the file, of which an item may want a part."""
+    """Return the sizes of the stored tensor; the item may want a part of it."""
     entry: Any = metadata.state_dict_metadata[item.storage_index.fqn]
     sizes: torch.Size = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == item.storage_index.offset)
     return sizes
 
 
 class _Piece:
-    """What a reader finds in the place of a tensor to copy into; keeps what was read."""
+    """Takes the place of a tensor that a reader copies into; keeps the tensor that was read."""
 
     read: torch.Tensor
 
@@ -506,7 +511,7 @@ class _Piece:
 
 
 class _Pieces:
-    """Stands in the place of a planner, for the pieces of one parameter."""
+    """Takes the place of a planner, for the pieces of one parameter."""
 
     def __init__(self) -> None:
         self._by_row: dict[int, _Piece] = {}
@@ -517,8 +522,8 @@ class _Pieces:
         return piece
 
     def commit_tensor(self, *_: Any) -> None:
-        """Nothing to do: what was read is there."""
+        """Do nothing: the piece keeps the tensor."""
 
     def in_order(self) -> list[tuple[int, torch.Tensor]]:
-        """What was read, each with its first row."""
+        """Return the pieces that were read, each with its first row."""
         return [(row, self._by_row[row].read) for row in sorted(self._by_row)]

@@ -1,4 +1,5 @@
-"""Given tensors in the layout of a model or an optimizer: sharded locally, moved, or sent by the first rank."""
+"""Convert given tensors to the layout of a model or an optimizer: shard them locally, move them, or send them from
+the first rank."""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ class Described:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a given value goes.
+    """The destination of a given value.
 
     Attributes:
-        like: a tensor with the shape, placements and device that are wanted; its elements are not touched.
-        place: the flat parameter, if it is sharded like a parameter there.
+        like: a tensor with the wanted shape, placements and device; its elements are not touched.
+        place: the place of the parameter in a flat parameter, if it is sharded like one.
     """
 
     like: torch.Tensor
@@ -49,7 +50,7 @@ class Target:
 
 
 def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
-    """``value`` as ``target`` has it; shares memory where nothing moves. The dtype stays.
+    """Convert ``value`` to the layout of ``target``, sharing memory if nothing moves. The dtype stays.
 
     Ranks: if ``movement`` is not empty, all ranks of the meshes of ``value`` and of the target.
     """
@@ -73,10 +74,10 @@ def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
 
 
 def fact_of(key: Key, value: Any, target: Target | None, sending: dist.ProcessGroup | None) -> str:
-    """The fact that ranks must agree on before ``value`` is brought to its target.
+    """Return the fact that ranks must agree on before ``value`` is moved to its target.
 
     Args:
-        target: ``None``: it goes nowhere, and every rank has it.
+        target: ``None``: the value is not moved, and every rank has it.
         sending: the process group whose first rank sends its tensors (``from_first_rank``); ``None``: ``in_layout``.
     """
     if target is None or not isinstance(value, (torch.Tensor, Described)):
@@ -96,7 +97,7 @@ def _movement(value: Any, target: Target, sending: dist.ProcessGroup | None) -> 
 
 
 def _is_placed_like(value: DTensor, like: DTensor) -> bool:
-    """Whether both have their elements at the same places."""
+    """Whether both have the same layout."""
     if isinstance(value, RaggedDTensor) and isinstance(like, RaggedDTensor):
         return value._spec.is_sharded_like(like._spec)
     return (
@@ -108,7 +109,7 @@ def _is_placed_like(value: DTensor, like: DTensor) -> bool:
 
 
 def shard_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
-    """This rank's part of a whole tensor, which may share its memory. No communication."""
+    """Return this rank's part of a whole tensor, which may share its memory. No communication."""
     like, whole = target.like, whole.detach()
     assert isinstance(like, DTensor)
     if isinstance(like, CompositeDTensor):
@@ -124,12 +125,12 @@ def shard_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
     return RaggedDTensor(local, spec)
 
 
-# ---- from the first rank
+# ---- Sending from the first rank
 
 
 @dataclass
 class _Parcel:
-    """Tensors that go out together, sharded like parameters of one flat parameter."""
+    """Tensors that are scattered together, sharded like parameters of one flat parameter."""
 
     dtype: torch.dtype
     place: Place
@@ -139,10 +140,10 @@ class _Parcel:
 def from_first_rank(
     wanted: Mapping[Key, tuple[Any, Target]], group: dist.ProcessGroup, device: torch.device
 ) -> dict[Key, torch.Tensor]:
-    """Tensors that the first rank of ``group`` has whole, on every rank in the layout of their targets.
+    """Distribute the first rank's whole tensors to all ranks of ``group``, in the layout of their targets.
 
-    One scatter for each flat parameter and kind of state: every rank receives its shard only. What is in no flat
-    parameter is broadcast, one tensor at a time.
+    There is one scatter for each flat parameter and kind of state, in which every rank receives only its shard. Other
+    tensors are broadcast, one at a time.
 
     Ranks: all ranks of ``group``, with equal keys and targets.
 
@@ -168,13 +169,13 @@ def from_first_rank(
 
 
 def is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
-    """Whether ``from_first_rank`` sends each rank its part only."""
+    """Whether ``from_first_rank`` sends each rank only its part."""
     place = target.place
     if place is None or not is_sharded_like(target.like, place):
         return False
     mesh = place[0].mesh
     if mesh.peers.size() > mesh.data_world_size:
-        return False  # other ranks have the same, or other parts (tensor parallelism)
+        return False  # tensor parallelism: other ranks hold the same or other parts
     return mesh.peers is group and mesh.first_rank == dist.get_process_group_ranks(group)[0]
 
 
@@ -214,8 +215,8 @@ def _scatter(
 
 
 def describe(value: Any) -> Any:
-    """A value, or what is in lists and dicts, as the other ranks are told of it: of a tensor shape and dtype; of a
-    number, and of what is no tensor, all."""
+    """Describe a value, also inside lists and dicts, for the other ranks: shape and dtype of a tensor; numbers and
+    other values as they are."""
 
     def tell(_: Any, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) and leaf.dim():
@@ -226,7 +227,7 @@ def describe(value: Any) -> Any:
 
 
 def on_cpu(value: Any) -> Any:
-    """A value that can be pickled, with the tensors in it on the CPU."""
+    """Move the tensors in a value to the CPU, so that it can be pickled."""
 
     def move(_: Any, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
@@ -237,7 +238,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def share(value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A picklable value of the first rank, on every rank."""
+    """Broadcast a picklable value from the first rank."""
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=0, device=device)
     return box[0]

@@ -1,8 +1,8 @@
-"""The functions of ``torch.distributed.checkpoint.state_dict``, for every kind of module: what users call.
+"""The functions of ``torch.distributed.checkpoint.state_dict``, for every kind of module.
 
-A getter chooses, locally, what a state dict will hold; the ranks meet; then it gathers, copies, or neither. A setter
-lets the ranks meet, plans, compares plans, moves values, and only then changes something. The work is in
-``model_state``, ``optimizer_state`` and ``optimizer_load``."""
+A getter chooses the entries of a state dict locally; then the ranks agree on them, and it gathers or copies values if
+asked to. A setter makes a plan, compares the ranks' plans, moves values, and only then changes anything. The work is
+in ``model_state``, ``optimizer_state`` and ``optimizer_load``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from .optimizer_state import (
 )
 from .resharding import describe, on_cpu, share
 
-# ---- The getters: choose, locally, what a state dict will hold; meet; then gather, copy, or neither.
+# ---- The getters: choose entries locally; agree with the other ranks; then gather, copy, or return live values.
 
 
 def get(
@@ -65,7 +65,7 @@ def get(
     submodules: set[nn.Module] | None,
     with_model: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state dicts of a model (empty unless ``with_model``) and of optimizers (empty if there are none)."""
+    """Return the state dicts of a model (empty unless ``with_model``) and of optimizers (empty if there are none)."""
     names = ModelNames(model)
     with torch.no_grad():
         chosen, problem = attempt(_choose, names, optimizers, options, submodules, with_model)
@@ -86,10 +86,10 @@ def _choose(
     submodules: set[nn.Module] | None,
     with_model: bool,
 ) -> tuple[ModelEntries, OptimizerEntries]:
-    """The entries that the state dicts will hold. Local.
+    """Choose the entries of the state dicts. Local.
 
     Raises:
-        RuntimeError: they cannot be made.
+        RuntimeError: the state dicts cannot be made.
     """
     trained = trained_by(optimizers, names, options.keep_foreign_params)
     problem = problem_of(trained, names)
@@ -101,12 +101,12 @@ def _choose(
     return entries, choose_optimizer_entries(trained, options)
 
 
-# ---- The setters: meet, plan, compare plans, move values, and only then change something.
+# ---- The setters: agree, plan, compare plans, move values, and only then change anything.
 
 
 @dataclass
 class _Given:
-    """The state that a user wants loaded: of a model, of optimizers, or both; keyed by FQN."""
+    """The state to load, keyed by FQN: a model's, optimizers', or both."""
 
     model: Mapping[str, Any] | None = None
     optimizers: Mapping[str, Any] | None = None
@@ -120,9 +120,8 @@ def load_into(
     optimizer_state: Mapping[str, Any] | None,
     options: StateDictOptions,
 ) -> Any:
-    """Load a model (unless ``model_state`` is ``None``) and optimizers (likewise): all that fits, on every rank, or
-    nothing."""
-    with torch.inference_mode(False):  # what is loaded will be written to
+    """Load a model and optimizers (each unless its state is ``None``), completely on every rank or not at all."""
+    with torch.inference_mode(False):  # loaded tensors must be writable later
         several = None if optimizers is None else listed(optimizers)
         return _load_into(call, model, several, model_state, optimizer_state, options)
 
@@ -156,7 +155,7 @@ def _load_into(
     values, result = fetch_model(plans.model, sender), None
     is_on_meta = any(by.on_meta(flat=False) for by in ready.trained)
     is_first_loaded = optimizers is not None and is_true_on_any(group, call, "on the meta device", is_on_meta)
-    if is_first_loaded:  # what has no memory yet gives its state none
+    if is_first_loaded:  # parameters on meta have no memory yet, so their optimizer state could not have any
         result = _load_model(group, call, plans, values)
         plans, problem = attempt(_plan_again, ModelNames(model), optimizers, plans, options)
         agree(group, call, plans.facts if plans else [], _after("the optimizers were not loaded", problem))
@@ -166,13 +165,13 @@ def _load_into(
         result = _load_model(group, call, plans, values)
     if optimizers is not None:
         _, problem = attempt(commit_optimizers, plans.optimizers, packed)
-        agree(group, call, [], _after("some of the optimizers' state may be the new one, on any rank", problem))
+        agree(group, call, [], _after("some optimizer state may already be replaced, on any rank", problem))
     return result
 
 
 @dataclass
 class _Ready:
-    """One rank before the others are met: what is loaded into what, and what the first rank will tell of it."""
+    """A rank's input before the ranks agree: the state, the optimizers to load, and the first rank's description."""
 
     trained: list[TrainedBy]
     given: _Given
@@ -181,7 +180,7 @@ class _Ready:
     @property
     def facts(self) -> list[str]:
         state = self.given.optimizers[STATE] if self.given.optimizers is not None else {}
-        pending = [f"{key_text(key)}, for which there is no state yet" for key in pending_keys(state)]
+        pending = [f"{key_text(key)}, which has no state yet" for key in pending_keys(state)]
         return [f"{len(self.trained)} optimizers", *pending]
 
 
@@ -192,7 +191,8 @@ def _prepare(
     options: StateDictOptions,
     sending: dist.ProcessGroup | None,
 ) -> _Ready:
-    """Local. Raises RuntimeError, or what the user's objects raise, if something cannot be loaded."""
+    """Check and normalize the input. Local. Raises RuntimeError, or an error of the user's objects, if something cannot
+    be loaded."""
     trained = trained_by(optimizers, names, options.keep_foreign_params)
     problem = problem_of(trained, names)
     if problem:
@@ -210,7 +210,7 @@ def _prepare(
 def _read(
     state: Mapping[str, Any], names: ModelNames, trained: list[TrainedBy], options: StateDictOptions
 ) -> Mapping[str, Any]:
-    """An optimizer dict, in whatever form, by FQN."""
+    """Convert an optimizer dict of any form to one keyed by FQN."""
     if not trained and not state:
         return {STATE: {}, GROUPS: []}
     fqns = [fqn for by in trained for fqn in by.fqns]
@@ -220,7 +220,9 @@ def _read(
             state = unflatten(state, known, strict=options.strict)
         elif is_numbered(state):
             if any(param.flat for by in trained for group in by.groups for param in group.params):
-                raise ValueError("an optimizer's own state_dict() numbers its parameters, and these are flat views")
+                raise ValueError(
+                    "an optimizer's own state_dict() numbers its parameters, but this optimizer's are flat views"
+                )
             state = name(state, fqns, trained[0].shared_name)
         require_form(state)
     except ValueError as error:
@@ -229,7 +231,7 @@ def _read(
 
 
 def _tell(given: _Given) -> bytes:
-    """The first rank's state, as the other ranks are told of it."""
+    """Pickle a description of the first rank's state for the other ranks."""
     try:
         model = optimizers = None
         if given.model is not None:
@@ -240,7 +242,7 @@ def _tell(given: _Given) -> bytes:
             state = {fqn: describe(dict(entries)) for fqn, entries in given.optimizers[STATE].items()}
             optimizers = {STATE: state, GROUPS: on_cpu(given.optimizers[GROUPS])}
         return pickle.dumps(_Given(model, optimizers))
-    except Exception as error:  # whatever objects of the user's raise
+    except Exception as error:  # the user's objects may raise anything
         raise RuntimeError(
             f"broadcast_from_rank0 cannot send this state dict: {type(error).__name__}: {error}"
         ) from error
@@ -270,7 +272,7 @@ class _Plans:
 def _plan(
     names: ModelNames, ready: _Ready, told: bytes, options: StateDictOptions, sending: dist.ProcessGroup | None
 ) -> _Plans:
-    """Local. Raises RuntimeError if something does not fit."""
+    """Plan the loading. Local. Raises RuntimeError if something does not fit."""
     given: _Given = ready.given if sending is None or sending.rank() == 0 else pickle.loads(told)
     plans = _Plans(given, ModelPlan(names), OptimizerPlan(ready.trained))
     if given.model is not None:
@@ -284,7 +286,7 @@ def _plan(
 
 
 def _plan_again(names: ModelNames, optimizers: Optimizers | None, plans: _Plans, options: StateDictOptions) -> _Plans:
-    """The plans after the model has been loaded, and has memory."""
+    """Plan the optimizers again after the model was loaded and got memory."""
     assert plans.given.optimizers is not None
     trained = trained_by(optimizers, names, options.keep_foreign_params)
     again = plan_optimizers(names, trained, plans.given.optimizers, options, plans.optimizers.sending)
@@ -294,7 +296,7 @@ def _plan_again(names: ModelNames, optimizers: Optimizers | None, plans: _Plans,
 
 
 def _meta_problem(trained: list[TrainedBy], plan: ModelPlan) -> str:
-    """Why optimizer state cannot be loaded for parameters on the meta device; empty if it can."""
+    """Return why optimizer state cannot be loaded for parameters on the meta device; empty if it can."""
     for by in trained:
         flat = by.on_meta(flat=True)
         if flat:
@@ -312,45 +314,46 @@ def _meta_problem(trained: list[TrainedBy], plan: ModelPlan) -> str:
 
 
 def _load_model(group: dist.ProcessGroup | None, call: str, plans: _Plans, values: Mapping[str, Any]) -> Any:
-    """Change the model. A rank where that fails is heard of on all, before optimizers are changed."""
+    """Change the model. If that fails on a rank, all ranks raise before optimizers are changed."""
     if plans.given.model is None:
         return None
     result, problem = attempt(commit_model, plans.model, values)
-    optimizers = "; the optimizers are as they were" if plans.given.optimizers is not None else ""
-    agree(group, call, [], _after(f"some of the model's values may be the new ones, on any rank{optimizers}", problem))
+    optimizers = "; the optimizers are unchanged" if plans.given.optimizers is not None else ""
+    agree(group, call, [], _after(f"some of the model's values may be replaced, on any rank{optimizers}", problem))
     return result
 
 
 def _after(consequence: str, problem: str | Exception) -> str | Exception:
-    """A problem that came when something had been changed already."""
+    """Add ``consequence`` to a problem that came up after something was changed."""
     if not problem:
         return ""
-    failure = RuntimeError(f"{problem_text(problem)}\n(raised while it was loaded: {consequence})")
+    failure = RuntimeError(f"{problem_text(problem)}\n(raised during loading: {consequence})")
     failure.__cause__ = problem if isinstance(problem, Exception) else None
     return failure
 
 
-# ---- What users call
+# ---- Public functions: getting state dicts
 
 
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """The state dict of a model, by canonical FQN: as the model was called before any wrapper or sharding.
+    """Return the state dict of a model under canonical FQNs, the names without any wrapper or sharding.
 
-    Sharded tensors are DTensors over the live shards: nothing is communicated or copied. With ``full_state_dict`` they
-    are whole: one collective for each flat parameter, and no more memory than for the result and one of these.
-    Names of one tensor (tied weights) have one whole tensor.
+    By default sharded tensors are DTensors over the live shards; nothing is communicated or copied. With
+    ``full_state_dict`` tensors are whole, which takes one collective for each flat parameter, and memory for the result
+    and one flat parameter. Names of the same tensor (tied weights) then share one whole tensor.
 
-    Ranks: with ``full_state_dict`` all ranks of the model, which meet first, in bounded time; else any.
+    Ranks: with ``full_state_dict`` all ranks of the model, which first wait for each other, for a bounded time;
+    otherwise any rank.
 
     Args:
-        model: plain, sharded, tensor-parallel, wrapped, or a mix.
-        submodules: only what is in these.
-        options: see ``StateDictOptions``; that of ``torch.distributed.checkpoint.state_dict`` is taken too.
+        model: a plain, sharded, tensor-parallel or wrapped model, or a mix.
+        submodules: restrict the state dict to these submodules.
+        options: see ``StateDictOptions``; torch's class of that name is accepted too.
 
     Raises:
-        RuntimeError: a rank did not come, or asks for something else; two entries have one canonical name.
+        RuntimeError: a rank did not arrive or called it with other arguments; two entries have the same canonical name.
     """
     return get("get_model_state_dict()", model, None, as_options(options), submodules)[0]
 
@@ -362,24 +365,25 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """The state of optimizers: ``{"state": {FQN: {...}}, "param_groups": [{"params": [FQN, ...], ...}]}``.
+    """Return the state of optimizers: ``{"state": {FQN: {...}}, "param_groups": [{"params": [FQN, ...], ...}]}``.
 
-    It reads: no optimizer steps, no gradient is looked at. For flat views (``flat_parameters``) it holds the
-    parameters in them, as for any optimizer: DTensors over the live state. A sharded dict holds, for a parameter that
-    has no state yet, places that ``torch.distributed.checkpoint`` can load into; they save as "none yet", and what was
-    not loaded stays none. A full dict has no entry for it.
+    This only reads: it never steps an optimizer or looks at gradients. The state of flat views (``flat_parameters``) is
+    listed by the parameters in them, as for any optimizer, as DTensors over the live state. If a parameter has no state
+    yet, a sharded dict holds placeholders that ``torch.distributed.checkpoint`` can load into. Saved, they become
+    "none yet"; placeholders that nothing is loaded into remain without state. A full dict has no entry for such a
+    parameter.
 
-    Ranks: as ``get_model_state_dict``.
+    Ranks: as for ``get_model_state_dict``.
 
     Args:
         model: the module whose parameters are trained.
-        optimizers: one, or several that share no parameter.
-        submodules: only parameters in these.
+        optimizers: one optimizer, or several that share no parameter.
+        submodules: restrict the dict to the parameters of these submodules.
         options: see ``StateDictOptions``.
 
     Raises:
-        RuntimeError: an optimizer trains what the model does not have (unless ``keep_foreign_params``), or one
-            parameter is in two; or as ``get_model_state_dict``.
+        RuntimeError: an optimizer trains a parameter that the model does not have (unless ``keep_foreign_params``); a
+            parameter is in two optimizers; or as for ``get_model_state_dict``.
     """
     call, options = "get_optimizer_state_dict()", as_options(options)
     return get(call, model, optimizers, options, submodules, with_model=False)[1]
@@ -392,33 +396,33 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``get_model_state_dict`` and ``get_optimizer_state_dict``."""
+    """Return the results of ``get_model_state_dict`` and ``get_optimizer_state_dict``."""
     return get("get_state_dict()", model, optimizers, as_options(options), submodules)
 
 
-# ---- loading
+# ---- Public functions: loading state dicts
 
 
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
-    """Load a model's state dict. Nothing is changed, on any rank, unless everything fits on all of them.
+    """Load a model's state dict. Unless everything fits on all ranks, nothing is changed on any rank.
 
     Ranks: all ranks of the model.
 
     Args:
         model: as for ``get_model_state_dict``. Parameters on the meta device get memory.
-        model_state_dict: by canonical FQN; tensors whole (equal on every rank, or of the first rank with
-            ``broadcast_from_rank0``) or DTensors in any layout. It is not changed. One of the names of tied parameters
-            is enough.
+        model_state_dict: tensors by canonical FQN, whole (equal on every rank, or the first rank's with
+            ``broadcast_from_rank0``) or DTensors in any layout. It is not changed. Tied parameters need only one of
+            their names.
         options: see ``StateDictOptions``.
 
     Returns:
         ``(missing_keys, unexpected_keys)``, the same on every rank.
 
     Raises:
-        RuntimeError: on every rank: keys are missing or unexpected (unless ``strict=False``); a shape does not fit;
-            the ranks were given different dicts; or a rank did not come.
+        RuntimeError: on every rank: keys are missing or unexpected (unless ``strict=False``); a shape does not fit; the
+            ranks passed different dicts; or a rank did not arrive.
     """
     return load_into("set_model_state_dict()", model, None, model_state_dict, None, as_options(options))
 
@@ -432,19 +436,21 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load the state of optimizers; see ``set_model_state_dict``.
 
-    What a parameter gets depends on its name only: parameters may be grouped otherwise than they were saved. A frozen
+    State is matched by parameter name alone, so the parameter groups may differ from the saved ones. A frozen
     parameter keeps its state. A parameter without state in the dict has none afterwards.
 
     Args:
         model, optimizers: as for ``get_optimizer_state_dict``.
-        optim_state_dict: in its form, the flattened one, or (with one optimizer over sharded parameters) an optimizer's
-            own ``state_dict()``. Names of parameters of the model that these optimizers do not train are passed over.
+        optim_state_dict: a dict as returned by ``get_optimizer_state_dict``, flattened or not, or (with one optimizer
+            over sharded parameters) an optimizer's own ``state_dict()``. Parameters of the model that these optimizers
+            do not train are skipped.
         options: see ``StateDictOptions``.
 
     Raises:
         RuntimeError: on every rank: an optimizer's parameter is in no saved parameter group, or a saved name is not in
-            the model (unless ``strict=False``); a shape does not fit; parameters of one parameter group were saved with
-            different hyperparameters; a flat view would have to hold different states; or as ``set_model_state_dict``.
+            the model (both unless ``strict=False``); a shape does not fit; parameters of one parameter group were saved
+            with different hyperparameters; a flat view would have to hold different states; or as for
+            ``set_model_state_dict``.
     """
     load_into("set_optimizer_state_dict()", model, optimizers, None, optim_state_dict, as_options(options))
 
@@ -457,22 +463,23 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
-    """``set_model_state_dict`` and ``set_optimizer_state_dict``: both, or nothing is changed."""
+    """Load both dicts as ``set_model_state_dict`` and ``set_optimizer_state_dict`` do, or change nothing."""
     options = as_options(options)
     return load_into("set_state_dict()", model, optimizers, model_state_dict, optim_state_dict, options)
 
 
-# ---- state_dict() of a model or an optimizer that is one of these
+# ---- Public functions: patching ``state_dict()`` and ``load_state_dict()``
 
 
 def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None = None) -> None:
     """Make ``model.state_dict()`` and ``model.load_state_dict()`` call ``get_model_state_dict`` and
-    ``set_model_state_dict``, for code that knows no others. Those of a ``copy.deepcopy`` of the model are the copy's.
+    ``set_model_state_dict``, for code that only uses the methods. A ``copy.deepcopy`` of the model is patched too, for
+    itself.
 
     Args:
-        model, options: theirs.
+        model, options: arguments of these functions.
     """
-    # Partials: deepcopy() puts the copy into the place of the model.
+    # Partials: deepcopy() replaces the model in them by its copy.
     patch_method(model, "state_dict", partial(_get_model, model, options))
     patch_method(model, "load_state_dict", partial(_set_model, model, options))
 
@@ -488,12 +495,11 @@ def _set_model(model: nn.Module, options: StateDictOptions | None, state_dict: d
 def patch_optimizer_state_dict(
     model: nn.Module, *, optimizers: Optimizers, options: StateDictOptions | None = None
 ) -> None:
-    """Make ``state_dict()`` and ``load_state_dict()`` of each of the optimizers get and load the state of all of them,
-    by ``get_optimizer_state_dict`` and ``set_optimizer_state_dict``. A ``copy.deepcopy`` of an optimizer is not
-    patched.
+    """Make ``state_dict()`` and ``load_state_dict()`` of each optimizer get and load the state of all of them, by
+    ``get_optimizer_state_dict`` and ``set_optimizer_state_dict``. A ``copy.deepcopy`` of an optimizer is not patched.
 
     Args:
-        model, optimizers, options: theirs.
+        model, optimizers, options: arguments of these functions.
     """
     several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for optimizer in several:

@@ -1,7 +1,7 @@
-"""``save`` and ``load``: ``torch.distributed.checkpoint`` with folders that are complete or absent, and one error
-on every rank.
+"""``save`` and ``load``: ``torch.distributed.checkpoint`` with folders that are either complete or absent, and errors
+that all ranks raise.
 
-Users call these. Files are read values before tensors, and no value can run code; what a folder is, ``folders`` says.
+Loading reads values before tensors, and no value can run code. ``folders`` defines the layout of a folder.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ from .planner import (
 )
 from .resharding import Target
 
-# ---- Reading the files of a checkpoint for ``torch.distributed.checkpoint``: values before tensors, and no value that
-# could run code.
+# ---- Reading the files of a checkpoint for ``torch.distributed.checkpoint``: values before tensors, and never a value
+# that could run code.
 
 
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # in torch's error about a value that it does not unpickle
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")  # matches torch's error about a value that it refuses to unpickle
 
 
 class Told(RuntimeError):
-    """An error as text, which can be sent to the other ranks, whatever object of the user's has raised it."""
+    """An error as text, which can always be sent to the other ranks, whatever the type of the original error."""
 
 
 class Refused(Told):
@@ -78,7 +78,7 @@ class Refused(Told):
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """Around what one rank does alone: the other ranks can be told of every error."""
+    """Inside this context, convert errors to ``Told``, so that they can be sent to the other ranks."""
     try:
         yield
     except Told:
@@ -88,8 +88,8 @@ def telling() -> Iterator[None]:
 
 
 def _with_reason(error: Exception) -> str:
-    """An error as text, with what the system has said: torch's writer, closed after a disk was full, speaks of
-    positions in a file only."""
+    """Format an error with the system error behind it: when a disk is full, torch's writer itself only reports
+    positions in a file."""
     text, earlier = problem_text(error), error.__cause__ or error.__context__
     while earlier is not None and not isinstance(earlier, OSError):
         earlier = earlier.__cause__ or earlier.__context__
@@ -111,7 +111,7 @@ class Reader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: AnyLoadPlanner) -> Any:
-        """Values first: one that is refused is refused before a tensor has been written to."""
+        """Read values first, so that a refused value raises before a tensor is written to."""
         values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         reader: Any = planner if self._allow_pickle else _Checking(planner, self._contents)
@@ -123,7 +123,7 @@ class Reader(FileSystemReader):
 
 
 class _Checking:
-    """Stands between the reader and a planner, which may unpickle whatever it is given."""
+    """Wraps a planner and passes it only values that are safe to unpickle."""
 
     def __init__(self, planner: AnyLoadPlanner, contents: Contents) -> None:
         self._planner, self._contents = planner, contents
@@ -137,18 +137,18 @@ class _Checking:
             plain = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise Refused(self._why(item, error)) from None
-        harmless = io.BytesIO()  # not the same bytes: two readers of pickles need not read the same
+        harmless = io.BytesIO()  # saved anew: two pickle readers may read the same bytes differently
         torch.save(plain, harmless)
         harmless.seek(0)
         self._planner.load_bytes(item, harmless)
 
     def _why(self, item: ReadItem, error: pickle.UnpicklingError) -> str:
         found = _GLOBAL.search(str(error))
-        what = f"refers to {found[1]}" if found else "is no plain value"
+        what = f"refers to {found[1]}" if found else "is not a plain value"
         return (
             f"{item.storage_index.fqn} in {self._contents.folder} {what}: unpickling it could run any code. Load with "
-            "allow_pickle=True if no one else could have written there; or save tensors, numbers, texts and plain "
-            "containers of such only"
+            "allow_pickle=True if nobody else could have written there, or save only tensors, numbers, strings and "
+            "plain containers of them"
         )
 
 
@@ -156,12 +156,12 @@ class _Checking:
 
 
 def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: dist.ProcessGroup | None = None) -> None:
-    """Save a checkpoint: sharded state dicts, and whatever else ``torch.distributed.checkpoint.save`` takes.
+    """Save a checkpoint: sharded state dicts, and anything else that ``torch.distributed.checkpoint.save`` accepts.
 
-    The folder appears when everything in it has been written and noted in ``manifest.json`` with its size and checksum.
-    A save that is interrupted leaves ``<folder>.partial``, and earlier checkpoints as they are.
+    The folder is renamed into place only when all files are on disk, and ``manifest.json`` lists their sizes and
+    checksums. An interrupted save leaves ``<folder>.partial`` and does not touch earlier checkpoints.
 
-    Ranks: all ranks of ``process_group``, which see the same file system.
+    Ranks: all ranks of ``process_group``, on a shared file system.
 
     Args:
         state_dict: for example ``{"model": get_model_state_dict(model), "optimizer": ..., "step": step}``.
@@ -169,8 +169,8 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         process_group: the ranks; default: all.
 
     Raises:
-        ValueError: ``folder`` is an address on a network.
-        RuntimeError: on every rank: the folder exists, a value cannot be saved, or a rank did not come or could not
+        ValueError: ``folder`` is a network address.
+        RuntimeError: on every rank: the folder exists, a value cannot be saved, or a rank did not arrive or could not
             write.
     """
     group, folder = _group(process_group), local_folder(folder)
@@ -203,12 +203,12 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
 
 
 def _apart(error: RuntimeError) -> str:
-    """Why a collective has failed, which itself names no rank."""
-    return f"the ranks could not go on together: another rank has died, hangs, or has raised ({str(error).rstrip('.')})"
+    """Explain a failed collective, whose own error names no rank."""
+    return f"the ranks lost contact: another rank died, hangs, or raised an error ({str(error).rstrip('.')})"
 
 
 class _Failed(RuntimeError):
-    """A save has failed, on every rank."""
+    """A save that failed on every rank."""
 
 
 def _write(
@@ -232,7 +232,7 @@ def _write(
 def _complete(
     writer: _Writer, folder: Path, token: str, numbers: Sequence[Any], group: dist.ProcessGroup | None
 ) -> None:
-    """Compare notes about what was written, and give the folder its name."""
+    """Verify the files that all ranks wrote, and rename the folder into place."""
     rank = 0 if group is None else group.rank()
     mine, problem = attempt(entries, [writer.folder / name for name in writer.written])
     _agree_to_save(group, folder, problem)
@@ -260,15 +260,15 @@ def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[
         path = writer.folder / name
         if name not in files or not path.is_file() or path.stat().st_size != files[name][0]:
             return (
-                f"{path} is not what its rank has written: all ranks must see the same file system, and no other job "
-                "may write there. The checkpoint was not completed"
+                f"{path} is not what its rank wrote: all ranks must share one file system, and no other job may write "
+                "there. The checkpoint was not completed"
             )
     manifest = {"files": dict(files) | entries([writer.folder / METADATA]), NUMBERS: numbers}
     if is_untested(str(torch.__version__)):  # its metadata might be in a format that load() would refuse
         written = {METADATA: (writer.folder / METADATA).read_bytes(), MANIFEST: as_text(manifest).encode()}
         contents, problem = understood(writer.folder, written, allow_pickle=False)
         if contents is None:
-            return f"load() could not read what torch {torch.__version__} has just written: {problem}"
+            return f"load() could not read the checkpoint that torch {torch.__version__} just wrote: {problem}"
     return finish_folder(folder, token, manifest)
 
 
@@ -280,30 +280,30 @@ def load(
     planner: dcp.LoadPlanner | None = None,
     allow_pickle: bool = False,
 ) -> None:
-    """Load a checkpoint that ``save``, or ``torch.distributed.checkpoint.save``, has written, at any number of ranks.
+    """Load a checkpoint written by ``save`` or ``torch.distributed.checkpoint.save``, on any number of ranks.
 
-    Everything is verified before a tensor is written to: that the save was completed, sizes, and (if ``save`` wrote it)
-    checksums. No code in the checkpoint is run, and no file outside of the folder is read.
+    Before it writes to any tensor, it verifies that the save was completed, file sizes and, if ``save`` wrote it,
+    checksums. It runs no code from the checkpoint and reads no file outside of the folder.
 
-    Values arrive in ``state_dict``, in whose sharded tensors they are loaded: give them to
-    ``set_state_dict`` then, for what is in no tensor (parameter groups, step counts).
+    Values are loaded into ``state_dict`` and its sharded tensors. Pass it to ``set_state_dict`` afterwards, for values
+    that are in no tensor (parameter groups, step counts).
 
-    Ranks: all ranks of ``process_group``, which see the same file system.
+    Ranks: all ranks of ``process_group``, on a shared file system.
 
     Args:
-        state_dict: what ``save`` was given, from the model and the optimizer to load into. Keys that it lacks are not
-            loaded, but optimizers get the state and the parameter groups that were saved. Tensors on the meta device
-            are replaced by loaded ones.
-        folder: of the checkpoint.
+        state_dict: a dict like the one given to ``save``, from the model and the optimizer to load into. Keys that it
+            lacks are not loaded, except that optimizers get all saved state and parameter groups. Tensors on the meta
+            device are replaced by loaded ones.
+        folder: the checkpoint's folder.
         process_group: the ranks; default: all.
         planner: default: ``LoadPlanner()``.
-        allow_pickle: unpickle values that are more than tensors, numbers, texts and plain containers of such. That can
-            run any code: only for checkpoints of which no one else could have changed a byte.
+        allow_pickle: unpickle values other than tensors, numbers, strings and plain containers of them. That can run
+            any code: use it only for checkpoints that nobody else could have changed.
 
     Raises:
-        ValueError: ``folder`` is an address on a network.
-        RuntimeError: on every rank: the checkpoint is incomplete or damaged, naming the file; it does not have what
-            ``state_dict`` asks for; or a rank did not come. Nothing was changed, unless the error says so.
+        ValueError: ``folder`` is a network address.
+        RuntimeError: on every rank: the checkpoint is incomplete or damaged (the error names the file); it lacks a key
+            of ``state_dict``; or a rank did not arrive. Nothing was changed, unless the error says so.
     """
     group, folder = _group(process_group), local_folder(folder)
     rank = 0 if group is None else group.rank()
@@ -315,7 +315,7 @@ def load(
     contents = _agree_on_contents(folder, _told_by_first_rank(lists, group), group, allow_pickle)
     assert plain is not None and state is not None
     if rank == 0 and not contents.is_verifiable:
-        warnings.warn(f"{folder} has no {MANIFEST}: nothing that its files hold was verified, only how long they are")
+        warnings.warn(f"{folder} has no {MANIFEST}: only the sizes of its files were verified, not their contents")
     try:
         dcp.load(
             state,
@@ -328,12 +328,12 @@ def load(
         is_torn = error.args[0] == "read" and not all(
             isinstance(cause, Refused) for cause, _ in error.failures.values()
         )
-        remedy = "What the state dict holds may be loaded in part: load again" if is_torn else "Nothing was changed"
+        remedy = "The state dict may be partly loaded: load again" if is_torn else "Nothing was changed"
         raise RuntimeError(f"load(): {_first_failure(error)}. {remedy}") from error
     except RuntimeError as error:
         if not has_peers(group):
             raise
-        remedy = "What the state dict holds may be loaded in part"
+        remedy = "The state dict may be partly loaded"
         raise RuntimeError(f"load(): {_apart(error)}. {remedy}") from error
     numbers = contents.numbers
     loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
@@ -342,7 +342,7 @@ def load(
 
 
 def _told_by_first_rank(lists: Lists, group: dist.ProcessGroup | None) -> Lists:
-    """What the first rank has read, on every rank: thousands that read one file at once would wait for each other."""
+    """Broadcast the first rank's lists: thousands of ranks that read one file at once would wait for each other."""
     told = [lists]
     if has_peers(group):
         assert group is not None
@@ -352,7 +352,7 @@ def _told_by_first_rank(lists: Lists, group: dist.ProcessGroup | None) -> Lists:
 
 
 def _agree_on_contents(folder: Path, lists: Lists, group: dist.ProcessGroup | None, allow_pickle: bool) -> Contents:
-    """Verify this rank's part of the files, and meet the others."""
+    """Verify this rank's part of the files, and agree with the other ranks."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     found, problem = attempt(understood, folder, lists, allow_pickle)
     contents, lack = found or (None, "")
@@ -364,8 +364,8 @@ def _agree_on_contents(folder: Path, lists: Lists, group: dist.ProcessGroup | No
 
 
 def _places(plain: dict[str, Any] | None) -> dict[str, Any]:
-    """A state dict that torch.distributed.checkpoint may load into and change: the user's containers are not touched
-    before everything has been read."""
+    """Return a state dict that torch.distributed.checkpoint may change: the user's containers stay untouched until
+    everything is read."""
     state: dict[str, Any] = with_string_keys(plain or {})
     with torch.inference_mode(False):
         _give_memory(state)
@@ -381,7 +381,7 @@ def _is_first(group: dist.ProcessGroup | None) -> bool:
 
 
 def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict with the ``state_dict()`` of objects that have one."""
+    """Replace stateful objects in a state dict by their ``state_dict()``."""
     plain = dict(state_dict)
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
@@ -393,7 +393,7 @@ def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _give_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Put what was loaded into the user's dict and objects."""
+    """Put loaded values into the user's dict and objects."""
     for key, value in loaded.items():
         before = state_dict.get(key)
         if not isinstance(before, Stateful):
@@ -408,7 +408,7 @@ def _give_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
 
 
 def _give_memory(state: dict[str, Any]) -> None:
-    """Put tensors with memory in the place of those on the meta device."""
+    """Replace tensors on the meta device by tensors with memory."""
     for key, value in state.items():
         if isinstance(value, dict):
             _give_memory(value)
@@ -423,8 +423,12 @@ def _first_failure(error: CheckpointException) -> str:
 
 
 class _Writer(FileSystemWriter):
-    """Attributes: ``written``: the names of the files that this rank has written; ``names``: of those that all ranks
-    say to have written; on the first rank, at the end."""
+    """Writes a rank's files and remembers their names.
+
+    Attributes:
+        written: names of the files that this rank wrote.
+        names: names of the files that all ranks report; set at the end, on the first rank.
+    """
 
     written: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()

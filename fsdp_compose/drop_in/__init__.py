@@ -1,14 +1,14 @@
-"""The public names of ``torch.distributed.fsdp``, FSDP2's, by fsdp_compose: change one import, and what stands around
-the model goes on::
+"""FSDP2's public names (``torch.distributed.fsdp``), implemented by fsdp_compose. Change one import, and the code
+around the model keeps working::
 
     from fsdp_compose.drop_in import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-``install()`` does it for code that cannot be edited. The policies are torch's own classes. What differs from the
-package's own names: ``fully_shard`` takes FSDP2's keywords; a sharded module has FSDP2's methods, and is an
-``FSDPModule`` by ``isinstance()`` without being of another class; parameters are cut between rows; a mesh made by
-default is named "fsdp"; a ``reduce_dtype`` that is left out means what it means in the torch that is installed.
+``install()`` does the same for code that you cannot edit. The policies are torch's own classes. These names differ
+from the package's own: ``fully_shard`` takes FSDP2's keywords. A sharded module has FSDP2's methods and passes
+``isinstance(module, FSDPModule)``, but keeps its class. Shard boundaries fall between rows. The default mesh's
+dimension is named "fsdp". A ``reduce_dtype`` that is left out means what it means in the installed torch.
 
-The wing imports what users call; nothing imports it.
+This wing uses the public functions; no other wing imports it.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, OffloadPolicy

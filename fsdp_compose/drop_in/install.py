@@ -1,8 +1,8 @@
-"""``install()``: FSDP2's names mean ours, in torch and in packages that have imported them.
+"""``install()``: rebind FSDP2's names to ours, in torch and in packages that have imported them.
 
-Names are rebound in the modules where they stand, by identity: every global of every imported module that is FSDP2's
-``fully_shard``, ``FSDPModule``, ... . What is imported later gets them from ``torch.distributed.fsdp``. torch's own
-implementation keeps its own, and so does Dynamo, whose guards ask whether a class is one of FSDP2's.
+Names are rebound by identity: every global of every imported module that is FSDP2's ``fully_shard``, ``FSDPModule``,
+and so on. Modules imported later get ours from ``torch.distributed.fsdp``. torch's own implementation keeps its names,
+and so does Dynamo, whose guards ask whether a class is one of FSDP2's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OURS: dict[str, Any] = {  # by their names in FSDP2
 }
 
 _PIPELINING = "torch.distributed.pipelining"
-# They import the names when they are imported themselves, which is done first.
+# These import the names when they are imported, so ``install()`` imports them first.
 _IMPORTED = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", _PIPELINING)
 _LEFT_ALONE = (fsdp2.__name__, "torch.distributed._composable.replicate_with_fsdp", "torch._dynamo", __package__)
 
@@ -40,17 +40,18 @@ _rebound: list[tuple[ModuleType, str, Any]] = []
 
 
 def install() -> list[str]:
-    """Let FSDP2's names mean those of ``fsdp_compose.drop_in``, in this process, for code that cannot be edited.
+    """Rebind FSDP2's names to those of ``fsdp_compose.drop_in`` in this process, for code that you cannot edit.
 
-    Call it on all ranks, before models are sharded. Another call rebinds what has been imported since. Local: no
+    Call it on all ranks, before models are sharded. Modules imported later pick up the new names from torch. If such a
+    module derives something from them at import time (transformers' loader), call ``install()`` again. Local: no
     communication.
 
     Returns:
-        What was rebound: "module.name", sorted.
+        The rebound names as "module.name", sorted.
 
     Raises:
-        RuntimeError: a model is sharded, by FSDP2 or by ``fsdp_compose.fully_shard``: half of what asks about it would
-            take it for something else.
+        RuntimeError: a model is already sharded, by FSDP2 or by ``fsdp_compose.fully_shard``; code that checks for an
+            ``FSDPModule`` would not recognize it.
     """
     _refuse_sharded("install", "FSDP2", [item for item in _all_modules() if fsdp2.FSDPModule in type(item).__mro__])
     without = [item for item in _all_modules() if get_state(item) is not None and not isinstance(item, FSDPModule)]
@@ -73,10 +74,10 @@ def install() -> list[str]:
 
 
 def uninstall() -> list[str]:
-    """Take back what ``install()`` has done.
+    """Undo ``install()``.
 
     Returns:
-        What was put back: "module.name", sorted.
+        The restored names as "module.name", sorted.
 
     Raises:
         RuntimeError: a model is sharded by ``drop_in.fully_shard``.
@@ -93,8 +94,9 @@ def uninstall() -> list[str]:
 
 
 def _of_others() -> dict[int, Any]:
-    """What becomes of functions and classes of others that know FSDP2's parameters by more than their names."""
-    from . import pipelining_patch as of_pipelines  # late: pipelining takes its time to import
+    """Return replacements for functions and classes of other packages that depend on FSDP2's parameter layout, by the
+    id of the original."""
+    from . import pipelining_patch as of_pipelines  # late: pipelining is slow to import
 
     ours: dict[int, Any] = {
         id(of_pipelines.of_inputs): of_pipelines.stage_backward_input,
@@ -126,6 +128,6 @@ def _all_modules() -> list[nn.Module]:
 def _refuse_sharded(caller: str, sharder: str, modules: list[nn.Module]) -> None:
     if modules:
         raise RuntimeError(
-            f"{caller}(): there are modules sharded by {sharder}, {len(modules)}, among them a "
-            f"{type(modules[0]).__name__}: call it before models are sharded, or when they are gone (gc.collect())"
+            f"{caller}(): {len(modules)} modules are already sharded by {sharder}, among them a "
+            f"{type(modules[0]).__name__}: call it before models are sharded, or after they are deleted (gc.collect())"
         )

@@ -1,8 +1,8 @@
-"""What FSDP2 calls an ``FSDPModule``: a sharded module, by ``isinstance()``, and the methods that it has.
+"""``FSDPModule``: FSDP2's methods on sharded modules, and ``isinstance()`` checks for them.
 
-Here a sharded module keeps its own class. ``isinstance()`` asks the registry, and the methods are attributes of the
-module itself, each bound to it; they call the functions of ``api``. Private attributes of FSDP2's states that other
-packages read are here as thin faces of ours."""
+A sharded module keeps its own class. ``isinstance()`` looks it up in the registry, and the methods are attributes of
+the module itself, bound to it; they call the functions of ``api``. Thin adapters provide the private attributes of
+FSDP2's states that other packages read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..api import UnshardHandle
 from ..api import register_forward_method as register_forward_method
 from ..group import BoundToModule, _FSDPState, get_state, states_to_run
 
-# ---- Private attributes of FSDP2's states that other packages read, as thin faces of ours.
+# ---- Adapters for the private attributes of FSDP2's states that other packages read.
 #
-# Who reads what: torch's pipelining (until 2.14) finishes a step by ``_state_ctx.all_states``, ``_fsdp_param_groups``,
-# ``post_backward()`` and ``_root_post_backward_final_callback()``, and since then compares ``_comm_ctx``; verl sets
-# ``_auto_reshard_after_forward`` and ``post_forward_mesh_info``. Nothing else is here: an attribute that is missing is
-# an AttributeError that names it.
+# torch's pipelining (until 2.14) finishes a step through ``_state_ctx.all_states``, ``_fsdp_param_groups``,
+# ``post_backward()`` and ``_root_post_backward_final_callback()``; later versions compare ``_comm_ctx``. verl sets
+# ``_auto_reshard_after_forward`` and ``post_forward_mesh_info``. Any other attribute raises an AttributeError that
+# names it.
 
 
 class StateFace:
@@ -50,12 +50,12 @@ class StateFace:
 
     @property
     def all_states(self) -> list[StateFace]:
-        """Those of the module and of all below it."""
+        """The states of the module and of all modules below it."""
         return [StateFace(state.live_modules()[0]) for state, _ in states_to_run(self._module)]
 
     @property
     def _comm_ctx(self) -> object:
-        """What models have in common that share streams and buffers: here each root is by itself."""
+        """An object that models share if they share streams and buffers; here each root has its own."""
         return self._state if self._state.root is None else self._state.root
 
     @property
@@ -75,7 +75,7 @@ class StateFace:
             self._state.set_options(reshard_after_forward=True)
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce what backwards without gradient sync have left."""
+        """Reduce the gradients that backwards without gradient sync accumulated."""
         api.reduce_as_set(self._module)
 
 
@@ -86,7 +86,7 @@ class GroupFace:
         self._module, self._state = module, state
 
     def post_backward(self) -> None:
-        """Nothing yet: ``_root_post_backward_final_callback()``, which follows, reduces all groups."""
+        """Do nothing: ``_root_post_backward_final_callback()`` follows and reduces all groups."""
 
     def reshard(self) -> None:
         api.reshard(self._module)
@@ -131,7 +131,7 @@ class _Bound(BoundToModule):
 
 
 class _AsksRegistry(type):
-    """The class of ``FSDPModule``: its instances are modules that were sharded, of whatever class."""
+    """Metaclass of ``FSDPModule``: sharded modules of any class are its instances."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, nn.Module) and _is_bound(instance) and get_state(instance) is not None
@@ -142,7 +142,7 @@ def _is_bound(module: nn.Module) -> bool:
 
 
 class GradientReductionHandle:
-    """Result of ``finalize_backward(async_op=True)``, which has reduced everything when it returns."""
+    """Result of ``finalize_backward(async_op=True)``, which reduces everything before it returns."""
 
     def wait(self) -> None:
         """Do nothing."""
@@ -151,15 +151,14 @@ class GradientReductionHandle:
 class FSDPModule(metaclass=_AsksRegistry):
     """A module that ``drop_in.fully_shard`` was called on, with the methods of FSDP2's class of this name.
 
-    Each is that of FSDP2, by a function of ``fsdp_compose``, where it is described. Methods that there are for FSDP2's
-    way of working, and that ours has no use for, do nothing, as each says; those that would change what is computed or
-    sent in a way that is not there raise NotImplementedError.
+    Each method calls the function of ``fsdp_compose`` that its docstring names. Methods that this package has no use
+    for do nothing or warn. Methods that would need a feature that this package lacks raise NotImplementedError.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FSDPModule:
-        raise TypeError("an FSDPModule is a module given to fully_shard(), and is not made by itself")
+        raise TypeError("FSDPModule cannot be instantiated: call fully_shard() on a module")
 
-    # ---- parameters, gathered and freed
+    # ---- gathering and freeing parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """``fsdp_compose.unshard``. Not recursive. Ranks: all."""
@@ -213,13 +212,14 @@ class FSDPModule(metaclass=_AsksRegistry):
         api.set_force_sum_reduction_for_comms(_module(self), enable, recurse=False)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """``fsdp_compose.set_post_reduction_hook``. Not recursive. The hook runs on ``stream``, if one is given, which
-        waits for the reduction, and for which the rest waits."""
+        """``fsdp_compose.set_post_reduction_hook``. Not recursive. With ``stream``, the hook runs on that stream, after
+        the reduction and before later work on the gradient."""
         module = _module(self)
         if stream is not None:
             if _state(module).mesh.replicate_group is not None:
                 raise ValueError(
-                    "set_all_reduce_hook(stream=...): of a module on a mesh (replicate, shard) it runs on ours"
+                    "set_all_reduce_hook(stream=...): on a mesh (replicate, shard) the hook runs on the reduction's "
+                    "own stream: leave stream out"
                 )
             hook = _on_stream(hook, stream)
         api.set_post_reduction_hook(module, hook, recurse=False)
@@ -229,14 +229,18 @@ class FSDPModule(metaclass=_AsksRegistry):
         api.set_is_last_backward(_module(self), is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether ``finalize_backward()`` will follow. Backwards reduce and reshard as they are set to all the same."""
+        """Do nothing: whether or not ``finalize_backward()`` follows, backwards reduce and reshard as set."""
         if not isinstance(enabled, bool):
             raise TypeError(f"set_manual_backward_finalization(): expected True or False, got {enabled!r}")
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce what backwards without gradient sync have accumulated, in groups that are set to synchronise by now,
-        and free the groups that are set to be, by now: ``fsdp_compose.reduce_gradients``, with the flags as they are.
-        Ranks: all that run this module."""
+        """Reduce gradients accumulated without gradient sync, then reshard, as the groups' flags say now.
+
+        This is ``fsdp_compose.reduce_gradients``, except that it follows the flags: it reduces only groups set to
+        synchronize gradients, and frees only groups set to reshard after backward.
+
+        Ranks: all ranks that run this module.
+        """
         module = _module(self)
         api.reduce_as_set(module)
         for state, _ in states_to_run(module):
@@ -245,41 +249,42 @@ class FSDPModule(metaclass=_AsksRegistry):
         return GradientReductionHandle() if async_op else None
 
     def reset_iter_state(self) -> None:
-        """Drop all gradients below this root module, whether or not they have been reduced, if the installed torch does
-        (2.15 and later). An interrupted iteration is thrown away by the next forward, by all ranks together."""
+        """Drop all gradients below this root module, reduced or not, as torch 2.15 and later do; do nothing on older
+        torch versions. The next forward discards an interrupted iteration, on all ranks together."""
         module = _module(self)
         state = _state(module)
         if state.root is not None and not state.is_root:
             raise RuntimeError(
-                f"reset_iter_state(): {state.name} is not the root module, whose forward is called first"
+                f"reset_iter_state(): {state.name} is not the root module: call it on the module whose forward begins "
+                "an iteration"
             )
         if _RESET_DROPS_GRADIENTS:
             for below, _ in states_to_run(module):
                 for handle in below._handles:
                     handle.drop_iteration(is_tainted=True)
 
-    # ---- without a use here: they change nothing that is computed
+    # ---- methods without effect: results are the same
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Do nothing: ranks may always use different parameters."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Do nothing: backward gathers."""
+        """Do nothing: backward always gathers."""
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Do nothing: all-gathers wait for what the compute stream has been given before them."""
+        """Do nothing: all-gathers wait for all earlier work on the compute stream."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Do nothing: buffers are taken from a pool as reductions need them."""
+        """Do nothing: reductions take buffers from a pool as needed."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"set_reduce_scatter_max_input_buffers(): expected a number, got {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"set_reduce_scatter_max_input_buffers(): expected 1 or more, got {max_input_buffers}")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Do nothing: gathers ahead are asynchronous where the backend is."""
+        """Do nothing: prefetches are asynchronous if the backend is."""
 
-    # ---- ways of communicating that are not there: the same results, and a warning
+    # ---- unsupported ways of communicating: same results, with a warning
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Warn: reductions go over the mesh's process group."""
@@ -295,17 +300,17 @@ class FSDPModule(metaclass=_AsksRegistry):
         """Warn: collectives use the parameters' own memory."""
         _without_effect("set_symm_mem_for_comm", _OWN_MEMORY)
 
-    # ---- not there, and asked for with a purpose that would be missed
+    # ---- unsupported: ignoring these calls would change what users rely on
 
     def set_custom_all_gather(self, comm: object) -> None:
-        """Another all-gather: not there."""
+        """Raise NotImplementedError."""
         raise _absent("set_custom_all_gather", "all-gathers write to the memory that forward computes with")
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Another reduce-scatter: not there."""
-        raise _absent("set_custom_reduce_scatter", "reductions go by the process group; see set_all_reduce_hook()")
+        """Raise NotImplementedError."""
+        raise _absent("set_custom_reduce_scatter", "reductions use the process group; see set_all_reduce_hook()")
 
-    # ---- private, and read by other packages
+    # ---- private, but read by other packages
 
     def _get_fsdp_state(self) -> StateFace:
         return StateFace(_module(self))
@@ -320,14 +325,14 @@ METHODS: dict[str, Callable[..., Any]] = {
 def refuse_clash(modules: Iterable[nn.Module]) -> None:
     """Raise ValueError if one of ``modules`` has an attribute of its own with the name of a method."""
     for module in modules:
-        # Not hasattr(): wrappers pass on what the module inside them has.
+        # Not hasattr(): wrappers forward attributes of the module inside them.
         own = {*dir(type(module)), *vars(module), *vars(module).get("_modules", ()), *vars(module).get("_buffers", ())}
         taken = METHODS.keys() & own if not _is_bound(module) else ()
         if taken:
             raise ValueError(
                 f"fully_shard(): a {type(module).__name__} has attributes of its own named {', '.join(sorted(taken))}, "
-                "as the methods that FSDP2 gives a sharded module: rename them, or use fsdp_compose.fully_shard(), "
-                "which adds no methods"
+                "which clash with the methods that FSDP2 adds to a sharded module: rename them, or use "
+                "fsdp_compose.fully_shard(), which adds no methods"
             )
 
 
@@ -339,10 +344,10 @@ def bind_methods(modules: Iterable[nn.Module]) -> None:
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Do nothing: all models on a process group share one order of collectives.
+    """Do nothing: all models on a process group already share one order of collectives.
 
     Raises:
-        ValueError: one of them is no sharded module.
+        ValueError: one of ``modules`` is not sharded.
     """
     for module in modules:
         if not isinstance(module, FSDPModule):
@@ -378,4 +383,4 @@ def _without_effect(method: str, why: str) -> None:
 
 
 def _absent(method: str, why: str) -> NotImplementedError:
-    return NotImplementedError(f"{method}() is not there in fsdp_compose: {why}")
+    return NotImplementedError(f"fsdp_compose does not support {method}(): {why}")

@@ -1,7 +1,7 @@
-"""Backwards that a pipeline's schedule splits into that of a stage's inputs and that of its weights (zero bubble).
+"""Pipeline schedules that split a stage's backward into one for its inputs and one for its weights (zero bubble).
 
-torch does it by a search of the graph for the parameters of the stage. A sharded module's graph has its unsharded
-parameters: of the inputs' backward one of both is made, and nothing is left for the weights.
+torch splits it by searching the graph for the stage's parameters. A sharded module's graph contains unsharded
+parameters instead, so here the inputs' backward computes both, and nothing is left for the weights.
 """
 
 from __future__ import annotations

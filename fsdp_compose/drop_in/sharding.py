@@ -1,6 +1,6 @@
-"""``fully_shard()`` with FSDP2's keywords, and FSDP2's mixed-precision policy, expressed in this package's own terms.
+"""``fully_shard()`` with FSDP2's keywords, and FSDP2's mixed-precision policy, translated to this package's own terms.
 
-The policy means what it means in the torch that is installed. Everything ends in ``api.fully_shard``."""
+The policy means what it means in the installed torch. Everything ends in ``api.fully_shard``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..group import get_state
 from ..ragged import RaggedDTensor
 from .module import StateFace, bind_methods, refuse_clash
 
-# ---- FSDP2's mixed-precision policy, in the words of the torch that is installed.
+# ---- FSDP2's mixed-precision policy, with the meaning that it has in the installed torch.
 
 
 _HAS_OVERRIDE = any(item.name == "param_dtype_override_fn" for item in fields(fsdp.MixedPrecisionPolicy))
@@ -39,20 +39,20 @@ else:
 
     @dataclass(frozen=True)
     class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
-        """torch's policy, with what torch 2.15 added to it: ``param_dtype_override_fn``, from a parameter to the dtype
-        in which forward sees it, or ``None`` for ``param_dtype``."""
+        """torch's policy with the field that torch 2.15 added: ``param_dtype_override_fn``, from a parameter to the
+        dtype in which forward sees it, or ``None`` for ``param_dtype``."""
 
         param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
 
 def own_policy(given: object) -> _OwnPolicy:
-    """A policy of torch's, or ours, as ours.
+    """Convert torch's policy to ours; ours is returned as it is.
 
-    Before torch 2.15 a ``reduce_dtype`` that is left out means ``param_dtype``, since then the dtype of the gradient;
-    ours means the latter on every torch. A policy of torch's keeps its meaning.
+    If ``reduce_dtype`` is left out, torch before 2.15 reduces in ``param_dtype``, and later versions in the dtype of
+    the gradient, as our policy does on every torch. A policy of torch's keeps its meaning.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: ``given`` is neither.
     """
     policy = as_ours(_OwnPolicy, given, "fully_shard(mp_policy=...)")
     if isinstance(given, _OwnPolicy) or _HAS_OVERRIDE or policy.reduce_dtype is not None:
@@ -82,31 +82,36 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> _M:
-    """``fsdp_compose.fully_shard`` with the keywords of FSDP2's, and their meaning.
+    """``fsdp_compose.fully_shard`` with FSDP2's keywords and their meaning.
 
-    Parameters are cut between rows (of dim 0), where FSDP2 cuts them too, unless a single row is longer than the shard
-    of all; which rows a rank holds is another matter: shards of a group lie one after the other, so that a small
-    parameter may be whole on one rank. ``p.placements`` and ``p.to_local()`` say it.
+    As in FSDP2, shard boundaries fall between rows (indices of dim 0), unless a single row is longer than a rank's
+    shard of the group. But the rows that a rank holds differ: the parameters of a group lie one after the other, so a
+    small parameter may be whole on one rank. ``p.placements`` and ``p.to_local()`` show it.
 
-    Ranks: as ``fsdp_compose.fully_shard``. Without ``mesh`` and a process group all ranks make one, as under torchrun.
+    Ranks: as for ``fsdp_compose.fully_shard``. If there is neither a ``mesh`` nor a process group, the call initializes
+    the default process group, as under torchrun.
 
     Args:
-        module, reshard_after_forward, ignored_params: as there.
-        mesh: data-parallel mesh; with ``dp_mesh_dims`` the whole one. Default: all ranks, in a dimension named "fsdp".
-        shard_placement_fn: from a parameter to ``Shard(dim)``: boundaries may fall between indices of dimensions up to
-            that one; ``None``: as without; torch's ``ShardPlacementResult``, which may have another mesh: the modules
-            that have all their parameters there (experts) form a group of their own on it.
-        mp_policy: torch's or ours. Before torch 2.15, torch's without ``reduce_dtype`` reduces in ``param_dtype``.
-        offload_policy: torch's.
-        dp_mesh_dims: the names of the dimensions of ``mesh`` that are data-parallel. Parameters are DTensors on
-            ``mesh``, replicated over those; inside forward they are DTensors on the others, or plain if there are none.
+        module, reshard_after_forward, ignored_params: as for ``fsdp_compose.fully_shard``.
+        mesh: data-parallel mesh; with ``dp_mesh_dims``, the whole mesh. Default: all ranks, in a dimension named
+            "fsdp".
+        shard_placement_fn: a function from a parameter to ``Shard(dim)``, ``None``, or torch's
+            ``ShardPlacementResult``. With ``Shard(dim)``, boundaries may fall between indices of dimensions up to
+            ``dim``; ``None`` means the default. A ``ShardPlacementResult`` may name another mesh: modules that have all
+            their parameters on it (experts) form their own group there.
+        mp_policy: torch's policy or ours. Before torch 2.15, torch's without ``reduce_dtype`` reduces in
+            ``param_dtype``.
+        offload_policy: torch's policy.
+        dp_mesh_dims: names of the data-parallel dimensions of ``mesh``. Parameters must be DTensors on ``mesh``,
+            replicated over these dimensions. Inside forward they are DTensors on the other dimensions, or plain tensors
+            if there are none.
 
     Returns:
-        ``module``, each of which then is an ``FSDPModule``.
+        ``module``; it, or each module of the list, is then an ``FSDPModule``.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``fsdp_compose.fully_shard``; a module has an attribute named as one of
-            the methods; modules mix parameters on different meshes.
+        TypeError, ValueError, RuntimeError: as for ``fsdp_compose.fully_shard``; a module has an attribute with the
+            name of one of the methods; modules mix parameters on different meshes.
     """
     modules, ignored = check_modules(module, "fully_shard"), check_ignored(ignored_params, "fully_shard")
     refuse_clash(modules)
@@ -143,7 +148,7 @@ def fully_shard(
 
 @contextmanager
 def _put_back_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What is refused leaves the parameters that there were."""
+    """Restore the modules' parameters if the body raises."""
     before = {inner: dict(inner._parameters) for module in modules for inner in module.modules()}
     try:
         yield
@@ -164,7 +169,7 @@ fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[DeviceMesh, bool]:
-    """The data-parallel part of a mesh, and whether all of it replicates."""
+    """Return the data-parallel part of a mesh, and whether all of it replicates."""
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"fully_shard(dp_mesh_dims=...): {mesh} has no dimension {name!r}")
@@ -181,7 +186,7 @@ def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def _leave_data_parallel_dims(
     modules: Iterable[nn.Module], ignored: set[nn.Parameter], mesh: DeviceMesh, dims: DataParallelMeshDims
 ) -> None:
-    """Put, in the place of parameters that are DTensors on all of ``mesh``, what they are on the other dimensions."""
+    """Replace parameters that are DTensors on all of ``mesh`` by DTensors on its other dimensions, or plain tensors."""
     names = mesh.mesh_dim_names
     assert names is not None, "its dimensions were looked up by name"
     ours = {names.index(name) for name in (*dims.shard_names, *dims.replicate_names)}
@@ -191,7 +196,7 @@ def _leave_data_parallel_dims(
         if param in ignored or param in new or isinstance(param, RaggedDTensor):
             continue
         if not isinstance(param, DTensor) or param.device_mesh != mesh:
-            what = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "no DTensor"
+            what = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "not a DTensor"
             raise ValueError(f"fully_shard(dp_mesh_dims=...): {fqn} is {what}; expected a DTensor on {mesh}")
         if not all(isinstance(param.placements[i], Replicate) for i in ours):
             raise ValueError(
@@ -224,7 +229,7 @@ def _unsharded_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) 
 
 
 def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Granularity:
-    """Boundaries between rows, or where ``placements`` says."""
+    """Return a granularity with boundaries between rows, or as ``placements`` says."""
 
     def granule(fqn: str, param: nn.Parameter) -> Granule | None:
         wanted = placements.get(param)
@@ -233,7 +238,7 @@ def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Gra
             return "rows" if prod(param.shape[1:]) <= max(shard_numel, 1) else None
         if not isinstance(wanted, Shard) or not -param.ndim <= wanted.dim < param.ndim:
             raise ValueError(
-                f"fully_shard(shard_placement_fn=...): expected Shard(dim) of a dimension of {fqn}, of shape "
+                f"fully_shard(shard_placement_fn=...): expected Shard(dim) for a dimension of {fqn}, of shape "
                 f"{tuple(param.shape)}, torch's ShardPlacementResult or None, got {wanted!r}"
             )
         dim = wanted.dim % param.ndim
@@ -245,7 +250,7 @@ def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Gra
 def _on_other_meshes(
     modules: Iterable[nn.Module], placements: dict[nn.Parameter, Any], mesh: DeviceMesh
 ) -> list[tuple[nn.Module, DeviceMesh]]:
-    """The outermost modules that have all their parameters on a mesh other than ``mesh``, with that mesh.
+    """Return the outermost modules that have all their parameters on a mesh other than ``mesh``, with that mesh.
 
     Raises:
         ValueError: a module has parameters of its own on different meshes.
@@ -263,9 +268,9 @@ def _on_other_meshes(
         if own - {mesh}:
             names = [name for name, param in module.named_parameters(recurse=False) if meshes.get(param, mesh) != mesh]
             raise ValueError(
-                f"fully_shard(shard_placement_fn=...): {', '.join(names)} of a {type(module).__name__} are to be on "
-                "another mesh than the rest of its parameters: a group is on one mesh, and gathers for one module; put "
-                "them into a module of their own"
+                f"fully_shard(shard_placement_fn=...): {', '.join(names)} of a {type(module).__name__} have another "
+                "mesh than the rest of its parameters, but a group has one mesh and gathers for one module: put them "
+                "into a module of their own"
             )
         for child in module.children():
             look(child)

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor a rank reads: transformers' loader cuts every ``Shard`` into equal chunks."""
+"""Let transformers' loader read this rank's part of a checkpoint's tensor: it assumes equal chunks for every shard."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..ragged import RaggedShard
 
 
 class DtensorShardOperation(Original):
-    """transformers' class of this name (checked with 5.23), for sharded parameters of ours too."""
+    """transformers' class of this name (checked with 5.23), extended to our sharded parameters."""
 
     def __init__(self, param: DTensor) -> None:
         self.num_stacked = param.shape[0] if param.ndim else 1
-        if any(isinstance(item, RaggedShard) and item.flat for item in param.placements):  # no box, which it looks for
+        if any(isinstance(item, RaggedShard) and item.flat for item in param.placements):  # the original expects boxes
             self.device_mesh, self.placements, self.param_ndim = param.device_mesh, tuple(param.placements), param.ndim
         else:
             super().__init__(param)
@@ -24,11 +24,11 @@ class DtensorShardOperation(Original):
     def shard_tensor(
         self, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor | None:
-        """This rank's part of ``source``, a tensor or a slice of a file; of a piece of it, ``tensor_idx`` of dim 0,
-        ``None`` if this rank has none of it.
+        """Return this rank's part of ``source``, a tensor or a slice of a file. With ``tensor_idx``, ``source`` is one
+        index of dim 0 of the parameter, and the result is ``None`` if this rank has no part of it.
 
         Raises:
-            NotImplementedError: pieces of a parameter that is cut between elements.
+            NotImplementedError: ``source`` is one index of a parameter that is sharded between elements.
         """
         found = [(dim, item) for dim, item in enumerate(self.placements) if isinstance(item, RaggedShard)]
         if not found:
@@ -41,8 +41,8 @@ class DtensorShardOperation(Original):
         if tensor_idx is not None and num_dims == self.param_ndim - 1:
             if placement.flat:
                 raise NotImplementedError(
-                    f"{placement!r} cuts a parameter of {self.num_stacked} stacked tensors between elements, and the "
-                    "checkpoint has them one by one: shard it by rows, or load the model before fully_shard()"
+                    f"{placement!r} shards a parameter of {self.num_stacked} stacked tensors between elements, but the "
+                    "checkpoint stores the tensors one by one: shard it by rows, or load the model before fully_shard()"
                 )
             if not start <= tensor_idx % self.num_stacked < stop:
                 return None

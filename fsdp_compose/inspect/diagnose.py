@@ -1,7 +1,7 @@
-"""What may be wrong with a model or a job: gradients that are not reduced; who waits for whom, from the logs of ranks.
+"""Find problems of a model or a job: gradients that no group reduces, and the rank that the others wait for.
 
-Both only read: ``find_unreduced_parameters`` reads a model; ``explain_hang`` and the command ``hang`` read what ranks
-have logged."""
+Both only read: ``find_unreduced_parameters`` reads a model; ``explain_hang`` and the command ``hang`` read the logs of
+the ranks."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class UnreducedParameter:
 def find_unreduced_parameters(model: nn.Module) -> list[UnreducedParameter]:
     """List the trainable parameters of ``model`` whose gradients are not reduced over the ranks. Local.
 
-    They train differently on every rank, silently, unless the user reduces their gradients. Parameters that another
-    composable API manages (torch's ``replicate``) are that API's, and not listed.
+    Unless you reduce their gradients yourself, such parameters silently train differently on every rank. Parameters
+    managed by another composable API (torch's ``replicate``) are not listed.
 
     Args:
-        model: a module, of which some submodules are sharded.
+        model: a module with sharded submodules.
 
     Returns:
-        The parameters found, in the order of ``model.named_parameters()``; empty if all is well.
+        The parameters found, in the order of ``model.named_parameters()``; empty if there are none.
     """
     groups = states_to_run(model)
     managed = {id(sharded) for state, _ in groups for handle in state._handles for sharded in handle.sharded_params}
@@ -61,8 +61,8 @@ def find_unreduced_parameters(model: nn.Module) -> list[UnreducedParameter]:
                 reason = "passed as ignored_params: reduce its gradients yourself, or freeze it"
             elif SHARDED_PARAM_ATTRIBUTE in param.__dict__:
                 reason = (
-                    "tied to a parameter that was sharded elsewhere, and no longer the same tensor: shard the modules "
-                    "that share it in one call, fully_shard([a, b])"
+                    "was tied to a parameter that another group sharded, and is no longer the same tensor: shard the "
+                    "modules that share it in one call, fully_shard([a, b])"
                 )
             elif id(module) in below:
                 reason = "added or replaced after fully_shard(): build the module first, then shard it"
@@ -72,16 +72,16 @@ def find_unreduced_parameters(model: nn.Module) -> list[UnreducedParameter]:
     return list(found.values())
 
 
-# ---- Who waits for whom: the lines that ranks have logged when they stood still, put together.
+# ---- Which rank is late: combine the lines that ranks logged while they hung.
 #
-# Pure: reads text. (What the lines are, and who writes them: ``group/debug``.)
+# Pure functions on text. ``group/debug`` writes the lines.
 
 
 Position = dict[str, Any]
 
 
 def positions_in(lines: Iterable[str]) -> list[Position]:
-    """Those that lines of logs tell, whatever stands before them in a line."""
+    """Parse the positions in lines of logs. A line may have any prefix."""
     found = []
     for line in lines:
         _, mark, rest = line.partition(POSITION_MARK)
@@ -89,38 +89,36 @@ def positions_in(lines: Iterable[str]) -> list[Position]:
             try:
                 found.append(json.JSONDecoder().raw_decode(rest)[0])
             except json.JSONDecodeError:
-                continue  # lines of several ranks that were written into one another
+                continue  # lines of several ranks interleaved
     return found
 
 
 def explain_hang(positions: Iterable[Position]) -> str:
-    """Who waits for whom.
+    """Explain which ranks are behind and which ranks wait for them.
 
     Args:
-        positions: of all ranks, in the order in which each has logged them.
+        positions: the positions of all ranks, in the order in which each rank logged them.
 
     Returns:
-        A text of some lines, for each process group: the ranks that are behind, where these are, and what the others
-        wait in; ranks of which nothing is known.
+        A text with a paragraph for each process group: the ranks that are behind and where they are, where the others
+        wait, and the ranks that logged nothing.
     """
     groups: dict[tuple[str, int], dict[int, Position]] = defaultdict(dict)
     for position in positions:
         groups[position["ranks"], position["size"]][position["rank"]] = position  # the last one counts
     if not groups:
         return (
-            f"no rank has said where it is: none has stood still for long enough ({HANG_SECONDS_ENV}), or these are "
-            "not the logs of the ranks' stderr"
+            f"no rank logged its position: either none hung for long enough ({HANG_SECONDS_ENV}), or these are not "
+            "the logs of the ranks' stderr"
         )
     return "\n\n".join(_explain(ranks, size, by_rank) for (ranks, size), by_rank in groups.items())
 
 
 def _explain(ranks: str, size: int, by_rank: dict[int, Position]) -> str:
-    lines = [f"process group of ranks {ranks} ({len(by_rank)} of {size} have said where they are)"]
+    lines = [f"process group of ranks {ranks} ({len(by_rank)} of {size} logged their position)"]
     silent = [rank for rank in range(size) if rank not in by_rank]
     if silent:
-        lines.append(
-            f"  {_ranks(silent)} said nothing: dead, their logs are not here, or still at work. Look there first"
-        )
+        lines.append(f"  {_ranks(silent)} logged nothing: dead, still working, or its log is missing. Look there first")
     by_number: dict[int, list[int]] = defaultdict(list)
     for rank, position in sorted(by_rank.items()):
         by_number[position["number"]].append(rank)
@@ -134,20 +132,20 @@ def _explain(ranks: str, size: int, by_rank: dict[int, Position]) -> str:
         return "\n".join(lines)
     lasts = {position["last"] for position in by_rank.values()}
     if len(lasts) > 1:
-        lines.append("  the ranks have issued equally many collectives, but different ones:")
+        lines.append("  the ranks issued the same number of collectives, but different ones:")
     elif silent:
-        lines.append(f"  those that have spoken are at the same place: they wait for {_them(silent)}")
+        lines.append(f"  the other ranks are at the same place: they wait for {_them(silent)}")
     else:
         lines.append(
-            "  all are at the same place: no rank is behind. What was issued does not end (the network, a device), or "
-            "the ranks wait for something else, below"
+            "  all ranks are at the same place: none is behind. Either a collective does not finish (the network, a "
+            "device), or the ranks wait for something else, below"
         )
     lines += _where([*by_rank], by_rank)
     return "\n".join(lines)
 
 
 def _where(ranks: Sequence[int], by_rank: dict[int, Position]) -> list[str]:
-    """What ranks are at, those at the same place in one line."""
+    """Describe where ranks are, with one line for all ranks at the same place."""
     places: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         places[_place(by_rank[rank])].append(rank)

@@ -1,4 +1,4 @@
-"""``fsdp_groups(model)``: the groups of a model, one after another."""
+"""``fsdp_groups(model)``: iterate over the groups of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class FSDPGroup(NamedTuple):
     Attributes:
         module: the module that was given to the call; the first one, if it was given a list.
         name: the FQN of ``module`` in the model, "" for the model itself.
-        parameters: the sharded parameters that the call manages, without those of calls on submodules.
+        parameters: the sharded parameters that the call manages; calls on submodules manage their own.
     """
 
     module: nn.Module
@@ -31,7 +31,7 @@ def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
             print(name or "(root)", sum(param.to_local().numel() for param in parameters), "elements on this rank")
 
     Args:
-        model: a module, of which some submodules may be sharded; the iterator is empty if none is.
+        model: any module. The iterator is empty if neither the module nor a submodule is sharded.
 
     Yields:
         The module, its name, and its group's parameters; the list is empty if the group has none.

@@ -1,8 +1,8 @@
-"""What ``plan()`` returns: the facts of a plan as plain data, and their forms: text, JSON, a picture, advice.
+"""The result of ``plan()``: plain data, formatted as text, JSON or a picture, with advice.
 
-The facts say what a training step takes on one rank, for each number of ranks; bytes are of one rank.
-``simulated_step`` finds them, and ``api/planning`` builds what is simulated. The end of this file checks
-how a plan is asked for on a command line. Nothing here touches a model."""
+The data describe a training step on one rank, for each number of ranks; all sizes are bytes on one rank.
+``simulated_step`` measures them, and ``api/planning`` builds the model to simulate. The end of this file checks the
+options of the command line. Nothing here touches a model."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ PARAMETERS, GATHERED, GRADIENTS, REDUCTIONS, OPTIMIZER, ACTIVATIONS, TEMPORARY, 
     "temporary",
     "other",
 )
-"""Of memory: shards, and parameters in no group; unsharded parameters; gradients that ``.grad`` shows; what reductions
-read; the optimizer's state; what forward, and forwards that are repeated in backward, make; what backward and the
-optimizer's step make and need no longer; the batch, buffers and all else."""
+"""Kinds of memory: shards, and parameters in no group; unsharded parameters; gradients in ``.grad``; inputs of
+reductions; optimizer state; tensors made by forward, or by recomputation in backward; temporary tensors of backward and
+of the optimizer's step; everything else, such as the batch and buffers."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes that there are when there are most, while one thing is done.
+    """The peak memory of one phase.
 
     Attributes:
-        doing: ``building``, ``forward``, ``backward`` or ``optimizer``.
-        bytes_by_kind: see ``KINDS``.
+        doing: the phase: ``building``, ``forward``, ``backward`` or ``optimizer``.
+        bytes_by_kind: bytes for each of ``KINDS``.
     """
 
     doing: str
@@ -61,9 +61,9 @@ class CollectiveFacts:
 
     Attributes:
         kind: ``all-gather``, ``reduce-scatter``, ``all-reduce`` or ``gather``.
-        group: the name of the group that it is for.
-        nbytes: of the whole tensor.
-        num_ranks: among which it is.
+        group: the name of its group.
+        nbytes: size of the whole tensor.
+        num_ranks: number of ranks that take part.
     """
 
     kind: str
@@ -73,23 +73,24 @@ class CollectiveFacts:
 
     @property
     def part_bytes(self) -> int:
-        """Of one rank's part."""
+        """Size of one rank's part."""
         return self.nbytes // self.num_ranks
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends at least, in rings: the parts of all others, in an all-reduce twice."""
+        """Bytes that a rank sends at least, with ring algorithms: the parts of all other ranks, twice in an
+        all-reduce."""
         return (self.nbytes - self.part_bytes) * (2 if self.kind == "all-reduce" else 1)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What could be done better.
+    """A suggestion.
 
     Attributes:
-        about: a word for what it is about: ``small shards``, ``one large group``, ``tied``, ``replicate``, ``padding``,
-            ``activations``, ``unreduced`` or ``computed``.
-        text: it, with the figures that it follows from.
+        about: its topic: ``small shards``, ``one large group``, ``tied``, ``replicate``, ``padding``, ``activations``,
+            ``unreduced`` or ``computed``.
+        text: the suggestion, with the figures behind it.
     """
 
     about: str
@@ -101,14 +102,14 @@ class WorldFacts:
     """A training step on one rank of many.
 
     Attributes:
-        world_size: how many ranks.
-        layout: where parameters lie, see ``describe``.
-        moments: when there are most bytes, in each phase of a step as they are once training runs.
-        building: the same, while the model is built and sharded.
-        collectives: of flat parameters, in one step, in their order.
-        recomputes: forwards were repeated in backward.
-        unreduced: trainable parameters whose gradients are not averaged, with why.
-        computed: operations of which no shape was known without computing them.
+        world_size: the number of ranks.
+        layout: the layout of the parameters, see ``describe``.
+        moments: peak memory of each phase of a later step.
+        building: peak memory while the model is built and sharded.
+        collectives: the collectives of flat parameters in one step, in order.
+        recomputes: whether backward recomputed forwards.
+        unreduced: trainable parameters whose gradients are not averaged, with reasons.
+        computed: operations that had to run because torch cannot infer their output shapes.
     """
 
     world_size: int
@@ -123,7 +124,7 @@ class WorldFacts:
 
     @cached_property
     def peak(self) -> Moment:
-        """When there are most bytes in a step."""
+        """The peak memory of a step."""
         return max(self.moments, key=lambda moment: moment.nbytes)
 
 
@@ -132,8 +133,8 @@ class PlanFacts:
     """A plan.
 
     Attributes:
-        optimizer, batch: what was asked for, in words.
-        worlds: a step for each number of ranks, in the order in which they were asked for.
+        optimizer, batch: descriptions of the optimizer and the batch.
+        worlds: a step for each number of ranks, in the order of the request.
     """
 
     optimizer: str
@@ -154,10 +155,10 @@ def as_text(plan: PlanFacts) -> str:
         f"{layout.name}: {layout.num_parameters:,} parameters of {layout.numel:,} elements, {len(layout.groups)} "
         f"groups; {plan.optimizer}{batch}",
         "",
-        "memory of one rank when there is most, in a step",
+        "peak memory of one rank in a step",
         *_table([_memory_heading(), *map(_memory_row, plan.worlds)]),
         "",
-        "collectives of a step: how many, of how many bytes in all",
+        "collectives in a step: count and total bytes",
         *_table([_collective_heading(), *map(_collective_row, plan.worlds)]),
         "",
         "layout",
@@ -172,7 +173,7 @@ def as_text(plan: PlanFacts) -> str:
 
 
 def as_json(plan: PlanFacts) -> str:
-    """All facts; with the peaks."""
+    """Return all facts and the peaks as JSON."""
     worlds = []
     for world in plan.worlds:
         facts = asdict(world)
@@ -183,7 +184,7 @@ def as_json(plan: PlanFacts) -> str:
 
 
 def mesh_of(world: WorldFacts) -> str:
-    """The meshes of the groups."""
+    """Format the mesh shapes of the groups."""
     shapes = {"x".join(map(str, group.mesh_shape)) for group in world.layout.groups}
     return ", ".join(sorted(shapes)) or "-"
 
@@ -245,11 +246,11 @@ _COLORS = ("#4c78a8", "#72b7b2", "#f58518", "#eeca3b", "#54a24b", "#b279a2", "#f
 
 
 def check_picture(path: Path) -> None:
-    """Whether a picture can be written there, said before anything is done for it.
+    """Check that a picture can be written to ``path``, before any work is done.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the name ends in something else; there is no such folder.
+        ValueError: the name has another suffix; there is no such folder.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install 'fsdp-compose[see]'")
@@ -260,7 +261,7 @@ def check_picture(path: Path) -> None:
 
 
 def save_picture(plan: PlanFacts, path: Path) -> None:
-    """Write it, whole or not at all. For what it raises see ``check_picture``."""
+    """Write the picture, completely or not at all. Raises the errors of ``check_picture``."""
     check_picture(path)
     from matplotlib.figure import Figure
 
@@ -295,27 +296,27 @@ def save_picture(plan: PlanFacts, path: Path) -> None:
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
-# ---- What ``plan()`` returns: the facts, and their forms.
+# ---- ``Plan``, which ``plan()`` returns.
 
 
 @dataclass(frozen=True)
 class Plan(PlanFacts):
-    """A plan, made by ``plan()``: ``print(plan(...))``. Its facts are in ``worlds``, see docs/planning.md."""
+    """The result of ``plan()``. Print it, or read the figures in ``worlds``; docs/planning.md explains them."""
 
     def text(self) -> str:
-        """Tables of memory, collectives and layout, and advice."""
+        """Format the plan as tables of memory, collectives and layout, with advice."""
         return as_text(self)
 
     def json(self) -> str:
-        """All facts, for programs."""
+        """Return everything as JSON, for programs."""
         return as_json(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a picture of the memory by kind, for each number of ranks: ``.png``, ``.svg`` or ``.pdf``.
+        """Draw the memory by kind for each number of ranks, and write it to a ``.png``, ``.svg`` or ``.pdf`` file.
 
         Raises:
             ImportError: matplotlib is not installed.
-            ValueError: the name ends in something else, or there is no such folder.
+            ValueError: the name has another suffix, or there is no such folder.
         """
         save_picture(self, Path(path))
 
@@ -323,7 +324,7 @@ class Plan(PlanFacts):
         return self.text()
 
 
-# ---- Advice, read off the facts: each rule is a function of one number of ranks, and says what its figures are.
+# ---- Advice: each rule is a function of the facts for one number of ranks, and quotes the figures it uses.
 
 
 SMALL_PART = 1 << 20
@@ -337,7 +338,7 @@ _MOST_NAMES = 3
 
 
 def advise(facts: WorldFacts) -> WorldFacts:
-    """The same, with advice."""
+    """Return ``facts`` with advice added."""
     rules = (_small_shards, _replicas, _large_group, _ties, _padding, _activations, _unreduced, _computed)
     return replace(facts, advice=tuple(item for rule in rules for item in rule(facts)))
 
@@ -348,37 +349,37 @@ def _small_shards(facts: WorldFacts) -> Iterator[Advice]:
     for item in gathers:
         parts[item.group] = max(parts.get(item.group, 0), item.part_bytes)
     small = {name: part for name, part in parts.items() if part < SMALL_PART}
-    if not small or (len(small) == 1 and len(parts) > 1):  # one alone, of what is left at the root, is no loss
+    if not small or (len(small) == 1 and len(parts) > 1):  # a single small group, usually the root's, costs little
         return
     smallest = min(small, key=lambda name: small[name])
     typical = sorted(small.values())[len(small) // 2]
     text = (
-        f"{len(small)} of {len(parts)} groups gather less than {SMALL_PART >> 20} MiB from each rank (the least: "
-        f"{smallest}, {bytes_of(small[smallest])}): that takes the time of its latency, not of its bytes."
+        f"{len(small)} of {len(parts)} groups gather less than {SMALL_PART >> 20} MiB from each rank (smallest: "
+        f"{smallest}, {bytes_of(small[smallest])}), so latency dominates their all-gathers."
     )
     num_together = -(-SMALL_PART // max(1, typical))
     if num_together <= len(small):
-        text += f" Make one group of {num_together} neighbours: fully_shard([block, ..., block])."
+        text += f" Make one group of {num_together} adjacent modules: fully_shard([block, ..., block])."
     num_ranks = max(item.num_ranks for item in gathers)
     num_shards = _shards_that_are_long(typical * num_ranks, num_ranks)
     if num_shards > 1:
         extra = _state_bytes(facts) * (num_ranks // num_shards - 1)
         text += (
-            f" Or let {num_shards} ranks share the shards, in replicas (--mesh *x{num_shards}): "
+            f" Or shard over {num_shards} ranks and replicate (--mesh *x{num_shards}): "
             f"{bytes_of(extra)} more on each rank."
         )
     elif num_together > len(small):
-        text += " Together they are no longer: let every rank have them whole, replicate()."
+        text += f" Even merged they stay below {SMALL_PART >> 20} MiB: replicate() them instead."
     yield Advice("small shards", text)
 
 
 def _shards_that_are_long(whole: int, num_ranks: int) -> int:
-    """The largest factor of ``num_ranks`` into as many parts as which ``whole`` can be cut without small ones."""
+    """Return the largest divisor of ``num_ranks`` such that ``whole``, cut into that many parts, has no small ones."""
     return max(n for n in range(1, num_ranks + 1) if num_ranks % n == 0 and (n == 1 or whole // n >= SMALL_PART))
 
 
 def _state_bytes(facts: WorldFacts) -> int:
-    """What a rank keeps of parameters, gradients and the optimizer's state."""
+    """Return the bytes of parameters, gradients and optimizer state that a rank keeps."""
     return sum(
         max(moment.bytes_by_kind[kind] for moment in facts.moments) for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)
     )
@@ -391,9 +392,9 @@ def _replicas(facts: WorldFacts) -> Iterator[Advice]:
         num_gathers = sum(item.kind == "all-gather" for item in facts.collectives)
         yield Advice(
             "replicate",
-            f"parameters, gradients and optimizer state take {bytes_of(whole)} if every rank has them whole, and the "
-            f"peak is {bytes_of(facts.peak.nbytes)}: replicate the dimension of {num_ranks} ranks (replicate(), or "
-            f"another --mesh), which saves {num_gathers} all-gathers a step.",
+            f"parameters, gradients and optimizer state would take {bytes_of(whole)} on every rank unsharded, and the "
+            f"peak is {bytes_of(facts.peak.nbytes)}: replicate over the dimension of {num_ranks} ranks (replicate(), "
+            f"or another --mesh), which saves {num_gathers} all-gathers a step.",
         )
 
 
@@ -409,9 +410,9 @@ def _large_group(facts: WorldFacts) -> Iterator[Advice]:
         if share > _LARGE_GROUP and held > _LARGE_SHARE * facts.peak.nbytes:
             yield Advice(
                 "one large group",
-                f"the group {group.name} has {share:.0%} of the parameters: it takes {bytes_of(held)} while it is "
-                f"gathered, of a peak of {bytes_of(facts.peak.nbytes)}, and nothing of it is gathered while something "
-                "else computes. Make groups of the modules inside (--wrap ClassName).",
+                f"the group {group.name} has {share:.0%} of the parameters: gathered, it takes {bytes_of(held)} of a "
+                f"peak of {bytes_of(facts.peak.nbytes)}, and its all-gather overlaps no compute. Make groups of the "
+                "modules inside it (--wrap ClassName).",
             )
 
 
@@ -422,8 +423,8 @@ def _ties(facts: WorldFacts) -> Iterator[Advice]:
                 if param.tied:
                     yield Advice(
                         "tied",
-                        f"{' = '.join((param.fqn, *param.tied))} is one parameter of the group {group.name}, which is "
-                        "gathered from the first of its uses to the last"
+                        f"{' = '.join((param.fqn, *param.tied))} is one parameter of the group {group.name}, which "
+                        "stays gathered from the first use of the parameter to the last"
                         + (f": {bytes_of(flat.unsharded_bytes)}." if flat.unsharded_bytes else "."),
                     )
 
@@ -433,8 +434,8 @@ def _padding(facts: WorldFacts) -> Iterator[Advice]:
     if padding > _MUCH_PADDING * whole:
         yield Advice(
             "padding",
-            f"{padding / whole:.1%} of all shards are padding ({bytes_of(padding)}): the groups are small for so many "
-            "ranks, or granules large.",
+            f"{padding / whole:.1%} of all shards is padding ({bytes_of(padding)}): the groups are too small for so "
+            "many ranks, or granules too large.",
         )
 
 
@@ -443,8 +444,8 @@ def _activations(facts: WorldFacts) -> Iterator[Advice]:
     if activations > _MANY_ACTIVATIONS * facts.peak.nbytes and not facts.recomputes:
         yield Advice(
             "activations",
-            f"activations are {activations / facts.peak.nbytes:.0%} of the peak ({bytes_of(activations)}), which more "
-            "ranks do not change: a smaller batch on each rank does, or activation checkpointing.",
+            f"activations are {activations / facts.peak.nbytes:.0%} of the peak ({bytes_of(activations)}). More ranks "
+            "do not help: use a smaller batch on each rank or activation checkpointing.",
         )
 
 
@@ -460,26 +461,26 @@ def _computed(facts: WorldFacts) -> Iterator[Advice]:
     if facts.computed:
         yield Advice(
             "computed",
-            f"of {', '.join(facts.computed)} torch does not know the shape without computing it: what depends on its "
-            "elements may be otherwise in a real run.",
+            f"torch cannot infer the output shape of {', '.join(facts.computed)} without computing it: results that "
+            "depend on its elements may differ in a real run.",
         )
 
 
-# ---- What a plan is asked for, in the words of a command line, checked before anything is built.
+# ---- Options of the command line, checked before anything is built.
 
 
 DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
     "fp16": torch.float16, "float16": torch.float16,
 }  # fmt: skip
-REST = "*"  # of a mesh: what the number of ranks leaves
+REST = "*"  # in a mesh's shape: the remaining ranks
 
 
 def load_factory(text: str) -> Callable[..., Any]:
-    """The function that ``module:name`` names, or ``path/to/file.py:name``.
+    """Import the function that ``module:name`` or ``path/to/file.py:name`` names.
 
     Raises:
-        ValueError: there is no such module, file or function. (What the module raises when it is imported goes on.)
+        ValueError: there is no such module, file or function. Exceptions of the module's own code propagate.
     """
     place, colon, name = text.rpartition(":")
     if not (place and colon and name.isidentifier()):
@@ -489,7 +490,7 @@ def load_factory(text: str) -> Callable[..., Any]:
     if not callable(found):
         offered = [key for key, value in vars(module).items() if _can_be_factory(value, module)]
         others = f"; it has {', '.join(offered[:8])}" if offered else ""
-        what = "is no function" if hasattr(module, name) else "does not exist"
+        what = "is not a function" if hasattr(module, name) else "does not exist"
         raise ValueError(f"--model {text}: {name} {what} in {place}{others}")
     return found
 
@@ -503,10 +504,10 @@ def _module(name: str, text: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module was found, and imports what there is not
+            raise  # the module was found, and one of its own imports fails
         raise ValueError(
-            f"--model {text}: there is no module {error.name} on the path of Python, to which the current folder "
-            "belongs; a file is named by its path, with .py"
+            f"--model {text}: there is no module {error.name} on Python's path, which includes the current folder; to "
+            "name a file, give its path with .py"
         ) from None
 
 
@@ -533,10 +534,10 @@ def _file(path: Path, text: str) -> ModuleType:
 
 
 def world_sizes_of(text: str) -> tuple[int, ...]:
-    """``8,64,1024`` as numbers.
+    """Parse ``8,64,1024``.
 
     Raises:
-        ValueError: one is none, or less than 1.
+        ValueError: a part is not a number, or less than 1.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
@@ -545,11 +546,11 @@ def world_sizes_of(text: str) -> tuple[int, ...]:
 
 
 def mesh_shape_of(text: str | None, world_size: int) -> tuple[int, ...]:
-    """The shape of a mesh of ``world_size`` ranks: ``8``, or ``2x4`` for 2 replicas of 4 shards; one number may be
-    ``*``, for what is left of the ranks.
+    """Parse the shape of a mesh of ``world_size`` ranks: ``8``, or ``2x4`` for 2 replicas of 4 shards; one number may
+    be ``*``, for the remaining ranks.
 
     Raises:
-        ValueError: it is no such text, or not of so many ranks.
+        ValueError: the text has another form, or the shape does not fit ``world_size``.
     """
     if text is None:
         return (world_size,)
@@ -557,13 +558,13 @@ def mesh_shape_of(text: str | None, world_size: int) -> tuple[int, ...]:
     is_size = [part == REST or (part.isdecimal() and int(part) > 0) for part in parts]
     if len(parts) > 2 or not all(is_size) or parts.count(REST) > 1:
         raise ValueError(
-            f"--mesh {text}: expected the number of shards, or RxS for R replicas of S shards, of which one may be * "
-            "for what is left of the ranks: *x8"
+            f"--mesh {text}: expected the number of shards, or RxS for R replicas of S shards; one of them may be *, "
+            "for the remaining ranks: *x8"
         )
     given = math.prod(int(part) for part in parts if part != REST)
     if world_size % given or (REST not in parts and given != world_size):
         there = f"a multiple of {given}" if REST in parts else str(given)
-        raise ValueError(f"--mesh {text}: it is of {there} ranks, and --world-size is {world_size}")
+        raise ValueError(f"--mesh {text}: needs {there} ranks, but --world-size is {world_size}")
     return tuple(world_size // given if part == REST else int(part) for part in parts)
 
 

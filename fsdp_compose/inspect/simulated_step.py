@@ -1,7 +1,7 @@
-"""A training step on one rank of many, without the other ranks and without memory, and the facts of it.
+"""Simulate a training step on one rank of many, without the other ranks and without touching memory.
 
-``plan()`` runs it. Operations give results with shapes, strides and storages that no one fills; a transport moves
-nothing and notes what would have moved; a ledger keeps how many bytes of which kind there are at each moment."""
+``plan()`` runs it. Operations return tensors with shapes, strides and storages, but nothing is computed into them. A
+transport records collectives without moving data. A ledger tracks how many bytes of each kind exist at each moment."""
 
 from __future__ import annotations
 
@@ -51,16 +51,15 @@ from .plan_report import (
     WorldFacts,
 )
 
-# ---- How many bytes there are, of which kind, at each moment of a run: a list of what was allocated and freed, in
-# order.
+# ---- The ledger: allocations and frees of a run, in order, and the bytes of each kind at each moment.
 #
-# Storages are followed from the operation that first returns them until they die; some are known for what they are only
-# later (a gradient, when ``.grad`` shows it), so kinds are decided at the end, and then the moments are gone through.
+# A storage is followed from the operation that first returns it until it dies. The kind of some storages is known only
+# later (a gradient, once it is in ``.grad``), so the peaks are computed at the end.
 
 
 @dataclass
 class _Item:
-    """One storage. ``kind``: as far as is known."""
+    """One storage. ``kind`` may change when more is known."""
 
     kind: str
     nbytes: int
@@ -70,17 +69,17 @@ class _Item:
 
 @dataclass
 class _Chapter:
-    """What happens while one thing is done: the changes of storages, each with the bytes it grew by."""
+    """One phase of the run: the storages that changed, each with the bytes it grew by."""
 
     name: str
     changes: list[tuple[_Item, int]] = field(default_factory=list)
 
 
 class Ledger:
-    """Follows storages, from when it is made on.
+    """Tracks the storages of a run.
 
     Attributes:
-        has_recomputed: a forward was repeated in backward: something was made there for autograd to look at.
+        has_recomputed: backward recomputed a forward, that is, it made tensors with grad mode on.
     """
 
     def __init__(self) -> None:
@@ -91,33 +90,33 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        """What there is now."""
+        """Bytes allocated now."""
         return sum(item.nbytes for item in self._items.values())
 
     def begin(self, name: str, kind: str) -> None:
-        """From here on, ``name`` is done, and storages are of ``kind`` unless more is known of them."""
+        """Begin the phase ``name``. New storages are of ``kind`` until ``label`` says otherwise."""
         self._chapters.append(_Chapter(name))
         self._kind = kind
 
     # ---- storages
 
     def see(self, tensor: torch.Tensor) -> None:
-        """An operation has returned it: its memory is new, or known."""
+        """Track the storage of a tensor that an operation returned."""
         self._item(tensor.untyped_storage())
 
     def label(self, tensor: torch.Tensor, kind: str) -> None:
-        """Its memory is of ``kind``, and has been."""
+        """Set the kind of a tensor's storages, for their whole lives."""
         for inner in plain_tensors(tensor):
             storage = inner.untyped_storage()
             if inner.device.type != "meta" and storage_id(storage) in self._items:
                 self._items[storage_id(storage)].kind = kind
 
     def lose_values(self, tensor: torch.Tensor) -> None:
-        """What should be in it was not computed."""
+        """Note that a tensor's elements were not computed."""
         self._item(tensor.untyped_storage()).has_values = False
 
     def has_values(self, tensor: torch.Tensor) -> bool:
-        """Whether the elements are what they would be."""
+        """Whether a tensor's elements are those of a real run."""
         item = self._items.get(storage_id(tensor.untyped_storage()))
         return item is None or item.has_values
 
@@ -127,12 +126,12 @@ class Ledger:
             self._change(item, storage.nbytes() - item.nbytes)
 
     def exchanged(self, a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
-        """Two storages have exchanged their memory: those of unsharded parameters do."""
+        """Note that two storages exchanged their memory, as those of unsharded parameters do."""
         items = first, second = self._item(a), self._item(b)
         first.has_values, second.has_values = second.has_values, first.has_values
         first.kind = second.kind = GATHERED
         now = zip(items, (a.nbytes(), b.nbytes()), strict=True)
-        for item, nbytes in sorted(now, key=lambda pair: pair[1]):  # there is no moment with twice the memory
+        for item, nbytes in sorted(now, key=lambda pair: pair[1]):  # shrink first: the memory never exists twice
             self._change(item, nbytes - item.nbytes)
 
     def _item(self, storage: torch.UntypedStorage) -> _Item:
@@ -161,7 +160,7 @@ class Ledger:
     # ---- afterwards
 
     def peaks(self) -> list[Moment]:
-        """The moment of most bytes in each chapter, by kind, in their order; of several such moments the first."""
+        """Return the peak of each phase, by kind, in order; among equal peaks, the first."""
         found = []
         now: Counter[str] = Counter()
         for chapter in self._chapters:
@@ -177,7 +176,7 @@ class Ledger:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors with memory of their own inside a tensor, or itself."""
+    """Yield the tensors with memory of their own inside ``tensor``, or ``tensor`` itself."""
     if not is_wrapper(tensor):
         yield tensor
         return
@@ -194,20 +193,20 @@ def label_all(ledger: Ledger, tensors: Iterable[torch.Tensor | None], kind: str)
             ledger.label(tensor, kind)
 
 
-# ---- Operations on tensors without their work: results have shapes, strides and storages, and no one fills them.
+# ---- Operations without their kernels: results have shapes, strides and storages, but nothing is computed into them.
 #
-# Memory that is not written to is not taken from the machine, so tensors may be as large as they like. All else is as
-# in a real run: autograd, hooks, storages that are resized, addresses, versions; and small tensors whose elements are
-# known (positions, masks, step counts) are computed, so that what depends on them goes the way it would.
+# The machine does not provide memory that nobody writes to, so tensors may be arbitrarily large. Everything else works
+# as in a real run: autograd, hooks, resized storages, addresses, versions. Small tensors whose elements are known
+# (positions, masks, step counts) are computed, so control flow that depends on them is right.
 #
-# Where operations cannot know their result without the elements (``item()``, ``nonzero()``) and these were not
-# computed, ``Undecided`` is raised, from the user's line.
+# If an operation needs elements that were not computed (``item()``, ``nonzero()``), it raises ``Undecided`` from the
+# user's line.
 
 
 _MOST_BYTES, _MOST_FLOAT_BYTES = 1 << 24, 1 << 20  # of operands, or results, that are computed: indices; numbers
 _NOTE_EVERY = 500  # operations
 
-# Views by what they do, which their schemas do not say; and what changes a tensor's shape in place.
+# Operations that return views although their schemas do not say so; and operations that reshape in place.
 _VIEWS = {"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes", "_c10d_functional::wait_tensor"}
 _RESHAPING = {
     "aten::resize_", "aten::resize_as_", "aten::set_", "aten::t_", "aten::transpose_", "aten::squeeze_",
@@ -216,22 +215,22 @@ _RESHAPING = {
 
 
 class Undecided(RuntimeError):
-    """What comes next depends on elements that were not computed."""
+    """The program needs elements that were not computed."""
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """What a schema says.
+    """Properties of an operation, read from its schema.
 
     Attributes:
-        is_view: it makes or changes views: nothing is computed.
-        written: for each argument that may be written to, its place and name.
-        results: for each result, the place in ``written`` of the argument that it is; ``None`` for a new tensor.
-        has_out: the results are arguments, which get their shapes.
-        is_in_place: no result is new, and each has its shape.
-        is_composite: it is made of others.
-        needs_elements: the elements of its arguments may decide about the shape of its result, or are it.
-        placing: its arguments that say where to make a tensor, or with what random numbers.
+        is_view: it makes or changes views and computes nothing.
+        written: position and name of each argument that it may write to.
+        results: for each result, the index in ``written`` of the argument that it is; ``None`` for a new tensor.
+        has_out: the results are ``out`` arguments, which it resizes.
+        is_in_place: all results are arguments, which keep their shapes.
+        is_composite: it is composed of other operations.
+        needs_elements: its result, or the shape of it, depends on elements of its arguments.
+        placing: its arguments for a device, pinned memory or a random generator.
     """
 
     is_view: bool
@@ -269,14 +268,14 @@ _ELEMENT_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class DryRun(DispatchMode):
-    """While it is entered, operations on tensors of the host are not done.
+    """A dispatch mode that skips the kernels of operations on CPU tensors.
 
     Args:
-        ledger: what storages there are.
-        note: called now and then, with the number of operations so far.
+        ledger: tracks storages.
+        note: called every now and then with the number of operations so far.
 
     Attributes:
-        computed: operations that had to be computed, whatever it took.
+        computed: operations that had to be computed because torch cannot infer their output shapes.
     """
 
     def __init__(self, ledger: Ledger, note: Callable[[int], None]) -> None:
@@ -288,10 +287,10 @@ class DryRun(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(item.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for item in types):
-            return NotImplemented  # DTensors and the like: what they consist of comes back here
+            return NotImplemented  # DTensors and the like: operations on their inner tensors come back here
         tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
         if any(item.is_meta for item in tensors) or _is_meta(kwargs.get("device")):
-            return func(*args, **kwargs)  # has no memory, and shapes alone are asked for
+            return func(*args, **kwargs)  # meta tensors have no memory
         self._num_operations += 1
         if self._num_operations % _NOTE_EVERY == 0:
             self._note(self._num_operations)
@@ -315,7 +314,7 @@ class DryRun(DispatchMode):
         return self._made(func, operation, args, kwargs, can_compute)
 
     def _without_mask(self, func: Any, index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        """An index; in the place of a mask the numbers of its elements that are true, by dimension."""
+        """Return an index as a list; a mask is replaced by the positions of its true elements, one per dimension."""
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
         if not self._ledger.has_values(index):
@@ -323,14 +322,14 @@ class DryRun(DispatchMode):
         return index.nonzero().unbind(1)
 
     def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """It is done."""
+        """Run the operation."""
         result = func(*args, **kwargs)
         for item in _tensors(result):
             self._ledger.see(item)
         return result
 
     def _made(self, func: Any, operation: _Operation, args: Any, kwargs: Any, can_compute: bool) -> Any:
-        """The results of an operation that makes tensors."""
+        """Return the results of an operation that makes tensors."""
         try:
             shapes = _shapes_of(func, operation, args, kwargs)
         except NotImplementedError:  # torch cannot tell
@@ -345,7 +344,7 @@ class DryRun(DispatchMode):
         return self._written(operation, args, kwargs, shapes)
 
     def _written(self, operation: _Operation, args: Any, kwargs: Any, shapes: Any) -> Any:
-        """The results, new ones with ``shapes``, without elements; and what is written to has none either."""
+        """Return results without elements, new ones with ``shapes``. Written arguments lose their elements too."""
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in operation.written]
         for item in _tensors(written):
             self._ledger.lose_values(item)
@@ -373,7 +372,7 @@ class DryRun(DispatchMode):
 
 
 def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
-    """The results as tensors of the meta device.
+    """Return the results as meta tensors.
 
     Raises:
         NotImplementedError: torch cannot tell.
@@ -387,7 +386,7 @@ def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
     return tree_map(lambda item: _cast(item, *dtypes), func(*args, **kwargs))
 
 
-_HALF_ON_META = {"aten::_grouped_mm"}  # what the meta device refuses in other dtypes, and the CPU does
+_HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but on meta only in bfloat16
 
 
 def _cast(item: Any, dtype: torch.dtype) -> Any:
@@ -421,30 +420,30 @@ def _error_of(func: Any) -> str:
     name = func._schema.name.rpartition("::")[2].strip("_")
     what = "item(), tolist() or a condition" if name == "local_scalar_dense" else f"{name}()"
     return (
-        f"{what} needs the elements of a tensor that a dry run does not compute, and the model goes on from there. Let "
-        "the model not depend on them (a mixture of experts: with a grouped matrix product in the place of a loop over "
-        "experts; a loss: without item())"
+        f"{what} needs elements of a tensor that a dry run does not compute, and the model's control flow depends on "
+        "them. Avoid that (in a mixture of experts, use a grouped matrix product instead of a loop over experts; in a "
+        "loss, avoid item())"
     )
 
 
-# ---- The transport of a dry run: nothing moves, and what would have is noted.
+# ---- The transport of a dry run: records collectives and moves no data.
 
 
 class _Done:
-    """What is over at once."""
+    """A collective that is complete at once."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
 
 class NothingMoves(Transport):
-    """Moves nothing over ``group``.
+    """Records the collectives of one ``fully_shard`` group and moves no data.
 
     Args:
         group: the process group.
-        name: of the ``fully_shard`` group that it serves.
-        ledger: what storages there are.
-        take: gets each collective.
+        name: the name of the ``fully_shard`` group.
+        ledger: tracks storages.
+        take: called with each collective.
     """
 
     name = "nothing moves"
@@ -464,7 +463,7 @@ class NothingMoves(Transport):
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
         self._ledger.label(whole, REDUCTIONS)
-        self._ledger.label(shard, REDUCTIONS)  # those that are gradients will be known as such
+        self._ledger.label(shard, REDUCTIONS)  # relabelled if it becomes a gradient
         return self._note(REDUCE_SCATTER, whole.nbytes, shard)
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
@@ -496,21 +495,21 @@ NUM_STEPS = 2  # in the first one, groups learn their order, and the optimizer's
 
 
 class Trained(Protocol):
-    """What a step needs: built anew for each number of ranks."""
+    """Builds the model and optimizer to simulate, anew for each number of ranks."""
 
     def build(self) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-        """The sharded model, and what makes a loss of it."""
+        """Return the sharded model, and a function from the model to a loss."""
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Of its parameters."""
+        """Return the optimizer of the model's parameters, if there is one."""
 
 
 def simulate(trained: Trained, world_size: int, note: Callable[[str], None]) -> WorldFacts:
     """Build the model as the first of ``world_size`` ranks, and train it for some steps.
 
     Args:
-        trained: what to build.
-        note: is told how far it has come.
+        trained: builds the model and the optimizer.
+        note: called with a line of text about the progress.
     """
     with one_of_many(world_size):
         try:
@@ -521,15 +520,15 @@ def simulate(trained: Trained, world_size: int, note: Callable[[str], None]) -> 
 
 @contextmanager
 def one_of_many(world_size: int) -> Iterator[None]:
-    """Be the first rank of a process group whose collectives move nothing.
+    """Make this process the first rank of a process group whose collectives move no data.
 
     Raises:
         RuntimeError: there is a process group already.
     """
     if dist.is_initialized():
         raise RuntimeError(
-            f"rank {dist.get_rank()}: plan() makes process groups of its own, and this process has one already: plan "
-            "in a process by itself, or before init_process_group()"
+            f"rank {dist.get_rank()}: plan() makes its own process groups, but this process already has one: call "
+            "plan() in a separate process, or before init_process_group()"
         )
     excepthook = sys.excepthook  # torch's writes the rank before each line, once more for each process group
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
@@ -551,7 +550,7 @@ class _Simulation:
 
     def run(self, trained: Trained) -> WorldFacts:
         ledger = self._ledger
-        refuse_access(torch.empty(0).untyped_storage(), "")  # found out once in a process, by operations that are done
+        refuse_access(torch.empty(0).untyped_storage(), "")  # probes torch once per process, which needs real kernels
         with watched_storages(ledger.resized, ledger.exchanged), torch.compiler.set_stance("force_eager"), self._mode:
             self._begin("building", OTHER)
             model, loss_of = trained.build()
@@ -595,12 +594,12 @@ class _Simulation:
         optimizer: torch.optim.Optimizer | None,
         prefix: str,
     ) -> bool:
-        """A training step; whether forwards were repeated in its backward."""
+        """Run a training step. Return whether its backward recomputed forwards."""
         self._begin("forward", ACTIVATIONS, prefix)
         loss = loss_of(model)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
-                "the loss must be a tensor of one element that depends on parameters which require gradients, got "
+                "the loss must be a tensor of one element that depends on trainable parameters, got "
                 + (f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)[:80])
             )
         self._begin("backward", TEMPORARY, prefix)

@@ -1,7 +1,7 @@
-"""``trace(model)``, ``record_collectives(model)``: what the groups of this rank do, in which order, and what overlaps.
+"""``trace(model)`` and ``record_collectives(model)``: record when groups compute and communicate on this rank.
 
-What groups do is written down while they do it, by listeners that exist only inside these contexts. The result is plain
-data, which ``trace_formats`` shows without knowing any model."""
+Listeners record the events; they exist only inside these contexts. The result is plain data, which ``trace_formats``
+formats without access to a model."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from ..flat import End, Group, listen, stop_listening
 from ..group import _FSDPState, states_to_run
 from .trace_formats import ALL_GATHERS, COMPUTE, REDUCTIONS, WAIT, TraceEvent, as_chrome_trace, as_text, save_picture
 
-# ---- What time it is, where a model computes: on the host, or in the order of a stream.
+# ---- Clocks: host time, or time on a device's stream.
 
 
 class Clock(Protocol):
-    """Makes marks, and tells of each afterwards how many seconds it came after the clock was made."""
+    """Makes marks. After ``stop()``, ``seconds()`` converts a mark to the seconds since the clock was made."""
 
     def mark(self) -> Any:
-        """Now; on an accelerator, when the present stream has come here."""
+        """Mark the current time; on an accelerator, the time when the current stream reaches this point."""
 
     def mark_end(self, work: Work) -> Any:
-        """When a collective that was issued on the present stream is complete; ``None``: the clock cannot tell before
-        it was waited for."""
+        """Mark the completion of a collective issued on the current stream; ``None`` if only waiting for it can
+        tell."""
 
     def stop(self) -> None:
-        """No more marks are made; from here on they can be told."""
+        """End marking; ``seconds()`` may be called from here on."""
 
     def seconds(self, mark: Any) -> float: ...
 
 
 class HostClock:
-    """Of the host. A collective is complete for it when the wait for it has returned."""
+    """The host's clock. A collective counts as complete when the wait for it returns."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter_ns()
@@ -63,8 +63,8 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of an accelerator: marks are events on streams, so that times are those at which the device has done things, not
-    those at which the host has asked for them. Waits for the device when it is made, and when it stops.
+    """An accelerator's clock. Marks are events on streams, so times say when the device did the work, not when the host
+    launched it. The clock synchronizes with the device when it is made and when it stops.
 
     Args:
         device: the accelerator.
@@ -85,7 +85,7 @@ class DeviceClock:
     def mark_end(self, work: Work) -> Any:
         self._beside.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._beside):
-            work.wait()  # that stream waits, and no other
+            work.wait()  # only the side stream waits
             return self.mark()
 
     def stop(self) -> None:
@@ -99,12 +99,12 @@ def clock_of(device: torch.device) -> Clock:
     return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
-# ---- The collectives of some groups are noted for a time: the one way in which anything here looks at them.
+# ---- Recording the collectives of groups: every observer in this file uses ``recorded()``.
 
 
 @contextmanager
 def recorded(states: Sequence[_FSDPState], notes_of: Callable[[_FSDPState], CollectiveNotes]) -> Iterator[None]:
-    """Within, the notes of each group hear of its collectives. Between iterations only."""
+    """Inside this context, report each group's collectives to its notes. Enter it between iterations only."""
     handles = [(handle, notes_of(state)) for state in states for handle in state._handles]
     try:
         for handle, notes in handles:
@@ -115,8 +115,7 @@ def recorded(states: Sequence[_FSDPState], notes_of: Callable[[_FSDPState], Coll
             handle.change_transports(lambda item: item.inner if isinstance(item, Recorder) else item)
 
 
-# ---- What the groups of a model do is written down, while they do it: collectives as their transports carry them, the
-# rest as the listeners of ``flat/events`` are told.
+# ---- Recording events: transports report collectives, and ``flat/events`` reports everything else.
 
 
 _RANGES = ("forward", "recomputation", "backward", "reshard")
@@ -124,7 +123,7 @@ _RANGES = ("forward", "recomputation", "backward", "reshard")
 
 @dataclass
 class _Span:
-    """An event that may still be going on. ``start`` and ``stop`` are marks of the clock."""
+    """An event that may not have ended yet. ``start`` and ``stop`` are marks of the clock."""
 
     what: str
     group: str
@@ -138,10 +137,10 @@ class _Span:
 
 
 class Notebook:
-    """What has happened so far.
+    """The events recorded so far.
 
     Args:
-        clock: tells when.
+        clock: makes the marks.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -155,12 +154,12 @@ class Notebook:
         return span
 
     def end(self, span: _Span, stop: Any = None) -> None:
-        """``stop``: a mark that was made before, if it is not now."""
+        """End ``span`` now, or at ``stop``, a mark made before."""
         if span.ends is None:
             span.stop, span.ends = self.clock.mark() if stop is None else stop, self._count()
 
     def close(self) -> list[TraceEvent]:
-        """All events, in the order in which they began. Nothing comes after it."""
+        """End recording and return all events, in the order in which they began."""
         open_spans = [span for span in self._spans if span.ends is None]
         for span in reversed(open_spans):
             self.end(span)
@@ -180,11 +179,11 @@ class Notebook:
 
 
 class _GroupNotes:
-    """Writes down the collectives of one group."""
+    """Records the collectives of one group."""
 
     def __init__(self, notebook: Notebook, state: _FSDPState) -> None:
         self._notebook, self._state = notebook, state
-        self._under_way: dict[Collective, tuple[_Span, Any]] = {}  # with when it was complete, if the clock can tell
+        self._under_way: dict[Collective, tuple[_Span, Any]] = {}  # with the mark of its end, if the clock has one
         self._waits: dict[Collective, _Span] = {}
 
     def issue(self, collective: Collective) -> None:
@@ -208,7 +207,7 @@ class _GroupNotes:
 
 
 class _SpanNotes:
-    """Writes down what some groups compute, and when they are resharded; of other groups nothing."""
+    """Records forwards, backwards, recomputations and reshards of the given groups."""
 
     def __init__(self, notebook: Notebook, states: Sequence[_FSDPState]) -> None:
         self._notebook = notebook
@@ -221,12 +220,12 @@ class _SpanNotes:
 
 
 def _nothing() -> None:
-    """The end of what is not written down."""
+    """End an event that is not recorded."""
 
 
 @contextmanager
 def observed(states: Sequence[_FSDPState], notebook: Notebook) -> Iterator[None]:
-    """Within, what the groups do is written into ``notebook``."""
+    """Inside this context, record the groups' events in ``notebook``."""
     spans = _SpanNotes(notebook, states)
     listen(spans)
     try:
@@ -243,11 +242,11 @@ _PICTURES = (".png", ".svg")
 
 
 class Trace:
-    """What the groups of a model have done, on this rank. Made by ``trace``; complete when that has ended.
+    """A recording of a model's groups on this rank, made by ``trace``. It is complete when that context has ended.
 
     Attributes:
-        rank: of this process.
-        began: when, in seconds since 1970.
+        rank: the rank of this process.
+        began: start time, in seconds since 1970.
     """
 
     def __init__(self) -> None:
@@ -256,39 +255,41 @@ class Trace:
         self._events: list[TraceEvent] | None = None
 
     def complete(self, events: list[TraceEvent]) -> None:
-        """These are all."""
+        """Set the events and mark the trace as complete."""
         self._events = events
 
     @property
     def events(self) -> list[TraceEvent]:
-        """All events, in the order in which the program began them.
+        """All events, in the order in which the program started them.
 
         Raises:
             RuntimeError: the ``with`` statement of ``trace`` has not ended.
         """
         if self._events is None:
             raise RuntimeError(
-                f"rank {self.rank}: the trace is still running: look at it after the with statement of trace()"
+                f"rank {self.rank}: the trace is still running: read it after the with statement of trace()"
             )
         return self._events
 
     def text(self, *, times: bool = True) -> str:
-        """A line for each event, in the order of the program: forwards, recomputations and backwards of groups, with
-        what happens meanwhile indented; collectives when they are issued; waits when they are over; reshards.
+        """Format the trace with a line for each event, in program order.
+
+        Events inside a group's forward, recomputation or backward are indented. A collective's line comes where it is
+        issued, a wait's line where it is over.
 
         Args:
-            times: put milliseconds before each line: when it began, and how long it took. A summary follows.
-                Without, the text of a step is always the same, for tests of a schedule.
+            times: begin each line with its start time and duration in milliseconds, and end with a summary. Without
+                times, a step always has the same text, which suits tests of a schedule.
         """
         return as_text(self.events, times)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to a file: ``.json`` (for Perfetto and chrome://tracing), ``.svg`` or ``.png`` (a picture, by
-        matplotlib).
+        """Write the trace to a file: ``.json`` (for Perfetto and chrome://tracing), or a picture drawn by matplotlib,
+        ``.svg`` or ``.png``.
 
         Raises:
-            ValueError: the name ends in something else.
-            ImportError: it is to be a picture, and matplotlib is not installed.
+            ValueError: the name has another suffix.
+            ImportError: a picture needs matplotlib, which is not installed.
         """
         path = Path(path)
         if path.suffix not in (".json", *_PICTURES):
@@ -301,23 +302,24 @@ class Trace:
 
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
-    """Note, within, when the groups below ``model`` compute, gather, wait, reshard and reduce, on this rank.
+    """Record when the groups below ``model`` compute, gather, wait, reshard and reduce on this rank.
 
-    Costs nothing while no trace runs, and host time for each event while one runs. Times on the CPU are those of the
-    host, where a collective has ended when the wait for it returns. On an accelerator they are those of its streams,
-    and the trace waits for the device at its start and end. In functional mode there are no backwards of groups, only
-    their collectives; of groups in a graph of ``torch.compile`` at most these. Between iterations only.
+    Recording costs host time for each event, and nothing outside the context. On the CPU, times are the host's, and a
+    collective ends when the wait for it returns. On an accelerator, times are taken on its streams, and the trace
+    synchronizes with the device at its start and end. In functional mode the trace shows no backwards of groups, only
+    their collectives; of groups in a graph of ``torch.compile`` it shows at most the collectives. Enter the context
+    between iterations only.
 
-    Ranks: any; nothing is communicated by it.
+    Ranks: any rank; no communication.
 
     Args:
-        model: a module, of which some submodules are sharded or replicated.
+        model: a module with sharded or replicated submodules.
 
     Yields:
-        The trace: complete after the with statement, also when that ends in an exception.
+        The trace. It is complete after the with statement, also if that ends in an exception.
 
     Raises:
-        ValueError: no group is below ``model``.
+        ValueError: there is no group below ``model``.
         RuntimeError: a forward or backward of ``model`` is running.
 
     Example::
@@ -335,8 +337,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
             state.root is not None and (state.root.forward.depth or state.root.backward)
         ):
             raise RuntimeError(
-                f"rank {state.mesh.rank}: trace() begins inside a forward or backward of the fully_shard group "
-                f"{state.name}, whose collectives are under way: begin it between iterations"
+                f"rank {state.mesh.rank}: trace() starts inside a forward or backward of the fully_shard group "
+                f"{state.name}, whose collectives are under way: start it between iterations"
             )
     found, notebook = Trace(), Notebook(clock_of(states[0].mesh.device))
     try:
@@ -346,24 +348,26 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         found.complete(notebook.close())
 
 
-# ---- ``record_collectives(model)``: the collectives of a part of a run, in their order.
+# ---- ``record_collectives(model)``: the collectives of a part of a run, in order.
 
 
 @contextmanager
 def record_collectives(model: nn.Module, note: Callable[[str], Any] | None = None) -> Iterator[list[str]]:
-    """Note, within, each collective of the ``fully_shard`` groups below ``model``: what it is for, how large it is,
-    when it is issued, and when its result is waited for.
+    """Record each collective of the ``fully_shard`` groups below ``model``: its purpose and size, when it is issued,
+    and when its result is waited for.
 
-    For looking at a schedule, and for tests of it; ``trace`` has what groups compute meanwhile, and times. What is not
-    recorded: control exchanges, norms, and what goes between ranks outside flat parameters. Between iterations only.
-    Ranks: any; nothing is communicated by it.
+    Use it to look at a schedule or to test it; ``trace`` also has times and shows what groups compute meanwhile.
+    Control exchanges, norms, and other communication outside flat parameters are not recorded. Enter the context
+    between iterations only.
+
+    Ranks: any rank; no communication.
 
     Args:
-        model: a module, of which some submodules are sharded.
-        note: called with each line, for example ``print``; the list has them too.
+        model: a module with sharded submodules.
+        note: called with each line, in addition to the list; for example ``print``.
 
     Yields:
-        The lines so far.
+        The list of lines, which grows while the context runs.
 
     Example::
 
@@ -388,12 +392,12 @@ def record_collectives(model: nn.Module, note: Callable[[str], Any] | None = Non
 
 
 def wait_of(collective: Collective) -> str:
-    """The wait for a collective, in words."""
+    """Describe the wait for a collective."""
     return f"wait for {collective.kind} {collective.label}"
 
 
 class _Lines:
-    """Says each collective in a line when it is issued, and in another one when its result is there."""
+    """Writes a line when a collective is issued, and another when its result has been waited for."""
 
     def __init__(self, take: Callable[[str], None]) -> None:
         self._take = take
@@ -408,5 +412,5 @@ class _Lines:
         """No line."""
 
     def done(self, collective: Collective) -> None:
-        if collective.kind != GATHER:  # which is waited for at once
+        if collective.kind != GATHER:  # a gather is waited for at once
             self._take(f"  {wait_of(collective)}")

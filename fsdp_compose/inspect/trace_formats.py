@@ -1,6 +1,6 @@
-"""A trace as plain data, and its forms: text, the Trace Event Format, a picture.
+"""A trace's events, and their formats: text, the Trace Event Format, a picture.
 
-Nothing here knows a model: ``trace`` makes the data."""
+``trace`` records the events; nothing here needs a model."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pathlib import Path
 from typing import Any
 
 COMPUTE, ALL_GATHERS, REDUCTIONS = TRACKS = ("compute", "all-gathers", "reductions")
-"""Where things happen: on the way of the model's own computation, or beside it."""
+"""The model's own computation, and two kinds of collectives beside it."""
 
 WAIT = "wait"
 
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that took time on one rank.
+    """An event that took time on one rank.
 
     Attributes:
-        what: ``forward``, ``backward`` or ``recomputation`` of a group; ``reshard`` of one; ``all-gather``,
-            ``reduce-scatter``, ``all-reduce`` or ``gather``, from when it is issued until its result is there; or
-            ``wait``, for such a result.
+        what: ``forward``, ``backward``, ``recomputation`` or ``reshard`` of a group; ``all-gather``,
+            ``reduce-scatter``, ``all-reduce`` or ``gather``, from its issue until its result is there; or ``wait``, for
+            such a result.
         group: the name of the group.
-        track: see ``TRACKS``.
+        track: one of ``TRACKS``.
         start, stop: seconds since the trace began.
-        begins, ends: the places of its start and its end among those of all events, in the order of the program.
-        detail: of a collective, and a wait, the collective in words: for which parameters, how large, among how many.
-        nbytes: of the whole tensor of a collective; 0 of other events.
-        was_cut: it had not ended when the trace did, or ended in an error: ``stop`` is when the trace ended.
+        begins, ends: positions of its start and end among those of all events, in program order.
+        detail: for a collective or a wait, a description of the collective: its parameters, size and number of ranks.
+        nbytes: size of a collective's whole tensor; 0 for other events.
+        was_cut: the event had not ended when the trace did, or it raised; ``stop`` is then the end of the trace.
     """
 
     what: str
@@ -50,7 +50,7 @@ class TraceEvent:
 
     @property
     def name(self) -> str:
-        """What, and of which group."""
+        """The event and its group, as a title."""
         if self.what == WAIT:
             return f"wait for {self.detail.split(maxsplit=1)[0]} {self.group}"
         return f"{self.what} {self.group}"
@@ -59,7 +59,7 @@ class TraceEvent:
 @dataclass
 class _Lane:
     events: list[TraceEvent]
-    around: list[TraceEvent]  # those that were not over when the last one began, the innermost last
+    around: list[TraceEvent]  # events that were not over when the last one began, the innermost last
 
     def has_room(self, event: TraceEvent) -> bool:
         while self.around and self.around[-1].stop <= event.start:
@@ -72,7 +72,8 @@ class _Lane:
 
 
 def lanes(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
-    """The events of a track in as few lanes as are needed for those in a lane to lie inside or beside each other."""
+    """Distribute the events of a track over as few lanes as possible, such that the events of a lane nest or follow
+    each other."""
     found: list[_Lane] = []
     for event in sorted(events, key=lambda item: (item.start, -item.stop, item.begins)):
         lane = next((item for item in found if item.has_room(event)), None)
@@ -82,17 +83,17 @@ def lanes(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
     return [lane.events for lane in found]
 
 
-# ---- A trace as text: one line for each thing that the program began, or had waited for, in that order.
+# ---- A trace as text: one line for each event, in program order.
 
 
 _INDENT = "  "
 
 
 def as_text(events: Sequence[TraceEvent], has_times: bool) -> str:
-    """The lines. Indented by the forwards and backwards that are running; a wait has its line when it is over.
+    """Format the lines, indented inside forwards and backwards; a wait's line comes where it is over.
 
-    ``has_times``: before each line milliseconds: when it began, and how long it took (a collective: until its result
-    was there); and a summary at the end.
+    With ``has_times``, each line begins with its start and duration in milliseconds (a collective lasts until its
+    result is there), and a summary follows.
     """
     lines = []
     running: list[TraceEvent] = []  # forwards and backwards
@@ -108,7 +109,7 @@ def as_text(events: Sequence[TraceEvent], has_times: bool) -> str:
 
 
 def line_of(event: TraceEvent) -> str:
-    """One event in words, without times."""
+    """Describe one event, without times."""
     if event.what == WAIT:
         return f"wait for {event.detail.partition(' (')[0]}"
     cut = " (did not end)" if event.was_cut else ""
@@ -116,7 +117,7 @@ def line_of(event: TraceEvent) -> str:
 
 
 def summary(events: Sequence[TraceEvent]) -> list[str]:
-    """For each kind of collective: how many there were, how long they took, and how much of that was waited for."""
+    """Summarize each kind of collective: count, bytes, duration, and how much of that was spent waiting."""
     lines = []
     for kind in dict.fromkeys(item.what for item in events if item.track != COMPUTE):
         found = [item for item in events if item.what == kind]
@@ -133,12 +134,12 @@ def _place(event: TraceEvent) -> int:
 
 # ---- A trace in the Trace Event Format: for Perfetto (ui.perfetto.dev), chrome://tracing, and other viewers.
 #
-# A process is a rank, a thread a lane of a track: in a lane, events lie inside or beside each other, as viewers expect.
+# Each rank is a process, each lane of a track a thread: events in a lane nest or follow each other, as viewers expect.
 # Times are microseconds since the trace began.
 
 
 def as_chrome_trace(events: Sequence[TraceEvent], rank: int, began: float) -> dict[str, Any]:
-    """The JSON object. ``began``: when, in seconds since 1970; in ``otherData``."""
+    """Return the JSON object. ``began`` is the start time in seconds since 1970, kept in ``otherData``."""
     found: list[dict[str, Any]] = [
         _metadata("process_name", rank, {"name": f"rank {rank}"}),
         _metadata("process_sort_index", rank, {"sort_index": rank}),
@@ -171,7 +172,7 @@ def _complete(event: TraceEvent, process: int, thread: int) -> dict[str, Any]:
     return {"ph": "X", "name": event.name, "cat": event.what, "pid": process, "tid": thread, **times, "args": args}
 
 
-# ---- A trace as a picture, by matplotlib: a row for each lane of collectives, and for each depth of what is computed.
+# ---- A trace as a picture, by matplotlib: a row for each lane of collectives and for each nesting depth of compute.
 
 
 _COLORS = {
@@ -191,15 +192,14 @@ Row = tuple[str, list[TraceEvent]]
 
 
 def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
-    """Write it, in the format that the suffix of ``path`` names.
+    """Write the picture in the format of ``path``'s suffix.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
-            f"a trace can be saved as {path.suffix} where matplotlib is installed (pip install matplotlib); as .json "
-            "anywhere"
+            f"saving a trace as {path.suffix} needs matplotlib (pip install matplotlib); .json works without it"
         )
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -222,7 +222,7 @@ def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
 
 
 def rows(events: Sequence[TraceEvent]) -> list[Row]:
-    """From the top: what is computed, the outermost first; then each track of collectives."""
+    """Return the rows from the top: compute, outermost events first; then each track of collectives."""
     found: list[Row] = []
     for track in TRACKS:
         in_lanes = lanes(item for item in events if item.track == track)
@@ -233,7 +233,7 @@ def rows(events: Sequence[TraceEvent]) -> list[Row]:
 
 
 def _levels(lane: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
-    """The events of a lane, by how many others they lie inside of."""
+    """Split the events of a lane by nesting depth."""
     found: list[list[TraceEvent]] = []
     around: list[TraceEvent] = []
     for event in lane:

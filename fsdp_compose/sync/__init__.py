@@ -1,4 +1,4 @@
-"""Weights for other programs: whole parameters, or what has changed of them, in buckets that ranks gather together.
+"""Send weights to other programs: whole parameters, or only the changed elements, in buckets that all ranks gather.
 
 Users call ``full_parameters``, which sends whole parameters, and the functions of ``changes``, which send what differs
 from a snapshot. Nothing here changes the model.

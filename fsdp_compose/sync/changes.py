@@ -1,8 +1,8 @@
-"""What has changed in a model's parameters since a snapshot, in the form in which it is sent: positions and values.
+"""Send only the elements of a model's parameters that changed since a snapshot, as positions and values.
 
-A snapshot is this rank's shards, cast. One comparison finds what differs in a shard (or in the part of it that a bucket
-has), bit for bit; each rank's part is gathered, as positions in the flat parameter, and divided among the parameters.
-Users call this; nothing here changes the model that sends."""
+A snapshot is a cast copy of this rank's shards. One bitwise comparison finds the changes in a shard (or in a bucket's
+part of it). The ranks' changes are gathered as positions in the flat parameter, then split by parameter. Nothing here
+changes the sending model."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from .full_parameters import (
     why_unreadable,
 )
 
-# ---- Some elements of a long tensor, of which each rank has its own, gathered: their positions and values.
+# ---- Gathering selected elements of a long tensor, which each rank has for its own range: positions and values.
 #
-# What one rank sends is one block of bytes, in the form that takes fewer for all ranks together::
+# Each rank sends one block of bytes, in the form that is smaller for all ranks together::
 #
 #     | values | positions, 4 or 8 bytes each | padding |        few elements
 #     | values | one bit for each element of the range | padding |    from about one in 32 on
 #
-# Positions are counted from the start of the rank's own range; so 4 bytes are enough but for the longest of tensors.
+# Positions are counted from the start of the rank's own range, so 4 bytes suffice except for the longest tensors.
 
 
 _ALIGNMENT = 16  # bytes, of blocks and of what they consist of: the largest element
@@ -55,7 +55,7 @@ _ALIGNMENT = 16  # bytes, of blocks and of what they consist of: the largest ele
 
 @dataclass(frozen=True)
 class Elements:
-    """Some elements of a 1-D tensor.
+    """Selected elements of a 1-D tensor.
 
     Attributes:
         positions: int64, ascending.
@@ -67,8 +67,8 @@ class Elements:
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as integers: equal where their bits are, also of NaN, and of zeros with signs. Those of 16 bytes are
-    two integers each, in a last dim."""
+    """View the elements as integers, so that comparing them compares bits, also for NaN and signed zeros. Elements of
+    16 bytes become two integers each, in a last dim."""
     size = tensor.element_size()
     if size == 16:
         return torch.view_as_real(tensor).view(torch.int64)
@@ -76,7 +76,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changed_elements(old: torch.Tensor, new: torch.Tensor) -> Elements:
-    """The elements of ``new`` whose bits are not those of ``old``; both 1-D, of one dtype."""
+    """Return the elements of ``new`` whose bits differ from ``old``; both are 1-D and have the same dtype."""
     differs = as_bits(new) != as_bits(old)
     if differs.ndim == 2:
         differs = differs.any(1)
@@ -86,13 +86,13 @@ def changed_elements(old: torch.Tensor, new: torch.Tensor) -> Elements:
 
 @dataclass(frozen=True)
 class Form:
-    """How blocks are laid out: alike on all ranks, which know all counts.
+    """The layout of blocks, equal on all ranks, which know all counts.
 
     Attributes:
-        dtype: of the values.
-        index: of positions; ``None``: one bit for each element.
-        counts: how many elements each rank has.
-        ranges: of each rank in the whole tensor.
+        dtype: dtype of the values.
+        index: dtype of positions; ``None``: one bit for each element.
+        counts: number of elements that each rank has.
+        ranges: each rank's range in the whole tensor.
     """
 
     dtype: torch.dtype
@@ -108,11 +108,11 @@ class Form:
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks."""
+        """Size of all blocks."""
         return self.blocks()[-1][1]
 
     def blocks(self) -> list[Range]:
-        """Where the block of each rank is, in bytes."""
+        """Return the byte range of each rank's block."""
         stops = [*accumulate(self._num_bytes(rank) for rank in range(len(self.counts)))]
         return [*zip([0, *stops], stops, strict=False)]
 
@@ -142,7 +142,7 @@ class Form:
         torch.sum(flags.view(num, 8) << _bits(block.device), 1, dtype=torch.uint8, out=places[:num])
 
     def read(self, block: torch.Tensor, rank: int) -> Elements:
-        """The elements of ``rank``, in the whole tensor."""
+        """Return the elements of ``rank``, with positions in the whole tensor."""
         count, (start, stop) = self.counts[rank], self.ranges[rank]
         values = block[: count * self.dtype.itemsize].view(self.dtype)
         places = block[self._places_at(count) :]
@@ -161,7 +161,7 @@ def _bits(device: torch.device) -> torch.Tensor:
 
 
 def gather_counts(transport: Transport, count: int, device: torch.device, label: Label) -> list[int]:
-    """How many elements each rank of the transport's process group has. Ranks: all of it."""
+    """Gather how many elements each rank of the transport's process group has. Ranks: all of that group."""
     size, rank = transport.group.size(), transport.group.rank()
     counts = torch.zeros(size, dtype=torch.int64, device=device)
     counts[rank] = count
@@ -174,12 +174,12 @@ def gather_counts(transport: Transport, count: int, device: torch.device, label:
 def gather_elements(
     transport: Transport, own: Elements, form: Form, is_everywhere: bool, label: Label
 ) -> Elements | None:
-    """The elements of all ranks, in their order; ``None`` where they are not wanted. Ranks: all of the transport's
-    process group.
+    """Gather the elements of all ranks, in rank order; ``None`` on ranks that do not want them. Ranks: all of the
+    transport's process group.
 
     Args:
-        own: this rank's, counted from the start of its range.
-        is_everywhere: all ranks want them, else the first one alone.
+        own: this rank's elements, with positions counted from the start of its range.
+        is_everywhere: all ranks want them; otherwise only the first one.
     """
     rank, blocks = transport.group.rank(), form.blocks()
     is_wanted = is_everywhere or rank == 0
@@ -193,20 +193,20 @@ def gather_elements(
     return Elements(torch.cat([part.positions for part in parts]), torch.cat([part.values for part in parts]))
 
 
-# ---- Changed elements of parameters that tensor parallelism has cut: from each rank's part to the whole.
+# ---- Changed elements of parameters that are split by tensor parallelism.
 
 
 def over_tensor_ranks(
     own: TensorParallel, span: Span, parts: Sequence[Elements | None], is_everywhere: bool
 ) -> list[Elements | None]:
-    """The elements of whole parameters; ``None`` where they are not wanted. One gather for all parameters that are cut
-    over the same ranks.
+    """Gather the elements of whole parameters; ``None`` on ranks that do not want them. All parameters that are split
+    over the same ranks share one gather.
 
-    Ranks: all of the parameters' own meshes that have ``parts``.
+    Ranks: all ranks of the parameters' own meshes that have ``parts``.
 
     Args:
-        parts: of each parameter of the span, what this rank's shard group has; positions are in that.
-        is_everywhere: all ranks want them, else the first one alone.
+        parts: the elements that this rank's shard group has of each parameter of the span, with positions in its part.
+        is_everywhere: all ranks want them; otherwise only the first one.
     """
     found = [*parts]
     for groups, indices in own.by_groups(span.indices).items():
@@ -225,7 +225,7 @@ def _gather(
     span: Span,
     is_everywhere: bool,
 ) -> list[Elements | None]:
-    """Several parameters at once: their positions are counted through, in one long tensor of all of them."""
+    """Gather several parameters at once, with positions in their concatenation."""
     specs = [spec for spec, _ in items if spec is not None]
     starts = [0, *accumulate(prod(spec.shape) for spec in specs)]
     placed = [_in_whole(spec, part) for spec, (_, part) in zip(specs, items, strict=True) if part is not None]
@@ -249,7 +249,7 @@ def _gather(
 
 
 def _in_whole(spec: DTensorSpec, part: Elements) -> Elements:
-    """Elements of this rank's part of a DTensor, as elements of the whole one."""
+    """Convert elements of this rank's part of a DTensor to elements of the whole DTensor."""
     shape, offset = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
     if not part.positions.numel():
         return part
@@ -261,16 +261,17 @@ def _in_whole(spec: DTensorSpec, part: Elements) -> Elements:
     return Elements(positions, part.values)
 
 
-# ---- Snapshots and what has changed since
+# ---- Snapshots, and the changes since
 
 
 @dataclass(frozen=True)
 class ChangedElements:
-    """What has changed of one parameter.
+    """The changed elements of one parameter.
 
     Attributes:
-        shape: of the whole parameter.
-        positions: int64, ascending, in the flattened parameter; ``None``: all of them, where that is less to send.
+        shape: shape of the whole parameter.
+        positions: ascending int64 positions in the flattened parameter; ``None``: all elements, if that is less to
+            send.
         values: the new elements, 1-D, in the dtype of the snapshot.
     """
 
@@ -280,12 +281,13 @@ class ChangedElements:
 
 
 class ParameterSnapshot:
-    """What the parameters of a model were, on this rank, in the dtype in which they are sent. ``snapshot_parameters``
-    makes it, ``changed_since`` reads and renews it.
+    """A copy of this rank's shards of a model's parameters, in the dtype in which they are sent.
+
+    ``snapshot_parameters`` makes it; ``changed_since`` compares with it and renews it.
 
     Attributes:
-        dtype: of parameters of floating point; ``None``: each its own.
-        num_renewals: how often it was renewed.
+        dtype: dtype of floating-point parameters; ``None``: their own.
+        num_renewals: the number of renewals so far.
     """
 
     def __init__(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
@@ -298,11 +300,11 @@ class ParameterSnapshot:
 
     @property
     def nbytes(self) -> int:
-        """The memory that it holds on this rank."""
+        """Size of the snapshot on this rank."""
         return sum(tensor.nbytes for tensor in (*self._flats.values(), *self._alone.values()))
 
     def renew(self, sources: Sequence[Source]) -> None:
-        """Remember what they are now."""
+        """Copy the current values."""
         with torch.no_grad():
             self._names = _names(sources)
             dtypes = {source.place[0]: source.dtype for source in sources if source.place is not None}
@@ -321,20 +323,20 @@ class ParameterSnapshot:
         self.num_renewals += 1
 
     def why_unfit(self, sources: Sequence[Source]) -> str:
-        """Why it is no snapshot of these; empty if it is."""
+        """Return why the snapshot does not match ``sources``; empty if it does."""
         if self._names == _names(sources) and all(handle in self._flats for handle in handles_of(sources)):
             return ""
         return (
-            "the snapshot is of another model, or the parameters have got other names, shapes, dtypes or groups since "
-            "(ties are found at the first forward): send full parameters, and take another snapshot"
+            "the snapshot was taken of another model, or names, shapes, dtypes or groups of the parameters have "
+            "changed since (ties are found at the first forward): send full parameters and take another snapshot"
         )
 
     def of_span(self, span: Span) -> torch.Tensor:
-        """This rank's part of a span."""
+        """Return this rank's part of a span."""
         return self._flats[span.handle][span.own_in_shard()].to(span.mesh.device)
 
     def of_lone(self, source: Source) -> torch.Tensor:
-        """This rank's elements of what is in no flat parameter; 1-D."""
+        """Return this rank's elements of a tensor outside flat parameters, 1-D."""
         return self._alone[source.names[0]].to(source.local().device)
 
 
@@ -345,17 +347,18 @@ def _names(sources: Sequence[Source]) -> list[tuple[tuple[str, ...], torch.Size,
 def snapshot_parameters(
     model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16, device: torch.device | str | None = None
 ) -> ParameterSnapshot:
-    """Remember this rank's shards of the parameters, for ``changed_since``. Local: no communication.
+    """Copy this rank's shards of the parameters, for ``changed_since``. Local: no communication.
 
     Args:
         model: any kind of model, as for ``get_model_state_dict``.
-        dtype: of parameters of floating point: that of the weights which are kept up to date; ``None``: each its own.
-        device: where the snapshot is kept; default: where the parameters are. The memory is that of the shards in
+        dtype: dtype for floating-point parameters, the same as that of the weights you keep up to date; ``None``: their
+            own.
+        device: where to keep the snapshot; default: the parameters' device. It takes the memory of the shards in
             ``dtype``.
 
     Raises:
         RuntimeError: a forward or backward is running.
-        TypeError: ``dtype`` is no dtype of floating point.
+        TypeError: ``dtype`` is not a floating-point dtype.
     """
     check_arguments("snapshot_parameters", BUCKET_BYTES, dtype)
     sources = sources_of(names_of(model), dtype, include_buffers=False)
@@ -371,7 +374,7 @@ def snapshot_parameters(
 def changed_since(
     model: nn.Module, snapshot: ParameterSnapshot, *, bucket_bytes: int = BUCKET_BYTES, rank0_only: bool = False
 ) -> Iterator[Steps[tuple[str, ChangedElements]]]:
-    """What differs from a snapshot, once cast: for weights elsewhere that were what the snapshot is of::
+    """Gather the elements that differ from a snapshot after casting, to update a copy of the weights elsewhere::
 
         snapshot = snapshot_parameters(model)         # and send full parameters, in the same dtype
         ...                                           # train
@@ -379,28 +382,30 @@ def changed_since(
             for bucket in buckets:                    # a list of (FQN, ChangedElements)
                 apply_changes(weights, bucket)
 
-    Elements whose bits are the same are left out, and parameters without any other. When the context is left after all
-    buckets, on all ranks, the snapshot is of now; otherwise it stays. What comes has memory of its own.
+    Elements with unchanged bits are left out, and so are parameters without changed elements. If all ranks take all
+    buckets, the snapshot is renewed at the end of the context; otherwise it stays as it is. The tensors have memory of
+    their own.
 
-    Sent are the values, with 4 bytes of position for each, or one bit for each element there is; or a part of a flat
-    parameter whole: whichever is least. Parameters that tensor parallelism has cut are gathered over its ranks as well.
-    DTensors that ``fully_shard`` does not manage come whole.
+    Values are sent with a 4-byte position each, or with one bit for every element of the range, or a part of a flat
+    parameter is sent whole, whichever is smallest. Parameters that are split by tensor parallelism are gathered over
+    its ranks as well. DTensors that ``fully_shard`` does not manage are sent whole.
 
-    Ranks, and a rank that stops early: as with ``full_parameters``.
+    Ranks: as for ``full_parameters``, also if a rank stops early.
 
     Args:
-        model: of which the snapshot is.
-        bucket_bytes: of the whole parameters that a bucket is about; what comes is mostly far less.
-        rank0_only: the other ranks get empty lists.
+        model: the model of the snapshot.
+        snapshot: made by ``snapshot_parameters``.
+        bucket_bytes: maximum size of the whole parameters of a bucket; the changes are usually far smaller.
+        rank0_only: only the first rank gets changes; the others get empty lists.
 
     Raises:
-        RuntimeError: as ``full_parameters``; or, on every rank, the snapshot is of another model.
+        RuntimeError: as for ``full_parameters``; or, on every rank, the snapshot is of another model.
         ValueError: ``bucket_bytes`` is not positive.
-        TypeError: this is no snapshot.
+        TypeError: ``snapshot`` is not a snapshot.
     """
     check_arguments("changed_since", bucket_bytes, None)
     if not isinstance(snapshot, ParameterSnapshot):
-        raise TypeError(f"changed_since(): expected what snapshot_parameters() returns, got {type(snapshot).__name__}")
+        raise TypeError(f"changed_since(): expected a ParameterSnapshot, got {type(snapshot).__name__}")
     names = names_of(model)
     sources = sources_of(names, snapshot.dtype, include_buffers=False)
     is_here = is_first(group_of(names))
@@ -417,20 +422,20 @@ def changed_since(
 
 
 def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str, ChangedElements]]) -> None:
-    """Write what has changed into whole tensors, in place; nothing, if not all of it can be. Local.
+    """Write changes into whole tensors, in place. If one of them does not fit, nothing is written. Local.
 
     Args:
-        state: contiguous tensors by FQN, on any device; more than those that have changed.
+        state: contiguous tensors by FQN, on any device; it may hold other tensors too.
         changes: a bucket of ``changed_since``.
 
     Raises:
-        KeyError: a parameter is not in ``state``.
-        ValueError: a tensor there has another shape, or is not contiguous.
+        KeyError: a changed parameter is not in ``state``.
+        ValueError: its tensor has another shape, or is not contiguous.
     """
     changes = [*changes]
     for fqn, change in changes:
         if fqn not in state:
-            raise KeyError(f"apply_changes(): {fqn} has changed, and is not among the {len(state)} tensors given")
+            raise KeyError(f"apply_changes(): {fqn} has changed, but is not among the {len(state)} given tensors")
         tensor = state[fqn]
         if tensor.shape != change.shape or not tensor.is_contiguous():
             layout = "" if tensor.is_contiguous() else ", which is not contiguous"
@@ -448,13 +453,13 @@ def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str
                 flat[change.positions.to(flat.device)] = values
 
 
-# ---- one run
+# ---- One run
 
 
 def _changes_of(
     run: Run, snapshot: ParameterSnapshot, rank0_only: bool, is_here: bool
 ) -> list[tuple[str, ChangedElements]]:
-    """What has changed of the parameters of a run, where that is wanted. Ranks: all of the model."""
+    """Gather the changes of a run's parameters, on the ranks that want them. Ranks: all of the model."""
     with torch.no_grad():
         if run[0].place is None:
             found: Sequence[_Change | None] = [_changes_of_lone(run, snapshot, rank0_only, is_here)]
@@ -486,7 +491,7 @@ def _changes_of_lone(run: Run, snapshot: ParameterSnapshot, rank0_only: bool, is
 
 def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_only: bool) -> Sequence[_Change | None]:
     handle, mesh = span.handle, span.mesh
-    # With a journal of the shard group alone: shard groups with other elements send other numbers of bytes, or nothing.
+    # A transport with a journal of this shard group alone: other shard groups send other numbers of bytes, or nothing.
     transport = transport_of(mesh.shard_group, mesh.device)
     own = _own_changes(span, snapshot)
     counts = [own.positions.numel()]
@@ -509,7 +514,7 @@ def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_on
 
 
 def _own_changes(span: Span, snapshot: ParameterSnapshot) -> Elements:
-    """What has changed of this rank's part of a span; positions are in that part."""
+    """Return the changes of this rank's part of a span, with positions in that part."""
     start, stop = span.range_of(span.mesh.shard_rank)
     new = torch.empty(stop - start, dtype=span.dtype, device=span.mesh.device)
     span.write_own(new)
@@ -517,14 +522,14 @@ def _own_changes(span: Span, snapshot: ParameterSnapshot) -> Elements:
 
 
 def _gather_elements(transport: Transport, span: Span, own: Elements, form: Form, rank0_only: bool) -> Elements | None:
-    """The changed elements of a span; ``None`` where they are not wanted. Ranks: those of one shard group."""
+    """Gather the changed elements of a span; ``None`` on ranks that do not want them. Ranks: one shard group."""
     if span.mesh.shard_world_size > 1 and form.nbytes:
         return gather_elements(transport, own, form, not rank0_only, span.handle.label)
-    return None if rank0_only and span.mesh.shard_rank else own  # of one rank; or there are none
+    return None if rank0_only and span.mesh.shard_rank else own  # a group of one rank, or no changes at all
 
 
 def _by_parameter(span: Span, elements: Elements) -> list[Elements | None]:
-    """Elements of a span, as those of each of its parameters (what this rank's shard group has of it)."""
+    """Split the elements of a span by parameter (the part of this rank's shard group)."""
     starts = [span.handle.layout.params[i].offset - span.start for i in span.indices]
     bounds = torch.tensor([*starts, span.numel], device=elements.positions.device)
     cuts = torch.searchsorted(elements.positions, bounds).tolist()

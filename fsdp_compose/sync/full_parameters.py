@@ -1,8 +1,7 @@
-"""``full_parameters``: whole parameters, a bucket at a time, for programs that load weights.
+"""``full_parameters``: gather whole parameters, a bucket at a time, for programs that load weights.
 
-Users call it, and ``changes`` shares its parts, which follow in this order: which tensors a model has to send, which of
-them go together, how they are gathered, and the loop in which all ranks take each step together or raise one error.
-Nothing here changes the model."""
+``changes`` shares the parts of this file, in this order: choosing the tensors to send, planning buckets, gathering
+them, and the loop whose steps all ranks take together or raise one error. Nothing here changes the model."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from ..flat import FlatParamHandle, handle_of, local_elements, local_of, placed,
 from ..group import is_sleeping, sleeping_error, state_of
 from ..ragged import CompositeDTensor
 
-# ---- The tensors that a model has to send, under canonical FQNs; and whether they can be read now.
+# ---- The tensors to send, under canonical FQNs, and whether they can be read now.
 
 
 Place = tuple[FlatParamHandle, int]
@@ -35,10 +34,10 @@ class Source:
     """One tensor of a model.
 
     Attributes:
-        names: its canonical FQNs: of a tied parameter all, the first of which stands for it.
-        tensor: live; a sharded parameter, or what is not sharded by ``fully_shard``.
-        dtype: what it is sent in.
-        place: the flat parameter that it is in, and which of its parameters it is.
+        names: its canonical FQNs: all names of a tied parameter; the first one identifies it.
+        tensor: the live tensor: a sharded parameter, or a tensor that ``fully_shard`` does not manage.
+        dtype: the dtype to send it in.
+        place: its flat parameter, and its index there.
     """
 
     names: tuple[str, ...]
@@ -48,12 +47,12 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor, as it is sent."""
+        """Size of the whole tensor in the dtype to send."""
         return self.tensor.numel() * self.dtype.itemsize
 
     @property
     def fact(self) -> str:
-        """What must be the same on every rank."""
+        """A description that must be equal on all ranks."""
         where = "not sharded by fully_shard()" if self.place is None else f"one of {self.place[0].label}"
         return f"{', '.join(self.names)} of shape {tuple(self.tensor.shape)}, sent in {self.dtype}, {where}"
 
@@ -62,15 +61,16 @@ class Source:
         return isinstance(self.tensor, DTensor)
 
     def local(self) -> torch.Tensor:
-        """This rank's elements, live."""
+        """Return this rank's live elements."""
         return local_of(self.tensor.detach())
 
 
 def sources_of(names: ModelNames, dtype: torch.dtype | None, include_buffers: bool) -> list[Source]:
-    """Every parameter, and persistent buffer, once; those of one flat parameter one after the other, in its order.
+    """List every parameter, and persistent buffer, once; parameters of a flat parameter are adjacent and in its order.
 
     Args:
-        dtype: of parameters of floating point; ``None``: each its own. Others, and buffers, are sent as they are.
+        dtype: dtype to send floating-point parameters in; ``None``: their own. Other parameters, and buffers, keep
+            theirs.
     """
     by_tensor: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for fqn, tensor in names.parameters.items():
@@ -105,11 +105,11 @@ def handles_of(sources: Sequence[Source]) -> list[FlatParamHandle]:
 
 
 def why_unreadable(sources: Sequence[Source]) -> str:
-    """Why the tensors cannot be read now; empty if they can."""
+    """Return why the tensors cannot be read now; empty if they can."""
     for handle in handles_of(sources):
         state = state_of(handle)
         if state is None:
-            return f"the sharded module of {handle.names[0]} is gone"
+            return f"the sharded module of {handle.names[0]} no longer exists"
         if is_sleeping(state):
             return sleeping_error(state.name)
         root = state.root
@@ -121,24 +121,24 @@ def why_unreadable(sources: Sequence[Source]) -> str:
             )
         if handle.summoned is not None:
             return (
-                f"{handle.names[0]} is a full parameter now, inside summon_full_params(), and may have been edited: "
-                "leave that context first"
+                f"{handle.names[0]} is a full parameter inside summon_full_params(), and may have been edited: leave "
+                "that context first"
             )
     for source in sources:
         if isinstance(source.tensor, CompositeDTensor):
             return (
-                f"{source.names[0]} is a {source.tensor.composite.name}, kept as several tensors, which are not sent "
-                "as one: send .full_tensor() of it by other means, and the trainable parameters by "
+                f"{source.names[0]} is a {source.tensor.composite.name}, which consists of several tensors and cannot "
+                "be sent as one: send its .full_tensor() by other means, and the trainable parameters by "
                 "get_model_state_dict()"
             )
     on_meta = [source.names[0] for source in sources if source.local().is_meta]
     if on_meta:
-        return f"{on_meta[0]} is on the meta device: call model.to_empty(device=...) and initialise it first"
+        return f"{on_meta[0]} is on the meta device: call model.to_empty(device=...) and initialize it first"
     return ""
 
 
 def versions_of(sources: Sequence[Source]) -> list[tuple[int, int]]:
-    """Changes when this rank's elements are written to, or lie in other memory. Local."""
+    """Return versions that change when this rank's elements are written to or moved to other memory. Local."""
     locals_ = [source.local() for source in sources]
     versions = [(local.data_ptr(), 0 if local.is_inference() else local._version) for local in locals_]
     # A write to a flat view that is a DTensor does not count at the shard.
@@ -151,10 +151,10 @@ def names_of(model: nn.Module) -> ModelNames:
     return ModelNames(model)
 
 
-# ---- Which tensors go together: a pure plan, alike on every rank.
+# ---- Planning buckets: a pure function with the same result on every rank.
 #
-# A *run* is what one collective carries: parameters that lie one after the other in one flat parameter, or one tensor
-# by itself. A *bucket* is the runs that are gathered between two steps of the loop::
+# A *run* is gathered by one collective: adjacent parameters of one flat parameter, or a single other tensor. A
+# *bucket* is the runs that one step of the loop gathers::
 #
 #     flat parameters    |a a a a|b b|c c c|   |d d|e e e e e e e e|
 #     buckets of 6       [a b   ][c      d    ][e                  ]      e is larger: a bucket of its own
@@ -166,7 +166,7 @@ Bucket = list[Run]
 
 
 def plan_buckets(sources: Sequence[Source], bucket_bytes: int) -> list[Bucket]:
-    """Fill buckets in order; one that a tensor would overfill is closed, and a larger tensor has one by itself."""
+    """Fill buckets in order. A tensor that does not fit starts a new bucket; a tensor larger than a bucket is one."""
     filled: list[list[Source]] = []
     left = 0
     for source in sources:
@@ -189,13 +189,13 @@ def _runs(sources: Sequence[Source]) -> Bucket:
 
 
 def _follows(source: Source, before: Source) -> bool:
-    """Whether it lies behind another one in one flat parameter."""
+    """Whether ``source`` directly follows ``before`` in the same flat parameter."""
     if source.place is None or before.place is None or source.dtype != before.dtype:
         return False
     return source.place[0] is before.place[0] and source.place[1] == before.place[1] + 1
 
 
-# ---- Runs gathered whole: cast to what they are sent in, then one collective, whose memory is the result.
+# ---- Gathering runs: cast to the dtype to send, then one collective straight into the result.
 
 
 Range = tuple[int, int]
@@ -203,12 +203,12 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Span:
-    """The part of a flat parameter that a run lies in.
+    """The part of a flat parameter that a run occupies.
 
     Attributes:
-        indices: of its parameters.
-        start, stop: the first element, and the one behind the last, with padding: alike on ranks that have less of some
-            parameters (uneven tensor parallelism).
+        indices: indices of its parameters.
+        start, stop: its element range, with padding: equal on ranks that have less of some parameters (uneven tensor
+            parallelism).
     """
 
     handle: FlatParamHandle
@@ -226,7 +226,7 @@ class Span:
         return self.stop - self.start
 
     def range_of(self, rank: int) -> Range:
-        """The elements that a rank of the shard group holds, counted from ``start``."""
+        """Return the elements that a rank of the shard group holds, counted from ``start``."""
         shard = self.handle.layout.shard_numel
         first, last = max(rank * shard, self.start), min((rank + 1) * shard, self.stop)
         return (first - self.start, max(first, last) - self.start) if first < self.stop else (self.numel, self.numel)
@@ -235,14 +235,14 @@ class Span:
         return [self.range_of(rank) for rank in range(self.mesh.shard_world_size)]
 
     def own_in_shard(self) -> slice:
-        """The elements of this rank's shard that are in it."""
+        """Return the elements of this rank's shard that are in the span."""
         mesh = self.mesh
         start, stop = self.range_of(mesh.shard_rank)
         offset = self.start - mesh.shard_rank * self.handle.layout.shard_numel
         return slice(start + offset, stop + offset) if stop > start else slice(0, 0)
 
     def write_own(self, out: torch.Tensor) -> None:
-        """Write this rank's elements, as they are now, into ``out``, which may be of another dtype."""
+        """Write this rank's current elements into ``out``, which may have another dtype."""
         handle = self.handle
         if not handle.was_moved():
             out.copy_(handle.shard.detach()[self.own_in_shard()])
@@ -256,7 +256,7 @@ class Span:
                 out[begin : begin + part.numel].copy_(local_elements(handle.sharded_params[i]).detach().reshape(-1))
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the whole of it, one for each parameter (what this rank's shard group has of it)."""
+        """Return views of the gathered span ``flat``, one for each parameter (the part of this rank's shard group)."""
         params = [self.handle.layout.params[i] for i in self.indices]
         return [flat[p.offset - self.start :][: p.numel].view(p.shape) for p in params]
 
@@ -271,7 +271,7 @@ def span_of(run: Run) -> Span:
 
 
 def gather_run(run: Run, rank0_only: bool, is_first: bool) -> list[torch.Tensor]:
-    """The whole tensors of a run, in memory of their own; none on the ranks that want none.
+    """Gather the whole tensors of a run into new memory; ranks that do not want them get an empty list.
 
     Ranks: all ranks of the model.
 
@@ -290,13 +290,13 @@ def gather_run(run: Run, rank0_only: bool, is_first: bool) -> list[torch.Tensor]
         specs = specs_of(span.handle.tensor_parallel, len(span.handle.layout.params))
         for place, index in enumerate(span.indices):
             spec = specs[index]
-            if spec is not None:  # tensor parallelism has cut it: another gather, over the ranks of that
+            if spec is not None:  # split by tensor parallelism too: gather over those ranks as well
                 views[place] = placed(views[place], spec).full_tensor()  # type: ignore[attr-defined]
         return views if is_wanted else []
 
 
 def gather_span(span: Span, rank0_only: bool) -> torch.Tensor | None:
-    """The whole of a span; ``None`` where it is not wanted. Of replicas, the first alone gathers what one rank wants.
+    """Gather a span; ``None`` on ranks that do not want it. With ``rank0_only``, only the first replica gathers.
 
     Ranks: all ranks of the model, which gather the same spans in the same order.
     """
@@ -310,7 +310,7 @@ def gather_span(span: Span, rank0_only: bool) -> torch.Tensor | None:
 
 
 def gather_by(transport: Transport, span: Span, rank0_only: bool) -> torch.Tensor | None:
-    """The same, by the ranks of one shard group, with a transport of theirs."""
+    """Gather a span over the ranks of one shard group, with a given transport."""
     mesh, handle = span.mesh, span.handle
     ranges = span.ranges()
     start, stop = ranges[mesh.shard_rank]
@@ -327,7 +327,7 @@ def gather_by(transport: Transport, span: Span, rank0_only: bool) -> torch.Tenso
 
 
 def _gather_lone(tensor: torch.Tensor, dtype: torch.dtype, is_wanted: bool) -> list[torch.Tensor]:
-    """A tensor that is in no flat parameter: a DTensor whole, another one as this rank has it."""
+    """Copy a tensor outside flat parameters: a DTensor is gathered, any other tensor is this rank's own."""
     if isinstance(tensor, DTensor):
         copy = tensor.to(dtype, copy=True)
         whole: torch.Tensor = copy.full_tensor()  # type: ignore[attr-defined]
@@ -336,7 +336,7 @@ def _gather_lone(tensor: torch.Tensor, dtype: torch.dtype, is_wanted: bool) -> l
 
 
 def named(run: Run, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a run under all their names; of none, nothing."""
+    """Pair the tensors of a run with all their names; empty if there are no tensors."""
     if not tensors:
         return []
     return [(name, tensor) for source, tensor in zip(run, tensors, strict=True) for name in source.names]
@@ -344,22 +344,22 @@ def named(run: Run, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Te
 
 # ---- The loop over buckets: all ranks take each step together, or raise one error.
 #
-# Before each bucket, and when the context is left, the ranks meet through the store, in bounded time. So no rank is in
-# a collective that another one will not enter: a rank that has left its loop, or raised, is heard of by the others at
-# their next step.
+# Before each bucket, and at the end of the context, the ranks wait for each other through the store, for a bounded
+# time. So no rank enters a collective that another rank will not enter: if a rank left its loop or raised, the others
+# learn it at their next step.
 
 
 T = TypeVar("T")
 
 _ON, _LEFT, _FAILED = "on", "left", "failed"
-_MAX_TEXT = 1000  # characters of an exception's text that the other ranks are told
+_MAX_TEXT = 1000  # characters of an exception's text that are sent to the other ranks
 
 
 class Steps(Generic[T]):
-    """An iterator over buckets, which all ranks advance together.
+    """An iterator over buckets that all ranks advance together.
 
-    What it gives is the consumer's, except for the list itself: that is emptied when the next one is asked for, so that
-    a loop which keeps nothing holds one bucket.
+    The consumer owns the tensors, but not the list: advancing empties it, so a loop that keeps nothing holds only one
+    bucket.
     """
 
     def __init__(
@@ -372,10 +372,10 @@ class Steps(Generic[T]):
     ) -> None:
         """
         Args:
-            call: what the user has called, for messages.
+            call: the user's call, for messages.
             group: the ranks; ``None``: this process alone.
-            gather: what a bucket holds, from all ranks.
-            problem: why this rank cannot go on; empty if it can. Local.
+            gather: gathers the contents of a bucket, on all ranks.
+            problem: returns why this rank cannot continue; empty if it can. Local.
         """
         self._call, self._group, self._buckets = call, group, buckets
         self._gather, self._problem = gather, problem
@@ -384,7 +384,7 @@ class Steps(Generic[T]):
         self._latest: list[T] = []
 
     def __len__(self) -> int:
-        """How many buckets there are in all."""
+        """Return the total number of buckets."""
         return len(self._buckets)
 
     def __iter__(self) -> Iterator[list[T]]:
@@ -392,11 +392,11 @@ class Steps(Generic[T]):
 
     def __next__(self) -> list[T]:
         if self._is_over:
-            raise RuntimeError(f"{self._call}: its buckets are gathered inside its context, which was left")
+            raise RuntimeError(f"{self._call}: buckets are only available inside its context, which has ended")
         self._latest.clear()
         if self.is_complete:
             raise StopIteration
-        self._is_over = True  # unless all goes well: if not, it is over on every rank
+        self._is_over = True  # reset below: if this step fails, the loop is over on every rank
         problem = self._problem()
         if problem:
             self._step(_FAILED, problem)
@@ -412,10 +412,10 @@ class Steps(Generic[T]):
         return self._num_taken == len(self._buckets)
 
     def leave(self, error: BaseException | None) -> None:
-        """End the loop, with all ranks.
+        """End the loop on all ranks.
 
         Args:
-            error: the exception by which this rank leaves it, and which it goes on to raise.
+            error: the exception by which this rank leaves the loop; the caller raises it again.
 
         Raises:
             RuntimeError: the ranks are not all at the same place.
@@ -424,10 +424,10 @@ class Steps(Generic[T]):
         if self._is_over:
             return
         self._is_over = True
-        where = f"has left its loop after {self._num_taken} of {len(self)} buckets"
+        where = f"left its loop after {self._num_taken} of {len(self)} buckets"
         if error is not None:
             what = f"{where}, by {type(error).__name__}: {str(error)[:_MAX_TEXT]}"
-            self._meet(_FAILED, what)  # the others raise what it says; this rank raises ``error``
+            self._meet(_FAILED, what)  # the others raise this text; this rank raises ``error``
             return
         problem = self._problem()
         self._step(_FAILED if problem else _LEFT, problem or where)
@@ -438,7 +438,7 @@ class Steps(Generic[T]):
             raise RuntimeError(verdict)
 
     def _meet(self, kind: str, what: str) -> str:
-        """Why the ranks cannot go on together; empty if they can."""
+        """Return why the ranks cannot continue together; empty if they can."""
         if self._group is None or self._group.size() == 1:
             return _verdict(self._call, [(kind, what)])
         payload = json.dumps([kind, what])
@@ -450,7 +450,7 @@ class Steps(Generic[T]):
 
 
 def _verdict(call: str, told: Sequence[tuple[str, str]]) -> str:
-    """What is wrong, from what each rank has told: its kind, and what it does; empty if nothing is."""
+    """Return the problem, given each rank's kind of step and description of it; empty if there is none."""
     if len(set(told)) == 1 and told[0][0] != _FAILED:
         return ""
     ranks: dict[str, list[int]] = {}
@@ -458,12 +458,12 @@ def _verdict(call: str, told: Sequence[tuple[str, str]]) -> str:
         ranks.setdefault(what, []).append(rank)
     listing = "; ".join(f"rank(s) {', '.join(map(str, found))}: {what}" for what, found in ranks.items())
     return (
-        f"{call}: the ranks do not go on together: {listing}. Every rank must take all buckets, also one that does "
-        "nothing with them, or all must leave the loop at the same place"
+        f"{call}: the ranks are out of step: {listing}. Every rank must take all buckets, even if it does nothing with "
+        "them, or all ranks must leave the loop at the same place"
     )
 
 
-# ---- What users call
+# ---- Public functions
 
 
 BUCKET_BYTES = 256 << 20
@@ -478,38 +478,40 @@ def full_parameters(
     rank0_only: bool = False,
     include_buffers: bool = False,
 ) -> Iterator[Steps[tuple[str, torch.Tensor]]]:
-    """Whole parameters, gathered a bucket at a time, for what loads weights (inference engines of RL, exports)::
+    """Gather whole parameters, a bucket at a time, for programs that load weights (RL inference engines, exports)::
 
         with full_parameters(model, dtype=torch.bfloat16) as buckets:
             for bucket in buckets:            # a list of (FQN, tensor)
                 engine.load_weights(bucket)
 
-    Every parameter comes once under each of its canonical FQNs (those of an unsharded, unwrapped model; names of a tied
-    one come together, with the same tensor): sharded ones, whatever the meshes, frozen and ignored ones. Values are
-    those that the sharded parameters have now. They are cast before they travel, by one collective for each flat
-    parameter, or part of one.
+    Every parameter comes once under each of its canonical FQNs, the names in the unsharded, unwrapped model. All names
+    of a tied parameter come together, with the same tensor. That includes frozen and ignored parameters, and sharded
+    ones on any mesh. Values are the current values of the sharded parameters. They are cast before they are sent, by
+    one collective for each flat parameter or part of one.
 
-    Tensors have memory of their own, which is never used again: what is kept stays valid. The list is emptied when the
-    next is asked for. So a loop holds one bucket, and what it keeps; a tensor that is kept keeps what came with it from
-    its flat parameter. In a flattened loop (``(pair for bucket in buckets for pair in bucket)``) the last tensor of a
-    bucket is still there while the next one is gathered.
+    Tensors have memory of their own, which is never reused, so you may keep them. Advancing the loop empties the
+    previous list, so a loop holds one bucket plus the tensors it keeps. A kept tensor also keeps the memory of the
+    tensors gathered with it from the same flat parameter. In a flattened loop (``(pair for bucket in buckets for pair
+    in bucket)``) the last tensor of a bucket still exists while the next bucket is gathered.
 
-    Ranks: all ranks of the model; they meet, in bounded time (``FSDP_COMPOSE_TIMEOUT``), at the start, before each
-    bucket and at the end. Every rank must take all buckets, also one that does nothing with them. If one leaves the
-    loop early, or raises, all raise, at their next step; if all leave it at the same place, none does.
+    Ranks: all ranks of the model. They wait for each other, for a bounded time (``FSDP_COMPOSE_TIMEOUT``), at the
+    start, before each bucket and at the end. Every rank must take all buckets, even if it does nothing with them. If a
+    rank leaves the loop early or raises, all ranks raise at their next step; if all leave at the same place, none
+    raises.
 
     Args:
-        model: any kind of model, as for ``get_model_state_dict``; or a part of one.
-        bucket_bytes: of the tensors of one bucket; a larger parameter is a bucket of its own.
-        dtype: of parameters of floating point; ``None``: each its own. Others, and buffers, stay as they are.
-        rank0_only: the other ranks get empty lists, and hold no more than their shards.
-        include_buffers: persistent buffers come too, as this rank has them.
+        model: any kind of model, as for ``get_model_state_dict``, or a part of one.
+        bucket_bytes: maximum size of a bucket; a larger parameter is a bucket of its own.
+        dtype: dtype to send floating-point parameters in; ``None``: their own. Other parameters, and buffers, keep
+            theirs.
+        rank0_only: only the first rank gets parameters; the others get empty lists and hold no more than their shards.
+        include_buffers: send persistent buffers too, with this rank's values.
 
     Raises:
-        RuntimeError: on every rank: a rank did not come, or not with the same arguments; a forward or backward is
-            running; parameters were written to between two buckets; or a rank left the loop while others went on.
+        RuntimeError: on every rank: a rank did not arrive, or passed other arguments; a forward or backward is running;
+            parameters were written to between two buckets; or a rank left the loop while others continued.
         ValueError: ``bucket_bytes`` is not positive.
-        TypeError: ``dtype`` is no dtype of floating point.
+        TypeError: ``dtype`` is not a floating-point dtype.
     """
     check_arguments("full_parameters", bucket_bytes, dtype)
     names = names_of(model)
@@ -534,8 +536,7 @@ def in_step(
     gather: Callable[[Bucket], list[T]],
     problem: str = "",
 ) -> Iterator[Steps[T]]:
-    """A loop over buckets of ``sources``, which all ranks begin, go through and end together. ``problem``: why this
-    rank cannot begin."""
+    """Loop over buckets of ``sources``, with all ranks in step. ``problem`` says why this rank cannot begin."""
     group: dist.ProcessGroup | None = group_of(names)
     agree(group, call, [options, *(source.fact for source in sources)], problem or why_unreadable(sources))
     before = versions_of(sources)
@@ -543,8 +544,8 @@ def in_step(
     def present_problem() -> str:
         if versions_of(sources) != before:
             return (
-                "parameters were written to, or moved, since the loop began (optimizer.step()?), so that buckets would "
-                "not be of one model: leave the loop first"
+                "parameters were written to or moved since the loop began (optimizer.step()?), so buckets would mix "
+                "two versions of the model: leave the loop first"
             )
         return why_unreadable(sources)
 
@@ -558,8 +559,8 @@ def in_step(
 
 
 def check_arguments(call: str, bucket_bytes: int, dtype: torch.dtype | None) -> None:
-    """Raise if these are not what they should be."""
+    """Raise if an argument is invalid."""
     if bucket_bytes <= 0:
         raise ValueError(f"{call}(bucket_bytes=...): expected a positive number of bytes, got {bucket_bytes}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"{call}(dtype=...): expected a dtype of floating point, or None, got {dtype!r}")
+        raise TypeError(f"{call}(dtype=...): expected a floating-point dtype or None, got {dtype!r}")

@@ -1,14 +1,14 @@
-"""For tests of programs that train with this package: functions run on several ranks, in processes of their own or in
-this one alone; training that must equal training without sharding; the collectives of a step, or all that overlaps in
-it (``trace(model).text(times=False)``), as text.
+"""Test programs that train with this package: run functions on several ranks, each in its own process; simulate one
+rank of many in this process; compare sharded with unsharded training; record the collectives of a step, or everything
+that overlaps in it (``trace(model).text(times=False)``), as text.
 
     from fsdp_compose.testing import run_on_ranks
 
-    def two_steps() -> float: ...                      # every rank runs this; torch.distributed is initialised
+    def two_steps() -> float: ...                      # every rank runs this; torch.distributed is initialized
 
-    losses = run_on_ranks(2, two_steps, timeout=60)    # what the ranks returned; or one error that names each rank
+    losses = run_on_ranks(2, two_steps, timeout=60)    # one result per rank, or one error that names each rank
 
-Nothing else in the package imports this one."""
+Nothing else in the package imports this wing."""
 
 from ..inspect import record_collectives as record_collectives
 from ..inspect import trace as trace

@@ -1,4 +1,4 @@
-"""Training that must equal training without sharding."""
+"""``assert_trains_like_unsharded``: compare sharded with unsharded training."""
 
 from __future__ import annotations
 
@@ -28,25 +28,27 @@ def assert_trains_like_unsharded(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """Train a copy of ``model`` as it is, on whole batches, and ``model`` sharded, on this rank's part of each; after
-    every step the losses, after the first all gradients, and at the end all parameters must be equal.
+    """Shard and train ``model``, and assert that it trains like an unsharded copy.
 
-    Ranks: all, with equal models and batches.
+    The copy trains on whole batches, and the sharded model on this rank's part of each. The losses must agree after
+    every step, all gradients after the first step, and all parameters at the end.
+
+    Ranks: all ranks, with equal models and batches.
 
     Args:
-        model: not sharded yet; it is sharded and trained.
-        shard: calls ``fully_shard`` on it and its submodules.
-        batches: what ``loss`` takes; one step each.
-        loss: of a model and a batch: a mean over the first dimension.
-        optimizer: of parameters. Differences of rounding grow with adaptive ones.
-        part: of a batch, the rank and the number of ranks, what this rank trains on. Default: of each tensor, also in
-            lists, tuples and dicts, its equal share of the first dimension.
-        ranks: which of how many data-parallel ranks this one is. Default: of all.
-        rtol, atol: as of ``torch.testing.assert_close``.
+        model: an unsharded model; this function shards and trains it.
+        shard: calls ``fully_shard`` on the model and its submodules.
+        batches: arguments of ``loss``, one for each step.
+        loss: from a model and a batch to a loss that is a mean over the first dimension.
+        optimizer: from parameters to an optimizer. Adaptive optimizers amplify rounding differences.
+        part: from a batch, the rank and the number of ranks to this rank's part of the batch. Default: an equal share
+            of the first dimension of each tensor, also inside lists, tuples and dicts.
+        ranks: this rank's index and the number of data-parallel ranks. Default: those of the default process group.
+        rtol, atol: as for ``torch.testing.assert_close``.
 
     Raises:
-        AssertionError: naming the step, and the parameter.
-        ValueError: a batch has rows that do not divide by the ranks.
+        AssertionError: the results differ; the message names the step and the parameter.
+        ValueError: the rows of a batch cannot be divided equally among the ranks.
     """
     rank, num_ranks = ranks or (dist.get_rank(), dist.get_world_size())
     reference = copy.deepcopy(model)
@@ -70,10 +72,10 @@ def assert_trains_like_unsharded(
 
 
 def part_of(batch: Any, rank: int, num_ranks: int) -> Any:
-    """This rank's share of the first dimension of each tensor in ``batch``."""
+    """Return this rank's share of the first dimension of each tensor in ``batch``."""
     if isinstance(batch, torch.Tensor):
         if batch.shape[0] % num_ranks:
-            raise ValueError(f"a batch of shape {tuple(batch.shape)} has no equal parts for {num_ranks} ranks")
+            raise ValueError(f"a batch of shape {tuple(batch.shape)} cannot be split equally among {num_ranks} ranks")
         return batch.chunk(num_ranks)[rank]
     if isinstance(batch, dict):
         return {key: part_of(value, rank, num_ranks) for key, value in batch.items()}
@@ -87,7 +89,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def _compare(when: str, found: dict[str, Any], expected: dict[str, Any], bounds: _Bounds) -> None:
-    assert found.keys() == expected.keys(), f"{when} other names: {found.keys() ^ expected.keys()}"
+    assert found.keys() == expected.keys(), f"{when} names differ: {found.keys() ^ expected.keys()}"
     for name, tensor in found.items():
         assert (tensor is None) == (expected[name] is None), (
             f"{when} {name}: {tensor}, without sharding {expected[name]}"

@@ -1,11 +1,10 @@
-"""Functions on several ranks of a gloo process group, and one readable failure when they fail.
+"""Run functions on several ranks of a gloo process group, with one readable failure if they fail.
 
 For tests; nothing else in the package imports it. The processes are forked from a server that has imported torch, so
-they start fast, and they are sure to end. One process can also stand for one rank of many (``simulated_ranks``).
+they start fast, and they always end. A single process can also simulate one rank of many (``simulated_ranks``).
 
-``Ranks`` are processes, started once; what each is to do goes through a pipe to it, and a report comes back. The
-process that has started them never joins a process group. Ranks of which one has failed are not trusted again: all of
-them, and only they, are ended."""
+``Ranks`` starts its processes once, sends each its tasks through a pipe, and reads reports back. The process that
+starts them never joins a process group. If one rank fails, all of these ranks are ended, and none is reused."""
 
 from __future__ import annotations
 
@@ -35,10 +34,10 @@ import torch.distributed as dist
 
 from .._torch import fake_store, set_group_timeout
 
-# ---- Processes that start fast and are sure to end.
+# ---- Processes that start fast and always end.
 #
-# Importing torch is what starting a process costs, so processes are forked from a server that has imported it, and
-# whatever modules ``preload`` names, and has run nothing.
+# Importing torch dominates the start of a process, so processes are forked from a server that has imported torch and
+# the modules named by ``preload``, and has run nothing else.
 
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -46,25 +45,27 @@ _preloaded = ["torch", "torch._dynamo"]  # the first checkpoint() of a process i
 
 
 def preload(module: str, *, first: bool = False) -> None:
-    """Let processes find a module imported when they start.
+    """Import a module once, in the server from which the processes of ranks are forked.
 
     Args:
-        module: its name. What it does on import must not start threads.
-        first: before the others.
+        module: its name. Importing it must not start threads.
+        first: import it before the others.
     """
     if module not in _preloaded:
         _preloaded.insert(0 if first else len(_preloaded), module)
 
 
 def preload_nothing() -> None:
-    """Let each process import what it needs."""
+    """Preload no modules: each process imports what it needs."""
     _preloaded.clear()
 
 
 def start(output: Path, target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
-    """Call ``target(*arguments)``, which can be pickled, in another process, which prints to the file ``output``. To be
-    ended by ``end``. The first call starts the server, with the environment and the modules that there are then."""
-    environment = {  # of the server, which passes it on
+    """Call ``target(*arguments)``, which must be picklable, in another process that prints to the file ``output``.
+
+    End it by ``end``. The first call starts the server, with the current environment and preloaded modules.
+    """
+    environment = {  # the server's, which its processes inherit
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
@@ -79,22 +80,22 @@ def start(output: Path, target: Callable[..., None], *arguments: Any) -> ForkSer
 
 
 def _process_main(output: str, target: Callable[..., None], *arguments: Any) -> None:
-    os.setsid()  # Ctrl-C is for the process that started this one, and what this one starts is ended together with it
+    os.setsid()  # Ctrl-C does not reach this process, and ``end`` ends it together with its children
     with open(output, "wb") as file:
         for standard in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), standard.fileno())
     if hasattr(os, "SCHED_BATCH"):
-        # A message wakes a thread of another rank. Were it to run at once, in the place of the thread that sends and
-        # holds gloo's lock, this rank's own loop would spin until that thread runs again, for milliseconds.
+        # A message wakes a thread of another rank. If that thread preempted the sender, which holds gloo's lock, this
+        # rank's own loop would spin for milliseconds until the sender runs again.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    gc.freeze()  # what importing torch has left is not looked at by every collection
+    gc.freeze()  # keeps collections from scanning the objects of torch's import
     target(*arguments)
 
 
 def end(process: ForkServerProcess) -> None:
-    """End ``process``, and what it has started, if it runs."""
+    """End ``process`` and its children, if it runs."""
     if process.pid is not None and process.exitcode is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no session yet, or ends by itself
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no session yet, or has just ended
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
@@ -104,17 +105,17 @@ def end(process: ForkServerProcess) -> None:
 
 
 START_TIMEOUT = 90.0  # seconds for ranks to import torch and form their process group
-GRACE = 2.0  # seconds the other ranks get after the first failure, to fail in their own words
-GROUP_TIMEOUT = 600.0  # of gloo; far beyond what functions get, so that a hang is reported with stacks
-_END = b""  # in the place of a task
+GRACE = 2.0  # seconds that the other ranks get after the first failure, to report their own
+GROUP_TIMEOUT = 600.0  # gloo's; far beyond the timeouts of functions, so that a hang is reported with stacks
+_END = b""  # sent instead of a task
 _MAX_OUTPUT = 20_000  # characters of one rank's output or stacks that a failure quotes
 
 Hook = Callable[[], None]
 
 
 class RanksFailed(AssertionError):
-    """Some ranks have failed, or did not end in time. The text has a part for each: its traceback or where it is, and
-    what it has printed."""
+    """Some ranks failed or did not finish in time. The text has a section for each rank: its traceback or its current
+    stacks, and its output."""
 
 
 class _Task(NamedTuple):
@@ -124,7 +125,7 @@ class _Task(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a rank tells. ``is_last``: False between the function's end and the barrier behind it."""
+    """A report from a rank. ``is_last`` is False between the end of the function and the barrier after it."""
 
     error: str = ""
     result: Any = None
@@ -132,7 +133,7 @@ class _Report(NamedTuple):
 
 
 class _Rank:
-    """One rank as the process that has started it sees it: a process, a pipe, and two files it writes to."""
+    """A rank's process, the pipe to it, and the two files that it writes."""
 
     def __init__(self, rank: int, directory: str, *arguments: Any) -> None:
         self.rank = rank
@@ -151,10 +152,10 @@ class _Rank:
         except (EOFError, ConnectionError):
             self.process.join()
             code = self.process.exitcode or 0
-            return _Report(f"the process ended by itself, {f'signal {-code}' if code < 0 else f'exit code {code}'}\n")
+            return _Report(f"the process exited, {f'signal {-code}' if code < 0 else f'exit code {code}'}\n")
 
     def new_output(self) -> str:
-        """The text that the rank has printed since the last call."""
+        """Return the text that the rank has printed since the last call."""
         text = self.output.read_bytes()[self._num_seen :]
         self._num_seen += len(text)
         return text.decode(errors="replace")[-_MAX_OUTPUT:]
@@ -165,17 +166,17 @@ class _Rank:
 
 
 class Ranks:
-    """The ranks of one gloo process group, on this machine. Owns their processes, the store they share and the files
-    they write.
+    """Runs functions on the ranks of one gloo process group on this machine. It owns the ranks' processes, their store
+    and the files they write.
 
     Args:
-        num_ranks: how many.
-        pg_timeout: seconds that collectives may take.
-        before: called on each rank before each function; can be pickled.
-        after: called on each rank behind the barrier after each function that went well.
+        num_ranks: the number of ranks.
+        pg_timeout: timeout of collectives, in seconds.
+        before: called on each rank before each function; must be picklable.
+        after: called on each rank after the barrier that follows each successful function.
 
     Raises:
-        RanksFailed: they could not be started.
+        RanksFailed: the ranks could not be started.
     """
 
     def __init__(
@@ -216,25 +217,26 @@ class Ranks:
         """Call ``function(*arguments)`` on every rank.
 
         Args:
-            function: can be pickled (a function of a module, found there by its name), and so can what it returns.
-            timeout: seconds until the ranks are ended, and their Python stacks reported.
-            name: for the error; default: the function's.
-            barrier_after: whether the ranks meet in a barrier afterwards: collectives that did not pair fail here, not
-                in what runs next.
+            function: a picklable function (at the top level of a module) with a picklable result.
+            timeout: seconds until the ranks are ended and their Python stacks are reported.
+            name: the name in the error; default: the function's.
+            barrier_after: run a barrier afterwards, so that unmatched collectives fail here and not in the next
+                function.
 
         Returns:
-            What each rank has returned, by rank.
+            The result of each rank, in rank order.
 
         Raises:
-            RanksFailed: a rank has raised (also ``SystemExit``), died or not ended in time. No rank is usable then.
+            RanksFailed: a rank raised (including ``SystemExit``), died or did not finish in time. No rank can be used
+                afterwards.
         """
         if not self.is_usable:
-            raise RanksFailed("these ranks have ended, or one of them has failed before: start others")
+            raise RanksFailed("these ranks have ended, or one of them failed earlier: start new ones")
         task = pickle.dumps(_Task(function, arguments, barrier_after))
-        self.is_usable = False  # also after KeyboardInterrupt: whatever the ranks were doing, they still do it
+        self.is_usable = False  # also after KeyboardInterrupt: the ranks are then still running the function
         try:
             for rank in self.ranks:
-                rank.new_output()  # skip what came between functions
+                rank.new_output()  # skip output from between functions
             self._send(task)
             results = self._collect(name or function.__qualname__, timeout)
             self.is_usable = True
@@ -244,13 +246,13 @@ class Ranks:
         return results
 
     def num_threads(self) -> int:
-        """Of the first rank; 0 where the system does not tell. Those of process groups that functions have left behind
-        wake up a hundred times a second each."""
+        """Return the number of threads of the first rank; 0 if the system does not say. Threads of process groups that
+        functions left behind wake up a hundred times a second each."""
         tasks = Path(f"/proc/{self.ranks[0].process.pid}/task")
         return len(os.listdir(tasks)) if tasks.exists() else 0
 
     def close(self) -> None:
-        """Let idle ranks pass a last barrier and exit; end those that do not."""
+        """Let idle ranks pass a last barrier and exit; end ranks that do not."""
         if self.is_usable:
             self._send(_END)
             for rank in self.ranks:
@@ -270,7 +272,7 @@ class Ranks:
                 rank.connection.send_bytes(task)
 
     def _collect(self, what: str, timeout: float) -> list[Any]:
-        """Wait for the last report of each rank; its results, or RanksFailed."""
+        """Wait for the last report of each rank. Return the results, or raise RanksFailed."""
         deadline = time.monotonic() + timeout
         pending = {rank.connection: rank for rank in self.ranks}
         have_returned: set[int] = set()
@@ -296,7 +298,7 @@ class Ranks:
         elif unfinished:
             outcome = f"ranks {unfinished} of {len(self.ranks)} did not finish within {timeout:g} s"
         else:
-            outcome = "every rank finished, but the barrier behind it hangs: some collectives did not pair"
+            outcome = "every rank finished, but the barrier afterwards hangs: some collectives did not match"
         for number, stacks in _stacks_of([rank for rank in self.ranks if rank.rank not in errors]).items():
             state = "finished, waiting for the others" if number in have_returned else "still running"
             errors[number] = f"{state}; its Python stacks:\n{stacks}"
@@ -309,20 +311,20 @@ class Ranks:
 
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Any]:
-    """Call ``function(*arguments)`` on the ranks of a gloo process group, each a process of its own on this machine.
+    """Call ``function(*arguments)`` on the ranks of a gloo process group, each in its own process on this machine.
 
-    For several functions ``Ranks`` are faster, which stay.
+    To run several functions, use ``Ranks``, which keeps the processes and is faster.
 
     Args:
-        num_ranks: how many.
-        function: of a module, found there by its name; it and what it returns can be pickled.
+        num_ranks: the number of ranks.
+        function: a picklable function (at the top level of a module) with a picklable result.
         timeout: seconds until the ranks are ended.
 
     Returns:
-        What each rank has returned, by rank.
+        The result of each rank, in rank order.
 
     Raises:
-        RanksFailed: see there; no process is left.
+        RanksFailed: a rank raised, died or did not finish in time. No process is left behind.
     """
     with Ranks(num_ranks) as ranks:
         return ranks.run(function, *arguments, timeout=timeout)
@@ -336,7 +338,7 @@ def _stacks_of(ranks: Sequence[_Rank]) -> dict[int, str]:
     return {rank.rank: rank.stacks.read_text(errors="replace")[-_MAX_OUTPUT:] for rank in ranks}
 
 
-# ---- on the ranks ----------------------------------------------------------------------------------------------------
+# ---- On the ranks
 
 
 def _main(
@@ -363,7 +365,7 @@ def _main(
 
 
 def _received_in_background(connection: Connection) -> queue.SimpleQueue[bytes]:
-    """Tasks arrive on a thread, so that a rank stuck in a collective still notices that its parent is gone."""
+    """Receive tasks on a thread, so that a rank stuck in a collective still notices that its parent is gone."""
     tasks: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def receive() -> None:
@@ -382,10 +384,10 @@ def _run(pickled: bytes, connection: Connection, before: Hook | None, after: Hoo
             before()
         task: _Task = pickle.loads(pickled)
         result = task.function(*task.arguments)
-        pickle.dumps(result)  # what cannot be sent is an error of this function
+        pickle.dumps(result)  # an unpicklable result is an error of this function
         connection.send(_Report(is_last=False))
         if task.barrier_after:
-            dist.barrier()  # fails or hangs here, not in what runs next, if the ranks' collectives did not pair
+            dist.barrier()  # if the ranks' collectives did not match, it fails or hangs here, not in the next function
             if after is not None:
                 after()
         return _Report(result=result)
@@ -396,18 +398,18 @@ def _run(pickled: bytes, connection: Connection, before: Hook | None, after: Hoo
         return _Report("".join(traceback.format_exception(type(error), error, frame)))
 
 
-# ---- One process as one rank of many.
+# ---- One process that simulates one rank of many.
 
 
 @contextmanager
 def simulated_ranks(world_size: int = 64, rank: int = 0) -> Iterator[None]:
-    """Make this process one rank of a process group whose collectives return at once and move nothing.
+    """Make this process one rank of a process group whose collectives return at once and move no data.
 
-    What depends on shapes, layouts, memory and the order of collectives is as with real ranks; numbers are not.
+    Shapes, layouts, memory and the order of collectives are those of real ranks; numerical results are not.
 
     Args:
-        world_size: how many ranks there seem to be.
-        rank: which one this is.
+        world_size: the simulated number of ranks.
+        rank: the rank of this process.
     """
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=world_size)
     try:

@@ -251,7 +251,7 @@ def test_torchs_own_apis_on_the_same_module(fake_group):
 def test_uninitialised_parameters(fake_group):
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
     before = {key: id(param) for key, param in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"1.weight is not initialised \(lazy module\); run a forward first"):
+    with pytest.raises(ValueError, match=r"1.weight is not initialized \(lazy module\); run a forward first"):
         fully_shard(model)
     assert {key: id(param) for key, param in model.named_parameters()} == before
     assert not _get_fsdp_states(model)
@@ -271,7 +271,7 @@ def test_parameter_with_a_gradient(fake_group):
 def test_parameters_partly_on_the_meta_device(fake_group):
     model = Net()
     model.layers[1].to("meta")
-    with refused(ValueError, "layers.1.0.weight is on the meta device", "materialise", model=model):
+    with refused(ValueError, "layers.1.0.weight is on the meta device", "materialize", model=model):
         fully_shard(model)
     model.layers[1].to_empty(device="cpu")
     assert_trains(fully_shard(model))

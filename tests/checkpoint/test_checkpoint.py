@@ -372,7 +372,7 @@ def test_other_parameter_groups_get_hyperparameters_by_name():
     regrouped.param_groups[0]["lr"] = 0.125
     state = get_optimizer_state_dict(other, regrouped)
     before = snapshot(model, optimizer)
-    with pytest.raises(RuntimeError, match=r"lr of one parameter group is 0\.01 for scale, and 0\.125 for second"):
+    with pytest.raises(RuntimeError, match=r"the saved lr is 0\.01 for scale, but 0\.125 for second"):
         set_optimizer_state_dict(model, optimizer, state)
     assert_equal(snapshot(model, optimizer), before)
 
@@ -499,7 +499,7 @@ def test_an_error_that_only_one_rank_has_is_raised_on_every_rank():
     state = build(1).state_dict()
     if dist.get_rank() == 1:
         del state["scale"]
-    with pytest.raises(RuntimeError, match=r"rank 0 has scale of shape \(\), .* where rank 1 has "):
+    with pytest.raises(RuntimeError, match=r"rank 0 has scale of shape \(\), .* but rank 1 has "):
         set_model_state_dict(model, state, options=lenient)
     assert_equal(snapshot(model), before)
 

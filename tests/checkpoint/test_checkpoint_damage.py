@@ -179,7 +179,7 @@ def test_folders_of_others_are_never_deleted():
         lambda: save_hf(model, folder / "weights"),
         lambda: save(state, folder / "mine"),
     ):
-        with pytest.raises(RuntimeError, match="is no save that was interrupted: move it away") as caught:
+        with pytest.raises(RuntimeError, match="is not an interrupted save: move it away") as caught:
             call()
         same_on_every_rank(str(caught.value))
     with pytest.raises(RuntimeError, match="latest exists"):

@@ -166,7 +166,7 @@ def test_keys_that_a_hook_has_renamed_are_an_error_and_not_passed_over():
         layer.register_state_dict_post_hook(rename)
         return fully_shard(nn.Sequential(layer))
 
-    message = r"0\.old: a hook has put it into state_dict\(\), and load_state_dict\(\) does not take it"
+    message = r"0\.old: a hook added it to state_dict\(\), but load_state_dict\(\) does not accept it"
     with pytest.raises(RuntimeError, match=message):
         set_model_state_dict(renaming(), get_model_state_dict(renaming()))
 
@@ -262,7 +262,7 @@ def test_sparse_buffers_are_kept_or_refused_by_name():
     fully_shard(model)
     full = get_model_state_dict(model, options=FULL)
     assert torch.equal(full["sparse"].to_dense(), torch.eye(3))
-    with pytest.raises(RuntimeError, match=r"sparse is torch.sparse_coo, which safetensors files do not hold"):
+    with pytest.raises(RuntimeError, match=r"sparse is torch.sparse_coo, which safetensors does not support"):
         save_hf(model, shared_folder() / "hf")
 
 

@@ -184,7 +184,7 @@ def test_an_optimizers_own_dict_with_numbers_is_loaded_or_an_error_and_not_dropp
     save({"optimizer": optimizer.state_dict()}, folder)
     with pytest.raises(RuntimeError, match="was saved as an optimizer's own state_dict"):
         load(state_of(other, its), folder)
-    with pytest.raises(RuntimeError, match=r"state.0.exp_avg, of shape .*, for which the optimizer has no place"):
+    with pytest.raises(RuntimeError, match=r"state.0.exp_avg, of shape .*, but the optimizer has no such state"):
         load({"optimizer": its.state_dict()}, folder)
     train(other, its, 1)
     state = {"optimizer": its.state_dict()}

@@ -182,7 +182,7 @@ def test_other_parameter_groups_load_from_disk_with_everything_in_them():
     for group in regrouped.param_groups:
         assert (group["initial_lr"], group["tag"], group["lr"]) == (0.5, {"name": "mine"}, torch.tensor(0.25))
     assert_equal(snapshot(other, regrouped)[1]["state"], snapshot(model, optimizer)[1]["state"])
-    with pytest.raises(RuntimeError, match="exists: save each checkpoint to a folder of its own") as caught:
+    with pytest.raises(RuntimeError, match="exists: save each checkpoint to its own folder") as caught:
         save(state, folder)
     same_on_every_rank(str(caught.value))
 
@@ -377,12 +377,12 @@ def test_damaged_and_incomplete_checkpoints_are_refused_on_every_rank():
         (path / "__0_0.distcp").write_bytes(data)
 
     cases = [
-        (damaged("truncated", "good", truncate), r"__1_0\.distcp has \d+ bytes, where \d+ were written"),
-        (damaged("flipped", "good", flip), r"__0_0\.distcp does not hold what was written"),
+        (damaged("truncated", "good", truncate), r"__1_0\.distcp has \d+ bytes, but \d+ were written"),
+        (damaged("flipped", "good", flip), r"__0_0\.distcp is not as it was written"),
         (damaged("lost", "good", lambda path: (path / "__1_0.distcp").unlink()), r"__1_0\.distcp is missing"),
-        (damaged("headless", "good", lambda path: (path / ".metadata").unlink()), r"no complete checkpoint"),
-        (damaged("truncated too", "torch's", truncate), r"__1_0\.distcp has \d+ bytes, where \d+ were written"),
-        (damaged("x.partial", "good", lambda _: None).with_name("x"), r"a save that was interrupted"),
+        (damaged("headless", "good", lambda path: (path / ".metadata").unlink()), r"not a complete checkpoint"),
+        (damaged("truncated too", "torch's", truncate), r"__1_0\.distcp has \d+ bytes, but \d+ were written"),
+        (damaged("x.partial", "good", lambda _: None).with_name("x"), r"an interrupted save"),
         (folder / "nowhere", r"there is no checkpoint at .*nowhere"),
     ]
     for path, message in cases:
@@ -587,7 +587,7 @@ def test_damaged_or_unfit_safetensors_are_refused_on_every_rank():
     other = shard_typed(typed(1))
     before = snapshot(other)
     for name, message in (
-        ("truncated", "is damaged, or was not written to its end"),
+        ("truncated", "is damaged, or was not completely written"),
         ("lost", "there is no"),
         ("no", "there is no"),
     ):
@@ -604,7 +604,7 @@ def test_damaged_or_unfit_safetensors_are_refused_on_every_rank():
     assert_equal(snapshot(other), before)
     with pytest.raises(RuntimeError, match="exists"):
         save_hf(model, folder / "good")
-    with pytest.raises(RuntimeError, match=r"counter\._extra_state is a dict, and safetensors files hold tensors only"):
+    with pytest.raises(RuntimeError, match=r"counter\._extra_state is a dict, but safetensors files hold only tensors"):
         save_hf(shard_layers(build()), folder / "extra")
 
 
@@ -677,7 +677,7 @@ def test_a_save_that_cannot_be_completed_raises_on_every_rank():
         before = os.getcwd()
         os.chdir(own)  # each rank sees a folder of its own
         try:
-            with pytest.raises(RuntimeError, match="all ranks must see the same file system") as caught:
+            with pytest.raises(RuntimeError, match="all ranks must share one file system") as caught:
                 save(state, "checkpoint")
         finally:
             os.chdir(before)
@@ -693,6 +693,6 @@ def test_a_save_that_cannot_be_completed_raises_on_every_rank():
             same_on_every_rank(str(caught.value))
         complex_model = nn.Linear(2, 2, dtype=torch.complex128)
         fully_shard(complex_model)
-        with pytest.raises(RuntimeError, match="weight is torch.complex128, which safetensors files do not hold"):
+        with pytest.raises(RuntimeError, match="weight is torch.complex128, which safetensors does not support"):
             save_hf(complex_model, Path(folders[0], "weights"))
         dist.barrier()

@@ -998,9 +998,9 @@ def test_a_region_recovers_from_an_exception():
 
 
 def test_what_compile_refuses():
-    with pytest.raises(ValueError, match="was not called on the Stack"):
+    with pytest.raises(ValueError, match="was not called on this Stack"):
         fsdp_compose.compile(stack())
-    with pytest.raises(ValueError, match="name the sharded models"):
+    with pytest.raises(ValueError, match="pass the sharded models"):
         fsdp_compose.compile(lambda x: x)
 
 

@@ -383,7 +383,9 @@ def test_state_dicts_are_loaded(name):
     set_model_state_dict(other, adapters, options=StateDictOptions(strict=False))
     assert is_loaded(other)
     from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    with pytest.raises(RuntimeError, match=rf"layers.0.weight: a {name}, of several tensors, which the first rank"):
+    with pytest.raises(
+        RuntimeError, match=rf"layers.0.weight: a {name} consists of several tensors, which the first rank"
+    ):
         set_model_state_dict(shard_layers(made(cls, 1)), state if dist.get_rank() == 0 else {}, options=from_first)
 
 

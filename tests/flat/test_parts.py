@@ -253,9 +253,9 @@ def test_setters():
     model = shard(GPT(layers=2))
     set_reshard_after_forward(model, False)
     set_reshard_after_forward(model.blocks[0], 2)
-    with pytest.raises(ValueError, match="made with 2"):
+    with pytest.raises(ValueError, match="made with reshard_after_forward=2"):
         set_reshard_after_forward(model.blocks[0], 4)
-    with pytest.raises(ValueError, match="no number of ranks"):
+    with pytest.raises(ValueError, match="reshard_after_forward=no number"):
         set_reshard_after_backward(model, 2)
     with pytest.raises(TypeError, match="number of ranks"):
         set_reshard_after_backward(model, None)

@@ -419,7 +419,7 @@ REJECTED: dict[str, tuple[Callable[[Tree], Any], Callable[[Tree], Any], type[Exc
         lambda t: t.left.add_module("lazy", nn.LazyLinear(3)),
         lambda t: fully_shard(t.left),
         ValueError,
-        r"lazy\.weight.*not initialised.*run a forward first",
+        r"lazy\.weight.*not initialized.*run a forward first",
     ),
     "parameters half on meta": (
         lambda t: t.left.first.to("meta"),

@@ -141,7 +141,7 @@ def test_a_model_may_come_sharded_with_its_own_mesh():
 
     (world,) = plan(sharded, 4, batch=2, seq=16).worlds
     assert [group.name for group in world.layout.groups] == ["(root)", "blocks.0, blocks.1"]
-    with pytest.raises(ValueError, match="mesh: the factory returns a model that is sharded already"):
+    with pytest.raises(ValueError, match="mesh: the factory returns an already sharded model"):
         plan(sharded, 4, mesh="2x2", batch=2, seq=16)
 
 
@@ -195,9 +195,9 @@ def test_small_shards_are_to_be_merged_or_replicated():
 
     small = advice_of(plan(partial(blocks, 256), 64, batch=2, seq=16))["small shards"]
     assert "5 of 5 groups gather less than 1 MiB from each rank" in small
-    assert re.search(r"let 2 ranks share the shards, in replicas \(--mesh \*x2\)", small)
+    assert re.search(r"shard over 2 ranks and replicate \(--mesh \*x2\)", small)
     merged = advice_of(plan(partial(blocks, 256), 4, batch=2, seq=16))["small shards"]
-    assert "Make one group of 2 neighbours" in merged
+    assert "Make one group of 2 adjacent modules" in merged
     assert "small shards" not in advice_of(plan(partial(blocks, 512), 2, batch=2, seq=16))
 
 
@@ -233,7 +233,7 @@ def test_what_depends_on_elements_is_refused_with_the_line():
     def routed() -> tuple[nn.Module, partial]:
         return Routed(), lambda model: model(torch.zeros(4, 512)).sum()
 
-    with pytest.raises(RuntimeError, match="needs the elements of a tensor that a dry run does not compute"):
+    with pytest.raises(RuntimeError, match="needs elements of a tensor that a dry run does not compute"):
         plan(routed, 2)
 
 
@@ -267,15 +267,15 @@ def test_what_a_factory_must_return_is_said(returned: object, error: type[Except
 
 
 def test_arguments_that_contradict_each_other_are_refused():
-    with pytest.raises(ValueError, match="the factory returns a function that makes the batch by itself"):
+    with pytest.raises(ValueError, match="the factory returns a loss function, which makes its own batch"):
         plan(lambda: (nn.Linear(2, 2), lambda model: model(torch.ones(2)).sum()), 2, batch=1, seq=2)
     with pytest.raises(ValueError, match=r"expected both"):
         plan(Net, 2, batch=1)
-    with pytest.raises(ValueError, match="expected numbers of ranks"):
+    with pytest.raises(ValueError, match="expected one or more numbers of ranks"):
         plan(Net, [], batch=1, seq=1)
-    with pytest.raises(ValueError, match="no module is a Blok; those with modules inside are Block, ModuleList, Net"):
+    with pytest.raises(ValueError, match="no module is a Blok; classes with submodules are Block, ModuleList, Net"):
         plan(Net, 2, wrap=["Blok"], batch=1, seq=1)
-    with fake_process_group(), pytest.raises(RuntimeError, match="this process has one already"):
+    with fake_process_group(), pytest.raises(RuntimeError, match="this process already has one"):
         plan(Net, 2, batch=1, seq=1)
 
 
@@ -394,11 +394,11 @@ def test_a_module_is_found_in_the_current_folder(file: Path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ("--model nowhere_to_be_found:net", "there is no module nowhere_to_be_found on the path of Python"),
+        ("--model nowhere_to_be_found:net", "there is no module nowhere_to_be_found on Python's path"),
         ("--model {file}", "expected module:factory"),
         ("--model {file}.py:net", "there is no file"),
         ("--model {file}:nett", "nett does not exist in .*; it has net, broken, slow"),
-        ("--model {file}:value", "value is no function"),
+        ("--model {file}:value", "value is not a function"),
         ("--model {file}:net --world-size 8,many", "--world-size 8,many: expected numbers of ranks"),
         ("--model {file}:net --world-size 0", "--world-size 0: expected numbers of ranks"),
         ("--model {file}:net --dtype int8", "--dtype int8: expected one of fp32, float32"),
@@ -420,8 +420,8 @@ def test_a_wrong_option_is_said_in_a_line(file: Path, arguments: str, said: str)
         ("--model {file}:broken", r"8 ranks: building: KeyError: 'no such config'\n  at .*s.py, line \d+, in broken"),
         ("--model {file}:net --set depth=3", "TypeError: net.. got an unexpected keyword argument 'depth'"),
         ("--model {file}:net", "give --batch and --seq"),
-        ("--model {file}:net --mesh 2x3 --batch 2 --seq 8", "--mesh 2x3: it is of 6 ranks, and --world-size is 8"),
-        ("--model {file}:net --mesh *x3 --batch 2 --seq 8", "--mesh .x3: it is of a multiple of 3 ranks"),
+        ("--model {file}:net --mesh 2x3 --batch 2 --seq 8", "--mesh 2x3: needs 6 ranks, but --world-size is 8"),
+        ("--model {file}:net --mesh *x3 --batch 2 --seq 8", "--mesh .x3: needs a multiple of 3 ranks"),
         ("--model {file}:net --mesh 2x2x2 --batch 2 --seq 8", "expected the number of shards, or RxS"),
         ("--model {file}:net --strategy zero9 --batch 2 --seq 8", "zero9"),
         ("--model {file}:net --wrap Layer --batch 2 --seq 8", "no module is a Layer"),

@@ -467,7 +467,7 @@ def test_traces_begin_between_iterations_of_sharded_models():
     with fake_process_group(rank=1, world_size=2):
         model = shard_layers(Stack())
         model.blocks[2].register_forward_hook(lambda *_: trace(model).__enter__())
-        with pytest.raises(RuntimeError, match=r"rank 1: trace\(\) begins inside a forward or backward of .*\(root\)"):
+        with pytest.raises(RuntimeError, match=r"rank 1: trace\(\) starts inside a forward or backward of .*\(root\)"):
             step(model)
 
 

@@ -208,7 +208,7 @@ def test_hang_ends_within_its_timeout_with_every_stack():
 
 def test_unpaired_collective_fails_its_own_test():
     failure = _failure(_leaves_a_collective_unpaired, timeout=1)
-    assert "_leaves_a_collective_unpaired: every rank finished, but the barrier behind it hangs" in failure
+    assert "_leaves_a_collective_unpaired: every rank finished, but the barrier afterwards hangs" in failure
 
 
 def test_process_groups_end_with_the_test_that_has_made_them():

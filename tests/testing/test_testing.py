@@ -42,7 +42,7 @@ def test_functions_run_on_ranks_and_give_back_what_they_return():
             assert ranks.run(rank_and, number) == [(0, 2 * number), (1, 2 * number)]
         with pytest.raises(RanksFailed, match=r"gives_what_cannot_be_sent: failed on ranks \[0, 1\] of 2(?s:.*)pickle"):
             ranks.run(gives_what_cannot_be_sent)
-        with pytest.raises(RanksFailed, match="start others"):
+        with pytest.raises(RanksFailed, match="start new ones"):
             ranks.run(rank_and, 1)
     with pytest.raises(RanksFailed, match=r"fails_on_the_last_rank: failed on ranks \[1\] of 2(?s:.*)= rank 1 ="):
         run_on_ranks(2, fails_on_the_last_rank)
@@ -85,7 +85,7 @@ def test_sharded_training_is_compared_with_unsharded_training():
     wrong[2] = Forgets(8, 3)
     with pytest.raises(AssertionError, match=re.escape("after step 0, the gradient of 0.weight: None")):
         assert_trains_like_unsharded(wrong, shard, batches, mean_loss)
-    with pytest.raises(ValueError, match=r"a batch of shape \(3,\) has no equal parts for 2 ranks"):
+    with pytest.raises(ValueError, match=r"a batch of shape \(3,\) cannot be split equally among 2 ranks"):
         assert_trains_like_unsharded(net(), shard, [torch.ones(3)], mean_loss)
 
 

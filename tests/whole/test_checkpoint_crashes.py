@@ -241,7 +241,7 @@ def test_what_takes_the_name_while_it_is_saved_is_left_as_it_is(what, tmp_path):
                 folder.mkdir()
             return (str, ("",))
 
-    with pytest.raises(RuntimeError, match="step exists by now, and is left as it is"):
+    with pytest.raises(RuntimeError, match="step exists now, and was not touched"):
         save({"intruder": Intruder()}, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
     assert not folder.is_dir() or not [*folder.iterdir()]
