@@ -807,7 +807,7 @@ def test_a_collective_of_the_users_own_without_serving_is_an_error_with_the_reme
     model, rank = shard(made(Summing)), dist.get_rank()
     model.serves = False
     expected = (
-        r"rank 0 demands tower.*Call sync_optional_groups\(model\)" if rank == 0 else "timed out|Timed out|closed"
+        r"rank 0 needs tower.*Call sync_optional_groups\(model\)" if rank == 0 else "timed out|Timed out|closed"
     )
     with pytest.raises(RuntimeError, match=expected):
         model(batch(0, rank), (1,) if rank == 0 else (0,))
