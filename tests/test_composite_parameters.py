@@ -524,7 +524,7 @@ def test_one_that_tensor_parallelism_holds_is_refused():
         for layer in model.layers:
             whole = DTensor.from_local(layer.weight.detach(), mesh["tp"], [Replicate()], run_check=False)
             layer.weight = nn.Parameter(whole, requires_grad=False)
-        with pytest.raises(ValueError, match=r"weight is already a DTensor.* of Blocks, which is kept as several"):
+        with pytest.raises(ValueError, match=r"weight is a DTensor already.* of Blocks, which is kept as several"):
             shard(model, mesh=mesh["dp"])
 
 

@@ -233,7 +233,7 @@ def test_parameters_sharded_by_tensor_parallelism_on_the_same_ranks_are_refused_
     model, mesh = Net(), init_device_mesh("cpu", (2,))
     weight = model.layers[1].linear.weight
     model.layers[1].linear.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match=r"layers\.1\.linear\.weight is already a DTensor.*Shard\(dim=0\)") as error:
+    with pytest.raises(ValueError, match=r"layers\.1\.linear\.weight is a DTensor already.*Shard\(dim=0\)") as error:
         fully_shard(model)
     same_on_every_rank(str(error.value))
     assert fully_shard.state(model) is None
