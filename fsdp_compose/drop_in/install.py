@@ -128,6 +128,6 @@ def _all_modules() -> list[nn.Module]:
 def _refuse_sharded(caller: str, sharder: str, modules: list[nn.Module]) -> None:
     if modules:
         raise RuntimeError(
-            f"{caller}(): {len(modules)} modules are already sharded by {sharder}, among them a "
-            f"{type(modules[0]).__name__}: call it before models are sharded, or after they are deleted (gc.collect())"
+            f"{caller}(): there are modules sharded by {sharder} ({len(modules)}, among them a "
+            f"{type(modules[0]).__name__}): call it before models are sharded, or after they are deleted (gc.collect())"
         )

@@ -567,7 +567,7 @@ def test_state_that_a_flat_view_cannot_hold_is_refused():
     loaded = whole(get_optimizer_state_dict(other, flat))["state"]
     assert loaded["dead.weight"]["exp_avg"].count_nonzero() == 0
     state["state"]["scale"]["step"] = torch.tensor(5.0)
-    with pytest.raises(RuntimeError, match=r"step of scale is 5\.0 and that of first\.weight 1\.0"):
+    with pytest.raises(RuntimeError, match=r"step of scale is 5\.0 and that of first\.weight is 1\.0"):
         set_optimizer_state_dict(other, flat, state, options=StateDictOptions(strict=False))
 
 
