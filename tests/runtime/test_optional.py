@@ -806,9 +806,7 @@ def test_a_rank_that_runs_no_forward_is_named_in_bounded_time(demands):
 def test_a_collective_of_the_users_own_without_serving_is_an_error_with_the_remedy():
     model, rank = shard(made(Summing)), dist.get_rank()
     model.serves = False
-    expected = (
-        r"rank 0 needs tower.*Call sync_optional_groups\(model\)" if rank == 0 else "timed out|Timed out|closed"
-    )
+    expected = r"rank 0 needs tower.*Call sync_optional_groups\(model\)" if rank == 0 else "timed out|Timed out|closed"
     with pytest.raises(RuntimeError, match=expected):
         model(batch(0, rank), (1,) if rank == 0 else (0,))
 
