@@ -311,9 +311,10 @@ def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{caller}(mesh=...): expected a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
     if mesh.ndim > most_dims:
+        names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
         raise ValueError(
-            f"{caller}(mesh=...): expected a mesh {expected}, got {mesh.ndim} dimensions {mesh.mesh_dim_names or ''} "
-            f"of shape {tuple(mesh.mesh.shape)}; pass only the data-parallel ones, for example mesh['shard'] or "
+            f"{caller}(mesh=...): expected a mesh {expected}, got one with {mesh.ndim} dimensions{names} of shape "
+            f"{tuple(mesh.mesh.shape)}; pass only the data-parallel ones, for example mesh['shard'] or "
             "mesh['replicate', 'shard']"
         )
     if mesh.get_coordinate() is None:

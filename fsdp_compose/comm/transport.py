@@ -85,7 +85,7 @@ class Label:
 
     def rename(self, names: Names, whole_group: str = "") -> None:
         self.names, self.whole_group = names, whole_group
-        self.text = whole_group if whole_group and len(self._fqns) > 1 else self._parameters()
+        self.text = whole_group if whole_group and len(self._fqns) > 1 else self._named_parameters()
 
     def of(self, indices: Sequence[int]) -> Label:
         """A label for some of the parameters."""
@@ -94,9 +94,9 @@ class Label:
     @property
     def group(self) -> str:
         """The group that they are in, for errors."""
-        return f"the fully_shard group {self.whole_group or f'with {self._parameters()}'}"
+        return f"the fully_shard group {self.whole_group or f'with {self._named_parameters()}'}"
 
-    def _parameters(self) -> str:
+    def _named_parameters(self) -> str:
         more = f" and {len(self._fqns) - 1} more" if len(self._fqns) > 1 else ""
         return f"{self.names(self._fqns[0])}{more}"
 

@@ -488,7 +488,7 @@ def test_bad_arguments():
         replicate(model, bucket_bytes=2.5)
     with pytest.raises(ValueError, match="positive"):
         replicate(model, bucket_bytes=0)
-    with pytest.raises(ValueError, match="of one dimension"):
+    with pytest.raises(ValueError, match="expected a mesh with one dimension"):
         replicate(model, mesh=init_device_mesh("cpu", (2, 1)))
     with pytest.raises(TypeError, match=r"replicate\(mesh"):
         replicate(model, mesh="cpu")

@@ -85,7 +85,7 @@ def test_full_getters_name_what_one_rank_alone_would_gather():
     optimizer = adamw(params)
     optimizer.step()
     for options in (FULL, FULL_ON_CPU):
-        with told(r"rank 0 has nothing more where rank 1 has exp_avg of scale of shape \(\), torch\.float32, placed"):
+        with told(r"rank 0 has nothing more, but rank 1 has exp_avg of scale of shape \(\), torch\.float32, placed"):
             get_optimizer_state_dict(model, optimizer, options=options)
         with told(r"get_state_dict\(\): .*rank 1 has exp_avg of scale"):
             get_state_dict(model, optimizer, options=options)
@@ -103,7 +103,7 @@ def test_full_getters_name_what_one_rank_alone_would_gather():
     frozen = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
     with told(r"rank 0 has head\.weight of shape \(6, 10\).* rank 1 has "):
         get_model_state_dict(model, options=frozen)
-    with told(r"rank 0 has first\.weight of shape .* where rank 1 has second\.weight of shape"):
+    with told(r"rank 0 has first\.weight of shape .* but rank 1 has second\.weight of shape"):
         get_model_state_dict(model, submodules={model.first if dist.get_rank() == 0 else model.second}, options=FULL)
 
 
@@ -186,14 +186,14 @@ def test_ranks_that_give_other_layouts_are_told_which():
     rows = distribute_tensor(full[0]["second.weight"], mesh, [Shard(0)])
     columns = distribute_tensor(full[0]["second.weight"], mesh, [Shard(1)])
     with told(
-        r"rank 0 has second\.weight of shape \(10, 10\), torch\.float32, whole or sharded as it is here where rank 1 "
+        r"rank 0 has second\.weight of shape \(10, 10\), torch\.float32, whole or sharded as it is here, but rank 1 "
         r"has second\.weight of shape \(10, 10\), torch\.float32, placed \[Shard\(dim=0\)\]"
     ):
         given = {**full[0], "second.weight": full[0]["second.weight"] if is_first else rows}
         set_state_dict(model, optimizer, model_state_dict=given, optim_state_dict=full[1])
-    with told(r"rank 0 has second\.weight of .*Shard\(dim=1\).* where rank 1 has second\.weight of .*Shard\(dim=0\)"):
+    with told(r"rank 0 has second\.weight of .*Shard\(dim=1\).*, but rank 1 has second\.weight of .*Shard\(dim=0\)"):
         set_model_state_dict(model, {**full[0], "second.weight": columns if is_first else rows})
-    with told(r"where rank 1 has exp_avg of second\.weight of shape \(10, 10\), torch\.float32, placed \[Shard\(dim=0"):
+    with told(r"but rank 1 has exp_avg of second\.weight of shape \(10, 10\), torch\.float32, placed \[Shard\(dim=0"):
         given = copy.deepcopy(full[1])
         if not is_first:
             given["state"]["second.weight"]["exp_avg"] = rows
@@ -549,7 +549,7 @@ def test_submodules_whose_keys_would_collide_are_refused():
         StateDictOptions(keep_submodule_prefixes=False),
         StateDictOptions(keep_submodule_prefixes=False, full_state_dict=True),
     ):
-        with told(r"first\.weight and second\.weight would both be weight"):
+        with told(r"first\.weight and second\.weight would both be named weight"):
             get_model_state_dict(model, submodules={model.first, model.second}, options=options)
         assert len(get_model_state_dict(model, submodules={model.first, model.counter}, options=options)) == 3
 

@@ -335,7 +335,7 @@ def test_addresses_are_no_folders():
         lambda: save_hf(model, "s3://bucket/step"),
         lambda: load_hf(model, "s3://bucket/step"),
     ):
-        with pytest.raises(ValueError, match="s3://bucket/step is no folder of a file system"):
+        with pytest.raises(ValueError, match="s3://bucket/step is not a folder of a file system"):
             call()
 
 

@@ -404,7 +404,7 @@ def test_checkpoints_on_disk(tmp_path=None):
         read(state, **path)
         other.load_state_dict(state["model"])
         assert torch.equal(other(x), expected)
-    with pytest.raises(RuntimeError, match=r"layers.0.weight is a Blocks, of several tensors"):
+    with pytest.raises(RuntimeError, match=r"layers.0.weight is a Blocks, made of several tensors"):
         save_hf(model, folder / "hf")
 
 
@@ -457,7 +457,7 @@ def test_what_it_cannot_do_raises_by_name():
     with pytest.raises(NotImplementedError, match=r"layers.0.weight.*is a Gathered, gathered by its class"):
         with functional_mode(model):
             model(x)
-    with pytest.raises(RuntimeError, match=r"layers.0.weight is a Gathered, kept as several tensors"):
+    with pytest.raises(RuntimeError, match=r"layers.0.weight is a Gathered, which consists of several tensors"):
         with full_parameters(model) as buckets:
             next(iter(buckets))
     assert model(x).isfinite().all()

@@ -256,5 +256,5 @@ def test_what_cannot_be_streamed_is_refused():
     with pytest.raises(ValueError, match="positive number of bytes"):
         offload_optimizer_states(optimizer, chunk_bytes=0)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ValueError, match="before schedulers are"):
+    with pytest.raises(ValueError, match="before creating schedulers"):
         offload_optimizer_states(optimizer)

@@ -561,7 +561,7 @@ def test_flat_views_follow_a_model_that_is_moved_or_loaded():
                     optimizer.zero_grad()
                 change(model)
                 if is_flat:
-                    with pytest.raises(RuntimeError, match=r"moved, converted or assigned.*run a forward"):
+                    with pytest.raises(RuntimeError, match=r"moved, converted or assigned.*next forward: run one"):
                         optimizer.step()
                 for step in range(2):
                     backward(model, rows.to(dtype or torch.float32), with_extra=bool(step))

@@ -806,6 +806,8 @@ def test_a_rank_that_runs_no_forward_is_named_in_bounded_time(demands):
 def test_a_collective_of_the_users_own_without_serving_is_an_error_with_the_remedy():
     model, rank = shard(made(Summing)), dist.get_rank()
     model.serves = False
+    if rank:
+        time.sleep(0.5)  # so that rank 0 stops waiting first: it would be told of the error here otherwise
     expected = r"rank 0 needs tower.*Call sync_optional_groups\(model\)" if rank == 0 else "timed out|Timed out|closed"
     with pytest.raises(RuntimeError, match=expected):
         model(batch(0, rank), (1,) if rank == 0 else (0,))
@@ -818,7 +820,8 @@ def test_a_rank_that_makes_another_number_of_backwards_is_named_on_all():
         model, rank = shard(made(LayerDrop)), dist.get_rank()
         loss = loss_of(model, batch(0, rank), (1, 0, 0))
         with pytest.raises(
-            RuntimeError, match=r"the ranks run different programs: .* rank 1 .*the all-gather of last\.weight"
+            RuntimeError,
+            match=r"the ranks run different programs: .* rank 1 .*the all-gather of (last\.weight|\(root\))",
         ):
             if rank != 1:
                 loss.backward()

@@ -528,7 +528,7 @@ def test_parameters_that_are_written_to_between_two_buckets_are_an_error_on_all_
         if i == 1 and (is_everywhere or dist.get_rank() == 1):
             edit(model)
 
-    with pytest.raises(RuntimeError, match=r"rank\(s\) (0, )?1: parameters were written to, or moved") as caught:
+    with pytest.raises(RuntimeError, match=r"rank\(s\) (0, )?1: parameters were written to or moved") as caught:
         consume(model, action, bucket_bytes=1)
     same_on_every_rank(str(caught.value))
 
