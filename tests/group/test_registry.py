@@ -371,7 +371,7 @@ REJECTED: dict[str, tuple[Callable[[Tree], Any], Callable[[Tree], Any], type[Exc
         lambda t: None,
         lambda t: fully_shard(t.left, mesh=init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))),
         ValueError,
-        r"one dimension, or with two.*got 3 dimensions.*mesh\[",
+        r"one dimension, or with two.*got one with 3 dimensions.*mesh\[",
     ),
     "a policy that is none": (
         lambda t: None,
