@@ -11,8 +11,8 @@ from fsdp_compose import clip_grad_norm_
 from tests import harness
 from tests.compiled.test_whole_model_compile import compiled
 from tests.flat.test_tensor_parallel import mesh_of, parallelize, reference, sharded_gpt, share_of, train
-from tests.models import batches, shard_layers
-from tests.training import assert_same_parameters, mean_square
+from tests.models import batches, gpt_loss, shard_layers
+from tests.training import assert_same_parameters
 
 distributed = functools.partial(harness.distributed, timeout=200)
 
@@ -29,7 +29,7 @@ def test_tensor_parallelism(kind):
         def train(item=item, optimizer=optimizer):
             values = []
             for batch in batches(3):
-                loss = mean_square(item, share_of(mesh["dp"])(batch))
+                loss = gpt_loss(item, share_of(mesh["dp"])(batch))
                 loss.backward()
                 values += [loss.detach(), clip_grad_norm_(item.parameters(), 1.0)]
                 optimizer.step()
