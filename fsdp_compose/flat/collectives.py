@@ -263,8 +263,8 @@ def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[
     handle.pending_gradients.take_placed()
     rest = [i for i in range(len(grads)) if i not in placed]
     views = [buffer.locals[i] for i in rest]
-    fill(views, [grads[i] for i in rest], [j for j, i in enumerate(rest) if grads[i] is None] if missing else ())
-    if views:
+    if views:  # not all were placed
+        fill(views, [grads[i] for i in rest], [j for j, i in enumerate(rest) if grads[i] is None] if missing else ())
         with torch.no_grad():
             foreach_mul_(views, 1 / handle.mesh.data_world_size)
     buffer.zero_gaps()

@@ -189,6 +189,50 @@ def test_gradients_are_averages():
     both.check()
 
 
+class LargeParts(nn.Module):
+    """Parameters of 256 KiB each, whose gradients are moved as soon as they arrive, beside small ones."""
+
+    def __init__(self, has_small: bool, is_sparse: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, 256, sparse=is_sparse)
+        self.up = nn.Linear(256, 256, bias=has_small)
+        self.unused = nn.Linear(256, 256, bias=False)
+
+    def forward(self, ids: torch.Tensor, uses_all: bool = False) -> torch.Tensor:
+        hidden = self.up(self.tokens(ids))
+        return self.unused(hidden) if uses_all else hidden
+
+
+@pytest.mark.parametrize("how", ["replicate", "ddp", "zero1"])
+@pytest.mark.parametrize("kind", ["large", "small too", "sparse"])
+@distributed(world_size=2)
+def test_gradients_that_were_all_moved_as_they_arrived(kind, how):
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = LargeParts(kind == "small too", kind == "sparse")
+    plain = copy.deepcopy(model)
+    if how == "replicate":
+        replicate(model)
+    else:
+        for part in (model.tokens, model.up, model.unused):
+            fully_shard(part, strategy=how)
+        fully_shard(model, strategy=how)
+    for step in range(4):  # the unused part is used by all ranks, by one (of a group: by all), by none
+        ids = torch.arange(step, 256, 3).view(1, -1)
+        users = {0: (0, 1), 1: (1,) if how == "replicate" else (0, 1), 2: (), 3: (0, 1)}[step]
+        model((ids + rank) % 256 if kind == "large" else ids, rank in users).square().mean().backward()
+        for other in range(2):
+            plain((ids + other) % 256 if kind == "large" else ids, other in users).square().mean().div(2).backward()
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if expected.grad is None:
+                assert param.grad is None, name
+            else:
+                dense = expected.grad.to_dense() if expected.grad.is_sparse else expected.grad
+                torch.testing.assert_close(full(param.grad), dense, rtol=1e-5, atol=1e-7, msg=name)
+        model.zero_grad()
+        plain.zero_grad()
+
+
 @distributed(world_size=2)
 def test_gradients_that_the_user_keeps_stay_his():
     both = Both(in_buckets)
