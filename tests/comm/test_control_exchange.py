@@ -111,9 +111,10 @@ def test_one_rank_with_another_order_or_other_steps_is_known_on_all(world_size):
         assert not exchanged(longer)
 
 
-@distributed(world_size=(2, 3, 5))
+@distributed(world_size=(2, 3, 5), fresh=True)
 def test_rounds_beside_exchanges(world_size):
-    """Marks of all ranks together, and whether all are at one point; a round is not taken for an exchange."""
+    """Marks of all ranks together, and whether all are at one point; a round is not taken for an exchange. On a process
+    group without shared memory: with it, the two do not meet, and the journal ends the wait after three seconds."""
     rank, carrier = dist.get_rank(), Carrier.of(dist.group.WORLD)
     exchange = ControlExchange(5, 2, carrier)
     assert exchanged(exchange)

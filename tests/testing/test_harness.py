@@ -211,6 +211,7 @@ def test_unpaired_collective_fails_its_own_test():
     assert "_leaves_a_collective_unpaired: every rank finished, but the barrier afterwards hangs" in failure
 
 
+@pytest.mark.skipif(harness.TORCH < (2, 13), reason="torch 2.12 keeps process groups of meshes alive")
 def test_process_groups_end_with_the_test_that_has_made_them():
     run_distributed(_makes_groups, 2)
     before = _pids(2)
