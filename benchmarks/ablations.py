@@ -23,7 +23,7 @@ ABLATIONS: dict[str, list[tuple[Any, str, Any]]] = {
         (kept_tensors.KeptTensors, "new_ones", []),
         (change_detection.ChangeDetector, "newly_kept", []),
     ],
-    "values that functional_call() puts in the place of parameters": [(hooks, "is_functional_call", False)],
+    "values that functional_call() substitutes for parameters": [(hooks, "is_functional_call", False)],
     "requires_grad set between forward and backward": [(change_detection.ChangeDetector, "was_toggled", False)],
     "gradient that the user holds": [(gradient.GradientBuffer, "_is_held_elsewhere", False)],
     "control exchange (its bytes only: there are no ranks to talk to)": [

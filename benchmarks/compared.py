@@ -364,7 +364,7 @@ def part_of_the_ranks(system: System) -> None:
 
 
 class MLP(nn.Module):
-    """Of the width that tensor parallelism cuts, which 2 need not divide."""
+    """A model whose width tensor parallelism cuts; 2 need not divide it."""
 
     def __init__(self, width: int = 2 * DIM) -> None:
         super().__init__()

@@ -299,8 +299,8 @@ def prepare_host(system: str, world: int, num_blocks: int, backend: str) -> Call
 
 
 def prepare_collectives(base: TinyBlocks, world: int) -> Callable[[], tuple[int, int]]:
-    """Those of all groups, one after the other: nanoseconds of one all-gather of each, and of one more with a
-    reduce-scatter."""
+    """Return a function that issues the collectives of all groups, one after the other: nanoseconds of one all-gather
+    of each, and of one more with a reduce-scatter."""
     name = dist.distributed_c10d._get_default_group().group_name
     numel = sum(param.numel() for param in base.blocks[0].parameters())
     shard = torch.zeros(-(-numel // world))

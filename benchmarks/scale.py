@@ -119,7 +119,7 @@ def measure(num_ranks: int, system: str, num_blocks: int, repeats: int) -> Row:
 
 
 def padding_of(system: str, num_ranks: int) -> float:
-    """Of a block with few, large experts, where rows are long: relative to its payload."""
+    """Padding of a block with few, large experts, whose rows are long, relative to its payload."""
     shapes = MODELS["128 fused experts"]
     if system == OURS:
         specs = [ParamSpec(str(i), shape) for i, shape in enumerate(shapes)]

@@ -131,7 +131,7 @@ def world() -> dist.ProcessGroup:
 
 
 def handles_of(model: nn.Module) -> list[FlatParamHandle]:
-    """Those of a model that has some."""
+    """The flat parameters of a model that has some."""
     handles = _get_fsdp_handles(model)
     assert handles
     return handles

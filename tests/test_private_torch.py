@@ -1295,7 +1295,7 @@ def plans_of_two_ranks() -> list[SavePlan]:
 
 
 def test_dedup_save_plans():
-    """Of two ranks that plan one part, one keeps it."""
+    """If two ranks plan to save one part, one of them keeps it."""
     plans = _torch.dedup_save_plans(plans_of_two_ranks(), False)
     assert sorted(len(plan.items) for plan in plans) == [0, 1]
 

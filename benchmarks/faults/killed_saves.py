@@ -98,7 +98,7 @@ class _Killing:
         self.survivors: Counter[str] = Counter()
 
     def events(self, before: Path) -> list[list[str]]:
-        """Of each rank, in a save that nothing disturbs."""
+        """Return the file events of each rank in an undisturbed save."""
         with self.copy_of(before) as folder:
             return values(run(save_and_die, self.system, folder, None, self.onto))
 

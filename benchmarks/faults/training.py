@@ -75,7 +75,7 @@ class Trainer:
         return {7: f"step {self.step}", 0: {1: self.step / 2}}
 
     def digest(self) -> str:
-        """Of every bit of what this rank holds."""
+        """Return a digest of every bit that this rank holds."""
         total = hashlib.sha256(str(self.step).encode())
         for name, param in self.model.named_parameters():
             state = self.optimizer.state.get(param, {})

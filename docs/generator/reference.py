@@ -159,7 +159,7 @@ def _names(node: Definition) -> list[str]:
 
 
 def _docstring(body: list[ast.stmt], node: Definition) -> str:
-    """Of a constant, the text below it."""
+    """Return the docstring below a constant."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return ast.get_docstring(node) or ""
     after = body[body.index(node) + 1 :][:1]

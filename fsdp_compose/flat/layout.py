@@ -208,7 +208,7 @@ class FlatLayout:
         return (numel // row_numel(param.shape), *param.shape[1:])
 
     def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> FlatLayout:
-        """The same layout, on a rank that holds less of some parameters than was planned for (uneven tensor
+        """Return this layout for a rank that holds less of some parameters than was planned for (uneven tensor
         parallelism): offsets and shard length stay those of all ranks, and what is missing of a parameter is
         padding."""
         if all(param.shape == tuple(shape) for param, shape in zip(self.params, shapes, strict=True)):

@@ -42,7 +42,7 @@ class BoundToModule:
         return module
 
     def for_copy(self: _T, module: nn.Module, memo: dict[int, Any]) -> _T:
-        """The same callable for ``module``, a copy."""
+        """Return this callable bound to ``module``, a copy of the one that it is bound to now."""
         raise NotImplementedError
 
     def __deepcopy__(self: _T, memo: dict[int, Any]) -> _T:

@@ -43,7 +43,7 @@ def collect(model: nn.Module) -> ModelFacts:
     """The facts of ``model`` as this rank knows them: of shards of all ranks, since all have one layout.
 
     Raises:
-        RuntimeError: modules show full parameters in the place of the sharded ones.
+        RuntimeError: modules show full parameters instead of the sharded ones.
     """
     states = [state for state, _ in states_to_run(model)]
     _refuse_summoned(states)
@@ -156,7 +156,8 @@ def _parts(layout: FlatLayout, index: int, holders: _Holders) -> Iterator[Part]:
 
 
 def _parts_of_bytes(param: nn.Parameter, layout: FlatLayout, holders: _Holders) -> Iterator[Part]:
-    """Of a parameter that is kept as several tensors: equal rows on all ranks, each as bytes that fill its shard."""
+    """Yield the shards of a parameter that consists of several tensors: equal rows on all ranks, as bytes that fill
+    the shard."""
     row, rows = param.numel() // param.shape[0], param.shape[0] // layout.world_size
     for shard, ranks in enumerate(holders):
         first, last = shard * rows, (shard + 1) * rows

@@ -92,7 +92,7 @@ class FlatParameterFacts:
 
     @property
     def flat_bytes(self) -> int:
-        """Of all shards."""
+        """The bytes of all shards."""
         return self.num_shards * self.shard_bytes
 
 
@@ -178,7 +178,7 @@ class ModelFacts:
 
     @property
     def flat_bytes(self) -> int:
-        """Of all shards, and of what is whole."""
+        """The bytes of all shards and of everything that is whole."""
         return sum(flat.flat_bytes for flat in self.flat_parameters) + sum(other.nbytes for other in self.others)
 
 

@@ -14,7 +14,7 @@ class FSDPGroup(NamedTuple):
     """One ``fully_shard`` or ``replicate`` call.
 
     Attributes:
-        module: the module that was given to the call; the first one, if it was given a list.
+        module: the module that was given to the call; of a list, the first one that is found in the model.
         name: the FQN of ``module`` in the model, "" for the model itself.
         parameters: the sharded parameters that the call manages; calls on submodules manage their own.
     """
@@ -37,5 +37,6 @@ def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
         The module, its name, and its group's parameters; the list is empty if the group has none.
     """
     for state, name in states_to_run(model):
-        module = next(iter(state.live_modules()))
-        yield FSDPGroup(module, name, [param for handle in state._handles for param in handle.sharded_params])
+        yield FSDPGroup(
+            model.get_submodule(name), name, [param for handle in state._handles for param in handle.sharded_params]
+        )

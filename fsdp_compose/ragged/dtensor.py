@@ -63,7 +63,7 @@ class CheckpointedDTensor(OwnedDTensor):
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(local_tensor(self))
-        if hasattr(properties, "strides"):  # since torch 2.14: the strides of the whole tensor
+        if hasattr(properties, "strides"):  # since torch 2.15: the strides of the whole tensor
             whole: dict[str, Any] = {"strides": self.stride()}
             properties = replace(properties, **whole)
         return [

@@ -259,7 +259,7 @@ class RaggedShard(Shard):
         return self.counts.times(self.unit_numel(shape)).ranges()
 
     def flattened(self, shape: tuple[int, ...]) -> RaggedShard:
-        """The same shard boundaries, counted in elements."""
+        """Return these shard boundaries, counted in elements instead of rows."""
         if self.flat:
             return self
         return RaggedShard(self.counts.times(self.unit_numel(shape)), flat=True)

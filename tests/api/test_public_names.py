@@ -63,4 +63,6 @@ def test_fsdp_groups_lists_each_group_once_with_its_own_parameters() -> None:
         ["0.weight", "0.bias", "2.weight", "2.bias"],
         ["1.0.weight", "1.0.bias"],
     ]
+    (below,) = fsdp_groups(model[2])  # the first module of its group is elsewhere
+    assert below.module is model[2] and below.name == "" and len(below.parameters) == 4
     assert sum(param.to_local().numel() for group in found for param in group.parameters) > 0

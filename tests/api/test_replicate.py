@@ -478,7 +478,7 @@ def test_gradients_are_views_of_the_buckets():
 
 
 def assert_same_states(got: Any, expected: Any) -> None:
-    """Of a model and its optimizer."""
+    """Assert that two pairs of state dicts, of a model and its optimizer, are equal bit for bit."""
     torch.testing.assert_close(got[0], expected[0], rtol=0, atol=0)
     torch.testing.assert_close(got[1]["state"], expected[1]["state"], rtol=0, atol=0)
     assert got[1]["param_groups"] == expected[1]["param_groups"]

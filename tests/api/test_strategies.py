@@ -67,7 +67,7 @@ def test_trains_as_one_process(name, is_flat, is_functional):
 
 @distributed(world_size=4)
 def test_every_row_loads_what_every_row_has_saved(tmp_path):
-    """Of model and optimizer; what was loaded is bit-equal; each trains on as what one of them has saved does."""
+    """Model and optimizer load bit for bit, and each strategy trains on from them as the one that saved them does."""
 
     def trained(name: str, seed: int) -> tuple[GPT, torch.optim.Optimizer]:
         torch.manual_seed(seed)

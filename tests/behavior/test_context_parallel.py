@@ -96,7 +96,7 @@ def loss_of(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor, positions
 
 
 def backward(model: nn.Module, mesh: DeviceMesh, step: int) -> torch.Tensor:
-    """Of this rank's part of the batch, and of the sequence. The loss of all ranks."""
+    """Train on this rank's part of the batch and of the sequence; return the loss of all ranks."""
     ids, labels = (item.chunk(mesh.size(0))[mesh.get_local_rank("dp")].clone() for item in data(step))
     positions = torch.arange(SEQ)
     with in_context(mesh["cp"], ids, labels, positions):

@@ -64,7 +64,7 @@ class Net(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those that have a group of their own."""
+        """Modules that get a group of their own."""
         return [self.second]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def build(seed: int = 0) -> Net:
 
 
 def batch(step: int) -> torch.Tensor:
-    """The same rows on every rank, so that replicas and shards see what one process sees."""
+    """Equal rows on every rank, so that replicas and shards see what one process sees."""
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
 
 

@@ -55,7 +55,7 @@ def waves(seed: int) -> nn.Module:
 
 
 class Undeclared(torch.optim.SGD):
-    """Of a class whose step must not be tried out: it keeps a running mean, a count and a history."""
+    """An optimizer whose step must not be tried out: it keeps a running mean, a count and a history."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

@@ -115,7 +115,9 @@ def test_the_strides_in_the_metadata_are_those_of_whole_tensors():
     assert written[0] == written[1]
 
 
-@pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="torch 2.14 has it")
+@pytest.mark.skipif(
+    not hasattr(dcp, "CheckpointableTensor"), reason="torch < 2.14 has no CheckpointableTensor to compare with"
+)
 @pytest.mark.parametrize("load_with", ["load", "dcp.load"])
 @pytest.mark.parametrize("save_with", ["save", "dcp.save"])
 @pytest.mark.parametrize("on_meta", [False, True])

@@ -20,7 +20,9 @@ from tests.harness import ROOT, distributed
 DATA = ROOT / "tests" / "data" / "old_names"
 
 
-@pytest.mark.skipif(harness.TORCH < (2, 13), reason="torch 2.12 pickles meshes in another way")
+@pytest.mark.skipif(
+    harness.TORCH < (2, 13), reason="these files hold meshes as torch >= 2.13 pickles them, which 2.12 cannot read"
+)
 @distributed(world_size=1)
 def test_old_files_load():
     saved = torch.load(DATA / "state_dict.pt", weights_only=True)

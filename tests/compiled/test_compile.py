@@ -215,7 +215,7 @@ def test_compiled_blocks_with_other_reshard_after_forward(reshard_after_forward)
 
 @distributed(world_size=2)
 def test_compiling_the_whole_model_makes_one_graph():
-    """Of all blocks, with their collectives (``test_whole_model_compile``)."""
+    """All blocks are compiled, with their collectives (``test_whole_model_compile``)."""
     compilations = check(compile_everything, fullgraph=True)
     assert compilations.counts == [2] * STEPS and not compilations.breaks
 

@@ -400,7 +400,10 @@ def test_what_is_not_there_says_so():
             drop_in.share_comm_ctx([nn.Linear(2, 2)])
 
 
-@pytest.mark.skipif(not hasattr(fsdp.FSDPModule, "reset_iter_state"), reason="torch 2.13 has it")
+@pytest.mark.skipif(
+    not hasattr(fsdp.FSDPModule, "reset_iter_state"),
+    reason="FSDP2 of torch < 2.13 has no reset_iter_state to compare with",
+)
 @pytest.mark.parametrize("left", ["reduced", "accumulated", "both", "interrupted"])
 @distributed(world_size=2)
 def test_reset_iter_state_treats_gradients_as_the_installed_fsdp2_does(left):
@@ -556,7 +559,7 @@ def test_dimensions_that_cannot_be_meant_are_refused():
 
 @pytest.mark.parametrize("why", ["a gradient", "shared memory", "a clash", "a policy", "other ranks"])
 def test_what_is_refused_leaves_parameters_and_inner_modules_as_they_were(why):
-    """Of a call that puts parameters on other meshes, makes groups of inner modules, or both."""
+    """The refused call puts parameters on other meshes, makes groups of inner modules, or both."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
 
     with fake_process_group(world_size=4):

@@ -98,7 +98,7 @@ def test_pipelines_train_as_one_process_with_one_reduction_a_step(schedule, worl
 DEFERS = "finalize_gradients" in inspect.signature(ScheduleGPipe.step).parameters  # torch >= 2.15
 
 
-@pytest.mark.skipif(not DEFERS, reason="torch 2.15 has it")
+@pytest.mark.skipif(not DEFERS, reason="schedules of torch < 2.15 take no finalize_gradients")
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, *INTERLEAVED])
 @distributed(world_size=4)
 def test_gradients_of_several_steps_are_reduced_and_scaled_once_as_those_of_fsdp2(schedule):

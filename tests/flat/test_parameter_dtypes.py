@@ -91,7 +91,8 @@ def whole(model: nn.Module, of: Callable[[nn.Parameter], torch.Tensor], like: nn
 def gradients_by_hand(
     reference: nn.Module, batches: list[torch.Tensor], dtype_of: Override, world_size: int
 ) -> dict[str, torch.Tensor]:
-    """Of a model whose own parameters are cast, averaged over the ranks in the original dtype, summed over batches."""
+    """Return gradients of a model whose parameters are cast, averaged over the ranks in the original dtype and summed
+    over batches."""
     total = {name: torch.zeros_like(param) for name, param in reference.named_parameters()}
     for batch in batches:
         average = {name: torch.zeros_like(param) for name, param in reference.named_parameters()}

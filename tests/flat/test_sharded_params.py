@@ -41,7 +41,7 @@ class Net(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those that have a group of their own."""
+        """Modules that get a group of their own."""
         return [self.second]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -648,7 +648,7 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer, **options: An
 @distributed(world_size=4, timeout=120)
 @pytest.mark.parametrize("source", ["dp2tp2", "dp1tp4", "dp4", "hsdp", "plain"])
 def test_checkpoints_load_on_every_mesh(source):
-    """Those from elsewhere, where parameters are cut."""
+    """Checkpoints of one layout load into each other one, also where tensor parallelism cuts parameters."""
     model, share = layouts()[source]()
     optimizer = adamw(model)
     train(model, share, optimizer)
@@ -680,7 +680,7 @@ def test_checkpoints_load_on_every_mesh(source):
 
 @distributed(world_size=4)
 def test_checkpoints_are_those_of_fsdp2_and_tensor_parallelism():
-    """Of models and optimizers, both ways."""
+    """Checkpoints of the model and the optimizer load in both directions."""
     from torch.distributed.checkpoint import state_dict as theirs
     from torch.distributed.fsdp import fully_shard as their_fully_shard
 

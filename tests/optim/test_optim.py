@@ -50,7 +50,7 @@ class Net(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Those that have a group of their own."""
+        """Modules that get a group of their own."""
         return [self.second, self.aside]
 
     def forward(self, x: torch.Tensor, with_extra: bool = True, with_aside: bool = True) -> torch.Tensor:

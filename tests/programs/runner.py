@@ -41,7 +41,7 @@ from .modules import DIM, ROWS, ImpossibleError, Meshes, Module, TripError, buil
 
 
 class Losses(NamedTuple):
-    """Of one forward: the loss of this rank, and those of all ranks of the unsharded model; the parameters on which it
+    """One forward: the loss of this rank, and those of all ranks of the unsharded model; the parameters on which it
     has a term of its own; and whether its backward comes to any group, or to such parameters alone."""
 
     ours: torch.Tensor
@@ -117,7 +117,7 @@ class Runner:
     # ---- forward and backward
 
     def inputs(self) -> list[torch.Tensor]:
-        """Of every rank."""
+        """Return the inputs of all ranks, in their order."""
         whole = torch.randn(self.world_size * ROWS, DIM, generator=self.generator, dtype=torch.float64)
         return [part.clone().requires_grad_(self.program.input_requires_grad) for part in whole.chunk(self.world_size)]
 
@@ -301,7 +301,7 @@ class Runner:
                 optimizer.zero_grad(set_to_none=action.how != "in place")
 
     def drop_unreduced(self) -> None:
-        """Of what was accumulated without sync functional mode, and some others, want to know nothing."""
+        """Drop what was accumulated without sync: functional mode, and some other steps, refuse to run with it."""
         if self.has_unreduced:
             self.model.zero_grad()
             self.reference.zero_grad()

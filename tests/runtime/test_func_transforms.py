@@ -36,7 +36,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def batch() -> torch.Tensor:
-    """The same on every rank: averages over the ranks are those of one."""
+    """Return an equal batch on every rank, so that averages over the ranks are those of one rank."""
     return next(inputs())
 
 

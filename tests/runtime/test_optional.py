@@ -370,7 +370,7 @@ def test_optimizers_of_flat_views_and_their_state_saved_and_loaded():
 
 @distributed(world_size=2)
 def test_beside_another_model_on_the_same_process_group():
-    """Whose exchanges are as long as the rounds of the first one, from its first forward on."""
+    """The exchanges of the other model are as long as the rounds of the first, from its first forward on."""
     rank, plain, reference = dist.get_rank(), made(VisionLanguage), made(VisionLanguage)
     for block in plain.blocks:
         fully_shard(block)
@@ -443,7 +443,7 @@ def test_a_group_that_stays_gathered_on_one_rank_only(order):
 @pytest.mark.parametrize("is_together", [True, False])
 @distributed(world_size=(2, 3))
 def test_groups_that_stay_gathered_on_one_rank_only_in_two_forwards(is_together):
-    """Of which the second may skip what the first has left in a box."""
+    """The second forward may skip the group whose output the first has left in a box."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "forward of the fully_shard'ed Boxing")
         train_in_two_forwards(shard(made(Unhooked, order=(0, 1))), made(Unhooked, order=(0, 1)), BOXES, is_together)
@@ -536,7 +536,7 @@ def test_parameters_tied_between_optional_groups(reshard):
 @pytest.mark.parametrize("reshard", [True, False])
 @distributed(world_size=(2, 3))
 def test_several_modules_in_one_optional_group(reshard):
-    """Of which each rank runs some."""
+    """Each rank runs some of the modules."""
     model = made(LayerDrop)
     fully_shard([model.layers[0], model.layers[2]], optional=True, reshard_after_forward=reshard)
     fully_shard(model.layers[1], reshard_after_forward=reshard)

@@ -211,7 +211,7 @@ def test_unpaired_collective_fails_its_own_test():
     assert "_leaves_a_collective_unpaired: every rank finished, but the barrier afterwards hangs" in failure
 
 
-@pytest.mark.skipif(harness.TORCH < (2, 13), reason="torch 2.12 keeps process groups of meshes alive")
+@pytest.mark.skipif(harness.TORCH < (2, 13), reason="torch 2.12 itself keeps process groups of meshes alive")
 def test_process_groups_end_with_the_test_that_has_made_them():
     run_distributed(_makes_groups, 2)
     before = _pids(2)
@@ -222,7 +222,9 @@ def test_process_groups_end_with_the_test_that_has_made_them():
     assert _pids(2) == before
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not tell of threads")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="threads are counted in /proc, which this system lacks"
+)
 def test_a_pool_in_which_tests_have_left_many_threads_is_not_used_again():
     run_distributed(_sums_ranks, 2)
     before = _pids(2)

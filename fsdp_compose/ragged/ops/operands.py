@@ -153,7 +153,7 @@ class GatheredView(DTensor):
         return self.plain().clone()  # type: ignore[return-value]
 
     def plain(self) -> DTensor:
-        """The same view as a plain DTensor, outside autograd, sharing memory."""
+        """Return this view as a plain DTensor that shares its memory, outside autograd."""
         self.check()
         return make_dtensor(DTensor, local_tensor(self), dtensor_spec(self))
 
