@@ -59,6 +59,7 @@ COPIES = {
     "aten::split_with_sizes_copy",
     "fsdp::all_gather_copy_in",
     "fsdp::chunk_cat",
+    "fsdp::chunk_cat_mixed_dtype",  # its name since torch 2.15
     "fsdp::split_with_sizes_copy",
 }
 # Operators that fill memory without reading any.

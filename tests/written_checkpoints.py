@@ -86,7 +86,7 @@ def build(shard: Any, scale: float = 0.0) -> tuple[nn.Module, torch.optim.Optimi
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """A whole state dict with the numbers."""
     state = {
         name: {"step": torch.tensor(4.0), **{kind: numbers(name, scale) for kind, scale in SCALES.items()}}
@@ -100,13 +100,13 @@ def write(folder: str) -> None:
     """What each rank does."""
     whole = StateDictOptions(full_state_dict=True)
     model, optimizer = build(fully_shard, 1.0)
-    ours.set_optimizer_state_dict(model, optimizer, optimizer_state(model, optimizer), options=whole)
+    ours.set_optimizer_state_dict(model, optimizer, optimizer_state(optimizer), options=whole)
     model_state, state = ours.get_state_dict(model, optimizer)
     ours.save({"model": model_state, "optimizer": state, "values": values(), "placed": placed()}, f"{folder}/ours")
     torch.save(model_state, f"{folder}/rank{dist.get_rank()}.pt")
     model, optimizer = build(torchs_fully_shard, 1.0)
     set_model_state_dict(model, {name: numbers(name) for name in SHAPES}, options=whole)
-    set_optimizer_state_dict(model, optimizer, optimizer_state(model, optimizer), options=whole)
+    set_optimizer_state_dict(model, optimizer, optimizer_state(optimizer), options=whole)
     model_state, state = get_state_dict(model, optimizer)
     dcp.save(
         {"model": model_state, "optimizer": state, "values": values(), "placed": placed()},

@@ -91,7 +91,7 @@ def test_memory_peaks_are_below_those_of_fsdp2(tmp_path):
         for resharding in ("default", "never"):
             systems = by_system(report, precision=precision, resharding=resharding)
             assert systems.keys() == {"FSDP1", FSDP2, OURS}
-            # FSDP2 of torch 2.15 frees what it gathered much earlier.
+            # FSDP2 of torch 2.15 holds one block less.
             most = 0.75 if harness.TORCH < (2, 15) else 1
             assert systems[OURS]["forward_ratio"] <= most and systems[OURS]["step_ratio"] <= 1
             assert systems[OURS]["left_bytes"] == 0, "a step leaves what it found"
@@ -141,7 +141,7 @@ def test_copies_and_collectives_are_counted(tmp_path):
         # The gradients once; with a cast, two bytes of every element of the shard into its place, for each all-gather.
         casts = 0 if precision == "fp32" else systems[OURS]["all_gathered"] / moved["settings"]["ranks"]
         assert systems[OURS]["copied"] == pytest.approx(1 + casts, rel=1e-6)
-        assert systems[FSDP2]["copied"] > (2 if harness.TORCH < (2, 15) else 1.9)
+        assert systems[FSDP2]["copied"] > 2 and systems[FSDP2]["computed"] == 0, "its copies have other names now"
 
 
 @pytest.mark.timeout(300)
