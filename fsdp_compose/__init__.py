@@ -4,13 +4,13 @@ import sys
 import warnings
 from operator import attrgetter
 
-from ._import_checks import explain_missing  # first: the others need that torch
+from . import _import_checks as _import_checks  # first: the others need that torch
 
 try:
     from . import _torch as _torch  # imports every private name of torch, before anything else runs
 except (ImportError, AttributeError) as error:
-    raise explain_missing(error) from error
-from . import _import_checks as _import_checks  # before torch's init_process_group() is called
+    _import_checks.refuse_if_untested(_import_checks.VERSION, error)
+    raise
 from . import strategies as strategies
 from . import sync as sync
 from .api import (

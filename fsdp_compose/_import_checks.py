@@ -60,25 +60,25 @@ def note_untested(version: str) -> None:
     """Log, on one rank, that ``version`` is newer than every tested one."""
     if is_untested(version) and os.environ.get("RANK", "0") == "0":
         logging.getLogger("fsdp_compose").warning(
-            "torch %s is newer than every version that fsdp_compose was tested with (up to %s); anything that does not "
-            "work with it raises an error",
+            "torch %s is newer than every version that fsdp_compose was tested with (up to %s)",
             version,
             TESTED_TORCH[-1],
         )
 
 
-def explain_missing(error: ImportError | AttributeError, version: str = str(torch.__version__)) -> Exception:
-    """Return the exception to raise after importing a private name of torch failed with ``error``."""
-    if not is_untested(version):
-        return error
-    return ImportError(
-        f"fsdp_compose does not work with torch {version}, which lacks a private name that it needs ({error}); it was "
-        f"tested with torch {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}: pip install 'torch<={TESTED_TORCH[-1]}'"
-    )
+def refuse_if_untested(version: str, error: ImportError | AttributeError) -> None:
+    """Called when a private name of torch is missing: raise ImportError, which names torch versions that have it, if
+    ``version`` is newer than every tested one."""
+    if is_untested(version):
+        raise ImportError(
+            f"fsdp_compose does not work with torch {version}, which lacks a private name that it needs ({error}); it "
+            f"was tested with torch {TESTED_TORCH[0]} to {TESTED_TORCH[-1]}: pip install 'torch<={TESTED_TORCH[-1]}'"
+        ) from error
 
 
-PLAIN_SHARDED_PARAMS = check_torch(str(torch.__version__))
-note_untested(str(torch.__version__))
+VERSION = str(torch.__version__)
+PLAIN_SHARDED_PARAMS = check_torch(VERSION)
+note_untested(VERSION)
 
 
 # ---- A warning in processes that torchrun has restarted: torch's ``init_process_group()`` may hang.
