@@ -169,7 +169,7 @@ def test_what_cannot_be_cut_is_refused_with_its_sizes():
     torch.manual_seed(0)
     model = Model()  # 4 blocks of scales
     with fake_process_group(rank=0, world_size=8):
-        with pytest.raises(ValueError, match=r"weight is a NF4Tensor of shape \(256, 256\).*quantized_d.*in 8 parts"):
+        with pytest.raises(ValueError, match=r"weight is a NF4Tensor of shape \(256, 256\).*quantized_d.*into 8 parts"):
             fully_shard(model)
         fully_shard(model, ignored_params=[layer.weight for layer in model.layers])
     with fake_process_group(rank=0, world_size=3):
