@@ -27,7 +27,7 @@ def unshard(root: Root, state: _FSDPState) -> None:
     """Start the all-gathers of a group ahead of a forward, unless it is already unsharded."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
-            root.order.trace.append(state.code | ALL_GATHER)
+            root.order.entries.append(state.log_code | ALL_GATHER)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
             else:
@@ -38,7 +38,7 @@ def unshard_again(root: Root, state: _FSDPState) -> None:
     """Like ``unshard``, for a backward, which needs the parameters that forward has used."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
-            root.order.trace.append(state.code | ALL_GATHER)
+            root.order.entries.append(state.log_code | ALL_GATHER)
             part = handle.unsharded.part
             if part is not None and part.is_kept:
                 root.communicator.unshard_parts(handle)
@@ -60,13 +60,13 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
     gathered again if the ranks have written to the sharded parameters since."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
-            root.order.trace.append(state.code | ALL_GATHER)
+            root.order.entries.append(state.log_code | ALL_GATHER)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
             else:
                 _unshard_with_parts(root, state, handle)
         elif (handle.shard._version != handle.unsharded.gathered[0] or handle.segments) and is_stale(handle):
-            root.order.trace.append(state.code | ALL_GATHER)
+            root.order.entries.append(state.log_code | ALL_GATHER)
             root.communicator.refresh(handle)
 
 
@@ -125,7 +125,7 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
             if not is_kept:
                 communicator.reshard(handle)
         elif is_synced:
-            root.order.trace.append(state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
+            root.order.entries.append(state.log_code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
             if has_earlier or not averages:
                 backward.add()  # before the earlier gradients are taken: if the reduction raises, they are lost
             if communicator.reduce(handle, is_kept, averages):
@@ -142,7 +142,7 @@ def reduce_early(root: Root, state: _FSDPState) -> None:
     assert backward is not None
     state.backward.reduce_early()
     if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
-        root.order.trace.append(state.code | REDUCE_SCATTER)
+        root.order.entries.append(state.log_code | REDUCE_SCATTER)
         if handle.pending_gradients.accumulation is not None:
             backward.add()  # before the earlier gradients are taken, as in reduce()
         if root.communicator.reduce(handle, True, True):
@@ -172,7 +172,7 @@ def follow_requires_grad(root: Root, state: _FSDPState) -> None:
     that ranks differ at the end of backward if one rank changes it alone."""
     for handle in state._handles:
         handle.follow_requires_grad()
-        root.order.trace.append(_code_of_flags(state, handle))
+        root.order.entries.append(_code_of_flags(state, handle))
 
 
 def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
@@ -200,11 +200,11 @@ def follow_requires_grad_writes_of_forward(root: Root, states: list[_FSDPState])
         for handle in state._handles:
             if handle.unsharded.was_toggled():
                 handle.follow_unsharded_requires_grad()
-                root.order.trace.append(_code_of_flags(state, handle))
+                root.order.entries.append(_code_of_flags(state, handle))
 
 
 def _code_of_flags(state: _FSDPState, handle: FlatParamHandle) -> int:
-    return entry_of_flags(state.code, f"{handle.name_of(0)}{handle.unsharded.flags}")
+    return entry_of_flags(state.log_code, f"{handle.name_of(0)}{handle.unsharded.flags}")
 
 
 # ---- Prefetch: the all-gather of the next group starts while this one computes.
