@@ -6,22 +6,24 @@ went different ways learn why they wait. ``control_exchange`` compares a few byt
 everything that goes through the key-value store: it is slow, but bounded in time, and works when collectives hang.
 
 How long a rank waits in a rendezvous: the timeout of the process group, a minute in recovery, and five seconds once a
-collective of the process group has failed. While it waits it checks, first after five seconds and then less and less
-often, whether gloo's connections to the missing ranks are closed: then they have died.
+collective of the process group has failed, be that before or meanwhile. While it waits it checks every five seconds
+whether gloo's connections to the missing ranks are closed: then they have died. On gloo, ``journal`` finds out whether
+another rank waits for this one somewhere else.
 """
 
 from .control_exchange import Carrier as Carrier
 from .control_exchange import ControlExchange as ControlExchange
 from .control_exchange import maximum_of_all_ranks as maximum_of_all_ranks
+from .failure import all_reduce as all_reduce
 from .failure import fail_together as fail_together
 from .failure import failure_of as failure_of
 from .failure import give_up as give_up
-from .failure import noticing_loss as noticing_loss
 from .gloo import Messages as Messages
 from .gloo import transport_of as transport_of
 from .journal import Journal as Journal
 from .journal import difference_of as difference_of
 from .journal import known_journal as known_journal
+from .journal import noticing_loss as noticing_loss
 from .mesh import DataParallelMesh as DataParallelMesh
 from .mesh import check_mesh as check_mesh
 from .mesh import data_parallel_mesh as data_parallel_mesh
@@ -33,6 +35,7 @@ from .mesh import replicated_mesh as replicated_mesh
 from .store import RECOVERY_TIMEOUT as RECOVERY_TIMEOUT
 from .store import first_difference as first_difference
 from .store import is_on as is_on
+from .store import known_namespace as known_namespace
 from .store import last_of_every_rank as last_of_every_rank
 from .store import meet as meet
 from .store import note as note

@@ -33,8 +33,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._torch import gloo_messages, group_timeout, is_destroyed, make_gloo_group, outside_modes, remember_connected
-from .failure import Pending, carries, close_connections, give_up, look_after_pending
+from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes, remember_connected
+from .failure import Pending, carries, close_connections, give_up, limit_of, look_after_pending
 from .gloo import begin_maximum
 from .journal import Journal, difference_of, known_journal
 from .store import known_namespace, own_store, wait_for
@@ -104,7 +104,7 @@ class Doubling:
         """How long a rank waits for a message. Read anew each time: gloo's own messages keep the timeout from when the
         group was made."""
         group = self._group()
-        return timedelta(0) if group is None else group_timeout(group)
+        return timedelta(0) if group is None else limit_of(group)
 
 
 class PartnerLost(RuntimeError):
@@ -230,7 +230,7 @@ class Carrier:
             raise RuntimeError(
                 f"setting up the control exchange: rank {error.partner} did not connect to rank {group.rank()} in "
                 f"time: it has died, hangs, or took another path. {error}"
-            ) from error
+            ) from None
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Carrier:
@@ -316,9 +316,10 @@ class Carrier:
                 or f"another rank died, or {died}{self._absent(error)}. {error}"
             )
             give_up(self._control, failure)
-            raise RuntimeError(failure) from error
-        if journal is not None:
-            journal.go_on()
+            raise RuntimeError(failure) from None
+        finally:
+            if journal is not None:
+                journal.go_on()
 
     def _absent(self, error: RuntimeError) -> str:
         """Name the rank that held up this one. Its partner may itself have been waiting for another rank: ranks whose

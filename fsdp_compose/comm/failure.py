@@ -9,13 +9,16 @@ on. A rendezvous on a broken process group goes through the store and waits only
 from __future__ import annotations
 
 import atexit
+import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from .._torch import close_gloo_connections, group_timeout, has_closed, is_gloo_connection_closed, stop_waiting_for
@@ -45,18 +48,18 @@ def give_up(group: dist.ProcessGroup, failure: str) -> None:
     """Note that a collective of ``group`` has failed, and close the connections."""
     if group in _failures:
         return
-    for item in _together(group):
+    for item in together(group):
         _failures[item] = failure
     close_connections(group)
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
     """Close the connections of ``group``, which tells the other ranks that a collective has failed."""
-    for item in _together(group):
+    for item in together(group):
         close_gloo_connections(item)
 
 
-def _together(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+def together(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     found = [group]
     for item in found:  # grows
         found += [other for other in (*_same_ranks(item), *_families.get(item, ())) if other not in found]
@@ -78,19 +81,75 @@ def gone(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if any(is_gloo_connection_closed(item, rank) for item in _same_ranks(group))]
 
 
-@contextmanager
-def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """Report gloo's own errors: for code that issues a collective of ``group`` and waits for it by other functions."""
+TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
+
+
+def limit_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a rank waits for the others of ``group``."""
+    seconds = os.environ.get(TIMEOUT_ENV)
+    return timedelta(seconds=float(seconds)) if seconds else group_timeout(group)
+
+
+class TimedOut(RuntimeError):
+    """Ranks did not come within the limit."""
+
+
+def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """``dist.all_reduce``, in which a rank on the CPU waits no longer than ``limit_of(group)``."""
+    if tensor.device.type != "cpu" or not os.environ.get(TIMEOUT_ENV):
+        dist.all_reduce(tensor, op, group=group)
+        return
+    work, limit = dist.all_reduce(tensor, op, group=group, async_op=True), limit_of(group)
+    begin = time.monotonic()
     try:
-        yield
+        if work is not None:
+            work.wait(limit)
     except RuntimeError as error:
-        if "gloo/transport" not in str(error):  # its source file: others are errors of the call
+        if time.monotonic() - begin < limit.total_seconds():
             raise
-        failure = (
-            f"rank {group.rank()}: {what} failed: another rank died, or did not enter the same collective. {error}"
-        )
-        give_up(group, failure)
-        raise RuntimeError(failure) from error
+        seconds = limit.total_seconds()
+        raise TimedOut(f"Not all ranks came within {seconds:g} s ({TIMEOUT_ENV})") from error
+
+
+# ---- What this rank waits for besides the collectives of a journal: a rendezvous, or a collective of torch's.
+
+
+class Meeting:
+    """A wait for all ranks of ``group`` that has no number in a journal. While it is entered, ``journal`` may find out
+    that another rank waits for this one elsewhere.
+
+    Attributes:
+        group: the ranks that must come.
+        key: the same on every rank for meetings that follow each other.
+        number: which of these it is.
+        text: for messages.
+        thread: the thread that waits.
+        difference: how the ranks differ; set by the watchdog, which cannot interrupt this thread.
+    """
+
+    __slots__ = ("difference", "group", "key", "number", "text", "thread")
+
+    def __init__(self, group: dist.ProcessGroup, text: str, key: str = "collective", number: int | None = None) -> None:
+        self.group, self.text, self.key = group, text, f"{group.group_name} {key}"
+        self.number = entered[self.key] if number is None else number
+        self.thread, self.difference = threading.get_ident(), ""
+
+    def __enter__(self) -> Meeting:
+        entered[self.key] = max(entered[self.key], self.number + 1)
+        _meetings.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _meetings.remove(self)
+
+
+_meetings: list[Meeting] = []
+entered: Counter[str] = Counter()  # by key, the number of the next meeting that this rank has not entered
+
+
+def meeting_in(thread: int) -> Meeting | None:
+    """The innermost meeting that a thread waits in."""
+    return next((item for item in reversed([*_meetings]) if item.thread == thread), None)
 
 
 # ---- The watchdog: one thread that checks, twice a second, what this process waits for, in all process groups.
@@ -170,7 +229,7 @@ class Pending:
         self._rest = iter([(_Failed(error.with_traceback(None)), _NO_RANK)])
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Wait for all of them, each up to ``limit`` (default: the timeout of the process group). After an interruption
+        """Wait for all of them, each up to ``limit`` (default: ``limit_of`` the process group). After an interruption
         (Ctrl-C), a second call waits for the rest.
 
         Raises:
@@ -178,7 +237,7 @@ class Pending:
         """
         group = self._group()
         if limit is None and group is not None:
-            limit = group_timeout(group)  # as it is now: gloo's messages know that of when the group was made
+            limit = limit_of(group)  # as it is now: gloo's messages know that of when the group was made
         _waited_for.add(self)
         try:
             for current in self._rest:

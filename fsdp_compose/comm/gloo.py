@@ -20,8 +20,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from .._torch import group_timeout, has_gloo_on_cpu
-from .failure import Pending, failure_of, give_up, gone, look_after_pending
+from .._torch import has_gloo_on_cpu
+from .failure import Pending, failure_of, give_up, gone, limit_of, look_after_pending
 from .journal import difference_of, journal_of
 from .shared_memory import Descriptor, SharedMemory
 from .transport import (
@@ -151,7 +151,7 @@ class Messages(Transport):
         can_share = shared is not None and all(number >= 0 for _, number in numbers) and shared.connect_to(numbers)
         answers = self._tell_all(int(can_share), label)
         if shared is not None and can_share and all(answer for _, answer in answers):
-            limit = group_timeout(self.group)
+            limit = limit_of(self.group)
             with self._noticing_failure(label):
                 shared.begin(limit, partial(_failure_of, self.group, self._peers))
             return shared
@@ -187,7 +187,7 @@ class Messages(Transport):
                 difference_of(self._owner) or f"another rank died, or did not enter the same collective. {error}"
             )
             give_up(self._owner, failure)
-            raise RuntimeError(failure) from error
+            raise RuntimeError(failure) from None
 
 
 class _InFlight:
@@ -228,8 +228,9 @@ class _InFlight:
         except RuntimeError as error:
             self._fail(error)
             raise
+        finally:
+            journal.go_on()
         journal.forget(self._number)
-        journal.go_on()
 
     def __del__(self) -> None:
         if self._number in self._journal.under_way:
@@ -250,7 +251,7 @@ class _Note:
         if self.note[0]:
             return
         failure = partial(_failure_of, group, [self.rank])
-        self.note = self._shared.wait(self._tag, self.rank, timeout or group_timeout(group), failure)
+        self.note = self._shared.wait(self._tag, self.rank, timeout or limit_of(group), failure)
 
 
 def _failure_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> str:
@@ -270,7 +271,7 @@ class _Maximum:
         self._shared, self._number, self._tensor = shared, number, tensor
         self._notes = [_Note(group, shared, tag, peer) for peer in peers]
         self._failure: RuntimeError | None = None
-        limit, failure = group_timeout(group), partial(_failure_of, group, peers)
+        limit, failure = limit_of(group), partial(_failure_of, group, peers)
         try:
             shared.put(number, tag, [(peer, tensor) for peer in peers], limit, failure)
         except RuntimeError as error:  # raised by wait(), as with messages
@@ -336,7 +337,7 @@ class _Sum(_InFlight):
         for note in self._notes:
             self._pending.add(note, note.rank)
         try:
-            shared.put(self._number, tag, sent, group_timeout(group), partial(_failure_of, group, peers))
+            shared.put(self._number, tag, sent, limit_of(group), partial(_failure_of, group, peers))
         except RuntimeError as error:
             self._fail(error)
 

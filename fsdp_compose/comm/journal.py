@@ -11,6 +11,11 @@ writes its last entries to the key-value store and reads those of the other rank
 collectives under one number, connections are closed, and every rank raises the same error, which says what each of the
 two was doing. Ranks that never wait that long pay nothing.
 
+A rank may also wait in a meeting (``failure.Meeting``): a rendezvous, or a collective of torch's. Meetings have no
+number here, because a rank that waits in vain may catch the error and go on. Two ranks are told apart if each waits for
+the other: this rank is still where it waits, neither has entered what the other waits in, and both waits need both
+ranks. A report may be old, but a rank leaves its wait only when this one has come, or by an error of its own.
+
 If a pending message is dropped before it arrives, gloo (torch 2.13) carries nothing more to or from that rank, and
 reads and writes the freed memory. So the journal holds all messages until somebody has waited for them.
 """
@@ -23,12 +28,24 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from .._torch import group_timeout
-from .failure import PERIOD, Pending, close_connections, give_up, look_regularly
+from .failure import (
+    PERIOD,
+    Meeting,
+    Pending,
+    TimedOut,
+    close_connections,
+    entered,
+    give_up,
+    look_regularly,
+    meeting_in,
+    together,
+)
 from .store import known_namespace
 from .transport import KINDS, Label
 
@@ -39,6 +56,7 @@ _GRACE = 0.5  # seconds in which other ranks may report what they wait for, once
 _DIFFERENCE = "difference"  # the key under which the first difference is stored
 
 _KINDS = {kind: number for number, kind in enumerate(KINDS)}
+_get_ident = threading.get_ident
 
 
 class Journal:
@@ -52,14 +70,15 @@ class Journal:
         waits_for: the number of the collective that this rank waits for; 0 if it does not wait.
         patience: seconds of waiting after which this rank reports what it waits for.
         difference: how the ranks differ, once that is known.
+        thread: the thread that has entered the last one; 0 before the first.
     """
 
     __slots__ = (
-        "_entries", "count", "difference", "dropped", "patience", "under_way", "waits_for",
+        "_entries", "count", "difference", "dropped", "patience", "thread", "under_way", "waits_for",
     )  # fmt: skip
 
     def __init__(self, timeout: float) -> None:
-        self.count = self.waits_for = 0
+        self.count = self.waits_for = self.thread = 0
         self.patience = min(STALL_SECONDS, timeout / 2)
         self._entries: deque[tuple[int, str, str, int]] = deque(maxlen=_NUM_KEPT)
         self.under_way: dict[int, Pending] = {}
@@ -69,6 +88,7 @@ class Journal:
     def enter(self, kind: str, label: Label | None, nbytes: int) -> int:
         """Enter the next collective (``kind``: one of ``KINDS``) and return the tag of its messages."""
         self.count += 1
+        self.thread = _get_ident()
         # Stores the name as it is now: labels are renamed when a root is known, and others may have reported the old
         # one.
         self._entries.append((self.count, kind, "" if label is None else label.text, nbytes))
@@ -108,12 +128,12 @@ class Journal:
         self.count, self.waits_for = count, 0
         self._entries.clear()
 
-    def as_text(self) -> str:
-        """The last entries, as JSON for other ranks: numbers with descriptions."""
+    def entries(self) -> list[tuple[int, str]]:
+        """The last entries: numbers with descriptions."""
         entries = [*self._entries]  # at once: another thread may read them while this one goes on
-        return json.dumps(
-            [(number, f"{kind} of {text}, {nbytes} bytes" if text else kind) for number, kind, text, nbytes in entries]
-        )
+        return [
+            (number, f"{kind} of {text}, {nbytes} bytes" if text else kind) for number, kind, text, nbytes in entries
+        ]
 
 
 _journals: weakref.WeakKeyDictionary[dist.ProcessGroup, Journal] = weakref.WeakKeyDictionary()
@@ -150,48 +170,145 @@ def difference_of(group: dist.ProcessGroup) -> str:
     return journal.difference
 
 
+@contextlib.contextmanager
+def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Report gloo's own errors: for code that issues a collective of ``group`` and waits for it by other functions."""
+    meeting = Meeting(group, what)
+    try:
+        with meeting:
+            yield
+    except RuntimeError as error:
+        is_lost = isinstance(error, TimedOut) or "gloo/transport" in str(error)  # gloo's source: others are of the call
+        if not (is_lost or meeting.difference):
+            raise
+        with _lock:
+            owners = [owner for reference, _ in _items if (owner := reference()) is not None]
+        differences = [difference_of(owner) for owner in owners if group in together(owner)]
+        known = meeting.difference or next(filter(None, differences), "")
+        failure = f"rank {group.rank()}: {what} failed: " + (
+            known or f"another rank died, or did not enter the same collective. {error}"
+        )
+        give_up(group, failure)
+        raise RuntimeError(failure) from None
+
+
+class Report(NamedTuple):
+    """What a rank that waits tells the others, as JSON.
+
+    Attributes:
+        entries: the last that it has entered: numbers with descriptions.
+        num_entered: how many it has entered.
+        waits_for: the number that it waits for; 0 if it waits in a meeting, or does not wait.
+        meeting: the key, number and text of the meeting that it waits in, and the ranks that it needs.
+        entered: by key, the number of the next meeting that it has not entered.
+    """
+
+    entries: list[tuple[int, str]]
+    num_entered: int
+    waits_for: int = 0
+    meeting: tuple[str, int, str, list[int]] | None = None
+    entered: dict[str, int] = {}
+
+    @staticmethod
+    def of(journal: Journal) -> Report:
+        """What this rank tells now."""
+        meeting = _meeting_beside(journal)
+        place = None
+        if meeting is not None:
+            place = (meeting.key, meeting.number, meeting.text, dist.get_process_group_ranks(meeting.group))
+        waits_for = journal.waits_for if meeting is None else 0
+        return Report(journal.entries(), journal.count, waits_for, place, {**entered})
+
+    def has_entered(self, other: Report) -> bool:
+        """Whether this rank has entered what the other one waits in."""
+        if other.waits_for:
+            return self.num_entered >= other.waits_for
+        return other.meeting is None or self.entered.get(other.meeting[0], 0) > other.meeting[1]
+
+    def needs(self, rank: int) -> bool:
+        return self.meeting is None or rank in self.meeting[3]
+
+    def place(self) -> str:
+        """Where it waits."""
+        if self.waits_for:
+            return f"the {dict(self.entries).get(self.waits_for, f'collective number {self.waits_for}')}"
+        return "" if self.meeting is None else self.meeting[2]
+
+
+def _meeting_beside(journal: Journal) -> Meeting | None:
+    """The meeting that the thread of a journal waits in. Other threads do not hold up its collectives."""
+    return meeting_in(journal.thread or threading.main_thread().ident or 0)
+
+
 def _compare(group: dist.ProcessGroup, journal: Journal) -> bool:
-    """Report what this rank has entered and read what other waiting ranks have reported. Return whether everything is
-    known."""
+    """Report where this rank is and read what other waiting ranks have reported. Return whether everything is known."""
     namespace = known_namespace(group)
     if namespace is None:
         return True
-    store, rank, ours = dist.PrefixStore("waiting", namespace), group.rank(), journal.as_text()
-    store.set(str(rank), ours)
+    store, rank, ours = dist.PrefixStore("waiting", namespace), group.rank(), Report.of(journal)
+    store.set(str(rank), json.dumps(ours))
     if not journal.difference and store.check([_DIFFERENCE]):
         journal.difference = store.get(_DIFFERENCE).decode()
     others = [other for other in range(group.size()) if other != rank and store.check([str(other)])]
     for other in others:
         if not journal.difference:
-            journal.difference = first_difference_of(rank, ours, other, store.get(str(other)).decode())
+            theirs = Report(*json.loads(store.get(str(other))))
+            journal.difference = first_difference_of(rank, ours.entries, other, theirs.entries)
+            if not journal.difference and _wait_for_each_other(group, journal, ours, other, theirs):
+                journal.difference = _told_apart(rank, ours, other, theirs)
             if journal.difference:
                 store.set(_DIFFERENCE, journal.difference)
     return bool(journal.difference) or len(others) == group.size() - 1
 
 
-def first_difference_of(rank: int, ours: str, other: int, theirs: str) -> str:
+def _wait_for_each_other(group: dist.ProcessGroup, journal: Journal, ours: Report, other: int, theirs: Report) -> bool:
+    """Whether this rank and another one will never go on. ``ours``: from before ``theirs`` was read."""
+    if not (ours.place() and theirs.place()):
+        return False
+    ranks = dist.get_process_group_ranks(group)
+    if not (ours.needs(ranks[other]) and theirs.needs(ranks[group.rank()])):
+        return False
+    now = Report.of(journal)  # after theirs: as long as this rank is here, the other one cannot leave
+    is_here = (now.waits_for, now.meeting) == (ours.waits_for, ours.meeting)
+    return is_here and not now.has_entered(theirs) and not theirs.has_entered(now)
+
+
+def first_difference_of(rank: int, ours: list[tuple[int, str]], other: int, theirs: list[tuple[int, str]]) -> str:
     """How two ranks differ in what they have entered; empty if they do not. Reports may be old, which does no harm:
     entries never change afterwards."""
     if other < rank:
         rank, ours, other, theirs = other, theirs, rank, ours
-    names = dict(json.loads(theirs))
-    for number, name in json.loads(ours):
+    names = dict(theirs)
+    for number, name in ours:
         other_name = names.get(number, name)
         if name != other_name:
             return (
                 f"the ranks run different programs: as collective number {number} of their process group, rank {rank} "
-                f"has entered the {name}, rank {other} the {other_name}. Every rank must run the same forwards and "
-                "backwards in the same order: if one rank wants to skip one (a NaN loss, an empty batch) or to run "
-                "an extra one (for logging), let all ranks decide together, by all-reducing a flag. The current "
-                "iteration is lost: restart the processes from a checkpoint"
+                f"has entered the {name}, rank {other} the {other_name}. {_REMEDY}"
             )
     return ""
+
+
+def _told_apart(rank: int, ours: Report, other: int, theirs: Report) -> str:
+    if other < rank:
+        rank, ours, other, theirs = other, theirs, rank, ours
+    return (
+        f"the ranks run different programs, and wait for each other: rank {rank} in {ours.place()}, rank {other} in "
+        f"{theirs.place()}. {_REMEDY}"
+    )
+
+
+_REMEDY = (
+    "Every rank must run the same forwards and backwards, and make the same calls, in the same order: if one rank "
+    "wants to skip one (a NaN loss, an empty batch) or to run an extra one (for logging), let all ranks decide "
+    "together, by all-reducing a flag. The current iteration is lost: restart the processes from a checkpoint"
+)
 
 
 _Item = tuple["weakref.ref[dist.ProcessGroup]", Journal]
 _items: list[_Item] = []
 _lock = threading.Lock()  # of the list
-_since: dict[int, tuple[int, int]] = {}  # by journal: what it waits for, and for how many looks
+_since: dict[int, tuple[tuple[str, int] | None, int]] = {}  # by journal: what it waits for, and for how many looks
 
 
 def _look_after(group: dist.ProcessGroup, journal: Journal) -> None:
@@ -205,19 +322,42 @@ def _look() -> None:
     global _since
     with _lock:
         _items[:] = [item for item in _items if item[0]() is not None]
-        waiting = [item for item in _items if item[1].waits_for]
+        found = [(reference, journal, _place_of(journal)) for reference, journal in _items]
     before, _since = _since, {}
-    for reference, journal in waiting:
-        number = journal.waits_for
-        previous, looks = before.get(id(journal), (0, 0))
-        _since[id(journal)] = number, looks + 1 if previous == number else 0
-        group = reference()
+    for reference, journal, place in found:
+        group, (previous, looks) = reference(), before.get(id(journal), (None, 0))
+        if previous is not None and previous != place and looks * PERIOD >= journal.patience and group is not None:
+            _retract(group, journal)
+        if place is None:
+            continue
+        _since[id(journal)] = place, looks + 1 if previous == place else 0
         if group is not None and not journal.difference and _since[id(journal)][1] * PERIOD >= journal.patience:
             _compare_while_waiting(group, journal)
 
 
+def _place_of(journal: Journal) -> tuple[str, int] | None:
+    """What this rank waits for; ``None`` if it does not wait."""
+    meeting = _meeting_beside(journal)
+    if meeting is not None:
+        return meeting.key, meeting.number
+    return ("", journal.waits_for) if journal.waits_for else None
+
+
+def _retract(group: dist.ProcessGroup, journal: Journal) -> None:
+    """Report that this rank waits no longer where it said: it may have left by an error, and be on its way."""
+    namespace = known_namespace(group)
+    with contextlib.suppress(RuntimeError):  # the process that holds the store is gone
+        if namespace is not None:
+            report = Report(journal.entries(), journal.count)
+            dist.PrefixStore("waiting", namespace).set(str(group.rank()), json.dumps(report))
+
+
 def _compare_while_waiting(group: dist.ProcessGroup, journal: Journal) -> None:
-    with contextlib.suppress(RuntimeError):  # the process that holds the store is gone: gloo will tell
+    # The process that holds the store is gone, and gloo will tell; or a group has just been destroyed.
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):
         _compare(group, journal)
     if journal.difference:
+        meeting = _meeting_beside(journal)
+        if meeting is not None:
+            meeting.difference = journal.difference
         give_up(group, journal.difference)  # which ends the waiting

@@ -11,9 +11,9 @@ differs from the first rank's, the first rank asks that one rank for its text. T
     verdict   how it ends, and which ranks were absent             details     the text of an asked rank; told: the
     error
 
-Cost: five operations on each rank but the first, and less than 300 bytes of keys and values. The first rank waits for,
-reads and judges one small value per rank. It deletes the other keys in a later round: once all ranks have arrived at
-that one, they have read those of the rounds before.
+Cost: three operations on each rank but the first, less than 300 bytes of keys and values, and looks for two keys, at
+most four a second. The first rank waits for, reads and judges one small value per rank. It deletes the other keys in a
+later round: once all ranks have arrived at that one, they have read those of the rounds before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from .._torch import default_store, group_timeout
-from .failure import failure_of, give_up, gone
+from .failure import TIMEOUT_ENV, Meeting, failure_of, give_up, gone
 
 # ---- The part of the key-value store that belongs to one initialization of a process group.
 #
@@ -51,6 +51,7 @@ from .failure import failure_of, give_up, gone
 
 
 _FIRST_CHALLENGE_LOOK, _RAREST_CHALLENGE_LOOK = 0.002, 0.5  # seconds between looks for a newer challenge
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between looks for keys
 
 Absence = Callable[[Sequence[int]], Exception]
 """Return the error to raise when these ranks did not arrive."""
@@ -149,14 +150,18 @@ def _forget(store: dist.Store, challenge: str, rank: int) -> None:
         store.delete_key(f"answer/{challenge}/{rank}")
 
 
-def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:
-    """Wait for ``keys``, and return whether all of them appeared in time."""
-    try:
-        store.wait(list(keys), timeout)
-    except dist.DistNetworkError:
-        raise  # the process that hosts the store is gone
-    except RuntimeError:
-        return False
+def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta, alarm: Callable[[], bool] = bool) -> bool:
+    """Wait for ``keys``, and return whether all of them appeared in time. ``alarm``: returns whether to stop waiting.
+
+    It looks again and again, more and more rarely: torch prints two warnings whenever a wait of its own ends without
+    the keys (2.13), and nothing can end such a wait early."""
+    deadline, pause, keys = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE, [*keys]
+    while not store.check(keys):
+        left = deadline - time.monotonic()
+        if left <= 0 or alarm():
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_PAUSE)
     return True
 
 
@@ -209,11 +214,10 @@ def _store(group: dist.ProcessGroup) -> dist.Store | None:
 # ---- Rendezvous
 
 
-TIMEOUT_ENV = "FSDP_COMPOSE_TIMEOUT"
 RECOVERY_TIMEOUT = timedelta(seconds=60)  # after all ranks were interrupted
 _BROKEN_TIMEOUT = timedelta(seconds=5)  # once a rank is known to be dead or stuck: the others notice at once
 _GRACE = timedelta(seconds=5)  # the first rank's verdict may arrive this much after its own timeout
-_FIRST_LOOK, _RAREST_LOOK = 5.0, 60.0  # seconds of waiting between checks whether ranks have died
+_FIRST_LOOK = 5.0  # seconds of waiting between checks whether ranks have died
 _NO_GRACE = timedelta(0)
 _MOST_NAMED = 32  # ranks that an error lists
 _DIGEST_LENGTH = 64
@@ -286,25 +290,40 @@ class _Waits:
         self.text = purpose + where
 
     def wait(
-        self, store: dist.Store, keys: Sequence[str], awaited: Callable[[], Sequence[int]], grace: timedelta = _NO_GRACE
+        self,
+        this: _Round,
+        keys: Sequence[str],
+        awaited: Callable[[], Sequence[int]],
+        grace: timedelta = _NO_GRACE,
     ) -> None:
-        """Wait for keys, checking less and less often whether an awaited rank has died.
+        """Wait for keys of a round, checking now and then whether an awaited rank has died, and all the time whether
+        the watchdog has found out why it does not come.
 
         Raises:
-            RuntimeError: they did not appear in time.
+            RuntimeError: they did not appear in time, or will not.
             _RankGone: a rank has died.
         """
-        deadline, look = time.monotonic() + (self.timeout + grace).total_seconds(), _FIRST_LOOK
-        while True:
-            left = max(0.001, deadline - time.monotonic())
-            if wait_for(store, keys, timedelta(seconds=min(look, left))):
-                return
-            if left <= look:
-                raise RuntimeError(_absence(awaited(), self.group, self.text, self.timeout))
-            error = _is_gone(self.group, self.text, awaited)
-            if error and not store.check(list(keys)):
-                raise _RankGone(error)
-            look = min(2 * look, _RAREST_LOOK)
+        deadline = time.monotonic() + (self.timeout + grace).total_seconds()
+        had_failed = bool(failure_of(self.group))
+        meeting = Meeting(self.group, f"the rendezvous of {self.text}", f"rendezvous {self.purpose}", this.number)
+        with meeting:
+
+            def alarm() -> bool:
+                return bool(meeting.difference) or (not had_failed and bool(failure_of(self.group)))
+
+            while True:
+                left = deadline - time.monotonic()
+                if wait_for(this.store, keys, timedelta(seconds=max(0.0, min(_FIRST_LOOK, left))), alarm):
+                    return
+                if meeting.difference:
+                    raise RuntimeError(f"{self.text}: {meeting.difference}")
+                if left <= _FIRST_LOOK and not alarm():
+                    raise RuntimeError(_absence(awaited(), self.group, self.text, self.timeout))
+                if alarm():  # as if it had failed before: see ``_timeout``
+                    had_failed, deadline = True, min(deadline, time.monotonic() + _BROKEN_TIMEOUT.total_seconds())
+                error = _is_gone(self.group, self.text, awaited)
+                if error and not this.store.check([*keys]):
+                    raise _RankGone(error)
 
 
 class _Round(NamedTuple):
@@ -355,7 +374,7 @@ def _meet(
         kind = "absent"
         while kind == "absent":  # from a round that was over before this rank came
             this = _Round(store, rounds[waits.purpose])
-            waits.wait(store, [this.opened], lambda: [0])
+            waits.wait(this, [this.opened], lambda: [0])
             rounds[waits.purpose] += 1
             kind, text = _attend(waits, this, payload, details)
     if kind == "gone":
@@ -369,7 +388,7 @@ def _attend(waits: _Waits, this: _Round, payload: str, details: str) -> tuple[st
     """Take part in a round as any rank but the first; return how it ends."""
     store, rank = this.store, waits.group.rank()
     store.set(this.payload(rank), payload)
-    waits.wait(store, [this.verdict], lambda: [0], _GRACE)
+    waits.wait(this, [this.verdict], lambda: [0], _GRACE)
     kind, absent, text = store.get(this.verdict).decode().split(":", 2)
     store.delete_key(this.payload(rank))
     if str(rank) in absent.split(","):
@@ -378,7 +397,7 @@ def _attend(waits: _Waits, this: _Round, payload: str, details: str) -> tuple[st
         return kind, text
     if text == str(rank):
         store.set(this.details, details)
-    waits.wait(store, [this.told], lambda: [0], _GRACE)
+    waits.wait(this, [this.told], lambda: [0], _GRACE)
     kind, _, text = store.get(this.told).decode().partition(":")
     return kind, text
 
@@ -412,7 +431,7 @@ def _preside(
     kind, text, missing = "ok", "", ""
     try:
         if keys:
-            waits.wait(store, keys, absent)
+            waits.wait(this, keys, absent)
     except RuntimeError as error:
         kind, text = "gone" if isinstance(error, _RankGone) else "error", str(error)
         missing = ",".join(map(str, absent()))
@@ -443,7 +462,7 @@ def _ask(
     store.set(this.verdict, f"tell::{rank}")
     kind = "error"
     try:
-        waits.wait(store, [this.details], lambda: [rank])
+        waits.wait(this, [this.details], lambda: [rank])
         text = explain(rank, details, store.get(this.details).decode())
     except RuntimeError as error:  # it did not answer
         kind, text = "gone" if isinstance(error, _RankGone) else "error", str(error)

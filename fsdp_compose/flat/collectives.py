@@ -108,7 +108,7 @@ class AllGathers:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._failure("all-gather", handle, error) from error
+                raise self._failure("all-gather", handle, error) from None
             if self._all_gather_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._all_gather_stream)
             handle.unsharded.arrive()
@@ -146,7 +146,7 @@ class AllGathers:
         try:
             mesh.transport.all_gather(flat, shard, handle.label).wait()
         except RuntimeError as error:
-            raise self._failure("all-gather", handle, error) from error
+            raise self._failure("all-gather", handle, error) from None
         return flat
 
     # ---- Helpers for both kinds of collectives
@@ -217,11 +217,15 @@ def _prepare(handle: FlatParamHandle) -> WriteMode:
 
 def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
     """Whether gradients go straight to the memory of the average, each divided by the number of ranks."""
+    return mode is FRESH and handle.pending_gradients.accumulation is None and _divides_first(handle)
+
+
+def _divides_first(handle: FlatParamHandle) -> bool:
+    """Whether each rank divides its gradients by the number of ranks before they are summed. The same on every rank,
+    whatever a rank has accumulated."""
     contributions, dtype = handle.pending_gradients, handle.gradient.buffer.dtype
     return (
-        mode is FRESH
-        and contributions.accumulation is None
-        and contributions.options is AVERAGE
+        contributions.options is AVERAGE
         and contributions.dtype == dtype
         and dtype != torch.float16
         and not handle.storage.has_host_gradients
@@ -248,6 +252,9 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
         flat = torch.zeros(target.numel(), dtype=dtype, device=handle.storage.compute_device(handle.shard))
         fill(handle.full_views_of(flat), grads, missing)
     mesh = handle.mesh
+    if _divides_first(handle):
+        flat.mul_(1 / mesh.data_world_size)
+        return ReplicaAverage(flat, handle.storage.landing(target), is_added, False, 1, None)
     before, is_average, after = options.factors(mesh.data_world_size, mesh.missing_factor, dtype == torch.float16)
     if before != 1:
         flat.div_(before)
@@ -464,7 +471,7 @@ class Communicator(AllGathers):
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._failure("reduce-scatter", handle, error) from error
+                raise self._failure("reduce-scatter", handle, error) from None
             if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._reduce_stream)
         if reduction.then is FINISH and not discards:
@@ -482,7 +489,7 @@ class Communicator(AllGathers):
             try:
                 average.work.wait()
             except RuntimeError as error:
-                raise self._failure("all-reduce", handle, error) from error
+                raise self._failure("all-reduce", handle, error) from None
             if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._reduce_stream)
         if not discards:

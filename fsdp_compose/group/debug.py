@@ -36,7 +36,16 @@ import torch
 import torch.distributed as dist
 
 from .._torch import group_timeout, is_destroyed
-from ..comm import RECOVERY_TIMEOUT, DataParallelMesh, Transport, is_on, last_of_every_rank, meet, note
+from ..comm import (
+    RECOVERY_TIMEOUT,
+    DataParallelMesh,
+    Transport,
+    is_on,
+    known_namespace,
+    last_of_every_rank,
+    meet,
+    note,
+)
 from ..flat import Communicator, FlatParamHandle, Reduction
 from .collective_order import ENDS, CollectiveLog
 from .optimizer_steps import STEPS_DIFFER, name_ranks, num_steps, restart_counts
@@ -60,7 +69,8 @@ class LockstepCommunicator(Communicator):
     __slots__ = ()
 
     def unshard(self, handle: FlatParamHandle) -> None:
-        self.announce(handle, "all-gather")
+        if not handle.mesh.has_whole:
+            self.announce(handle, "all-gather")
         super().unshard(handle)
 
     def unshard_parts(self, handle: FlatParamHandle) -> None:
@@ -68,7 +78,7 @@ class LockstepCommunicator(Communicator):
         super().unshard_parts(handle)
 
     def refresh(self, handle: FlatParamHandle) -> None:
-        if not handle.unsharded.never_freed:
+        if not handle.unsharded.never_freed and not handle.mesh.has_whole:
             self.announce(handle, "all-gather")
         super().refresh(handle)
 
@@ -304,10 +314,36 @@ class _Watcher(threading.Thread):
             self._seen[order] = issued, now, False
             return
         phases = [phase for root in order.roots() if (phase := root.phase())]
-        limit = min(self._seconds * (1 if phases else BETWEEN), group_timeout(group).total_seconds() / 2)
-        if not is_told and order.num_roots and group.size() > 1 and now - since >= limit:
+        most = group_timeout(group).total_seconds() / 2
+        if is_told or not order.num_roots or group.size() == 1 or now - since < min(self._seconds, most):
+            return
+        waits = bool(phases) or _place(_main_frame(), is_own=True).startswith("comm")
+        if waits or now - since >= min(self._seconds * BETWEEN, most) or _others_wait(group, order.count):
             self._seen[order] = before, since, True
             _logger.warning(_told(position(group, order, phases, now - since)))
+            if waits:
+                _say_that_this_rank_waits(group, order.count)
+
+
+def _others_wait(group: dist.ProcessGroup, count: int) -> bool:
+    """Whether another rank has waited since this one has issued ``count`` collectives, or after more."""
+    store = _waiting(group)
+    return store is not None and store.check([_AFTER]) and int(store.get(_AFTER)) >= count
+
+
+def _say_that_this_rank_waits(group: dist.ProcessGroup, count: int) -> None:
+    """A rank that is late between iterations then logs where it is, without waiting for longer."""
+    store = _waiting(group)
+    if store is not None:
+        store.set(_AFTER, str(count))
+
+
+def _waiting(group: dist.ProcessGroup) -> dist.Store | None:
+    namespace = known_namespace(group)
+    return None if namespace is None else dist.PrefixStore("standing", namespace)
+
+
+_AFTER = "after"  # the key of the number of collectives after which a rank waits
 
 
 def position(group: dist.ProcessGroup, order: CollectiveLog, phases: list[str], seconds: float) -> dict[str, object]:
@@ -330,10 +366,11 @@ def position(group: dist.ProcessGroup, order: CollectiveLog, phases: list[str], 
 
 def _told(place: dict[str, object]) -> str:
     last = f"the last was {place['last']}" if place["last"] else "none since the last exchange of all ranks"
+    waits = f", which waits in {place['waits_in']}" if place["waits_in"] else ""
     return (
         f"rank {place['rank']} of {place['size']} has issued no collective for {place['seconds']} s, "
         f"{'in ' + str(place['phase']) if place['phase'] else 'between iterations'}: {place['number']} so far, {last}; "
-        f"the program is at {place['program']}. If it hangs, combine the logs of all ranks: "
+        f"the program is at {place['program']}{waits}. If it hangs, combine the logs of all ranks: "
         f"python -m fsdp_compose hang LOGS...\n{POSITION_MARK}{json.dumps(place)}"
     )
 

@@ -61,9 +61,9 @@ def raise_different_order(root: Root, code: int) -> None:
         journal.wait(journal.count)  # another rank may be waiting for a collective of ours: say what this rank entered
     try:
         meet(group, "comparing collectives", digest, lambda _: "", details, explain)
-    except RuntimeError as error:
+    except RuntimeError:
         if journal is not None and journal.difference:
-            raise RuntimeError(journal.difference) from error
+            raise RuntimeError(journal.difference) from None
         raise
     finally:
         if journal is not None:
@@ -73,6 +73,17 @@ def raise_different_order(root: Root, code: int) -> None:
 
 
 # ---- The exchange
+
+
+def is_whole(root: Root) -> bool:
+    """Whether every rank holds all parameters of the root, so that only reductions communicate. Then ranks may run
+    unequal numbers of forwards, and of backwards that reduce nothing, and no exchange ends these: what it would compare
+    is compared at the next one."""
+    return all(
+        handle.mesh.has_whole and handle.tensor_parallel is None
+        for state in root.live_states()
+        for handle in state._handles
+    )
 
 
 def begin_exchange(root: Root, exchange: ControlExchange, code: int) -> None:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import in_compiled_autograd, queue_end_of_backward
 from ..flat import LARGE_BYTES, FlatParamHandle, follow_profiler, place
 from ..group import END_OF_BACKWARD, Backward, Root, _FSDPState, ends_backwards, never_traced
-from .agreement import begin_exchange, end_exchange
+from .agreement import begin_exchange, end_exchange, is_whole
 from .group_ops import follow_requires_grad_writes_before_backward, hide_shown, reduce, reduce_early, stays_unsharded
 from .optional import announce_failure, mark_ready_to_reduce
 from .optional import begin_backward as begin_rounds
@@ -278,6 +278,7 @@ def _exchange(root: Root, states: list[_FSDPState]) -> None:
     """Agree with all ranks on the order of collectives and on which parameters have a gradient. Reduce late gradients
     again, on all ranks."""
     exchange, backward, detector = root.exchange, root.backward, root.detector
+    accumulates = not any([state.options.requires_gradient_sync for state in states]) and is_whole(root)
     while True:
         may_be_late = (
             (backward is not None and backward.has_outside_grads) or detector is None or detector.has_unsharded_grads()
@@ -286,9 +287,10 @@ def _exchange(root: Root, states: list[_FSDPState]) -> None:
         if may_be_late:
             for state in states:
                 exchange.late[state.place.index] = _lateness(state)
-        begin_exchange(root, exchange, END_OF_BACKWARD)
-        root.communicator.finish()
-        end_exchange(root, exchange, END_OF_BACKWARD)
+        if not accumulates:
+            begin_exchange(root, exchange, END_OF_BACKWARD)
+            root.communicator.finish()
+            end_exchange(root, exchange, END_OF_BACKWARD)
         if not any(exchange.late):
             if detector is not None and not may_be_late:
                 detector.backward_has_ended()

@@ -102,7 +102,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
                 if state.options.follows_writes() and handle.unsharded.left_by_forward and not is_stale(handle):
                     continue
                 # Its shard may have been changed on some ranks only, or in ways that leave no trace.
-                root.order.entries.append(state.log_code | ALL_GATHER)
+                if not handle.mesh.has_whole:
+                    root.order.entries.append(state.log_code | ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.unsharded.be_left(state.options.is_held)
         if state.persistent.captured is not None:

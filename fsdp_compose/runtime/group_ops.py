@@ -27,7 +27,8 @@ def unshard(root: Root, state: _FSDPState) -> None:
     """Start the all-gathers of a group ahead of a forward, unless it is already unsharded."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
-            root.order.entries.append(state.log_code | ALL_GATHER)
+            if not handle.mesh.has_whole:  # else nothing is communicated, and ranks may do it unequally often
+                root.order.entries.append(state.log_code | ALL_GATHER)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
             else:
@@ -38,7 +39,8 @@ def unshard_again(root: Root, state: _FSDPState) -> None:
     """Like ``unshard``, for a backward, which needs the parameters that forward has used."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
-            root.order.entries.append(state.log_code | ALL_GATHER)
+            if not handle.mesh.has_whole:  # else nothing is communicated, and ranks may do it unequally often
+                root.order.entries.append(state.log_code | ALL_GATHER)
             part = handle.unsharded.part
             if part is not None and part.is_kept:
                 root.communicator.unshard_parts(handle)
@@ -60,13 +62,15 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
     gathered again if the ranks have written to the sharded parameters since."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
-            root.order.entries.append(state.log_code | ALL_GATHER)
+            if not handle.mesh.has_whole:  # else nothing is communicated, and ranks may do it unequally often
+                root.order.entries.append(state.log_code | ALL_GATHER)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
             else:
                 _unshard_with_parts(root, state, handle)
         elif (handle.shard._version != handle.unsharded.gathered[0] or handle.segments) and is_stale(handle):
-            root.order.entries.append(state.log_code | ALL_GATHER)
+            if not handle.mesh.has_whole:
+                root.order.entries.append(state.log_code | ALL_GATHER)
             root.communicator.refresh(handle)
 
 

@@ -305,7 +305,7 @@ def _make_round(
             "a different number of forwards or backwards, or waits for this rank in a collective that is not "
             "fully_shard's. Call sync_optional_groups(model), on all ranks, before such a collective. Details: "
             f"{error}"
-        ) from error
+        ) from None
     failed = rounds.failed
     if failed is not None:
         _raise_failed(root, rounds, failed)

@@ -9,8 +9,9 @@ The check misses a write that one rank makes alone to elements that other ranks 
 
 The check reads a shard, so it does not run at every use of a group. It runs at the 1st, 2nd, 4th, 8th, ... use and
 later at every ``_MAX_GAP``-th, counted separately with and without grad mode, and at all uses if
-``FSDP_COMPOSE_DEBUG=1``. A forward that has checked some group ends with an exchange, so that every rank raises if one
-rank has found a write. All ranks count uses the same way, from the first forward and again from an interruption.
+``FSDP_COMPOSE_DEBUG=1``. A forward that has checked some group ends with an exchange, so that every rank
+raises if one rank has found a write; where no forward communicates, each rank raises for itself. All ranks count uses
+the same way, from the first forward and again from an interruption.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .._torch import in_transform, same_storage, without_modes
 from ..comm import is_on
 from ..flat import FlatParamHandle, ShardStorage, local_of
 from ..group import END_OF_FORWARD, GroupUse, Root, _FSDPState
-from .agreement import begin_exchange, end_exchange
+from .agreement import begin_exchange, end_exchange, is_whole
 
 _MAX_GAP = 97  # uses between two checks; a prime, so that it does not stay out of phase with periodic writes
 _CHUNK = 1 << 20  # elements compared at a time, so that temporaries stay small
@@ -70,8 +71,9 @@ def refuse_untracked_writes(root: Root) -> None:
     for handle, indexes in written.items():
         for i in indexes:
             used[starts[handle] + i] = 1
-    begin_exchange(root, exchange, END_OF_FORWARD)
-    end_exchange(root, exchange, END_OF_FORWARD)
+    if not is_whole(root):
+        begin_exchange(root, exchange, END_OF_FORWARD)
+        end_exchange(root, exchange, END_OF_FORWARD)
     if not any(used):
         return
     names = [

@@ -36,7 +36,7 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from tests.harness import distributed
+from tests.harness import breakable_mesh, distributed, environment
 from tests.models import GPT, gpt_loss
 from tests.models import batches as token_batches
 from tests.training import adamw, assert_same_parameters, full, local_part, sgd
@@ -568,3 +568,54 @@ def test_parameters_that_are_ignored_stay_as_they_are():
     replicate(model, ignored_params=[weight])
     model(torch.ones(2, 5)).sum().backward()
     assert model.extra.weight is weight and type(weight.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("debug", ["0", "1"])
+@distributed(world_size=(2, 3))
+def test_ranks_may_run_unequal_numbers_of_what_communicates_nothing(debug, param_dtype, world_size):
+    """Forwards of a replicated model, with gradients or without, and backwards in ``no_sync``."""
+    rank = dist.get_rank()
+    with environment(FSDP_COMPOSE_DEBUG=debug):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        model = copy.deepcopy(plain)
+        replicate(model, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+        optimizer = torch.optim.SGD(model.parameters(), 0.125)
+        expected = torch.optim.SGD(plain.parameters(), 0.125)
+        for step in range(6):
+            for _ in range(rank * step):
+                with torch.no_grad():
+                    model(torch.ones(2, 4))
+            with no_sync(model):
+                for _ in range(rank * step):
+                    model(torch.ones(2, 4)).float().sum().backward()
+            model(torch.ones(2, 4)).float().sum().backward()
+            if not rank:
+                model(torch.ones(2, 4))  # no backward follows
+            optimizer.step()
+            optimizer.zero_grad()
+            for other in range(world_size):
+                for _ in range(other * step + 1):
+                    (plain(torch.ones(2, 4)).sum() / world_size).backward()
+            expected.step()
+            expected.zero_grad()
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if param_dtype is None else {"rtol": 0.1, "atol": 0.1}
+        for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(param.full_tensor(), wanted, **tolerance)
+
+
+@distributed(world_size=2, timeout=60)
+def test_unequal_backwards_that_reduce_are_still_an_error():
+    """What was to be compared is compared at the next collective: a step more in between, too."""
+    model = nn.Linear(4, 4)
+    replicate(model, mesh=breakable_mesh())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    if dist.get_rank():
+        optimizer.step()
+    optimizer.zero_grad()
+    with no_sync(model):
+        model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="different numbers of optimizer steps"):
+        model(torch.ones(2, 4)).sum().backward()

@@ -12,13 +12,16 @@ import re
 import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fsdp_compose import fully_shard
+from fsdp_compose import clip_grad_norm_, fully_shard
+from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
 from fsdp_compose.comm.store import TIMEOUT_ENV
 from tests.harness import run_forked
 from tests.models import Stack, rows
@@ -101,3 +104,49 @@ def test_rank_that_dies_in_backward_makes_the_others_raise_and_names_itself_at_t
         # The first rank tells who is absent. The other one may be, too: in the collective, waiting for the first rank's
         # part, which never comes, until that one's connection is gone as well.
         assert rank != 0 or re.search(r"rank\(s\) 1(, 2)? did", second), second
+
+
+def call_alone(rank: int, port: int, name: str) -> None:
+    """Rank 0 makes a call; rank 1 waits for something else."""
+    os.environ[TIMEOUT_ENV] = "2"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
+    torch.manual_seed(0)
+    model = fully_shard(Stack())
+    for _ in range(2):
+        mean_square(model, rows()).backward()
+    if rank == 1:
+        with contextlib.suppress(RuntimeError):
+            store.wait(["raised"], timedelta(seconds=30))
+        os._exit(0)
+    calls = {
+        "forward": lambda: model(rows()),
+        "clip": lambda: clip_grad_norm_(model.parameters(), 1.0),
+        "torch's clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "inf": lambda: clip_grad_norm_(model.parameters(), 1.0, float("inf")),
+        "full_tensor": lambda: next(model.parameters()).full_tensor(),
+        "state dict": lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)),
+    }
+    begin = time.monotonic()
+    try:
+        calls[name]()
+        print("no error")
+    except RuntimeError as error:
+        text = "".join(traceback.format_exception(error))
+        print(f"after {time.monotonic() - begin:.1f} s: {text.count('Traceback')} {error}".replace("\n", " "))
+        store.set("raised", "")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["forward", "clip", "torch's clip", "inf", "full_tensor", "state dict"])
+def test_the_variable_bounds_every_wait_whatever_the_other_rank_does(tmp_path, name):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = run_forked(2, tmp_path, call_alone, store.port, name, timeout=60)
+    said = ranks[0][1]
+    told = next((line for line in said.splitlines() if line.startswith(("after ", "no error"))), said)
+    assert told.startswith("after ") and float(told.split()[1]) < 15, said
+    assert told.split()[3] == "1", said  # traceback
+    assert re.search("failed: |did not arrive", told), said
+    assert "waitForInput" not in said, said

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compose import fully_shard
 from fsdp_compose.__main__ import main
 from fsdp_compose._torch import fake_store
+from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict
 from fsdp_compose.group import HANG_SECONDS_ENV, POSITION_MARK
 from fsdp_compose.inspect import explain_hang, positions_in
 from tests.harness import distributed
@@ -170,3 +171,27 @@ def test_patience_is_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HANG_SECONDS_ENV, "soon")
     with pytest.raises(ValueError, match="expected seconds"):
         patience()
+
+
+@distributed(2, fresh=True)
+def test_a_rank_that_waits_between_iterations_says_so_soon_and_so_does_the_late_one() -> None:
+    """Each long before five times the limit: one waits in a rendezvous, the other one in no call of this package."""
+    import os
+
+    os.environ[HANG_SECONDS_ENV] = "1"
+    shown = Lines()
+    logging.getLogger("fsdp_compose").addHandler(shown)
+    model = blocks_of_three()
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    begin = time.monotonic()
+    if dist.get_rank():
+        while not positions_in(shown.lines) and time.monotonic() - begin < 30:
+            time.sleep(0.05)
+        seconds = time.monotonic() - begin
+    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    (position,) = positions_in(shown.lines)
+    if dist.get_rank():
+        assert seconds < 4, seconds
+    else:
+        assert position["waits_in"].startswith("comm/store.py") and position["phase"] == "", position

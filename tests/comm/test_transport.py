@@ -212,17 +212,17 @@ def test_what_a_rank_has_told_is_not_changed_by_a_label_that_gets_another_name()
     ours, theirs = Journal(60), Journal(60)
     for journal in (ours, theirs):
         journal.enter(ALL_GATHER, label, 8)
-    told = ours.as_text()
+    told = ours.entries()
     label.rename(Names(("layers.0",)))
     for journal in (ours, theirs):
         journal.enter(ALL_GATHER, label, 8)
-    assert first_difference_of(0, told, 1, theirs.as_text()) == ""
-    assert first_difference_of(0, ours.as_text(), 1, theirs.as_text()) == ""
+    assert first_difference_of(0, told, 1, theirs.entries()) == ""
+    assert first_difference_of(0, ours.entries(), 1, theirs.entries()) == ""
     ours.enter(ALL_GATHER, label, 8)
     theirs.enter(REDUCE_SCATTER, label, 8)
-    assert "number 3" in first_difference_of(1, theirs.as_text(), 0, ours.as_text())
+    assert "number 3" in first_difference_of(1, theirs.entries(), 0, ours.entries())
     assert "rank 0 has entered the all-gather of layers.0.weight and 1 more" in first_difference_of(
-        1, theirs.as_text(), 0, ours.as_text()
+        1, theirs.entries(), 0, ours.entries()
     )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import DTensorSpec, TensorMeta, foreach_norm, make_dtensor
-from ...comm import device_for, noticing_loss
+from ...comm import all_reduce, device_for, noticing_loss
 from ..dtensor import Handler, RaggedDTensor
 from ..placement import RaggedSpec
 from .operands import Args, Kwargs, operand, replicated, scalar_operand
@@ -48,7 +48,7 @@ def combine_norms(partial: torch.Tensor, order: float, group: dist.ProcessGroup)
         combine_extremes(moved, order == inf, group)
     else:
         with noticing_loss(group, "the sum of a norm over the ranks"):
-            dist.all_reduce(moved, dist.ReduceOp.SUM, group=group)
+            all_reduce(moved, dist.ReduceOp.SUM, group)
     if moved is not partial:
         partial.copy_(moved)
 
@@ -63,7 +63,7 @@ def combine_extremes(values: torch.Tensor, is_max: bool, group: dist.ProcessGrou
     signed = (values if is_max else -values).masked_fill(is_nan, -inf)
     both = torch.stack([signed, is_nan.to(values.dtype)])
     with noticing_loss(group, "the extreme of a tensor over the ranks"):
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        all_reduce(both, dist.ReduceOp.MAX, group)
     values.copy_(torch.where(both[1] > 0, torch.full_like(values, nan), both[0] if is_max else -both[0]))
 
 
