@@ -182,7 +182,8 @@ def first_difference_of(rank: int, ours: str, other: int, theirs: str) -> str:
                 f"the ranks run different programs: as collective number {number} of their process group, rank {rank} "
                 f"has entered the {name}, rank {other} the {other_name}. Every rank must run the same forwards and "
                 "backwards in the same order: if one rank wants to skip one (a NaN loss, an empty batch) or to run "
-                "an extra one (for logging), let all ranks decide together, by all-reducing a flag. The current "
+                "an extra one (for logging), let all ranks decide together, by all-reducing a flag. Shard modules that "
+                "only some ranks use (experts, modalities) with fully_shard(optional=True). The current "
                 "iteration is lost: restart the processes from a checkpoint"
             )
     return ""

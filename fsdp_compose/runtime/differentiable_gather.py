@@ -38,7 +38,7 @@ from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, Root,
 from ..ragged import RaggedDTensor, gather_local_shards, gather_parameter, scatter_average
 from .agreement import begin_exchange, end_exchange
 from .backward import begin_backward
-from .optional import sync_point_before_gather
+from .optional import sync_point_before_gather, way_to_functional_mode
 from .recovery import recover_backward
 
 
@@ -73,6 +73,8 @@ class Gather:
         """Gather every parameter from its sharded parts; a missing part (``None``) counts as zeros."""
         whole: list[torch.Tensor] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
+            if self._root.order.serve is not None:
+                self._root.order.serve(self._root, self._state.code | ALL_GATHER)
             self._root.order.trace.append(self._state.code | ALL_GATHER)
             shard = _shard_of(handle, parts[start:stop])
             storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
@@ -94,6 +96,8 @@ class Gather:
         result: list[torch.Tensor | None] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
             if any(used[start:stop]):
+                if self._root.order.serve is not None:
+                    self._root.order.serve(self._root, self._state.code | REDUCE_SCATTER)
                 self._root.order.trace.append(self._state.code | REDUCE_SCATTER)
                 reduced = self._reduce_scatter(handle, grads[start:stop])
                 result += [
@@ -320,6 +324,8 @@ def _gather(sharded: RaggedDTensor) -> torch.Tensor | None:
     handle, index, state, root = place
     if root.rounds is not None:
         sync_point_before_gather(root, state)
+    if root.order.serve is not None:
+        root.order.serve(root, state.code | ALL_GATHER)
     root.order.trace.append(state.code | ALL_GATHER)
     root.communicator.announce(handle, "all-gather of a parameter")
     whole: torch.Tensor
@@ -468,10 +474,9 @@ def _places_of(item: Any) -> Iterator[tuple[FlatParamHandle, int]]:
 
 def _refusal(handle: FlatParamHandle, index: int) -> RuntimeError:
     state = state_of(handle)
-    group = "?" if state is None else state.name
+    group, root = ("?", None) if state is None else (state.name, state.root)
     return RuntimeError(
         f"autograd.grad() was asked for the gradient of {handle.name_of(index)}, a sharded parameter of "
         f"the fully_shard group {group}, whose forward ran in the default mode, in which gradients only arrive in "
-        ".grad. Run the forward in functional mode (with functional_mode(model): ...), or call backward(), with "
-        "inputs=[...] for some parameters only"
+        f".grad. Call backward(), with inputs=[...] for some parameters only. Or: {way_to_functional_mode(root)}"
     )

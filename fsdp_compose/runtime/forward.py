@@ -102,6 +102,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
                 if state.options.follows_writes() and handle.unsharded.left_by_forward and not is_stale(handle):
                     continue
                 # Its shard may have been changed on some ranks only, or in ways that leave no trace.
+                if root.order.serve is not None:
+                    root.order.serve(root, state.code | ALL_GATHER)
                 root.order.trace.append(state.code | ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.unsharded.be_left(state.options.is_held)

@@ -27,6 +27,8 @@ def unshard(root: Root, state: _FSDPState) -> None:
     """Start the all-gathers of a group ahead of a forward, unless it is already unsharded."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
+            if root.order.serve is not None:
+                root.order.serve(root, state.code | ALL_GATHER)
             root.order.trace.append(state.code | ALL_GATHER)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
@@ -38,6 +40,8 @@ def unshard_again(root: Root, state: _FSDPState) -> None:
     """Like ``unshard``, for a backward, which needs the parameters that forward has used."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
+            if root.order.serve is not None:
+                root.order.serve(root, state.code | ALL_GATHER)
             root.order.trace.append(state.code | ALL_GATHER)
             part = handle.unsharded.part
             if part is not None and part.is_kept:
@@ -60,12 +64,16 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
     gathered again if the ranks have written to the sharded parameters since."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
+            if root.order.serve is not None:
+                root.order.serve(root, state.code | ALL_GATHER)
             root.order.trace.append(state.code | ALL_GATHER)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
             else:
                 _unshard_with_parts(root, state, handle)
         elif (handle.shard._version != handle.unsharded.gathered[0] or handle.segments) and is_stale(handle):
+            if root.order.serve is not None:
+                root.order.serve(root, state.code | ALL_GATHER)
             root.order.trace.append(state.code | ALL_GATHER)
             root.communicator.refresh(handle)
 
@@ -125,6 +133,8 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
             if not is_kept:
                 communicator.reshard(handle)
         elif is_synced:
+            if root.order.serve is not None:
+                root.order.serve(root, state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
             root.order.trace.append(state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
             if has_earlier or not averages:
                 backward.add()  # before the earlier gradients are taken: if the reduction raises, they are lost
@@ -142,6 +152,8 @@ def reduce_early(root: Root, state: _FSDPState) -> None:
     assert backward is not None
     state.backward.reduce_early()
     if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
+        if root.order.serve is not None:
+            root.order.serve(root, state.code | REDUCE_SCATTER)
         root.order.trace.append(state.code | REDUCE_SCATTER)
         if handle.pending_gradients.accumulation is not None:
             backward.add()  # before the earlier gradients are taken, as in reduce()
