@@ -36,7 +36,7 @@ from .collective_order import CollectiveLog as CollectiveLog
 from .collective_order import OrderedRoot as OrderedRoot
 from .collective_order import entry_of_end as entry_of_end
 from .collective_order import entry_of_flags as entry_of_flags
-from .collective_order import first_difference_of_traces as first_difference_of_traces
+from .collective_order import first_difference_of_entries as first_difference_of_entries
 from .collective_order import judge_places as judge_places
 from .debug import HANG_SECONDS_ENV as HANG_SECONDS_ENV
 from .debug import POSITION_MARK as POSITION_MARK

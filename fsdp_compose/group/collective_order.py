@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ..flat import FlatParamHandle
 
-_MAX_TRACE = 1 << 16  # collectives remembered between two exchanges; only a program without backward gets there
+_MAX_ENTRIES = 1 << 16  # collectives remembered between two exchanges; only a program without backward gets there
 ALL_GATHER, REDUCE_SCATTER, SCATTER_ALONE = 0, 1, 2  # the low bits of a code; the high bits say which group
 KIND_BITS = 2
 END_OF_BACKWARD = -1  # not a collective, but the reason for an exchange
@@ -60,7 +60,7 @@ class Group(Protocol):
     """The part of an ``_FSDPState`` that the order uses."""
 
     @property
-    def code(self) -> int: ...
+    def log_code(self) -> int: ...
 
     @property
     def serial(self) -> int: ...
@@ -84,7 +84,7 @@ class CollectiveLog:
     """The collectives that one process group has carried.
 
     Attributes:
-        trace: codes of the collectives issued since the last exchange.
+        entries: codes of the collectives issued since the last exchange.
         num_collectives: how many were issued before that.
         num_roots: how many roots have run.
         serve: called with a root and a code before that root issues the collective of this code, if a root on the
@@ -92,12 +92,12 @@ class CollectiveLog:
     """
 
     __slots__ = (
-        "__weakref__", "_next_number", "_serials", "_states", "_waiting", "num_collectives", "num_roots", "serve",
-        "trace",
+        "__weakref__", "_next_number", "_serials", "_states", "_waiting", "entries", "num_collectives", "num_roots",
+        "serve",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.trace: list[int] = []
+        self.entries: list[int] = []
         self.num_collectives = 0
         self.num_roots = 0
         self.serve: Callable[[OrderedRoot | None, int], None] | None = None
@@ -116,27 +116,27 @@ class CollectiveLog:
     @property
     def count(self) -> int:
         """The total number of collectives issued."""
-        return self.num_collectives + self._num_in_trace()
+        return self.num_collectives + self._num_entries()
 
-    def _num_in_trace(self) -> int:
-        """How many codes in the trace are collectives; the others are ``requires_grad`` changes, which one rank may
+    def _num_entries(self) -> int:
+        """How many entries are collectives; the others are ``requires_grad`` changes, which one rank may
         make alone."""
-        return len([code for code in self.trace if code > END_OF_BACKWARD])
+        return len([code for code in self.entries if code > END_OF_BACKWARD])
 
     def hash(self, root: OrderedRoot, code: int) -> int:
         """A hash of the collectives since the last exchange and of ``code``, which ``root`` is about to do."""
-        return order_hash((code, *self.trace), root.number)
+        return order_hash((code, *self.entries), root.number)
 
     def close(self) -> None:
-        """Forget the trace, after all ranks have compared it or given it up."""
-        self.num_collectives += self._num_in_trace()
-        self.trace.clear()
+        """Forget the entries, after all ranks have compared it or given it up."""
+        self.num_collectives += self._num_entries()
+        self.entries.clear()
 
     def compact(self) -> None:
-        """Replace a long trace by its hash."""
-        if len(self.trace) > _MAX_TRACE:
-            self.num_collectives += self._num_in_trace() - 1
-            self.trace[:] = [_FOLDED + (order_hash(self.trace, 0) & (_FOLDED - 1))]
+        """Replace a long list of entries by its hash."""
+        if len(self.entries) > _MAX_ENTRIES:
+            self.num_collectives += self._num_entries() - 1
+            self.entries[:] = [_FOLDED + (order_hash(self.entries, 0) & (_FOLDED - 1))]
 
     # ---- Models
 
@@ -166,7 +166,7 @@ class CollectiveLog:
         """Number the groups of a root at its first forward, the same way on all ranks. Returns the root's number."""
         for state in states:
             self._waiting.discard(state)
-            if state.code < 0:
+            if state.log_code < 0:
                 state.take_number(self._next_number << KIND_BITS)
                 self._states[self._next_number] = state
                 self._next_number += 1
@@ -177,16 +177,16 @@ class CollectiveLog:
         self.num_roots += 1
         return self.num_roots
 
-    def trace_as_text(self, root: OrderedRoot, code: int) -> list[str]:
-        """The trace since the last exchange and what ``root`` is about to do, a line each: code, meaning, model.
+    def entries_as_text(self, root: OrderedRoot, code: int) -> list[str]:
+        """The entries since the last exchange and what ``root`` is about to do, a line each: code, meaning, model.
 
         Only the codes say whether ranks differ: a model may be gone on some ranks only, and then has no name there."""
         now = f"{ENDS[code]}\t{root.label}" if code in ENDS else self._as_text(code)
-        return [*(f"{item}\t{self._as_text(item)}" for item in self.trace), f"{code} {root.number}\t{now}"]
+        return [*(f"{item}\t{self._as_text(item)}" for item in self.entries), f"{code} {root.number}\t{now}"]
 
     def last_as_text(self) -> str:
         """The last collective, if it was issued since the last exchange; may be called in another thread."""
-        last = self.trace[-1:]
+        last = self.entries[-1:]
         return self._as_text(last[0]).replace("\t", " of ") if last else ""
 
     def name_of(self, code: int) -> str:
@@ -234,18 +234,18 @@ def entry_of_end(code: int) -> int:
     return _END_OF_GROUP + code
 
 
-def first_difference_of_traces(ours: str, theirs: str) -> tuple[int, str, str] | None:
-    """The first position where the traces of two ranks differ (as text), with the two entries as messages show them."""
+def first_difference_of_entries(ours: str, theirs: str) -> tuple[int, str, str] | None:
+    """The first position where the entries of two ranks differ, with both entries as messages show them."""
     traces = [dict(enumerate(text.split("\n"))) for text in (ours, theirs)]
     for position in range(max(map(len, traces))):
-        (a_code, _, a), (b_code, _, b) = (trace.get(position, "\tnothing").partition("\t") for trace in traces)
+        (a_code, _, a), (b_code, _, b) = (entries.get(position, "\tnothing").partition("\t") for entries in traces)
         if a_code != b_code:
             return position, *_name_models(a, b)
     return None
 
 
 def _name_models(a: str, b: str) -> tuple[str, str]:
-    """The meanings of two lines of traces, with the models if these differ."""
+    """The meanings of two lines of entries, with the models if these differ."""
     has_several = len({line.partition("\t")[2] for line in (a, b)} - {""}) > 1
     named = [line.replace("\t", " of ") if has_several else line.partition("\t")[0] for line in (a, b)]
     return named[0], named[1]
@@ -272,7 +272,7 @@ def judge_places(places: Sequence[str]) -> str:
     return ""
 
 
-def order_hash(trace: Sequence[int], seed: int) -> int:
+def order_hash(entries: Sequence[int], seed: int) -> int:
     """A hash of a sequence of integers. It is the same in every process: Python salts the hashes of strings, not of
     integers."""
-    return hash((seed, len(trace), *trace))
+    return hash((seed, len(entries), *entries))

@@ -118,7 +118,7 @@ class LockstepCommunicator(Communicator):
             _agree((handle.mesh if root is None else root.mesh).peers, f"{text}{label}", root, sums)
         except RuntimeError:
             if root is not None:
-                root.order.trace.pop()  # the caller has just recorded the collective, which is not issued now
+                root.order.entries.pop()  # the caller has just recorded the collective, which is not issued now
                 root.forward.fail()
             raise
 
@@ -298,7 +298,7 @@ class _Watcher(threading.Thread):
                     self._look(group, order)
 
     def _look(self, group: dist.ProcessGroup, order: CollectiveLog) -> None:
-        now, issued = time.monotonic(), (order.num_collectives, len(order.trace))
+        now, issued = time.monotonic(), (order.num_collectives, len(order.entries))
         before, since, is_told = self._seen.get(order, ((-1, -1), now, False))
         if issued != before or _is_compiling():
             self._seen[order] = issued, now, False

@@ -90,7 +90,7 @@ class _FSDPState(ComposableState):
         self.root: Root | None = None
         self.place = NOWHERE
         self.detector: ParameterDetector | None = None
-        self.code = -1
+        self.log_code = -1
         self.serial = next(_serials)
         self.persistent = PersistentState()
         self.reset()
@@ -142,8 +142,8 @@ class _FSDPState(ComposableState):
         self.place = TreePosition(index, is_outermost, reshards, options.reshards_partially(), stays)
 
     def take_number(self, code: int) -> None:
-        """Set the group's ``code`` in the order of collectives."""
-        self.code = code
+        """Set the group's ``log_code`` in the log of collectives."""
+        self.log_code = code
 
     def attach_root(self, root: Root, keeps_awaiting: bool) -> None:
         """Run under ``root`` from now on. ``keeps_awaiting``: backwards of earlier forwards are still to come."""

@@ -22,7 +22,7 @@ from ..group import (
     GraphPlan,
     Root,
     _FSDPState,
-    first_difference_of_traces,
+    first_difference_of_entries,
     graph_plan_of,
     raise_different_steps,
     steps_to_compare,
@@ -41,10 +41,10 @@ def raise_different_order(root: Root, code: int) -> None:
     """
     group = root.mesh.peers
     lasts = last_of_every_rank(group)
-    lines = root.order.trace_as_text(root, code)
+    lines = root.order.entries_as_text(root, code)
 
     def explain(rank: int, ours: str, theirs: str) -> str:
-        difference = first_difference_of_traces(ours, theirs)
+        difference = first_difference_of_entries(ours, theirs)
         assert difference is not None, "digests of the codes differ"
         position, a, b = difference
         if FLAGS_CHANGED in a or FLAGS_CHANGED in b:

@@ -74,8 +74,8 @@ class Gather:
         whole: list[torch.Tensor] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
             if self._root.order.serve is not None:
-                self._root.order.serve(self._root, self._state.code | ALL_GATHER)
-            self._root.order.trace.append(self._state.code | ALL_GATHER)
+                self._root.order.serve(self._root, self._state.log_code | ALL_GATHER)
+            self._root.order.entries.append(self._state.log_code | ALL_GATHER)
             shard = _shard_of(handle, parts[start:stop])
             storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
             # Tensors over the storage, not views: if any code writes to the base, autograd refuses to use its views,
@@ -97,8 +97,8 @@ class Gather:
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
             if any(used[start:stop]):
                 if self._root.order.serve is not None:
-                    self._root.order.serve(self._root, self._state.code | REDUCE_SCATTER)
-                self._root.order.trace.append(self._state.code | REDUCE_SCATTER)
+                    self._root.order.serve(self._root, self._state.log_code | REDUCE_SCATTER)
+                self._root.order.entries.append(self._state.log_code | REDUCE_SCATTER)
                 reduced = self._reduce_scatter(handle, grads[start:stop])
                 result += [
                     make_gradient(reduced[i:j].view(shape), sharded) if is_used else None
@@ -187,7 +187,7 @@ class _RootExchange:
             place = slice(self._starts[id(handle)], self._starts[id(handle)] + stop - start)
             used[place] = bytes(grad is not None for grad in grads[start:stop])
             places.append(place)
-        self._meet(state.code | REDUCE_SCATTER)
+        self._meet(state.log_code | REDUCE_SCATTER)
         return b"".join(bytes(used[place]) for place in places)
 
     def end(self) -> None:
@@ -325,8 +325,8 @@ def _gather(sharded: RaggedDTensor) -> torch.Tensor | None:
     if root.rounds is not None:
         sync_point_before_gather(root, state)
     if root.order.serve is not None:
-        root.order.serve(root, state.code | ALL_GATHER)
-    root.order.trace.append(state.code | ALL_GATHER)
+        root.order.serve(root, state.log_code | ALL_GATHER)
+    root.order.entries.append(state.log_code | ALL_GATHER)
     root.communicator.announce(handle, "all-gather of a parameter")
     whole: torch.Tensor
     if state.options.is_functional or state.persistent.was_functional:

@@ -103,8 +103,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
                     continue
                 # Its shard may have been changed on some ranks only, or in ways that leave no trace.
                 if root.order.serve is not None:
-                    root.order.serve(root, state.code | ALL_GATHER)
-                root.order.trace.append(state.code | ALL_GATHER)
+                    root.order.serve(root, state.log_code | ALL_GATHER)
+                root.order.entries.append(state.log_code | ALL_GATHER)
                 root.communicator.refresh(handle)
                 handle.unsharded.be_left(state.options.is_held)
         if state.persistent.captured is not None:

@@ -28,8 +28,8 @@ def unshard(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             if root.order.serve is not None:
-                root.order.serve(root, state.code | ALL_GATHER)
-            root.order.trace.append(state.code | ALL_GATHER)
+                root.order.serve(root, state.log_code | ALL_GATHER)
+            root.order.entries.append(state.log_code | ALL_GATHER)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
             else:
@@ -41,8 +41,8 @@ def unshard_again(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             if root.order.serve is not None:
-                root.order.serve(root, state.code | ALL_GATHER)
-            root.order.trace.append(state.code | ALL_GATHER)
+                root.order.serve(root, state.log_code | ALL_GATHER)
+            root.order.entries.append(state.log_code | ALL_GATHER)
             part = handle.unsharded.part
             if part is not None and part.is_kept:
                 root.communicator.unshard_parts(handle)
@@ -65,16 +65,16 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
             if root.order.serve is not None:
-                root.order.serve(root, state.code | ALL_GATHER)
-            root.order.trace.append(state.code | ALL_GATHER)
+                root.order.serve(root, state.log_code | ALL_GATHER)
+            root.order.entries.append(state.log_code | ALL_GATHER)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
             else:
                 _unshard_with_parts(root, state, handle)
         elif (handle.shard._version != handle.unsharded.gathered[0] or handle.segments) and is_stale(handle):
             if root.order.serve is not None:
-                root.order.serve(root, state.code | ALL_GATHER)
-            root.order.trace.append(state.code | ALL_GATHER)
+                root.order.serve(root, state.log_code | ALL_GATHER)
+            root.order.entries.append(state.log_code | ALL_GATHER)
             root.communicator.refresh(handle)
 
 
@@ -134,8 +134,8 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
                 communicator.reshard(handle)
         elif is_synced:
             if root.order.serve is not None:
-                root.order.serve(root, state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
-            root.order.trace.append(state.code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
+                root.order.serve(root, state.log_code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
+            root.order.entries.append(state.log_code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
             if has_earlier or not averages:
                 backward.add()  # before the earlier gradients are taken: if the reduction raises, they are lost
             if communicator.reduce(handle, is_kept, averages):
@@ -153,8 +153,8 @@ def reduce_early(root: Root, state: _FSDPState) -> None:
     state.backward.reduce_early()
     if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
         if root.order.serve is not None:
-            root.order.serve(root, state.code | REDUCE_SCATTER)
-        root.order.trace.append(state.code | REDUCE_SCATTER)
+            root.order.serve(root, state.log_code | REDUCE_SCATTER)
+        root.order.entries.append(state.log_code | REDUCE_SCATTER)
         if handle.pending_gradients.accumulation is not None:
             backward.add()  # before the earlier gradients are taken, as in reduce()
         if root.communicator.reduce(handle, True, True):
@@ -184,7 +184,7 @@ def follow_requires_grad(root: Root, state: _FSDPState) -> None:
     that ranks differ at the end of backward if one rank changes it alone."""
     for handle in state._handles:
         handle.follow_requires_grad()
-        root.order.trace.append(_code_of_flags(state, handle))
+        root.order.entries.append(_code_of_flags(state, handle))
 
 
 def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
@@ -212,11 +212,11 @@ def follow_requires_grad_writes_of_forward(root: Root, states: list[_FSDPState])
         for handle in state._handles:
             if handle.unsharded.was_toggled():
                 handle.follow_unsharded_requires_grad()
-                root.order.trace.append(_code_of_flags(state, handle))
+                root.order.entries.append(_code_of_flags(state, handle))
 
 
 def _code_of_flags(state: _FSDPState, handle: FlatParamHandle) -> int:
-    return entry_of_flags(state.code, f"{handle.name_of(0)}{handle.unsharded.flags}")
+    return entry_of_flags(state.log_code, f"{handle.name_of(0)}{handle.unsharded.flags}")
 
 
 # ---- Prefetch: the all-gather of the next group starts while this one computes.

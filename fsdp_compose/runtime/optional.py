@@ -97,7 +97,7 @@ def gather_for_forward(root: Root, rounds: Rounds, state: _FSDPState, ahead: Seq
     outermost forward begins, no rank has any."""
     needed = [state, *ahead]
     if rounds.running:
-        sync_point(root, rounds, state.code | ALL_GATHER, needed)
+        sync_point(root, rounds, state.log_code | ALL_GATHER, needed)
     else:
         _gather(root, rounds, [item for item in root.live_states() if item in needed], needed)
     rounds.running.append(state.place.index)
@@ -141,7 +141,7 @@ def end_group(root: Root, rounds: Rounds, state: _FSDPState) -> None:
     if root.forward.depth == 0:
         sync_point(root, rounds, END_OF_FORWARD)
     elif state.place.index in rounds.enclosing_groups.values():
-        sync_point(root, rounds, entry_of_end(state.code))
+        sync_point(root, rounds, entry_of_end(state.log_code))
 
 
 # ---- Backward
@@ -297,7 +297,7 @@ def unshard_in_rounds(root: Root, state: _FSDPState) -> None:
         request_unshard(root, rounds, state)
     else:
         if root.forward.depth or root.backward is not None:
-            sync_point(root, rounds, state.code | ALL_GATHER, [state])
+            sync_point(root, rounds, state.log_code | ALL_GATHER, [state])
         unshard(root, state)
 
 
@@ -305,7 +305,7 @@ def sync_point_before_gather(root: Root, state: _FSDPState) -> None:
     """Make a point before all ranks gather a parameter of a group outside the group's hooks."""
     rounds = root.rounds
     if rounds is not None and (root.forward.depth or root.backward is not None):
-        sync_point(root, rounds, state.code | ALL_GATHER)
+        sync_point(root, rounds, state.log_code | ALL_GATHER)
 
 
 def sync_point(root: Root, rounds: Rounds, code: int, needed: Sequence[_FSDPState] = ()) -> None:
@@ -396,7 +396,7 @@ def _make_round(
     if not is_same:  # gather nothing that was demanded: a rank cannot know which others would gather it
         rounds.fail()
         root.forward.fail()
-        raise_different_order(root, wanted[0].code | ALL_GATHER if code is None else code)
+        raise_different_order(root, wanted[0].log_code | ALL_GATHER if code is None else code)
     marks = rounds.marks
     is_last = not any(marks.demanded)
     marked = marks.missing if is_last else marks.demanded
@@ -452,7 +452,7 @@ def _gather(root: Root, rounds: Rounds, states: Sequence[_FSDPState], kept: Sequ
         for handle in state._handles:
             if handle.unsharded.never_freed:
                 continue
-            root.order.trace.append(state.code | ALL_GATHER)
+            root.order.entries.append(state.log_code | ALL_GATHER)
             if handle.unsharded.is_allocated:
                 root.communicator.wait(handle)
                 root.communicator.refresh(handle)  # mostly with the same elements again

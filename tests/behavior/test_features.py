@@ -1712,7 +1712,7 @@ class Events(TorchDispatchMode):
         if function.namespace == "c10d":
             root = get_state(self.model).root
             kind = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
-            self.note(f"    {kind[function._schema.name]} {root.states[root.order.trace[-1] >> KIND_BITS]().name}")
+            self.note(f"    {kind[function._schema.name]} {root.states[root.order.entries[-1] >> KIND_BITS]().name}")
         return result
 
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard, replicate, set_reshard_after_backward
 from fsdp_compose.group.registry import get_state
+from tests.models import PassThrough
 
 from .description import EDITORS, INNER_BACKWARDS, LEAVES, Group, Part, Program
 
@@ -51,18 +52,6 @@ class Trip:
             self.left -= 1
             if self.left < 0:
                 raise TripError(where)
-
-
-class _Pass(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, trip: Trip) -> torch.Tensor:
-        ctx.trip = trip
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.trip.reached("backward")
-        return grad, None
 
 
 class _Box:
@@ -108,7 +97,7 @@ class Module(nn.Module):
     def forward(self, x: Any) -> Any:
         self.trip.reached("forward")
         kind, is_mapping = self.part.kind, isinstance(x, dict)
-        x = _Pass.apply(x["x"] if is_mapping else x, self.trip)
+        x = PassThrough.apply(x["x"] if is_mapping else x, self.trip)
         result = self.leaf(x) if kind in LEAVES else self.compound(x)
         return {"y": (result, None)} if is_mapping else _Box(result) if kind == "opaque" else result
 
