@@ -135,9 +135,12 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
     ]
     for item in roots:
         if type(item).forward is nn.Module.forward and "forward" not in item.__dict__:
+            remedy = f"call it on its children, or group them together: {caller}(list(module.children()))"
+            if not [*item.children()]:  # an nn.ParameterList, for example
+                remedy = "call it on the module that contains it and whose forward uses its parameters"
             raise ValueError(
                 f"{caller}(): a {type(item).__name__} has no forward, so nothing would ever gather its parameters; "
-                f"call it on its children, or group them together: {caller}(list(module.children()))"
+                f"{remedy}"
             )
         state = get_state(item)
         if state is not None:

@@ -301,7 +301,8 @@ def _told_apart(rank: int, ours: Report, other: int, theirs: Report) -> str:
 _REMEDY = (
     "Every rank must run the same forwards and backwards, and make the same calls, in the same order: if one rank "
     "wants to skip one (a NaN loss, an empty batch) or to run an extra one (for logging), let all ranks decide "
-    "together, by all-reducing a flag. The current iteration is lost: restart the processes from a checkpoint"
+    "together, by all-reducing a flag. Shard modules that only some ranks use (experts, modalities) with "
+    "fully_shard(optional=True). The current iteration is lost: restart the processes from a checkpoint"
 )
 
 

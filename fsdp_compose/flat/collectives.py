@@ -285,6 +285,8 @@ def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) ->
     accumulation = _accumulation_of(handle)
     if accumulation.flat is None:
         dtype, device = handle.pending_gradients.dtype, handle.storage.compute_device(handle.shard)
+        if handle.mesh.has_whole:  # the all-reduce is in this memory, so it may be wider, as in ``add_scattered``
+            dtype = torch.promote_types(dtype, handle.gradient.dtype)
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=device)
         accumulation.begin(flat, handle.full_views_of(flat))
@@ -335,7 +337,7 @@ class Communicator(AllGathers):
         self._pool_id = next(pool_ids)
 
     def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
-        """Add the gradients to the handle's unsharded accumulation buffer (reduce dtype), without communication.
+        """Add the gradients to the handle's unsharded accumulation buffer, without communication.
         ``is_kept``: the group stays unsharded, for a running forward or for the next one."""
         handle.pending_gradients.follow_zero_grad()
         grads, _ = self._take(handle, False)

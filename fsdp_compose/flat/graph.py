@@ -44,7 +44,7 @@ from .collectives import accumulate as accumulate_gradients
 from .collectives import keep_scattered
 from .flat_param import FlatParamHandle
 from .gradient import ADDED
-from .reduction import ReductionOptions, bring_result
+from .reduction import ReductionOptions, add_scattered, bring_result
 
 # ---- Collectives as operators of graphs
 #
@@ -506,9 +506,9 @@ def deliver_gradients(handle: FlatParamHandle, shard: CapturedShard) -> tuple[bo
 
 def _bring_scattered(handle: FlatParamHandle, grad: torch.Tensor) -> None:
     accumulation = handle.pending_gradients.accumulation
-    if accumulation is not None and accumulation.scattered is not None:
-        grad.add_(accumulation.scattered)
-    keep_scattered(handle, grad)
+    earlier = None if accumulation is None else accumulation.scattered
+    kept_dtype = torch.promote_types(grad.dtype, handle.gradient.dtype)
+    keep_scattered(handle, add_scattered(grad, earlier, kept_dtype))
 
 
 def _bring_reduced(handle: FlatParamHandle, grad: torch.Tensor) -> bool:

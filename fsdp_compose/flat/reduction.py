@@ -127,6 +127,16 @@ class Stage(Enum):
 FINISH, AVERAGE_REPLICAS, WAIT = Stage.FINISH, Stage.AVERAGE, Stage.WAIT  # module-level names for the hot path
 
 
+def add_scattered(output: torch.Tensor, earlier: torch.Tensor | None, kept_dtype: torch.dtype) -> torch.Tensor:
+    """The sum of a scattered result and of earlier ones, which may be in a wider dtype than the reduction: 256 + 1 + 1
+    is 256 in bf16. Overwrites one of them. Without earlier ones, returns the result in ``kept_dtype``."""
+    if earlier is None:
+        return output.to(kept_dtype)
+    if earlier.dtype == output.dtype:
+        return output.add_(earlier)
+    return earlier.add_(output)  # no new memory: this may run on another stream
+
+
 class Reduction:
     """The reduction of one flat gradient, through one memory; used again and again.
 
@@ -150,7 +160,7 @@ class Reduction:
     """
 
     __slots__ = (
-        "_destination", "_factors", "_label", "_mesh", "_options", "_own_slice", "buffer", "flat",
+        "_destination", "_factors", "_kept_dtype", "_label", "_mesh", "_options", "_own_slice", "buffer", "flat",
         "gap_bounds", "gaps", "goes_direct", "output", "then", "views", "work",
     )  # fmt: skip
 
@@ -172,6 +182,7 @@ class Reduction:
             self.gaps = [flat[start:stop] for start, stop in bounds]
             self._own_slice = flat[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
         self._apply_options(AVERAGE)
+        self._kept_dtype = torch.promote_types(flat.dtype, dtype)
         self.goes_direct = flat.dtype == dtype and mesh.data_world_size > 1
         self._destination: Destination = _NOWHERE
         self.work: Work | None = None
@@ -219,17 +230,16 @@ class Reduction:
         group, plus those of earlier reductions."""
         output, (_, _, earlier) = self.output, self._destination
         assert output is not None
-        if earlier is not None:
-            output.add_(earlier)
         self.output, self._destination = None, _NOWHERE
-        return output
+        return add_scattered(output, earlier, self._kept_dtype if self.then is WAIT else output.dtype)
 
     def average_replicas(self) -> ReplicaAverage:
         """Called after the first stage: issue the second one, on the current stream."""
         (target, is_added, earlier), (_, is_average, after) = self._destination, self._factors
         assert target is not None
-        # Keep the earlier sums until everything is done: another stream may read them.
-        result = ReplicaAverage(self.take_scattered(), target, is_added, is_average, after, self._options.hook, earlier)
+        # Keep both terms of the sum until everything is done: another stream may read them.
+        terms = self.output, earlier
+        result = ReplicaAverage(self.take_scattered(), target, is_added, is_average, after, self._options.hook, terms)
         result.issue(self._mesh, self._label)
         return result
 

@@ -26,11 +26,14 @@ from .change_detection import wake as wake
 from .collective_order import ALL_GATHER as ALL_GATHER
 from .collective_order import END_OF_BACKWARD as END_OF_BACKWARD
 from .collective_order import END_OF_FORWARD as END_OF_FORWARD
+from .collective_order import FLAGS_CHANGED as FLAGS_CHANGED
+from .collective_order import OTHER_MODEL as OTHER_MODEL
 from .collective_order import REDUCE_SCATTER as REDUCE_SCATTER
 from .collective_order import SCATTER_ALONE as SCATTER_ALONE
 from .collective_order import SERVE as SERVE
 from .collective_order import START_OF_BACKWARD as START_OF_BACKWARD
 from .collective_order import CollectiveLog as CollectiveLog
+from .collective_order import OrderedRoot as OrderedRoot
 from .collective_order import entry_of_end as entry_of_end
 from .collective_order import entry_of_flags as entry_of_flags
 from .collective_order import first_difference_of_entries as first_difference_of_entries
@@ -62,6 +65,7 @@ from .iteration import HookedUse as HookedUse
 from .iteration import Marks as Marks
 from .iteration import Rounds as Rounds
 from .kept_tensors import BoundToModule as BoundToModule
+from .kept_tensors import search_object as search_object
 from .kept_tensors import tensors_requiring_grad as tensors_requiring_grad
 from .optimizer_steps import after_every_step as after_every_step
 from .optimizer_steps import before_every_step as before_every_step

@@ -24,13 +24,16 @@ KIND_BITS = 2
 END_OF_BACKWARD = -1  # not a collective, but the reason for an exchange
 END_OF_FORWARD = 1 << 62  # likewise; a forward that has looked for untracked writes ends with an exchange
 START_OF_BACKWARD, SERVE = END_OF_FORWARD + 1, END_OF_FORWARD + 2  # sync points of roots with optional groups
+OTHER_MODEL = END_OF_FORWARD + 3  # likewise, where another root goes on
 _END_OF_GROUP = 1 << 61  # codes from here to END_OF_FORWARD: the end of a forward of a group
 ENDS = {
     END_OF_BACKWARD: "the end of backward",
     END_OF_FORWARD: "the end of forward",
     START_OF_BACKWARD: "the start of backward",
     SERVE: "sync_optional_groups()",
+    OTHER_MODEL: "the start or end of another model's forward or backward",
 }
+FLAGS_CHANGED = "no collective but a change of requires_grad"
 _MAX_GROUPS = 1 << 24  # codes below END_OF_BACKWARD: a hash of requires_grad flags, and the group that has them
 _FOLDED = 1 << 63  # codes from here on: a hash of many codes
 _KINDS = ("all-gather", "reduce-scatter", "reduce-scatter without all-reduce")
@@ -84,16 +87,20 @@ class CollectiveLog:
         entries: codes of the collectives issued since the last exchange.
         num_collectives: how many were issued before that.
         num_roots: how many roots have run.
+        serve: called with a root and a code before that root issues the collective of this code, if a root on the
+            process group has optional groups: ranks may demand these until all are at this collective.
     """
 
     __slots__ = (
         "__weakref__", "_next_number", "_serials", "_states", "_waiting", "entries", "num_collectives", "num_roots",
+        "serve",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.entries: list[int] = []
         self.num_collectives = 0
         self.num_roots = 0
+        self.serve: Callable[[OrderedRoot | None, int], None] | None = None
         self._next_number = 0
         self._states: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._serials: defaultdict[str, list[int]] = defaultdict(list)  # serials of roots that have run, by model
@@ -105,6 +112,12 @@ class CollectiveLog:
         if order is None:
             order = _orders[process_group] = CollectiveLog()
         return order
+
+    def record(self, root: OrderedRoot, entry: int) -> None:
+        """Record a collective, which the caller issues next."""
+        if self.serve is not None:
+            self.serve(root, entry)
+        self.entries.append(entry)
 
     @property
     def count(self) -> int:
@@ -195,18 +208,25 @@ class CollectiveLog:
             return "the last of many collectives that are no longer remembered"
         is_end = code >= _END_OF_GROUP
         code -= is_end * _END_OF_GROUP
-        flags, number = divmod(-2 - code, _MAX_GROUPS) if code < END_OF_BACKWARD else (0, code >> KIND_BITS)
+        number = (-2 - code) % _MAX_GROUPS if code < END_OF_BACKWARD else code >> KIND_BITS
         state = self._states.get(number)
         root = None if state is None else state.root
         name = "a group that is gone\t" if state is None or root is None else f"{state.name}\t{root.label}"
         if code < END_OF_BACKWARD:
-            return f"no collective but a change of requires_grad (to {flags:x}) in {name}"
+            frozen = [] if state is None else [item for handle in state._handles for item in _frozen(handle)]
+            now = f"{', '.join(frozen[:3]) or 'nothing'}{' ...' if len(frozen) > 3 else ''}"
+            group, _, label = name.partition("\t")
+            return f"{FLAGS_CHANGED} in {group} (now frozen: {now})\t{label}"
         if is_end:
             return f"the end of the forward of {name}"
         kind = code & 3
         if kind == REDUCE_SCATTER and state is not None and any([item.mesh.has_whole for item in state._handles]):
             return f"the all-reduce of {name}"
         return f"the {_KINDS[kind]} of {name}"
+
+
+def _frozen(handle: FlatParamHandle) -> list[str]:
+    return [name for name, flag in zip(handle.names, handle.unsharded.flags, strict=True) if not flag]
 
 
 def entry_of_flags(code: int, text: str) -> int:

@@ -59,7 +59,7 @@ _RECOVERY = "discarding an interrupted iteration"
 _HINT = (
     "Every rank must run the same forwards, backwards and optimizer steps in the same order. If one rank may skip some "
     "(a NaN loss, an empty batch) or run more (a forward for its log), let all ranks decide together, by all-reducing "
-    "a flag"
+    "a flag. Shard modules that only some ranks use (experts, modalities) with fully_shard(optional=True)"
 )
 
 

@@ -441,6 +441,7 @@ class Rounds:
         owes: groups whose gradients wait, on this rank, to be reduced.
         live: forwards in which this rank has run an optional group and whose graph is alive.
         is_on: rounds are made; false only in a backward in which no rank can reach an optional group.
+        is_over: another root with optional groups makes rounds in this backward now: no group may be demanded here.
         last_number: number of the latest forward that the backward has reached.
         has_failed: a round has raised on all ranks, or this rank has announced its failure.
         count: number of rounds made.
@@ -454,6 +455,7 @@ class Rounds:
         "enclosing_groups",
         "has_failed",
         "is_on",
+        "is_over",
         "last_number",
         "live",
         "marks",
@@ -487,7 +489,7 @@ class Rounds:
     def rest(self) -> None:
         """Note that no backward is running."""
         self.owes: set[int] = set()
-        self.is_on, self.last_number = True, 0
+        self.is_on, self.is_over, self.last_number = True, False, 0
 
     def reset_backward(self) -> None:
         """Forget the backward that was going on; a forward may go on."""
@@ -499,6 +501,10 @@ class Rounds:
 
     def begin_backward(self, is_on: bool) -> None:
         self.is_on = is_on
+
+    def give_way(self) -> None:
+        """Note that another root makes rounds from now on, in the same backward."""
+        self.is_over = True
 
     def reach(self, number: int) -> None:
         """Note that the backward has reached the forward of this number."""

@@ -9,6 +9,7 @@ not give wrong gradients: a backward that needs parameters which no hook has gat
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -255,3 +256,35 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     if _is_plain_object(value):
         return [item for item in vars(value).values() if isinstance(item, torch.Tensor) and item.grad_fn is not None]
     return []
+
+
+_ATOMS = (
+    int, float, bool, str, bytes, complex, type(None), type, range, enum.Enum, nn.Module,
+    torch.dtype, torch.device, torch.Size, torch.Generator, torch.Stream,
+)  # fmt: skip
+_MAX_OBJECTS = 1 << 14
+
+
+def search_object(value: Any) -> tuple[list[torch.Tensor], bool]:
+    """The tensors in an object of the user's own class (a key/value cache, a dataclass), whatever objects and
+    collections they are in; and whether these are all. Functions, for example, may hide more."""
+    tensors: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}
+    is_complete = True
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+            continue
+        if isinstance(item, _ATOMS) or id(item) in seen:
+            continue
+        seen[id(item)] = item  # keeps it, so that no other object gets its id
+        if len(seen) > _MAX_OBJECTS:
+            return tensors, False
+        if isinstance(item, (dict, list, tuple, set, frozenset, deque)):
+            pending += [*item, *item.values()] if isinstance(item, dict) else item
+        elif callable(item) or not hasattr(item, "__dict__"):
+            is_complete = False
+        pending += getattr(item, "__dict__", {}).values()
+    return tensors, is_complete

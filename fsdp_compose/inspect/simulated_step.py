@@ -554,8 +554,7 @@ class _Simulation:
         with watched_storages(ledger.resized, ledger.exchanged), torch.compiler.set_stance("force_eager"), self._mode:
             self._begin("building", OTHER)
             model, loss_of = trained.build()
-            if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-                model.to_empty(device="cpu")
+            self._materialize(model)
             optimizer = trained.optimizer(model)
             self._listen(model)
             layout, unreduced = collect(model), tuple(map(str, find_unreduced_parameters(model)))
@@ -577,6 +576,22 @@ class _Simulation:
             unreduced=unreduced,
             computed=tuple(sorted(self._mode.computed)),
         )
+
+    def _materialize(self, model: nn.Module) -> None:
+        """Give memory to what is on the meta device. Buffers from there have no values, as if a kernel had been
+        skipped; those that have values keep them, because forward may take its path from them."""
+        if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            return
+        buffers = [(module, *item) for module in model.modules() for item in module.named_buffers(recurse=False)]
+        model.to_empty(device="cpu")
+        for module, name, buffer in buffers:
+            if buffer.is_meta:
+                materialized = getattr(module, name)
+                with torch.no_grad():
+                    materialized.zero_()  # the program would write to it: a forward refuses unwritten buffers
+                self._ledger.lose_values(materialized)
+            else:
+                setattr(module, name, buffer)
 
     def _listen(self, model: nn.Module) -> None:
         for state, name in states_to_run(model):

@@ -17,6 +17,8 @@ from .._torch import call_after_compilation, tracing_attempt
 from ..comm import ControlExchange, first_difference, known_journal, last_of_every_rank, meet
 from ..flat import summary_of
 from ..group import (
+    FLAGS_CHANGED,
+    OTHER_MODEL,
     GraphPlan,
     Root,
     _FSDPState,
@@ -45,6 +47,12 @@ def raise_different_order(root: Root, code: int) -> None:
         difference = first_difference_of_entries(ours, theirs)
         assert difference is not None, "digests of the codes differ"
         position, a, b = difference
+        if FLAGS_CHANGED in a or FLAGS_CHANGED in b:
+            return (
+                f"requires_grad of a parameter has changed on some ranks only: instead of collective {position} of "
+                f"this iteration there was {a} on rank 0 and {b} on rank {rank}. No gradient was published. Freeze and "
+                "thaw the same parameters, at the same place of the program, on every rank"
+            )
         return (
             f"the ranks issued different collectives in this iteration: collective {position} was {a} on "
             f"rank 0 and {b} on rank {rank}. No gradient was published. Ranks must run the same "
@@ -88,6 +96,8 @@ def is_whole(root: Root) -> bool:
 
 def begin_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
     """Send what this rank has done, and what it is about to do (``code``). Ranks: all."""
+    if root.order.serve is not None:
+        root.order.serve(root, OTHER_MODEL)
     root.communicator.announce_exchange(root, code)
     exchange.start(root.order.hash(root, code), steps_to_compare(root))
 

@@ -20,7 +20,7 @@ from ..flat import LARGE_BYTES, FlatParamHandle, follow_profiler, place
 from ..group import END_OF_BACKWARD, Backward, Root, _FSDPState, ends_backwards, never_traced
 from .agreement import begin_exchange, end_exchange, is_whole
 from .group_ops import follow_requires_grad_writes_before_backward, hide_shown, reduce, reduce_early, stays_unsharded
-from .optional import announce_failure, mark_ready_to_reduce
+from .optional import announce_failure, mark_ready_to_reduce, way_to_functional_mode
 from .optional import begin_backward as begin_rounds
 from .optional import end_backward as end_rounds
 from .recovery import recover_backward
@@ -28,7 +28,7 @@ from .recovery import recover_backward
 
 def begin_backward(root: Root) -> Backward:
     """Start a backward; called from the first hook of the root that it reaches."""
-    refuse_double_backward()
+    refuse_double_backward(root)
     if in_compiled_autograd():
         raise RuntimeError(
             "a backward of a fully_shard'ed model runs under compiled autograd, which does not call back at the end of "
@@ -60,13 +60,13 @@ def _show_throughout(backward: Backward, state: _FSDPState) -> None:
         state.swap.show_unsharded()
 
 
-def refuse_double_backward() -> None:
+def refuse_double_backward(root: Root) -> None:
     if torch.is_grad_enabled():  # autograd enables it during such a backward
         raise RuntimeError(
             "backward(create_graph=True), or autograd.grad() with it, reached a fully_shard'ed model. Double backward "
             "(for example, for a gradient penalty) needs the gathered parameters to stay in the graph, but in the "
             "default mode they do not: second-order gradients would be wrong or missing. No gradient was published. "
-            "Run the forward in functional mode: with functional_mode(model): ..."
+            f"To get them, {way_to_functional_mode(root)}"
         )
 
 
@@ -101,8 +101,9 @@ def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
     _notice_backwards(state)
     warnings.warn(
         f"forward of the fully_shard'ed {type(module).__name__} ({state.name}) returned {type(output).__name__}, "
-        "in which no output that requires grad could be found or hooked: its parameters stay unsharded between "
-        "forwards. To save that memory, return tensors or a type registered with torch.utils._pytree",
+        "through which backward may enter the group unseen (it contains a parameter, a function, an object without "
+        "attributes, or no tensor that requires grad): its parameters stay unsharded between forwards. To save that "
+        "memory, return tensors that require grad, alone or in collections, dataclasses or objects with attributes",
         stacklevel=2,
     )
 

@@ -200,7 +200,7 @@ class DefaultUse:
         if backward is None:
             backward = begin_backward(root)
         elif _is_grad_enabled():
-            refuse_double_backward()  # there is a backward with create_graph inside the running one
+            refuse_double_backward(root)  # there is a backward with create_graph inside the running one
         if self.active_backward is backward:
             return
         progress = state.backward

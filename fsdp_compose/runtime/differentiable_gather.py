@@ -38,7 +38,7 @@ from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, Root,
 from ..ragged import RaggedDTensor, gather_local_shards, gather_parameter, scatter_average
 from .agreement import begin_exchange, end_exchange
 from .backward import begin_backward
-from .optional import sync_point_before_gather
+from .optional import sync_point_before_gather, way_to_functional_mode
 from .recovery import recover_backward
 
 
@@ -73,7 +73,7 @@ class Gather:
         """Gather every parameter from its sharded parts; a missing part (``None``) counts as zeros."""
         whole: list[torch.Tensor] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
-            self._root.order.entries.append(self._state.log_code | ALL_GATHER)
+            self._root.order.record(self._root, self._state.log_code | ALL_GATHER)
             shard = _shard_of(handle, parts[start:stop])
             storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
             # Tensors over the storage, not views: if any code writes to the base, autograd refuses to use its views,
@@ -94,7 +94,7 @@ class Gather:
         result: list[torch.Tensor | None] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
             if any(used[start:stop]):
-                self._root.order.entries.append(self._state.log_code | REDUCE_SCATTER)
+                self._root.order.record(self._root, self._state.log_code | REDUCE_SCATTER)
                 reduced = self._reduce_scatter(handle, grads[start:stop])
                 result += [
                     make_gradient(reduced[i:j].view(shape), sharded) if is_used else None
@@ -320,7 +320,7 @@ def _gather(sharded: RaggedDTensor) -> torch.Tensor | None:
     handle, index, state, root = place
     if root.rounds is not None:
         sync_point_before_gather(root, state)
-    root.order.entries.append(state.log_code | ALL_GATHER)
+    root.order.record(root, state.log_code | ALL_GATHER)
     root.communicator.announce(handle, "all-gather of a parameter")
     whole: torch.Tensor
     if state.options.is_functional or state.persistent.was_functional:
@@ -468,10 +468,9 @@ def _places_of(item: Any) -> Iterator[tuple[FlatParamHandle, int]]:
 
 def _refusal(handle: FlatParamHandle, index: int) -> RuntimeError:
     state = state_of(handle)
-    group = "?" if state is None else state.name
+    group, root = ("?", None) if state is None else (state.name, state.root)
     return RuntimeError(
         f"autograd.grad() was asked for the gradient of {handle.name_of(index)}, a sharded parameter of "
         f"the fully_shard group {group}, whose forward ran in the default mode, in which gradients only arrive in "
-        ".grad. Run the forward in functional mode (with functional_mode(model): ...), or call backward(), with "
-        "inputs=[...] for some parameters only"
+        f".grad. Call backward(), with inputs=[...] for some parameters only. Or: {way_to_functional_mode(root)}"
     )

@@ -15,11 +15,11 @@ import torch.nn as nn
 
 from .._torch import backwards, current_graph_task_id, is_in_functional_call
 from ..flat import follow_profiler, is_stale
-from ..group import ALL_GATHER, Root, _FSDPState, state_of_hooked, states_to_run
+from ..group import Root, _FSDPState, state_of_hooked, states_to_run
 from .agreement import VersionsBefore
 from .backward import publish_from_inside
 from .functional_call import own_values
-from .group_ops import follow_requires_grad_writes_of_forward
+from .group_ops import follow_requires_grad_writes_of_forward, note_all_gather
 from .lazy_init import detect_again, initialise, is_running, take_over, tree
 from .optional import begin_forward as begin_optional
 from .recovery import recover, recover_backward
@@ -102,8 +102,7 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
                 if state.options.follows_writes() and handle.unsharded.left_by_forward and not is_stale(handle):
                     continue
                 # Its shard may have been changed on some ranks only, or in ways that leave no trace.
-                if not handle.mesh.has_whole:
-                    root.order.entries.append(state.log_code | ALL_GATHER)
+                note_all_gather(root, state, handle)
                 root.communicator.refresh(handle)
                 handle.unsharded.be_left(state.options.is_held)
         if state.persistent.captured is not None:

@@ -23,12 +23,18 @@ from ..group import (
 from ..ragged import requires_grad_writes
 
 
+def note_all_gather(root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
+    """Record the all-gather of a flat parameter, which the caller issues next. One that is whole on every rank is not
+    gathered: ranks may use it unequally often."""
+    if not handle.mesh.has_whole:
+        root.order.record(root, state.log_code | ALL_GATHER)
+
+
 def unshard(root: Root, state: _FSDPState) -> None:
     """Start the all-gathers of a group ahead of a forward, unless it is already unsharded."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
-            if not handle.mesh.has_whole:  # else nothing is communicated, and ranks may do it unequally often
-                root.order.entries.append(state.log_code | ALL_GATHER)
+            note_all_gather(root, state, handle)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
             else:
@@ -39,8 +45,7 @@ def unshard_again(root: Root, state: _FSDPState) -> None:
     """Like ``unshard``, for a backward, which needs the parameters that forward has used."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
-            if not handle.mesh.has_whole:  # else nothing is communicated, and ranks may do it unequally often
-                root.order.entries.append(state.log_code | ALL_GATHER)
+            note_all_gather(root, state, handle)
             part = handle.unsharded.part
             if part is not None and part.is_kept:
                 root.communicator.unshard_parts(handle)
@@ -62,15 +67,13 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
     gathered again if the ranks have written to the sharded parameters since."""
     for handle in state._handles:
         if not handle.unsharded.is_allocated:
-            if not handle.mesh.has_whole:  # else nothing is communicated, and ranks may do it unequally often
-                root.order.entries.append(state.log_code | ALL_GATHER)
+            note_all_gather(root, state, handle)
             if handle.unsharded.part is None:
                 root.communicator.unshard(handle)
             else:
                 _unshard_with_parts(root, state, handle)
         elif (handle.shard._version != handle.unsharded.gathered[0] or handle.segments) and is_stale(handle):
-            if not handle.mesh.has_whole:
-                root.order.entries.append(state.log_code | ALL_GATHER)
+            note_all_gather(root, state, handle)
             root.communicator.refresh(handle)
 
 
@@ -129,7 +132,7 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
             if not is_kept:
                 communicator.reshard(handle)
         elif is_synced:
-            root.order.entries.append(state.log_code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
+            root.order.record(root, state.log_code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
             if has_earlier or not averages:
                 backward.add()  # before the earlier gradients are taken: if the reduction raises, they are lost
             if communicator.reduce(handle, is_kept, averages):
@@ -146,7 +149,7 @@ def reduce_early(root: Root, state: _FSDPState) -> None:
     assert backward is not None
     state.backward.reduce_early()
     if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
-        root.order.entries.append(state.log_code | REDUCE_SCATTER)
+        root.order.record(root, state.log_code | REDUCE_SCATTER)
         if handle.pending_gradients.accumulation is not None:
             backward.add()  # before the earlier gradients are taken, as in reduce()
         if root.communicator.reduce(handle, True, True):

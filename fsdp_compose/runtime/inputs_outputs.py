@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._torch import same_storage
 from ..flat import local_of
-from ..group import _FSDPState, tensors_requiring_grad
+from ..group import _FSDPState, search_object
 
 _Tensor = torch.Tensor
 ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -127,11 +127,13 @@ def hook_outputs(state: _FSDPState, use: OutputWatcher, output: Any) -> tuple[bo
     if use.containers is not None:
         kept += use.tensors_put_into_inputs()
     has_hooks = has_gaps = False
-    for leaf in (output,) if is_tensor else tree_leaves(output):
+    leaves: list[Any] = [output] if is_tensor else tree_leaves(output)
+    for leaf in leaves:
         if not isinstance(leaf, _Tensor):
             if not isinstance(leaf, ATOMS):
-                has_gaps = True
-                kept += tensors_requiring_grad(leaf)  # there may be more, but hook those that can be found
+                found, is_complete = search_object(leaf)
+                leaves += found  # the loop comes to them
+                has_gaps |= not is_complete
         elif not leaf.requires_grad:
             has_gaps |= _is_parameter_memory(state, leaf)
         elif use.hook_output(leaf):

@@ -39,6 +39,7 @@ from ..flat import (
     specs_of,
 )
 from ..group import (
+    OTHER_MODEL,
     ChangeDetector,
     CollectiveLog,
     LockstepCommunicator,
@@ -65,7 +66,7 @@ from ..group import (
 )
 from .backward import watch_buckets
 from .group_ops import follow_requires_grad
-from .optional import check_optional, rounds_of
+from .optional import check_optional, rounds_of, serve_beside_others
 from .recovery import recover
 
 # ---- Check that the gradients of all groups below one root are averaged over the same ranks
@@ -526,6 +527,8 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         item.set_position(name, index, is_outermost=item in owners)
     _call_parameters(found, (part.module for part in roots))
     order = CollectiveLog.of(mesh.peers)
+    if order.serve is not None:
+        order.serve(None, OTHER_MODEL)
     model = ""
     if mesh.has_peers:
         model = _meet_first_forward(order, mesh, state, states, moves)
@@ -549,6 +552,8 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     num_forwards = max((context.num_forwards for context in earlier), default=0)
     root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards, rounds)
     root.used_starts.update(starts)
+    if rounds is not None:
+        serve_beside_others(root)
     if mesh.has_peers:
         count_steps(root)
     take_over(root, states)  # changes since fully_shard()

@@ -26,6 +26,7 @@ backward runs like that of any other root."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 
 import torch.nn as nn
@@ -36,12 +37,14 @@ from ..group import (
     ALL_GATHER,
     END_OF_BACKWARD,
     END_OF_FORWARD,
+    OTHER_MODEL,
     SERVE,
     SEVERAL_FAILED,
     START_OF_BACKWARD,
     GroupUse,
     HookedUse,
     Marks,
+    OrderedRoot,
     Root,
     Rounds,
     _FSDPState,
@@ -56,6 +59,8 @@ from .group_ops import follow_requires_grad, hide_shown, reduce, reshard, unshar
 def begin_forward(root: Root, rounds: Rounds) -> None:
     """Begin an outermost forward: reshard all groups, because groups that are gathered may be so on some ranks only.
     (Groups that an earlier forward has left unhooked stay, for a backward that may reach them unnoticed.)"""
+    for other, its_rounds in _running_beside(root):
+        sync_point(other, its_rounds, OTHER_MODEL)
     for state in root.live_states():
         for handle in state._handles:
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
@@ -143,10 +148,29 @@ def end_group(root: Root, rounds: Rounds, state: _FSDPState) -> None:
 
 
 def begin_backward(root: Root, rounds: Rounds) -> None:
-    """Begin a backward: find out whether some rank may reach an optional group in it."""
+    """Begin a backward: find out whether some rank may reach an optional group in it.
+
+    If another root makes rounds in the same backward, it must have nothing more to demand on any rank: ranks that made
+    rounds of different roots at the same time would wait for each other."""
+    others = _running_beside(root)
+    for other, its_rounds in others:
+        sync_point(other, its_rounds, OTHER_MODEL)
+    waiting = [other for other, its_rounds in others if its_rounds.is_live]
     rounds.begin_backward(True)
     sync_point(root, rounds, START_OF_BACKWARD)
     rounds.begin_backward(rounds.is_live)
+    if not rounds.is_on:
+        return
+    for other, its_rounds in others:
+        if other in waiting:
+            its_rounds.fail()
+            rounds.fail()
+            raise RuntimeError(
+                f"a backward reaches optional fully_shard groups of {root.label} and, before and after that, of "
+                f"{other.label}. Ranks cannot agree on both at once. Call fully_shard() on one module that contains "
+                "both models, so that they share a root, or run a backward for each"
+            )
+        its_rounds.give_way()
 
 
 def gather_for_backward(
@@ -187,8 +211,59 @@ def mark_ready_to_reduce(root: Root, rounds: Rounds, state: _FSDPState) -> None:
 def end_backward(root: Root, rounds: Rounds) -> None:
     """End a backward: serve other ranks until all are here, and reduce all owed groups. No rounds follow."""
     if rounds.is_on:
+        for other, its_rounds in _running_beside(root):
+            sync_point(other, its_rounds, OTHER_MODEL)
         sync_point(root, rounds, END_OF_BACKWARD)
         rounds.begin_backward(False)  # later errors are reported by the exchange, or do not concern the other ranks
+
+
+# ---- Several models
+#
+# Other models on the same ranks have collectives of their own, and while a rank waits in one of these, it cannot serve
+# a rank that demands an optional group. So all of them are points of each root that makes rounds at that time.
+
+
+class _Server:
+    """The roots with optional groups on one process group."""
+
+    __slots__ = ("roots",)
+
+    def __init__(self) -> None:
+        self.roots: list[weakref.ref[Root]] = []
+
+    def running(self) -> list[tuple[Root, Rounds]]:
+        """The roots that make rounds now, in a forward or a backward that is running."""
+        found = []
+        for ref in self.roots:
+            root = ref()
+            if root is not None and (root.forward.depth or root.backward is not None):
+                rounds = root.rounds
+                if rounds is not None and rounds.is_on and not rounds.is_over and not rounds.has_failed:
+                    found.append((root, rounds))
+        return found
+
+    def __call__(self, root: OrderedRoot | None, code: int) -> None:
+        """Make a point of each root that makes rounds now, before all ranks issue a collective of ``root``.
+
+        A root that makes rounds itself has points enough."""
+        running = self.running()
+        if not any([other is root for other, _ in running]):
+            for other, rounds in running:
+                sync_point(other, rounds, code)
+
+
+def serve_beside_others(root: Root) -> None:
+    """Make points of this root, which has optional groups, where other roots on its process group have collectives."""
+    order = root.order
+    if not isinstance(order.serve, _Server):
+        order.serve = _Server()
+    order.serve.roots = [ref for ref in order.serve.roots if ref() is not None]
+    order.serve.roots.append(weakref.ref(root))
+
+
+def _running_beside(root: Root) -> list[tuple[Root, Rounds]]:
+    serve = root.order.serve
+    return [item for item in serve.running() if item[0] is not root] if isinstance(serve, _Server) else []
 
 
 # ---- Rounds
@@ -249,6 +324,12 @@ def request_unshard(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequen
     next. Raises as ``sync_point`` does."""
     rounds.keep(state.place.index)
     wanted = [item for item in (state, *ahead) if _is_missing(rounds, item)]
+    if wanted and rounds.is_over:
+        raise RuntimeError(
+            f"a backward comes back to the fully_shard group {state.name} of {root.label} after it has reached "
+            "optional groups of another model. Ranks cannot agree on both at once. Call fully_shard() on one module "
+            "that contains both models, so that they share a root, or run a backward for each"
+        )
     if wanted:
         _make_round(root, rounds, None, wanted=wanted)
 
@@ -256,7 +337,7 @@ def request_unshard(root: Root, rounds: Rounds, state: _FSDPState, ahead: Sequen
 def announce_failure(root: Root) -> None:
     """Tell the other ranks, once, that this rank has failed: it would no longer come to rounds in which they wait."""
     rounds = root.rounds
-    if rounds is None or rounds.has_failed or not rounds.is_on:
+    if rounds is None or rounds.has_failed or not rounds.is_on or rounds.is_over:
         return
     rounds.fail()
     nothing = [False] * len(root.states)
@@ -289,10 +370,13 @@ def _make_round(
         [_is_pending(rounds, state) for state in states],
         [state.place.index in rounds.owes for state in states],
     )
-    # (A forward that cannot be hooked leaves its group unsharded, to be reduced at the end; maybe on this rank only.)
-    is_live = bool(rounds.live) or any(
-        [state.persistent.has_unsynced or state.persistent.is_unhooked for state in states]
-    )
+    if code == OTHER_MODEL:
+        is_live = any([_may_demand(rounds, state) for state in states])
+    else:
+        # A forward that cannot be hooked leaves its group unsharded, to be reduced at the end; maybe on this rank only.
+        is_live = bool(rounds.live) or any(
+            [state.persistent.has_unsynced or state.persistent.is_unhooked for state in states]
+        )
     digest = None if code is None else root.order.hash(root, code)
     try:
         is_same = rounds.make(digest, is_live, marks)
@@ -341,6 +425,12 @@ def _is_pending(rounds: Rounds, state: _FSDPState) -> bool:
         or progress.running_forwards
         or any([number <= rounds.last_number for number in progress.awaiting_backward])
     )
+
+
+def _may_demand(rounds: Rounds, state: _FSDPState) -> bool:
+    """Whether, on this rank, the running backward may still gather a group: for a forward that it has not reached."""
+    numbers = [number for number in state.progress.awaiting_backward if number <= rounds.last_number]
+    return len(numbers) > state.backward.active_uses
 
 
 def _drop_served(root: Root, rounds: Rounds) -> None:
@@ -418,6 +508,16 @@ def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]
             problem = f"{name} has parameters that their class gathers (fsdp_pre_all_gather)"
     if problem:
         raise NotImplementedError(f"fully_shard(optional=True) does not support this model: {problem}")
+
+
+def way_to_functional_mode(root: Root | None) -> str:
+    """What to do about an operation that only functional mode can do, as a sentence for errors."""
+    if root is None or root.rounds is None:
+        return "run the forward in functional mode: with functional_mode(model): ..."
+    return (
+        "run the forward in functional mode (with functional_mode(model): ...) of a model without optional groups, "
+        "which that mode cannot run: shard it without optional=True, and let every rank run every group"
+    )
 
 
 def rounds_of(states: Sequence[_FSDPState], carrier: Carrier | None) -> Rounds | None:

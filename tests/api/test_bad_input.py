@@ -186,6 +186,15 @@ def test_container_without_a_forward(fake_group, container):
     assert_trains(model)
 
 
+@pytest.mark.parametrize("container", [nn.ParameterList, lambda parts: nn.ParameterDict({"a": parts[0]})])
+def test_container_of_parameters(fake_group, container):
+    parts = container([nn.Parameter(torch.ones(4))])
+    with refused(
+        ValueError, type(parts).__name__, "forward", "the module that contains it", "^(?!.*children)", model=parts
+    ):
+        fully_shard(parts)
+
+
 def test_module_sharded_twice(fake_group):
     model = Net()
     fully_shard(model.layers[0])

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compose import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     broadcast_replicas,
     clip_grad_norm_,
@@ -120,6 +121,47 @@ def test_accumulation_without_all_reduce_costs_one_and_cannot_be_read(shape):
     assert kinds.count("reduce-scatter") == 3 * kinds.count("all-reduce") > 0
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-5)
+
+
+class Scaled(nn.Module):
+    """Has a gradient that is exactly what forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return (self.weight * factor).sum()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@over((2, 2), (4, 1), (1, 4))
+def test_sums_kept_without_all_reduce_are_as_precise_as_the_gradient(shape, is_compiled):
+    """In bf16, 256 + 1 is 256; in fp16, 2048 + 1 is 2048."""
+    for dtype, first, options in (
+        (torch.bfloat16, 256.0, {}),
+        (torch.bfloat16, 256.0, {"reshard_after_forward": False}),
+        (torch.bfloat16, 256.0, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        (torch.float16, 2048.0, {}),
+        (torch.float64, 256.0, {}),
+    ):
+        if is_compiled and "offload_policy" in options:
+            continue
+        model = Scaled()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype)
+        fully_shard(model, mesh=mesh_of(*shape), mp_policy=policy, **options)
+        run = torch.compile(model, backend="aot_eager") if is_compiled else model
+        for _ in range(2):  # the second is added to a gradient that was there before
+            for factor in (first, 1.0, 1.0, 1.0):
+                if shape[0] == 1:
+                    factor = 1.0  # without replicas every backward publishes
+                set_requires_all_reduce(model, False)
+                run(torch.full((8,), factor)).backward()
+            set_requires_all_reduce(model, True)
+            run(torch.full((8,), 1.0)).backward()
+        expected = 2 * (first + 4 if shape[0] > 1 else 5)
+        assert model.weight.grad.dtype == torch.float32
+        assert (model.weight.grad.full_tensor() == expected).all(), (dtype, options)
 
 
 @over((2, 2))

@@ -155,6 +155,44 @@ def test_a_model_on_the_meta_device_is_planned_alike():
     assert meta.building.nbytes < built.building.nbytes, "shards alone"
 
 
+class Positions(Net):
+    """Has buffers, as transformers has: of positions, in no state dict, and a flag that decides how forward goes on."""
+
+    def __init__(self, flag_device: str | None = None, frequency_device: str | None = None):
+        super().__init__()
+        self.register_buffer("frequencies", torch.ones(WIDTH, device=frequency_device), persistent=False)
+        self.register_buffer("scale", torch.ones(WIDTH), persistent=True)
+        self.register_buffer("num_used", torch.tensor(2, device=flag_device), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) * self.frequencies.cos() * self.scale
+        for block in self.blocks[: int(self.num_used)]:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("frequency_device", [None, "cpu"])
+@pytest.mark.parametrize("shards_itself", [False, True])
+def test_buffers_of_a_model_on_the_meta_device(frequency_device, shards_itself):
+    """Those on meta need no values. Those that were built on the CPU keep theirs, on which forward may depend."""
+
+    def made(is_on_meta: bool) -> nn.Module:
+        with torch.device("meta" if is_on_meta else "cpu"):
+            model = Positions(flag_device="cpu", frequency_device=frequency_device)
+        if shards_itself:
+            for block in model.blocks:
+                fully_shard(block)
+            fully_shard(model)
+        return model
+
+    built, meta = (plan(partial(made, is_on_meta), 4, batch=2, seq=16).worlds[0] for is_on_meta in (False, True))
+    assert built.moments == meta.moments and built.collectives == meta.collectives
+    with torch.device("meta"):
+        meta_model = Positions()
+    with pytest.raises(RuntimeError, match="data-dependent|depends on"):  # on a value that nobody knows
+        plan(lambda: meta_model, 4, batch=2, seq=16)
+
+
 def test_without_an_optimizer_there_is_no_state():
     found = plan(Net, 2, batch=2, seq=16, optimizer=None)
     assert {moment.bytes_by_kind["optimizer"] for moment in found.worlds[0].moments} == {0}

@@ -387,6 +387,147 @@ def test_beside_another_model_on_the_same_process_group():
         assert_same_gradients(plain, reference, rtol=1e-10, atol=1e-12)
 
 
+# ---- other models beside one that has optional groups
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp() for _ in range(2))
+        self.last = nn.Linear(DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Generator(VisionLanguage):
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        super().__init__(use_reentrant)
+        self.head = nn.Linear(DIM, DIM)
+
+
+class Judging(Generator):
+    """Asks a model that is not a part of it, in its forward, after the tower."""
+
+    def __init__(self, judge: nn.Module) -> None:
+        super().__init__()
+        self.judges = [judge]
+
+    def forward(self, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        h = self.embed(x)
+        if plan[0]:
+            h = h + self.projection(self.tower(x.sin()))
+        h = h + self.judges[0](h)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def critic_of(is_frozen: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    return Critic().double().requires_grad_(not is_frozen)
+
+
+def sharded_critic(is_frozen: bool = False) -> nn.Module:
+    critic = critic_of(is_frozen)
+    for layer in critic.layers:
+        fully_shard(layer)
+    return fully_shard(critic)
+
+
+MIXED = [((1,), (0,)), ((0,), (1,)), ((0,), (0,)), ((1,), (1,))]
+Nets = Sequence[nn.Module]
+
+
+def train_several(models: Nets, twins: Nets, loss: Callable[[Nets, torch.Tensor, Plan], torch.Tensor]) -> None:
+    """``loss``: of some models, a batch and a plan."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (*models, *twins)]
+    for step, plans in enumerate([*MIXED, *MIXED]):
+        loss(models, batch(step, rank), plans[rank]).backward()
+        torch.stack([loss(twins, batch(step, r), plans[r]) for r in range(size)]).mean().backward()
+        for model, twin in zip(models, twins, strict=True):
+            assert_same_gradients(model, twin, rtol=1e-10, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, twin in zip(models, twins, strict=True):
+        assert_equal_parameters(model, twin)
+
+
+def criticised(nets: Nets, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return nets[1](nets[0](x, plan)).square().mean()
+
+
+def criticised_twice(nets: Nets, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return criticised(nets, x, plan) + nets[1](x).sin().mean() + nets[1](nets[0](-x, plan)).cos().mean()
+
+
+def fed(nets: Nets, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return nets[0](nets[1](x) * x, plan).square().mean()
+
+
+def summed(nets: Nets, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return nets[0](x, plan).square().mean() + nets[1](x).square().mean()
+
+
+def summed_later(nets: Nets, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return nets[1](x).square().mean() + nets[0](x, plan).square().mean()
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+@distributed(world_size=2)
+def test_a_backward_through_another_model_too(use_reentrant):
+    for loss in (criticised, criticised_twice, fed, summed, summed_later):
+        for is_frozen in (False, True):
+            models = [shard(made(Generator, use_reentrant=use_reentrant)), sharded_critic(is_frozen)]
+            twins = [made(Generator, use_reentrant=use_reentrant), critic_of(is_frozen)]
+            train_several(models, twins, loss)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@distributed(world_size=2)
+def test_another_model_that_runs_inside_forward(is_frozen):
+    def alone(nets: Nets, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return nets[0](x, plan).square().mean()
+
+    critic, twin = sharded_critic(is_frozen), critic_of(is_frozen)
+    models = [shard(made(Judging, judge=critic)), critic]
+    train_several(models, [made(Judging, judge=twin), twin], alone)
+
+
+def both(nets: Nets, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return nets[0](x, plan).square().mean() + nets[1](x, (1 - plan[0],)).cos().mean()
+
+
+def one_after_the_other(nets: Nets, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return nets[1](nets[0](x, plan), (1 - plan[0],)).square().mean()
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False], ids=["plain", "checkpoint"])
+@distributed(world_size=2)
+def test_a_backward_through_two_models_with_optional_groups(use_reentrant):
+    for loss in (both, one_after_the_other):
+        models = [shard(made(Generator, use_reentrant=use_reentrant)) for _ in range(2)]
+        train_several(models, [made(Generator, use_reentrant=use_reentrant) for _ in range(2)], loss)
+
+
+@distributed(world_size=2)
+def test_a_backward_that_comes_back_to_a_model_with_optional_groups_is_refused():
+    def around(nets: Nets, x: torch.Tensor, plan: Plan) -> torch.Tensor:
+        return one_after_the_other((nets[1], nets[0]), one_after_the_other(nets, x, plan).sin() * x, plan)
+
+    models = [shard(made(Generator)) for _ in range(2)]
+    plan = (dist.get_rank(),)
+    with pytest.raises(RuntimeError, match="so that they share a root, or run a backward for each"):
+        around(models, batch(0, dist.get_rank()), plan).backward()
+    assert all(param.grad is None for model in models for param in model.parameters())
+    for model in models:
+        loss_of(model, batch(0, dist.get_rank()), plan).backward()
+
+
 # ---- groups that are not optional, and stay gathered on one rank only
 
 
@@ -646,6 +787,35 @@ def test_functional_mode_is_refused():
     with functional_mode(model), pytest.raises(NotImplementedError, match="functional mode.*optional groups"):
         model(batch(0, 0), (1, 1, 1))
     train_both(model, made(LayerDrop), PLANS[LayerDrop], rounds=1)
+
+
+@distributed(world_size=2)
+def test_what_needs_functional_mode_is_refused_with_a_remedy_that_works():
+    """The remedy for models with optional groups is not functional mode alone, which refuses them."""
+    x = batch(0, dist.get_rank())
+    for options, needs in (({"optional": True}, "shard it without optional=True"), ({}, r"functional_mode\(model\): ")):
+        model = made(VisionLanguage)
+        fully_shard(model.tower, **options)
+        fully_shard(model)
+        loss = loss_of(model, x, (1,))
+        with pytest.raises(RuntimeError, match=needs):
+            loss.backward(create_graph=True)
+        with pytest.raises(RuntimeError, match=needs):
+            torch.autograd.grad(loss_of(model, x, (1,)), [next(model.parameters())])
+    with functional_mode(model):
+        torch.autograd.grad(loss_of(model, x, (1,)), [next(model.parameters())], create_graph=True)
+
+
+@pytest.mark.parametrize("plans", [((), (0,)), ((1,), ()), ((0,), (1,)), ((0, 1), (1,))], ids=str)
+@distributed(world_size=2, fresh=True)
+def test_experts_that_one_rank_alone_uses_are_refused_with_the_remedy(plans):
+    model = made(Experts)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    rank = dist.get_rank()
+    with pytest.raises(RuntimeError, match=r"fully_shard\(optional=True\)"):
+        loss_of(model, batch(0, rank), plans[rank]).backward()
 
 
 @distributed(world_size=4)
