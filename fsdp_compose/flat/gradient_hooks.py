@@ -2,7 +2,8 @@
 
 The gradients of sharded parameters arrive by a reduction, not through autograd, so autograd never calls the hooks that
 users register on them. This file stores the hooks instead. The sharded gradient calls them when it is published: once
-per backward that reduces, with the sharded gradient.
+per backward that reduces, with the sharded gradient. A hook that mixes it with plain tensors (a mask of the weight's
+shape) is called again with the whole gradient.
 
 A loss term computed from a sharded parameter itself (a penalty on its weights) produces a gradient through autograd.
 Parameters with hooks therefore also have two autograd hooks of ours, which note that gradient. The sum of both
@@ -18,10 +19,11 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import gradient_hooks, is_part_of_multi_grad_hook, queue_end_of_backward, set_leaf_hooks
-from ..ragged import hook_owners
+from ..ragged import MixedOperandsError, RaggedDTensor, distribute_ragged, hook_owners
 from .accumulation import behind, put_behind
 from .sharded_param import is_sharded_like, like_sharded_param
 
@@ -164,12 +166,20 @@ class GradientHooks:
     # ---- Called when a gradient is published
 
     def replace(self, index: int, gradient: torch.Tensor) -> None:
-        """Call the hooks on a gradient; a gradient that they return is copied over it."""
+        """Call the hooks on a gradient; a gradient that they return is copied over it.
+
+        Ranks: if a hook computes with plain tensors, all of the mesh (it gets the whole gradient).
+        """
         with torch.no_grad():
             for hook in [*self.on_gradient.get(index, {}).values()]:
-                result = hook(gradient)
+                try:
+                    result = hook(gradient)
+                except MixedOperandsError:  # on every rank, because it depends on types only
+                    whole = gradient.full_tensor()  # type: ignore[attr-defined]
+                    result = hook(whole)
+                    result = whole if result is None else result  # the hook may have changed it in place
                 if result is not None:
-                    gradient.copy_(result)
+                    gradient.copy_(_sharded_like(gradient, result))
 
     def accumulated(self, index: int) -> None:
         """Call the hooks that follow the accumulation into ``.grad``."""
@@ -308,6 +318,13 @@ class GradientHooks:
     def forget_arrivals(self) -> None:
         self._arrivals.clear()
         self._accumulated.clear()
+
+
+def _sharded_like(gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """What a hook has returned for ``gradient``, sharded like it. A plain tensor is whole on every rank."""
+    if not isinstance(gradient, RaggedDTensor) or isinstance(result, DTensor) or result.shape != gradient.shape:
+        return result
+    return distribute_ragged(result, gradient.device_mesh, gradient.placements, src_data_rank=None)
 
 
 class _EndOfBackward:

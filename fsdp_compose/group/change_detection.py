@@ -8,7 +8,7 @@ never written after ``to_empty()``, and groups that sleep in host memory."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, is_
 from typing import Any, NoReturn
 
@@ -136,20 +136,56 @@ class _Memory:
 # Loaders replace a group's parameters by others that are sharded the same way
 # (``DTensor.from_local(local, p.device_mesh, p.placements)``). The group's own parameters take over the elements and
 # return to their slots. An optimizer that holds the loader's parameters gets the group's own.
+#
+# An assignment concerns one slot. If another slot still shows the group's own parameter, or a second parameter, the
+# assignment unties the two, and the next forward adds the assigned parameter to the group (``tied_params``).
+
+
+_Places = list[tuple[dict[str, Any], str]]
+
+
+def _assigned(swap: ParameterSwap) -> Iterator[tuple[nn.Parameter, _Places, nn.Parameter | None, list[nn.Parameter]]]:
+    """The parameters of a group that have lost slots to others that are sharded like them: each with its slots, the
+    parameter that replaces it (if it has lost all), and those that are untied from it."""
+    owned: dict[nn.Parameter, _Places] = {}
+    for params, name, handle, index in swap.slots():
+        owned.setdefault(handle.sharded_params[index], []).append((params, name))
+    for own, places in owned.items():
+        present = {id(value): value for params, name in places if (value := params.get(name)) is not None}
+        given = [
+            value
+            for value in present.values()
+            # If it has a handle, it is another parameter of the same model: a tie.
+            if isinstance(value, RaggedDTensor) and handle_of(value) is None and is_sharded_like(value, own)
+        ]
+        if not given:
+            continue
+        successor, untied = (None, given) if id(own) in present else (given[0], given[1:])
+        yield own, places, successor, untied  # type: ignore[misc]
 
 
 def take_over_assigned(swap: ParameterSwap) -> None:
     """Take over the elements of assigned parameters in the modules of a group. Local."""
-    for params, name, handle, index in swap.slots():
-        own, given = handle.sharded_params[index], params.get(name)
-        if not isinstance(given, RaggedDTensor) or handle_of(given) is not None:
-            continue  # it is another parameter of the same model: a tie
-        if is_sharded_like(given, own):
-            take_content(own, given)
-            note_write(own)
-            own.requires_grad_(given.requires_grad)
-            remember_sharded_param(given, own)  # type: ignore[arg-type]
-            params[name] = own
+    for own, places, given, _ in [*_assigned(swap)]:
+        if given is None:
+            continue
+        take_content(own, given)
+        note_write(own)
+        own.requires_grad_(given.requires_grad)
+        remember_sharded_param(given, own)
+        for params, name in places:
+            if params.get(name) is given:
+                params[name] = own
+
+
+def find_untied(swap: ParameterSwap) -> dict[nn.Parameter, nn.Parameter]:
+    """The parameters in slots of a group that were untied from one of its own, each with that one. Local."""
+    return {
+        param: own
+        for own, _, _, untied in _assigned(swap)
+        if isinstance(own, RaggedDTensor) and not own.is_composite
+        for param in untied
+    }
 
 
 # ---- Non-persistent buffers of modules that are sharded on the meta device

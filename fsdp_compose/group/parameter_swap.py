@@ -92,12 +92,12 @@ class ParameterSwap:
         handles: Sequence[FlatParamHandle],
         fqns: dict[nn.Module, str],
     ) -> None:
-        where = {fqn: (handle, i) for handle in handles for i, fqn in enumerate(handle.fqns)}
-        assert len(where) == sum(len(handle.fqns) for handle in handles), "two parameters of a group have one name"
+        # By identity: a parameter that was untied from another may have that one's name.
+        where = {id(sharded): (handle, i) for handle in handles for i, sharded in enumerate(handle.sharded_params)}
         owned: dict[nn.Module, dict[str, tuple[FlatParamHandle, int]]] = {}
         for item in managed:
             for module, name in item.slots:
-                owned.setdefault(module, {})[name] = where[item.fqn]
+                owned.setdefault(module, {})[name] = where[id(module._parameters[name])]
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
         self.num_shows, self.shown_instead = 0, dict[int, torch.Tensor]()

@@ -12,6 +12,9 @@ all uses::
 
 A module shows the parameters of one group, so the other parameters of a module with a tied parameter move with it. The
 sharded parameters stay the same objects, so optimizers are not affected.
+
+A parameter that the user unties from another after ``fully_shard`` (assigns to one of its slots) belongs to no group
+yet. It joins the innermost group around the modules that use it, at the next forward.
 """
 
 from __future__ import annotations
@@ -21,17 +24,24 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from ..flat import ManagedParameter, ParameterKind, handle_of, owner_of, shard_again
+from ..flat import FlatParamHandle, ManagedParameter, ParameterKind, handle_of, owner_of, shard_again
+from .change_detection import find_untied
 from .registry import group_modules, partition, prepare_swap
 from .state import _FSDPState, state_of
 
 
 @dataclass(frozen=True)
 class Move:
-    """Parameters that move to another group, with their names in the root."""
+    """Parameters that move to another group, with their names in the root.
+
+    Attributes:
+        untied: those that belong to no group yet, because they were untied from another after ``fully_shard``, each
+            with the kind that it gets.
+    """
 
     sharded_params: dict[nn.Parameter, str]
     target: _FSDPState
+    untied: dict[nn.Parameter, ParameterKind]
 
 
 def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
@@ -45,12 +55,13 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
         ValueError: no group encloses all modules that share a parameter, or the parameter has a gradient.
     """
     group_around = {module: state for state in states for module in group_modules(state.live_modules())}
+    untied = {param: own for state in states for param, own in find_untied(state.swap).items()}
     names = {module: name for name, module in root.named_modules()}
     # The modules that hold each parameter, and the parameters that each module holds.
     places: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for module in group_around:
         for name, param in module._parameters.items():
-            if param is not None and handle_of(param) is not None:
+            if param is not None and (handle_of(param) is not None or param in untied):
                 prefix = names.get(module, type(module).__name__)  # a module of a group may be outside the root
                 fqn = f"{prefix}.{name}" if prefix else name
                 places.setdefault(param, {})[module] = fqn
@@ -67,7 +78,7 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
         seen |= together.keys()
         modules = {module for sharded in together for module in places[sharded]}
         target = _innermost_around(modules, states, root)
-        if target is None or any(_group_of(sharded) not in states for sharded in together):
+        if target is None or any(_group_of(untied.get(sharded, sharded)) not in states for sharded in together):
             raise ValueError(
                 f"{_names_of_ties(together, places, states)}: these weights are tied across fully_shard groups, but no "
                 "fully_shard'ed module whose forward runs contains all of these groups: call fully_shard() on "
@@ -82,13 +93,14 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
                     "must move to another group at this first forward; but flat_parameters() has already put it "
                     "into a flat view: call flat_parameters() after a first forward"
                 )
-            if sharded.grad is not None:
+            if sharded.grad is not None and sharded not in untied:
                 raise ValueError(
                     f"{fqn} is tied across fully_shard groups, or is in a module with a parameter that is, and has "
                     "a gradient, which would be lost when it moves to another group: call zero_grad() first"
                 )
         if moved:
-            moves.append(Move(moved, target))
+            kinds = {sharded: _kind_in(target, untied[sharded]) for sharded in moved if sharded in untied}
+            moves.append(Move(moved, target, kinds))
     return moves
 
 
@@ -151,28 +163,45 @@ def apply_moves(moves: Iterable[Move]) -> None:
 
     Ranks: all ranks of the mesh; every parameter of these groups is all-gathered once.
     """
+    moves = [*moves]
+    moved = {sharded for move in moves for sharded in move.sharded_params}
+    donors = [group for group in dict.fromkeys(map(_group_of, moved)) if group is not None]
+    # The old handles keep the sharded parameters' gradient hooks alive until the targets have them.
+    before = [donor._handles for donor in donors]
+    for donor in donors:  # all of them first: two groups may have exchanged parameters
+        _plan_anew(donor, [sharded for sharded in _sharded_params_of(donor) if sharded not in moved])
     for move in moves:
-        donors = [group for group in dict.fromkeys(map(_group_of, move.sharded_params)) if group is not None]
-        # The old handles keep the sharded parameters' gradient hooks alive until the target has them.
-        before = [donor._handles for donor in donors]
-        for donor in donors:
-            _plan_anew(donor, [sharded for sharded in _sharded_params_of(donor) if sharded not in move.sharded_params])
-        _plan_anew(move.target, [*_sharded_params_of(move.target), *move.sharded_params])
-        del before
+        arriving = [sharded for sharded in move.sharded_params if sharded not in move.untied]
+        if arriving:
+            _plan_anew(move.target, [*_sharded_params_of(move.target), *arriving])
+        if move.untied:
+            _add(move.target, move.untied)
+    del before
 
 
 def _plan_anew(state: _FSDPState, sharded_params: Sequence[nn.Parameter]) -> None:
-    names = {id(sharded): "?" for sharded in sharded_params}
+    _set_handles(state, [], {sharded: _kind_in(state, sharded) for sharded in sharded_params})
+
+
+def _add(state: _FSDPState, kinds: dict[nn.Parameter, ParameterKind]) -> None:
+    """Add parameters to a group, in flat parameters of their own: the others, and the optimizer state for them, stay as
+    they are."""
+    _set_handles(state, state._handles, kinds)
+
+
+def _set_handles(
+    state: _FSDPState, present: Sequence[FlatParamHandle], kinds: dict[nn.Parameter, ParameterKind]
+) -> None:
+    """Let a group have the flat parameters ``present``, and new ones for the parameters in ``kinds``."""
+    names = {id(sharded): "?" for sharded in kinds}
     tops = state.live_modules()
     for i, top in reversed([*enumerate(tops)]):
         prefix = f"{i}." if len(tops) > 1 else ""  # as group_modules() has it: names must be unique in the group
         names |= {id(param): prefix + name for name, param in top.named_parameters() if id(param) in names}
-    managed = [
-        ManagedParameter(names[id(sharded)], sharded, kind=_kind_in(state, sharded)) for sharded in sharded_params
-    ]
+    managed = [ManagedParameter(names[id(sharded)], sharded, kind=kind) for sharded, kind in kinds.items()]
     parts = partition(managed, state.options)
     arguments = state.mesh, state.options.granularity, state.options.offload
-    state.set_flat_params([shard_again(part, *arguments) for part in parts])
+    state.set_flat_params([*present, *[shard_again(part, *arguments) for part in parts]])
     prepare_swap(state)
 
 

@@ -39,6 +39,7 @@ from .ops.reductions import finish_norm as finish_norm
 from .ops.reductions import partial_norm as partial_norm
 from .ownership import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
 from .ownership import SHOWN_ATTRIBUTE as SHOWN_ATTRIBUTE
+from .ownership import MixedOperandsError as MixedOperandsError
 from .ownership import hook_owners as hook_owners
 from .ownership import note_write_of_all_ranks as note_write_of_all_ranks
 from .ownership import requires_grad_writes as requires_grad_writes

@@ -28,6 +28,10 @@ OWNER_ATTRIBUTE = "_fsdp_compose_owner"
 SHOWN_ATTRIBUTE = "_fsdp_compose_shown_as"
 
 
+class MixedOperandsError(RuntimeError):
+    """An operation got a plain tensor beside a sharded one."""
+
+
 def describe_owner(tensor: Any) -> str:
     """Say which sharded tensor was mixed with a plain one, and what to do instead: the end of an error message."""
     owner = getattr(tensor, OWNER_ATTRIBUTE, None)

@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from .._torch import backwards, current_graph_task_id, is_in_functional_call
 from ..flat import follow_profiler, is_stale
-from ..group import Root, _FSDPState, state_of_hooked, states_to_run
+from ..group import Root, _FSDPState, find_untied, state_of_hooked, states_to_run
 from .agreement import VersionsBefore
 from .backward import publish_from_inside
 from .functional_call import own_values
@@ -73,7 +73,7 @@ def enter_alone(state: _FSDPState, module: nn.Module) -> Root:
 def _follow_user(root: Root, state: _FSDPState, module: nn.Module) -> Root:
     """Take over, or refuse, what the user has changed since the last iteration."""
     states = root.live_states()
-    if any(item.swap.children_changed() for item in states):
+    if any(item.swap.children_changed() or find_untied(item.swap) for item in states):
         return initialise(state, module)
     take_over(root, states)
     return root

@@ -4,13 +4,17 @@ Called by the hooks."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import enum
+from collections import deque
 from collections.abc import Callable
+from operator import is_
 from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from .._torch import same_storage
 from ..flat import local_of
@@ -81,21 +85,78 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Replace every tensor in ``value``. Returns ``value`` itself if no tensor has changed."""
+    """Replace every tensor in ``value``: in dicts, lists, tuples, sets and deques, in subclasses of these, and in
+    dataclasses. Returns ``value`` itself if no tensor has changed, else copies of the same classes.
+
+    An object of any other class stays as it is, even if it is a pytree: caller and forward may both write to it (a
+    key/value cache), and a copy would hide from one what the other has written."""
+    return _mapped(function, value, [])
+
+
+def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any, around: list[int]) -> Any:
+    """``map_tensors``, inside the containers whose ids are in ``around``."""
     if isinstance(value, _Tensor):
         return function(value)
-    if isinstance(value, ATOMS):
+    if isinstance(value, ATOMS) or not _is_container(value) or id(value) in around:
         return value
-    changed = False
+    around.append(id(value))
+    try:
+        if isinstance(value, dict):
+            return _with_items(value, {key: _mapped(function, item, around) for key, item in value.items()})
+        if isinstance(value, _SEQUENCES):
+            return _with_sequence(value, [_mapped(function, item, around) for item in value])
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return _with_fields(value, {name: _mapped(function, getattr(value, name), around) for name in names})
+    finally:
+        around.pop()
 
-    def apply(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal changed
-        result = function(tensor)
-        changed |= result is not tensor
+
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, (dict, *_SEQUENCES)):
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, nn.Module))
+
+
+def _with_items(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    changed = {key: item for key, item in items.items() if item is not value[key]}
+    if not changed:
+        return value
+    if type(value) is dict:
+        return items
+    result = copy.copy(value)  # keeps the class, what it has besides items, and their order
+    if getattr(value, "__dict__", None) is value:
+        result.__dict__ = result  # items are attributes
+    for key, item in changed.items():
+        result[key] = item
+    return result
+
+
+def _with_sequence(value: Any, items: list[Any]) -> Any:
+    if all(map(is_, items, value)):
+        return value
+    if isinstance(value, (list, deque)):
+        if type(value) is list:
+            return items
+        result = copy.copy(value)  # keeps the class, and a deque's maxlen
+        result.clear()
+        result.extend(items)
         return result
+    make = getattr(value, "_make", type(value))  # of a named tuple
+    return make(items)
 
-    mapped = tree_map_only(_Tensor, apply, value)
-    return mapped if changed else value
+
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+    changed = {name: item for name, item in fields.items() if item is not getattr(value, name)}
+    if not changed:
+        return value
+    result = copy.copy(value)  # dataclasses.replace() would run __post_init__ again, and refuse fields without init
+    write = object.__setattr__ if value.__dataclass_params__.frozen else setattr
+    for name, item in changed.items():
+        write(result, name, item)
+    return result
 
 
 # ---- Outputs of a group's forward: found in its results and wherever else it has put tensors, and hooked

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -519,7 +519,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.sharded_params)]
     rebind_live_optimizers()
     for part in roots:
-        _check_everything_is_managed(part.module, part.states)
+        _check_everything_is_managed(part.module, part.states, {param for move in moves for param in move.untied})
         refuse_unwritten_buffers(modules_to_run(part.module))
         _refuse_shared_memory(part.module, part.groups)
     mesh = mesh_of_root(found)
@@ -591,9 +591,10 @@ def is_running(frame: FrameType | None) -> bool:
     return current is not None
 
 
-def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState]) -> None:
+def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState], arriving: Set[nn.Parameter]) -> None:
+    """Raise if a trainable parameter belongs to no group and is not ``arriving`` in one."""
     handles = {handle for item in states for handle in item._handles}
-    ignored = {param for item in states for param in item.ignored}
+    ignored = {param for item in states for param in item.ignored} | arriving
     stray = [
         f"{prefix}.{name}" if prefix else name
         for prefix, submodule in modules_to_run(module)

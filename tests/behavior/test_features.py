@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import (
@@ -1377,6 +1380,168 @@ def test_integer_and_nested_inputs_are_cast_as_far_as_they_are_floating_point():
     (x,) = inputs()
     output = model(x, ids=torch.arange(3), more={"mask": torch.ones(1, dtype=torch.bool), "y": x.double()})
     assert (output["x"].dtype, output["ids"].dtype) == (torch.float64, torch.int64)
+
+
+class AttributeDict(dict):
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+class ConfiguredList(list):
+    def __init__(self, items: Any, scale: float) -> None:
+        super().__init__(items)
+        self.scale = scale
+
+
+class TensorTuple(tuple):
+    pass
+
+
+class NamedBatch(NamedTuple):
+    x: Any
+
+
+@dataclasses.dataclass
+class DataBatch:
+    x: Any
+    num_made: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self):
+        assert not self.num_made
+        self.num_made += 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenBatch:
+    x: Any
+
+
+class CacheNode:
+    """A key/value cache that is a pytree, as torch.export wants it."""
+
+    def __init__(self, kept: Any = ()) -> None:
+        self.kept = [*kept]
+
+
+register_pytree_node(CacheNode, lambda cache: (cache.kept, None), lambda kept, _: CacheNode(kept))
+
+CAST_CONTAINERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "dict": (lambda x: {"x": x}, lambda batch: batch["x"]),
+    "ordered dict": (lambda x: OrderedDict(x=x), lambda batch: batch["x"]),
+    "default dict": (lambda x: defaultdict(list, x=x), lambda batch: [batch["x"], batch["absent"]][0]),
+    "attribute dict": (lambda x: AttributeDict(x=x), lambda batch: [batch["x"], batch.x][1]),
+    "list": (lambda x: [x], lambda batch: batch[0]),
+    "list's subclass": (lambda x: ConfiguredList([x], 1.0), lambda batch: batch[0] * batch.scale),
+    "tuple's subclass": (lambda x: TensorTuple([x]), lambda batch: batch[0]),
+    "named tuple": (NamedBatch, lambda batch: batch.x),
+    "set": (lambda x: {x}, lambda batch: [*batch][0]),
+    "deque": (lambda x: deque([x], maxlen=1), lambda batch: [batch[0], batch.maxlen + 1][0]),
+    "packed sequence": (lambda x: pack_sequence([x]), lambda batch: batch.data),
+    "dataclass": (DataBatch, lambda batch: [batch.x, 1 / batch.num_made][0]),
+    "frozen dataclass": (FrozenBatch, lambda batch: batch.x),
+    "nested": (lambda x: [DataBatch({"x": NamedBatch(x)})], lambda batch: batch[0].x["x"].x),
+}
+
+
+class ContainerNet(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(DIM, DIM), kind
+
+    def forward(self, batch: Any) -> Any:
+        self.seen = type(batch)
+        make, get = CAST_CONTAINERS[self.kind]
+        return make(self.linear(get(batch)))
+
+
+@pytest.mark.parametrize("kind", CAST_CONTAINERS)
+@distributed(world_size=2)
+def test_tensors_in_containers_are_cast_and_the_containers_keep_their_class(kind):
+    make, get = CAST_CONTAINERS[kind]
+    reference = ContainerNet(kind)
+    model = fully_shard(
+        copy.deepcopy(reference), mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
+    )
+    reference.bfloat16()
+    (x,) = inputs()
+    given = make(x)
+    output = model(given)
+    assert get(given).dtype == torch.float32  # what the caller has is left alone
+    assert (model.seen, type(output)) == (type(given), type(given))
+    expected = reference(make(x.bfloat16()))
+    assert torch.equal(get(output), get(expected).double())
+    get(output).sum().backward()
+    get(expected).double().sum().backward()
+    for param, own in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(param.grad.full_tensor(), own.grad.float(), 2e-2, "a gradient")
+
+
+class CachingLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor, cache: CacheNode, scale: torch.Tensor) -> torch.Tensor:
+        assert scale.dtype == torch.bfloat16
+        y = self.linear(x)
+        cache.kept.append(y.float() * scale.float())
+        return y + sum(cache.kept).to(y.dtype)
+
+
+class CachingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(CachingLayer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, cache: CacheNode, scale: torch.Tensor) -> tuple[torch.Tensor, CacheNode]:
+        for layer in self.layers:
+            x = layer(x, cache, scale)
+        return x, cache
+
+
+@distributed(world_size=2)
+def test_an_object_that_is_a_pytree_stays_the_callers_when_inputs_and_outputs_are_cast():
+    reference = CachingNet()
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    model = shard_layers(copy.deepcopy(reference), mp_policy=policy)
+    reference.bfloat16()
+    cache, own_cache = CacheNode(), CacheNode()
+    with torch.no_grad():
+        for scale in torch.ones(3, 1):
+            (x,) = inputs()
+            y, returned = model(x, cache, scale)
+            own, _ = reference(x.bfloat16(), own_cache, scale.bfloat16())
+            assert returned is cache
+            assert torch.equal(y, own.float())
+    assert len(cache.kept) == len(own_cache.kept) == 6
+    assert all(map(torch.equal, cache.kept, own_cache.kept))
+
+
+@dataclasses.dataclass
+class TreeNode:
+    x: torch.Tensor
+    children: list[TreeNode] = dataclasses.field(default_factory=list)
+    parent: TreeNode | None = None
+
+
+class TreeNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, tree: TreeNode) -> torch.Tensor:
+        return self.linear(tree.x + sum(child.x for child in tree.children))
+
+
+@distributed(world_size=2)
+def test_inputs_that_refer_to_themselves_are_cast_once():
+    reference = TreeNet()
+    model = fully_shard(copy.deepcopy(reference), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    (x,) = inputs()
+    tree = TreeNode(x)
+    tree.children = [TreeNode(x, parent=tree), TreeNode(x, parent=tree)]
+    assert torch.equal(model(tree), reference.bfloat16()(TreeNode(x.bfloat16(), [TreeNode(x.bfloat16())] * 2)))
 
 
 @pytest.mark.parametrize("accumulation", ["none", "sync", "no_sync"])

@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compose import RaggedDTensor, distribute_ragged, fully_shard, no_sync
+from fsdp_compose.checkpoint.state_dict import get_model_state_dict
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests import harness
 from tests.harness import distributed
@@ -314,3 +315,97 @@ def train_with_term(
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             assert ours.grad.placements == ours.placements and ours.grad.to_local().shape == ours.to_local().shape
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+class TiedLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.second.weight = self.third.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def shard_whole(model: TiedLinears) -> None:
+    fully_shard(model)
+
+
+def shard_one_apart(model: TiedLinears) -> None:
+    fully_shard(model.second)
+    fully_shard(model)
+
+
+def untie(model: nn.Module, *names: str) -> nn.Parameter:
+    """Assign one new parameter, with the same elements, to these modules."""
+    own = model.get_submodule(names[0]).weight
+    fresh = nn.Parameter(own.detach().clone())
+    for name in names:
+        model.get_submodule(name).weight = fresh
+    return fresh
+
+
+@pytest.mark.parametrize("names", [["first"], ["second"], ["third"], ["second", "third"], ["first", "second", "third"]])
+@pytest.mark.parametrize(("shard", "step"), [(shard_whole, 0), (shard_whole, 2), (shard_one_apart, 2)])
+@distributed(world_size=3)
+def test_weights_untied_after_sharding_train_apart(shard, names, step):
+    reference = TiedLinears()
+    model = copy.deepcopy(reference)
+    shard(model)
+    models = (model, reference)
+    optimizers = [torch.optim.SGD(item.parameters(), 0.1, momentum=0.9) for item in models]
+    for i in range(4):
+        if i == step:
+            for item, optimizer in zip(models, optimizers, strict=True):
+                if item is reference and len(names) == 3:
+                    break  # none is untied: the assigned parameter's elements, and the state of the optimizer, stay
+                fresh = untie(item, *names)
+                if len(names) < 3:
+                    optimizer.add_param_group({"params": [fresh]})
+        x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(i))
+        for item, optimizer, batch in zip(models, optimizers, (local_part(x), x), strict=True):
+            mean_square(item, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tied = [[a.weight is b.weight for a in item.children() for b in item.children()] for item in models]
+        assert tied[0] == tied[1]
+        theirs = dict(reference.named_parameters())
+        ours = dict(model.named_parameters())
+        assert ours.keys() == theirs.keys()
+        for name, param in ours.items():
+            torch.testing.assert_close(param.detach().full_tensor(), theirs[name].detach(), rtol=1e-5, atol=1e-6)
+    saved, expected = get_model_state_dict(model), reference.state_dict()
+    assert saved.keys() == expected.keys()
+    for name, value in saved.items():
+        torch.testing.assert_close(value.full_tensor(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@distributed(world_size=3)
+def test_modules_that_two_groups_exchange_train_on(step):
+    reference = nn.Sequential(Block(), Block())
+    model = copy.deepcopy(reference)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(item.parameters(), 0.1, momentum=0.9) for item in (model, reference)]
+    for i in range(4):
+        if i == step:
+            for a, b in (model, reference):
+                a.up, b.up = b.up, a.up
+        x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(i))
+        for item, optimizer, batch in zip((model, reference), optimizers, (local_part(x), x), strict=True):
+            mean_square(item, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for param, own in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param.detach().full_tensor(), own.detach(), rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import tempfile
 import warnings
@@ -286,6 +287,56 @@ def test_gradient_hooks_fire_once_per_reducing_backward_with_the_sharded_gradien
     seen.clear()
     mean_square(model, local_part(batch(9)).to(kind)).backward()
     assert not seen
+
+
+def _in_place(mask: torch.Tensor, grad: torch.Tensor) -> None:
+    grad.mul_(mask)
+
+
+def _of_the_whole(mask: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return whole * mask
+
+
+MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]] = {
+    "mul": lambda mask, grad: grad * mask,
+    "rmul": lambda mask, grad: mask * grad,
+    "where": lambda mask, grad: torch.where(mask > 0, grad, torch.zeros_like(grad)),
+    "in place": _in_place,
+    "of the whole": _of_the_whole,
+}
+
+
+@pytest.mark.parametrize("way", MASKS)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("is_whole_shape", [True, False])
+@distributed(world_size=3)
+def test_gradient_hooks_may_compute_with_plain_tensors(way, when, is_whole_shape):
+    reference = build()
+    model = copy.deepcopy(reference)
+
+    def add(item: nn.Module) -> None:
+        for param in item.parameters():
+            mask = (torch.arange(param.numel()) % 3 < 2).view(param.shape).float()
+            if param.dim() == 2 and not is_whole_shape:
+                mask = mask[:, :1]
+            param.register_hook(functools.partial(MASKS[way], mask))
+
+    add(reference)
+    if when == "before":
+        add(model)
+    fully_shard(model)
+    if when == "after":
+        add(model)
+    optimizers = [torch.optim.SGD(item.parameters(), 0.1, momentum=0.9) for item in (model, reference)]
+    for step in range(3):
+        rows = batch(step)
+        for item, optimizer, x in zip((model, reference), optimizers, (local_part(rows), rows), strict=True):
+            mean_square(item, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, own in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.detach().full_tensor(), own.detach(), rtol=1e-5, atol=1e-6)
 
 
 @distributed(world_size=2, timeout=60)

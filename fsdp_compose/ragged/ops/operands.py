@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor
 from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, shard_whole
-from ..ownership import OWNER_ATTRIBUTE, describe_owner, note_write_of_all_ranks
+from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedSpec
 
 # ---- Schemas: which arguments an operator writes to, and of what kind they are
@@ -218,7 +218,7 @@ def _refuse_plain_tensors(func: Any, values: Sequence[Any]) -> None:
     if hasattr(source, OWNER_ATTRIBUTE):
         for item in values:
             if isinstance(item, torch.Tensor) and not isinstance(item, DTensor) and item.dim():
-                raise RuntimeError(
+                raise MixedOperandsError(
                     f"{func}: got mixed a torch.Tensor of shape {tuple(item.shape)} and {describe_owner(source)}"
                 )
 
@@ -252,7 +252,7 @@ def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTens
         return scalar_operand(tensor)
     tensor = tensor.plain() if isinstance(tensor, GatheredView) else tensor
     if not isinstance(tensor, DTensor):
-        raise RuntimeError(
+        raise MixedOperandsError(
             f"{func}: got mixed a torch.Tensor of shape {tuple(tensor.shape)} and, of shape {tuple(spec.shape)}, "
             f"{describe_owner(read)}"
         )

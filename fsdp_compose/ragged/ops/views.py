@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import current_graph_task_id, local_tensor, share_versions
 from ..dtensor import RaggedDTensor, gathered, inference_mode_of, make_view, shard_whole
-from ..ownership import OWNER_ATTRIBUTE, describe_owner, note_write_of_all_ranks
+from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedShard, RaggedSpec
 from .operands import Args, GatheredView, Kwargs, map_tensors, replicated, writes_by_index, written
 
@@ -47,7 +47,7 @@ def look_up(func: Any, args: Args, kwargs: Kwargs) -> Any:
     be a sharded parameter."""
     weight, indices = args[:2]
     if hasattr(weight, OWNER_ATTRIBUTE) and not isinstance(indices, DTensor):
-        raise RuntimeError(
+        raise MixedOperandsError(
             f"{func}: got mixed a torch.Tensor of indices of shape {tuple(indices.shape)} and {describe_owner(weight)}"
         )
     return gather_all(func, args, kwargs)
@@ -148,7 +148,7 @@ def _refuse_plain_tensors(func: Any, args: Args, kwargs: Kwargs) -> None:
 
     def check(item: torch.Tensor) -> torch.Tensor:
         if not isinstance(item, DTensor) and item.dim() and (item.is_floating_point() or item.is_complex()):
-            raise RuntimeError(
+            raise MixedOperandsError(
                 f"{func}: got mixed a torch.Tensor of shape {tuple(item.shape)} and "
                 f"{describe_owner(first_ragged((*args, *kwargs.values())))}"
             )
