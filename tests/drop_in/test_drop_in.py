@@ -313,6 +313,66 @@ def test_factors_sums_and_hooks_are_of_one_group(factor):
     torch.testing.assert_close(results["drop_in"], results["FSDP2"], rtol=1e-5, atol=1e-6)
 
 
+def of_param_groups(model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+    """How torchtitan sets it."""
+    for module in model.modules():
+        if isinstance(module, (fsdp.FSDPModule, drop_in.FSDPModule)):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._all_reduce_hook = hook
+
+
+def of_the_only_param_group(model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+    for module in model.modules():
+        if isinstance(module, (fsdp.FSDPModule, drop_in.FSDPModule)):
+            module._get_fsdp_state()._fsdp_param_group._all_reduce_hook = hook
+
+
+def of_all_states(model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+    for state in model._get_fsdp_state()._state_ctx.all_states:
+        state._fsdp_param_group._all_reduce_hook = hook
+
+
+@pytest.mark.parametrize("set_hook", [of_param_groups, of_the_only_param_group, of_all_states])
+@distributed(world_size=4)
+def test_a_hook_set_as_a_private_attribute_averages_over_replicas(set_hook):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results = {}
+    for name, system in SYSTEMS.items():
+        model, calls = shard(system, make_gpt(), mesh=mesh["shard"]), []
+        if set_hook is of_all_states:
+            gpt_loss(model, next(batches(1))).backward()  # FSDP2 lists states from the first forward on
+            model.zero_grad()
+
+        def average(gradient: torch.Tensor, calls: list[int] = calls) -> None:
+            calls.append(1)
+            dist.all_reduce(gradient, group=mesh.get_group("replicate"))
+            gradient.div_(2)
+
+        set_hook(model, average)
+        gpt_loss(model, local_part(next(batches(1)))).backward()
+        assert len(calls) == 1 + len(model.blocks), (name, calls)
+        assert model._get_fsdp_state()._fsdp_param_group._all_reduce_hook is average
+        set_hook(model, None)
+        gpt_loss(model, local_part(next(batches(1)))).backward()
+        assert len(calls) == 1 + len(model.blocks), (name, calls)
+        results[name] = [param.grad.full_tensor() for param in model.parameters()]
+    torch.testing.assert_close(results["drop_in"], results["FSDP2"], rtol=1e-5, atol=1e-6)
+
+
+def test_any_other_private_attribute_cannot_be_set():
+    with fake_process_group():
+        model = shard(drop_in, GPT())
+        state = model._get_fsdp_state()
+        (group,) = state._fsdp_param_groups
+        for item, names in (
+            (state, ("_training_state", "_is_root", "_state_ctx", "_module", "anything")),
+            (group, ("_training_state", "_all_reduce_hook_stream", "_reduce_scatter_comm", "mesh_info", "_module")),
+        ):
+            for name in names:
+                with pytest.raises(AttributeError, match=rf"{name} of FSDP2's ``FSDP(State|ParamGroup)``"):
+                    setattr(item, name, None)
+
+
 @distributed(world_size=2)
 def test_chunks_of_a_loss_gather_the_head_once():
     model, reference = pair(make_gpt())
