@@ -46,7 +46,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info as fsd
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as _shape_and_offset
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.nn.utils.stateless import _functional_call
 from torch.optim.optimizer import _foreach_supported_types as _types_of_optimizers
@@ -311,6 +311,14 @@ def skip_top_frame(function: Callable[..., Any]) -> None:
 def functional_collectives() -> Any:
     """Collectives as operations that return their result, which ``wait_tensor`` waits for: compilers know them."""
     return torch.ops._c10d_functional
+
+
+def compute_local_shape_and_global_offset(
+    shape: tuple[int, ...], mesh: _DeviceMesh, placements: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """torch's function, also inside ``with torch.device("meta")``: it computes with tensors, and reads them."""
+    with torch.device("cpu"):
+        return _shape_and_offset(shape, mesh, placements)
 
 
 class WorkOfGraph(_c10d.Work):

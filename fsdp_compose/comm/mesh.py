@@ -126,7 +126,7 @@ _Joined = weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
 _joined: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joined] = weakref.WeakKeyDictionary()
 
 # All groups of a model share one mesh: making and comparing meshes takes time that grows with the number of ranks.
-_DefaultMeshes = weakref.WeakValueDictionary[tuple[str, tuple[str] | None], DeviceMesh]
+_DefaultMeshes = weakref.WeakValueDictionary[str, DeviceMesh]
 _default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, _DefaultMeshes] = weakref.WeakKeyDictionary()
 
 
@@ -442,17 +442,17 @@ def mesh_of_this_rank(device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(_group_of_this_rank(), device_type, mesh_dim_names=("alone",))
 
 
-def default_mesh(mesh_dim_names: tuple[str] | None = None) -> DeviceMesh:
+def default_mesh() -> DeviceMesh:
     """Return a mesh of all ranks, on the accelerator that the process group serves, else on the CPU."""
     world, device_type = dist.group.WORLD, "cpu"
     assert world is not None, "the caller has checked"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
         device_type = accelerator.type
-    known, key = _default_meshes.setdefault(world, weakref.WeakValueDictionary()), (device_type, mesh_dim_names)
-    mesh = known.get(key)
+    known = _default_meshes.setdefault(world, weakref.WeakValueDictionary())
+    mesh = known.get(device_type)
     if mesh is None:
-        mesh = known[key] = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=mesh_dim_names)
+        mesh = known[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
     return mesh
 
 

@@ -23,18 +23,32 @@ from ..group import BoundToModule, _FSDPState, get_state, states_to_run
 #
 # torch's pipelining (until 2.14) finishes a step through ``_state_ctx.all_states``, ``_fsdp_param_groups``,
 # ``post_backward()`` and ``_root_post_backward_final_callback()``; later versions compare ``_comm_ctx``. verl sets
-# ``_auto_reshard_after_forward`` and ``post_forward_mesh_info``. Any other attribute raises an AttributeError that
-# names it.
+# ``_auto_reshard_after_forward`` and ``post_forward_mesh_info``, torchtitan ``_all_reduce_hook``. Any other attribute
+# raises an AttributeError that names it, when it is read and when it is set.
 
 
-class StateFace:
+class _Face:
+    def __setattr__(self, name: str, value: object) -> None:
+        # Each access makes a new adapter: what it stored would be lost without a word.
+        own = getattr(type(self), name, None)
+        if not isinstance(own, property) or own.fset is None:
+            raise AttributeError(
+                f"fsdp_compose does not have the attribute {name} of {type(self).__doc__} Setting it would have no "
+                "effect: use the public methods of FSDPModule"
+            )
+        own.fset(self, value)
+
+
+class StateFace(_Face):
     """FSDP2's ``FSDPState`` of one sharded module."""
 
+    _module: nn.Module
+    _state: _FSDPState
+
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
         state = get_state(module)
         assert state is not None, "the module is sharded"
-        self._state = state
+        vars(self).update(_module=module, _state=state)
 
     @property
     def _fsdp_param_groups(self) -> list[GroupFace]:
@@ -79,11 +93,14 @@ class StateFace:
         api.reduce_as_set(self._module)
 
 
-class GroupFace:
+class GroupFace(_Face):
     """FSDP2's ``FSDPParamGroup`` of one sharded module."""
 
+    _module: nn.Module
+    _state: _FSDPState
+
     def __init__(self, module: nn.Module, state: _FSDPState) -> None:
-        self._module, self._state = module, state
+        vars(self).update(_module=module, _state=state)
 
     def post_backward(self) -> None:
         """Do nothing: ``_root_post_backward_final_callback()`` follows and reduces all groups."""
@@ -104,6 +121,14 @@ class GroupFace:
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, mesh_info: Any) -> None:
         api.set_reshard_after_forward(self._module, mesh_info is not None, recurse=False)
+
+    @property
+    def _all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        return self._state.options.reduction.hook
+
+    @_all_reduce_hook.setter
+    def _all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        api.set_post_reduction_hook(self._module, hook, recurse=False)
 
 
 # ---- ``FSDPModule``

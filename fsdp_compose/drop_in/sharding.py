@@ -22,7 +22,7 @@ from .._torch import concatenate_meshes, flatten_mesh, local_tensor
 from ..api import check_fully_shard, check_ignored, check_modules
 from ..api import fully_shard as _own
 from ..comm import default_mesh
-from ..flat import Granularity, Granule, as_ours
+from ..flat import Granularity, Granule, as_ours, is_split_evenly
 from ..flat import MixedPrecisionPolicy as _OwnPolicy
 from ..group import get_state
 from ..ragged import RaggedDTensor
@@ -118,7 +118,7 @@ def fully_shard(
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
-        mesh = default_mesh(("fsdp",))
+        mesh = default_mesh()
     options: dict[str, Any] = {"mp_policy": own_policy(mp_policy), "offload_policy": offload_policy}
     with _put_back_on_error(modules):
         is_replicated = False
@@ -229,18 +229,21 @@ def _unsharded_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) 
 
 
 def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Granularity:
-    """Return a granularity with boundaries between rows, or as ``placements`` says."""
+    """Return a granularity with boundaries between rows, or as ``placements`` says, where that is the same on all ranks
+    of a mesh for tensor parallelism."""
 
     def granule(fqn: str, param: nn.Parameter) -> Granule | None:
         wanted = placements.get(param)
         wanted = getattr(wanted, "placement", wanted)
         if wanted is None:
-            return "rows" if prod(param.shape[1:]) <= max(shard_numel, 1) else None
+            return "rows" if prod(param.shape[1:]) <= max(shard_numel, 1) and is_split_evenly(param) else None
         if not isinstance(wanted, Shard) or not -param.ndim <= wanted.dim < param.ndim:
             raise ValueError(
                 f"fully_shard(shard_placement_fn=...): expected Shard(dim) for a dimension of {fqn}, of shape "
                 f"{tuple(param.shape)}, torch's ShardPlacementResult or None, got {wanted!r}"
             )
+        if not is_split_evenly(param):
+            return None
         dim = wanted.dim % param.ndim
         return "rows" if dim == 0 else max(prod(param.shape[dim + 1 :]), 1)
 

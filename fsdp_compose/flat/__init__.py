@@ -95,6 +95,7 @@ from .sharded_param import sharded_param_of as sharded_param_of
 from .sharded_param import take_content as take_content
 from .sharded_param import whole_like_original as whole_like_original
 from .tensor_parallel import TensorParallel as TensorParallel
+from .tensor_parallel import is_split_evenly as is_split_evenly
 from .tensor_parallel import placed as placed
 from .tensor_parallel import refuse_placement as refuse_placement
 from .tensor_parallel import specs_of as specs_of

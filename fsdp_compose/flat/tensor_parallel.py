@@ -101,6 +101,12 @@ def largest_local_shape(spec: DTensorSpec) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def is_split_evenly(param: torch.Tensor) -> bool:
+    """Whether tensor parallelism, if any, gives all ranks equally much of a parameter."""
+    spec = spec_of(param)
+    return spec is None or is_even(spec)
+
+
 def is_even(spec: DTensorSpec) -> bool:
     """Whether all ranks have equally much."""
     sharded = [spec.mesh.size(dim) for dim, item in enumerate(spec.placements) if item.is_shard()]

@@ -252,6 +252,7 @@ class Unsharded:
         never_freed: there is nothing to gather, the unsharded parameters always exist.
         keep: it must not be freed: it never is, or the outputs of the group's module cannot be hooked.
         left_by_forward: a forward (not a prefetch) has left it allocated; the next forward gathers it again.
+        follows_writes: ... but only if the ranks have written to the shards since: a backward was told to leave it.
         flags: the last ``requires_grad`` set on each of ``params``.
         gathered: the state that the last all-gather of shards has read.
         part: the part that may stay when the parameters are freed; ``None`` if none does.
@@ -259,8 +260,8 @@ class Unsharded:
     """
 
     __slots__ = (
-        "_shard", "_source", "_unedited", "dtensors", "dtype", "flags", "gathered", "is_allocated", "keep",
-        "left_by_forward", "memory", "never_freed", "params", "part", "work",
+        "_shard", "_source", "_unedited", "dtensors", "dtype", "flags", "follows_writes", "gathered", "is_allocated",
+        "keep", "left_by_forward", "memory", "never_freed", "params", "part", "work",
     )  # fmt: skip
 
     shows_shards = True  # shards are gathered, possibly cast, so each rank can compare its own with the result
@@ -315,7 +316,7 @@ class Unsharded:
         self.gathered: Gathered = (0, 0, 0)
         self.work: Work | None = None
         self.is_allocated = self.keep = is_allocated
-        self.left_by_forward = False
+        self.left_by_forward = self.follows_writes = False
 
     def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
         """Copy the originals' attributes, which the sharded parameters have, to the parameters."""
@@ -384,9 +385,9 @@ class Unsharded:
         if self.part is not None:
             self.part.drop()
 
-    def be_left(self, is_left: bool) -> None:
+    def be_left(self, is_left: bool, follows_writes: bool = False) -> None:
         """Note that a forward leaves this allocated, or that it was gathered again after one did."""
-        self.left_by_forward = is_left
+        self.left_by_forward, self.follows_writes = is_left, follows_writes
 
     def keep_storage(self, keeps: bool) -> None:
         """Keep the memory while the parameters are sharded, or stop keeping it."""

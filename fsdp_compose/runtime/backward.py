@@ -184,7 +184,7 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
             if handle.unsharded.is_allocated and not (is_inside and stays_unsharded(root, state)):
                 if state.options.is_held or (state.options.keeps_after_backward() and state.backward.was_reached):
                     root.communicator.wait(handle)
-                    handle.unsharded.be_left(not handle.unsharded.never_freed)
+                    handle.unsharded.be_left(not handle.unsharded.never_freed, follows_writes=True)
                 else:
                     root.communicator.reshard(handle)
             if handle.pending_gradients.awaits_publication:

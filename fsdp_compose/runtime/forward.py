@@ -99,7 +99,8 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
             if handle.pending_gradients.accumulation is not None:
                 handle.pending_gradients.accumulation.show()
             if handle.unsharded.is_allocated and not handle.unsharded.never_freed and root.rounds is None:
-                if state.options.follows_writes() and handle.unsharded.left_by_forward and not is_stale(handle):
+                follows = state.options.follows_writes() or handle.unsharded.follows_writes
+                if follows and handle.unsharded.left_by_forward and not is_stale(handle):
                     continue
                 # Its shard may have been changed on some ranks only, or in ways that leave no trace.
                 note_all_gather(root, state, handle)

@@ -30,6 +30,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compose
 from fsdp_compose import drop_in
@@ -160,11 +161,13 @@ def test_what_fsdp_compose_has_sharded_has_no_methods_and_is_no_fsdp_module():
         assert not isinstance(model, drop_in.FSDPModule) and not hasattr(model, "unshard")
 
 
-def test_the_default_mesh_is_named_and_parameters_are_cut_between_rows():
+def test_the_default_mesh_is_that_of_fsdp2_and_parameters_are_cut_between_rows():
     with fake_process_group(world_size=4):
         model = shard(drop_in, GPT(dim=6))
+        theirs = fsdp.fully_shard(nn.Linear(4, 4)).weight.device_mesh
         for name, param in model.named_parameters():
-            assert param.device_mesh.mesh_dim_names == ("fsdp",), name
+            assert param.device_mesh == theirs, name
+            assert param.device_mesh.mesh_dim_names == theirs.mesh_dim_names, name
             assert param.to_local().ndim == param.ndim and param.to_local().shape[1:] == param.shape[1:], name
 
 
@@ -313,6 +316,66 @@ def test_factors_sums_and_hooks_are_of_one_group(factor):
     torch.testing.assert_close(results["drop_in"], results["FSDP2"], rtol=1e-5, atol=1e-6)
 
 
+def of_param_groups(model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+    """How torchtitan sets it."""
+    for module in model.modules():
+        if isinstance(module, (fsdp.FSDPModule, drop_in.FSDPModule)):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._all_reduce_hook = hook
+
+
+def of_the_only_param_group(model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+    for module in model.modules():
+        if isinstance(module, (fsdp.FSDPModule, drop_in.FSDPModule)):
+            module._get_fsdp_state()._fsdp_param_group._all_reduce_hook = hook
+
+
+def of_all_states(model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+    for state in model._get_fsdp_state()._state_ctx.all_states:
+        state._fsdp_param_group._all_reduce_hook = hook
+
+
+@pytest.mark.parametrize("set_hook", [of_param_groups, of_the_only_param_group, of_all_states])
+@distributed(world_size=4)
+def test_a_hook_set_as_a_private_attribute_averages_over_replicas(set_hook):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results = {}
+    for name, system in SYSTEMS.items():
+        model, calls = shard(system, make_gpt(), mesh=mesh["shard"]), []
+        if set_hook is of_all_states:
+            gpt_loss(model, next(batches(1))).backward()  # FSDP2 lists states from the first forward on
+            model.zero_grad()
+
+        def average(gradient: torch.Tensor, calls: list[int] = calls) -> None:
+            calls.append(1)
+            dist.all_reduce(gradient, group=mesh.get_group("replicate"))
+            gradient.div_(2)
+
+        set_hook(model, average)
+        gpt_loss(model, local_part(next(batches(1)))).backward()
+        assert len(calls) == 1 + len(model.blocks), (name, calls)
+        assert model._get_fsdp_state()._fsdp_param_group._all_reduce_hook is average
+        set_hook(model, None)
+        gpt_loss(model, local_part(next(batches(1)))).backward()
+        assert len(calls) == 1 + len(model.blocks), (name, calls)
+        results[name] = [param.grad.full_tensor() for param in model.parameters()]
+    torch.testing.assert_close(results["drop_in"], results["FSDP2"], rtol=1e-5, atol=1e-6)
+
+
+def test_any_other_private_attribute_cannot_be_set():
+    with fake_process_group():
+        model = shard(drop_in, GPT())
+        state = model._get_fsdp_state()
+        (group,) = state._fsdp_param_groups
+        for item, names in (
+            (state, ("_training_state", "_is_root", "_state_ctx", "_module", "anything")),
+            (group, ("_training_state", "_all_reduce_hook_stream", "_reduce_scatter_comm", "mesh_info", "_module")),
+        ):
+            for name in names:
+                with pytest.raises(AttributeError, match=rf"{name} of FSDP2's ``FSDP(State|ParamGroup)``"):
+                    setattr(item, name, None)
+
+
 @distributed(world_size=2)
 def test_chunks_of_a_loss_gather_the_head_once():
     model, reference = pair(make_gpt())
@@ -350,6 +413,54 @@ def test_chunks_of_a_loss_gather_the_head_once():
     torch.testing.assert_close(head.weight.grad.full_tensor(), plain_head.weight.grad, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+ACCUMULATED = {  # reshard_after_forward, microbatches
+    "kept": (False, 4),
+    "kept, two microbatches": (False, 2),
+    "freed after forward": (True, 4),
+}
+
+
+@pytest.mark.parametrize("program", ACCUMULATED)
+@distributed(world_size=2)
+def test_the_last_microbatch_uses_what_earlier_ones_have_gathered(program):
+    reshards, num_parts = ACCUMULATED[program]
+    counts: dict[str, list[int]] = {name: [] for name in SYSTEMS}
+    weights = {}
+    for name, system in SYSTEMS.items():
+        model = shard(system, make_gpt(), reshard_after_forward=reshards)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for batch in batches(3):
+            with Collectives() as collectives:
+                parts = local_part(batch).chunk(num_parts)
+                for part in parts:
+                    model.set_requires_gradient_sync(part is parts[-1])
+                    model.set_reshard_after_backward(part is parts[-1])
+                    (gpt_loss(model, part) / len(parts)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts[name].append(collectives.count["allgather_base"])
+        weights[name] = [param.full_tensor() for param in model.parameters()]
+    assert counts["drop_in"] == counts["FSDP2"]
+    torch.testing.assert_close(weights["drop_in"], weights["FSDP2"], rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_size=2)
+def test_the_last_microbatch_gathers_again_what_was_written_to():
+    model, reference = pair(make_gpt())
+    shard(drop_in, model, reshard_after_forward=False)
+    for step, batch in enumerate(batches(3)):
+        for is_last in (False, True):
+            model.set_reshard_after_backward(is_last)
+            losses = gpt_loss(model, batch), gpt_loss(reference, batch)
+            torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+            for loss in losses:
+                loss.backward()
+            if not is_last:
+                with torch.no_grad():
+                    for param in (*model.parameters(), *reference.parameters()):
+                        param.mul_(1 + 0.1 * step)
 
 
 @distributed(world_size=2)
@@ -535,6 +646,79 @@ def test_data_parallel_dimensions_of_a_whole_mesh(dims):
     reference(x).square().mean().backward()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+UNEVEN = {  # features between two layers, shard_placement_fn
+    "rows by default": (15, None),
+    "rows": (15, lambda param: Shard(0)),
+    "dim 1": (15, lambda param: Shard(param.ndim - 1)),
+    "fewer rows than ranks": (1, lambda param: Shard(0)),
+}
+
+
+@pytest.mark.parametrize("program", UNEVEN)
+@distributed(world_size=4)
+def test_tensor_parallelism_that_splits_unevenly_trains_as_one_process(program):
+    features, placement_fn = UNEVEN[program]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model, reference = pair(nn.Sequential(nn.Linear(6, features), nn.Linear(features, 4)))
+    plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    for module in (*model, model):
+        drop_in.fully_shard(module, mesh=mesh["dp"], shard_placement_fn=placement_fn)
+    optimizers = [torch.optim.AdamW(item.parameters(), 1e-2, eps=1e-3) for item in (model, reference)]
+    for step in range(2):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        model(x.chunk(2)[mesh.get_local_rank("dp")]).square().mean().backward()
+        reference(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+ON_META: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "default mesh": lambda mesh: {},
+    "hybrid": lambda mesh: {"mesh": mesh},
+    "dim 1": lambda mesh: {"shard_placement_fn": second_dim},
+    "tensor parallelism": lambda mesh: {"mesh": mesh["dp"]},
+    "uneven tensor parallelism": lambda mesh: {"mesh": mesh["dp"]},
+    "on a whole mesh": lambda mesh: {"mesh": mesh, "dp_mesh_dims": drop_in.DataParallelMeshDims(shard="dp")},
+}
+
+
+@pytest.mark.parametrize("program", ON_META)
+@distributed(world_size=4)
+def test_a_model_is_sharded_inside_the_meta_device(program):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    options = ON_META[program](mesh)
+    features = 7 if "uneven" in program else 8
+    reference = nn.Sequential(nn.Linear(6, features), nn.Linear(features, 4))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, features), nn.Linear(features, 4))
+        if "tensor" in program:
+            plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], plan)
+        if "dp_mesh_dims" in options:
+            for name, param in [*model.named_parameters()]:
+                place, _, key = name.partition(".")
+                whole = nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate(), Replicate()]))
+                setattr(model[int(place)], key, whole)
+        for module in (*model, model):
+            drop_in.fully_shard(module, **options)
+    assert all(param.is_meta for param in model.parameters())
+    model.to_empty(device="cpu")
+    for seeded in (model, reference):
+        torch.manual_seed(1)
+        for module in seeded:
+            module.reset_parameters()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs[1].detach(), msg=name)
+    if "dp_mesh_dims" not in options:
+        x = torch.randn(8, 6)
+        torch.testing.assert_close(model(x), reference(x), rtol=1e-5, atol=1e-6)
 
 
 def test_dimensions_that_cannot_be_meant_are_refused():

@@ -75,6 +75,15 @@ def test_generation_gives_the_same_logits_on_every_system(tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_replicate_trains_beside_ddp_and_torchs_replicate(tmp_path):
+    (report,) = run("replicate.py", tmp_path).values()
+    assert report["settings"]["processes"] == 2
+    systems = by_system(report)
+    assert systems.keys() == {"DDP", "torch replicate", "fsdp_compose replicate", "fsdp_compose replicate flat"}
+    assert all(row["step_ms"] > 0 for row in systems.values())
+
+
+@pytest.mark.timeout(300)
 def test_weight_sync_gives_the_same_weights_and_sends_fewer_bytes(tmp_path):
     (report,) = run("weight_sync.py", tmp_path).values()
     by_operation = {(row["operation"], row["learning_rate"]): row for row in report["rows"]}
