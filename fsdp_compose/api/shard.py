@@ -59,7 +59,7 @@ from ..group import (
     ties_with_other_groups,
     unsharded_tensors,
 )
-from ..runtime import drive
+from ..runtime import drive, sample_start
 
 # ---- Making a group: check arguments, collect the managed parameters, build flat parameters, install them.
 #
@@ -78,7 +78,10 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     ties = ties_with_other_groups(fqns, ignored)
     data_mesh = data_parallel_mesh(mesh, tensor_meshes(item.parameter for item in managed), options.part_size)
     arguments = data_mesh, options.granularity, options.offload
-    handles = [shard_params(part, *arguments) for part in partition(managed, options)]
+    handles = []
+    for part in partition(managed, options):
+        handles.append(shard_params(part, *arguments))
+        sample_start(part, handles[-1])
 
     def install(state: _FSDPState) -> None:
         state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
