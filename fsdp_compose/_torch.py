@@ -41,6 +41,7 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import _validate_global_plan as plan_errors
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh as _DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import _fully_shard as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info as fsdp2_mesh_info
 from torch.distributed.tensor import DTensor
@@ -80,6 +81,7 @@ __all__ = [
     "concatenate_meshes",
     "contract",
     "current_graph_task_id",
+    "data_parallelism_of_torch",
     "dedup_save_plans",
     "default_store",
     "define_operations",
@@ -675,6 +677,18 @@ def drop_composable_state(module: nn.Module, function: Callable[..., Any]) -> No
     """Remove what ``contract`` has registered for ``function`` on ``module``."""
     composable_states(module).pop(function, None)
     composable_registry(module).pop(function.__name__, None)
+
+
+def data_parallelism_of_torch(module: nn.Module) -> str:
+    """Which of torch's own implementations reduces the gradients below ``module``, because it was applied to this very
+    module; empty if none does."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "DistributedDataParallel"
+    if isinstance(module, FullyShardedDataParallel):
+        return "torch's FullyShardedDataParallel (FSDP1)"
+    if fsdp2.FSDPModule in type(module).__mro__:  # isinstance() asks a metaclass that drop_in.install() may replace
+        return "torch's fully_shard() (FSDP2)"
+    return "torch's replicate()" if "replicate" in composable_registry(module) else ""
 
 
 def wrapped_child(module: nn.Module) -> str | None:
