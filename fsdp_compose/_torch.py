@@ -41,7 +41,6 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import _validate_global_plan as plan_errors
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh as _DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp import _fully_shard as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info as fsdp2_mesh_info
 from torch.distributed.tensor import DTensor
@@ -154,6 +153,7 @@ __all__ = [
     "with_versions",
     "without_modes",
     "wrapped_child",
+    "wrapper_under_construction",
 ]
 
 contract = contract
@@ -684,11 +684,25 @@ def data_parallelism_of_torch(module: nn.Module) -> str:
     module; empty if none does."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return "DistributedDataParallel"
-    if isinstance(module, FullyShardedDataParallel):
+    if isinstance(module, torch.distributed.fsdp.FullyShardedDataParallel):
         return "torch's FullyShardedDataParallel (FSDP1)"
     if fsdp2.FSDPModule in type(module).__mro__:  # isinstance() asks a metaclass that drop_in.install() may replace
         return "torch's fully_shard() (FSDP2)"
     return "torch's replicate()" if "replicate" in composable_registry(module) else ""
+
+
+_WRAPPERS = {
+    cls.__init__.__code__: cls.__name__
+    for cls in (nn.parallel.DistributedDataParallel, torch.distributed.fsdp.FullyShardedDataParallel)
+}
+
+
+def wrapper_under_construction() -> tuple[str, nn.Module] | None:
+    """If the constructor of one of torch's data-parallel wrappers is running: its name, and the module to wrap."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in _WRAPPERS:
+        frame = frame.f_back
+    return None if frame is None else (_WRAPPERS[frame.f_code], frame.f_locals["module"])
 
 
 def wrapped_child(module: nn.Module) -> str | None:

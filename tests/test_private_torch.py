@@ -1614,6 +1614,22 @@ def test_data_parallelism_of_torch():
     assert _torch.data_parallelism_of_torch(nn.Linear(1, 1)) == ""
 
 
+def test_wrapper_under_construction():
+    class Spy(nn.Module):
+        def named_modules(self, *args, **kwargs):
+            seen.append(_torch.wrapper_under_construction())
+            return super().named_modules(*args, **kwargs)
+
+    seen = []
+    inner = Spy()
+    inner.weight = nn.Parameter(torch.ones(1))
+    with fake_process_group():
+        nn.parallel.DistributedDataParallel(inner)
+        torch.distributed.fsdp.FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    assert {("DistributedDataParallel", inner), ("FullyShardedDataParallel", inner)} <= {*seen}
+    assert _torch.wrapper_under_construction() is None
+
+
 def test_wrapped_child():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

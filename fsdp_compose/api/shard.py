@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from .._torch import composable_registry, flatten_mesh
+from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh
 from ..comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
 from ..flat import (
     CPUOffloadPolicy,
@@ -114,9 +114,24 @@ def check_group(
     """Raise the errors that ``make_group`` would raise for these parameters. Changes nothing."""
     label, fqns = _label(modules), group_modules(modules)
     managed = managed_parameters(fqns, ignored, label)
+    _refuse_other_data_parallelism(fqns, managed, "fully_shard" if options.bucket_bytes is None else "replicate")
     _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
     managed = [replace(item, kind=_kind_of(item, options)) for item in managed]
     return _Found(label, fqns, managed, _check_memory(managed, fqns))
+
+
+def _refuse_other_data_parallelism(
+    fqns: dict[nn.Module, str], managed: Sequence[ManagedParameter], caller: str
+) -> None:
+    params = {item.parameter for item in managed}
+    for module, fqn in fqns.items():
+        applied = data_parallelism_of_torch(module)
+        if applied and not params.isdisjoint(module.parameters()):
+            raise ValueError(
+                f"{caller}(): {fqn or 'this'} ({type(module).__name__}) is data parallel already, by {applied}: choose "
+                f"one. Call {caller}() on the module without it (for a wrapper, on the module inside), or pass its "
+                "parameters as ignored_params"
+            )
 
 
 # ---- arguments

@@ -21,7 +21,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compose import (
     MixedPrecisionPolicy,
     RaggedDTensor,
+    drop_in,
     fully_shard,
+    replicate,
     reshard,
     set_requires_gradient_sync,
     set_reshard_after_forward,
@@ -29,7 +31,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_states
-from tests.harness import distributed, fake_process_group
+from tests.harness import distributed, fake_process_group, same_on_every_rank
 
 
 @pytest.fixture
@@ -649,3 +651,63 @@ def test_errors_call_parameters_by_their_names_in_the_model(several):
                 model(torch.ones(2, 4))
             target.weight = old
             model(torch.ones(2, 4)).sum().backward()
+
+
+# ---- torch's own data parallelism, below sharded modules and around them
+
+
+def wrap_in_ddp(module):
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def wrap_in_fsdp1(module):
+    return torch.distributed.fsdp.FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def shard_by_fsdp2(module):
+    return torch.distributed.fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+OF_TORCH = {"DistributedDataParallel": wrap_in_ddp, "FSDP1": wrap_in_fsdp1, "FSDP2": shard_by_fsdp2}
+
+
+@pytest.mark.parametrize("shard", [fully_shard, replicate, drop_in.fully_shard])
+@pytest.mark.parametrize("where", ["the module itself", "below it", "in a list"])
+@pytest.mark.parametrize("name", OF_TORCH)
+@distributed(world_size=2)
+def test_what_torch_makes_data_parallel_is_not_sharded_again(name, where, shard):
+    torch.manual_seed(0)
+    inner = OF_TORCH[name](nn.Linear(4, 4))
+    module = inner if where == "the module itself" else nn.Sequential(nn.Linear(4, 4), inner)
+    before = [*module.parameters()]
+    caller = "replicate" if shard is replicate else "fully_shard"
+    words = "fully_shard" if name == "FSDP2" else name
+    with pytest.raises(ValueError, match=rf"{caller}\(\): .*{words}.*choose one") as error:
+        shard([module] if where == "in a list" else module)
+    same_on_every_rank(str(error.value))
+    assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
+    shard(nn.Sequential(nn.Linear(4, 4)))
+    if where == "below it" and shard is not drop_in.fully_shard:
+        shard(module, ignored_params=inner.parameters())  # which torch then trains
+
+
+@pytest.mark.parametrize("part", ["all", "one layer", "replicated"])
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "FSDP1"])
+@distributed(world_size=2)
+def test_wrappers_of_torch_around_a_sharded_model_are_refused(name, part):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    replicate(model) if part == "replicated" else fully_shard(model if part == "all" else model[1])
+    expected = "1.weight" if part == "one layer" else "0.weight"
+    with pytest.raises(RuntimeError, match=rf"\(\): {expected} of this Sequential is sharded by fsdp_compose.*without"):
+        OF_TORCH[name](model)
+    if part != "one layer":
+        assert_trains(model)
+
+
+@distributed(world_size=2)
+def test_fsdp2_around_a_sharded_layer_is_refused_by_torch():
+    """By errors that torch does not word for it, which docs/limits.md quotes."""
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+    with pytest.raises((TypeError, RuntimeError), match="Invariant encountered|overlapping meshes"):
+        shard_by_fsdp2(model)
