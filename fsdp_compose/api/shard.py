@@ -7,10 +7,10 @@ them."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.nn as nn
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh
+from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh, fsdp2
 from ..comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
 from ..flat import (
     CPUOffloadPolicy,
@@ -284,6 +284,7 @@ def fully_shard(
     strategy: str | Strategy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     optional: bool = False,
+    **others: NoReturn,
 ) -> _M:
     """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
 
@@ -351,17 +352,47 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
     """
+    _refuse_keywords(others)
     arguments = _checked(
         module, mesh, reshard_after_forward, granularity, mp_policy, ignored_params, strategy, offload_policy, optional
     )
     make_group(*arguments)
     drive(arguments[0])
+    _explain_methods(arguments[0])
     return module
+
+
+def _refuse_keywords(others: dict[str, NoReturn]) -> None:
+    for name in others:
+        hint = f": it is FSDP2's, and {_DROP_IN}" if name in inspect.signature(fsdp2.fully_shard).parameters else ""
+        raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}{hint}")
+
+
+_DROP_IN = "fsdp_compose.drop_in.fully_shard() has FSDP2's keywords and methods"
+
+
+def _explain_methods(modules: list[nn.Module]) -> None:
+    """Let the methods of FSDP2 that training loops call say what to do instead. Not all methods: programs ask by
+    ``hasattr(module, "reshard")`` whether there are any."""
+    for module in modules:
+        for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+            if not hasattr(module, name):
+                module.__dict__[name] = _missing_method(type(module).__name__, name)
+
+
+def _missing_method(cls: str, name: str) -> Callable[..., NoReturn]:
+    def missing(*_: Any, **__: Any) -> NoReturn:
+        raise AttributeError(
+            f"{cls!r} object has no attribute {name!r}: fsdp_compose.fully_shard() adds no methods. Call "
+            f"fsdp_compose.{name}(module, ...); or {_DROP_IN}"
+        )
+
+    return missing
 
 
 def check_fully_shard(module: nn.Module | list[nn.Module], **arguments: Any) -> None:
     """Raise the errors that ``fully_shard(module, **arguments)`` would raise. Changes nothing."""
-    defaults = dict.fromkeys(item for item in inspect.signature(fully_shard).parameters if item != "module")
+    defaults = dict.fromkeys(inspect.signature(fully_shard).parameters.keys() - {"module", "others"})
     check_group(*_checked(module, **defaults | arguments))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import time
@@ -711,3 +712,38 @@ def test_fsdp2_around_a_sharded_layer_is_refused_by_torch():
     model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
     with pytest.raises((TypeError, RuntimeError), match="Invariant encountered|overlapping meshes"):
         shard_by_fsdp2(model)
+
+
+# ---- what users of FSDP2 try
+
+
+@pytest.mark.parametrize("name", ["shard_placement_fn", "dp_mesh_dims"])
+def test_keywords_of_fsdp2_name_the_drop_in(name):
+    with fake_process_group(world_size=2):
+        model = nn.Linear(4, 4)
+        with pytest.raises(TypeError, match=rf"{name}'.*FSDP2.*fsdp_compose\.drop_in\.fully_shard\(\)"):
+            fully_shard(model, **{name: None})
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'sharding'$"):
+            fully_shard(model, sharding=None)
+        fully_shard(model)
+
+
+@pytest.mark.parametrize("name", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_methods_of_fsdp2_name_the_function_and_the_drop_in(name):
+    with fake_process_group(world_size=2):
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4))))
+        for module in (model, model[0], copy.deepcopy(model)):
+            with pytest.raises(AttributeError, match=rf"fsdp_compose\.{name}\(module, \.\.\.\).*drop_in\.fully_shard"):
+                getattr(module, name)(False)
+        assert not isinstance(model, drop_in.FSDPModule)
+        like_fsdp2 = drop_in.fully_shard(nn.Linear(4, 4))
+        getattr(like_fsdp2, name)(False)
+
+
+def test_a_method_of_that_name_that_the_module_has_stays():
+    class Own(nn.Linear):
+        def set_requires_gradient_sync(self, flag):
+            return flag
+
+    with fake_process_group(world_size=2):
+        assert fully_shard(Own(4, 4)).set_requires_gradient_sync(3) == 3
