@@ -1181,6 +1181,17 @@ def bare_save(system: System) -> None:
     expect(all(torch.equal(found[name], value) for name, value in reference.state_dict().items()), "other values")
 
 
+@case("ranks that shard one model start from different values (seeds)")
+def different_starts(system: System) -> None:
+    torch.manual_seed(0)
+    reference = Net()
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    shard_layers(system, model)
+    loss_of(model, mine(batch())).backward()
+    expect_equal(model, reference)
+
+
 # ---- running and judging
 
 

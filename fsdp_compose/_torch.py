@@ -80,6 +80,7 @@ __all__ = [
     "concatenate_meshes",
     "contract",
     "current_graph_task_id",
+    "data_parallelism_of_torch",
     "dedup_save_plans",
     "default_store",
     "define_operations",
@@ -152,6 +153,7 @@ __all__ = [
     "with_versions",
     "without_modes",
     "wrapped_child",
+    "wrapper_under_construction",
 ]
 
 contract = contract
@@ -683,6 +685,32 @@ def drop_composable_state(module: nn.Module, function: Callable[..., Any]) -> No
     """Remove what ``contract`` has registered for ``function`` on ``module``."""
     composable_states(module).pop(function, None)
     composable_registry(module).pop(function.__name__, None)
+
+
+def data_parallelism_of_torch(module: nn.Module) -> str:
+    """Which of torch's own implementations reduces the gradients below ``module``, because it was applied to this very
+    module; empty if none does."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "DistributedDataParallel"
+    if isinstance(module, torch.distributed.fsdp.FullyShardedDataParallel):
+        return "torch's FullyShardedDataParallel (FSDP1)"
+    if fsdp2.FSDPModule in type(module).__mro__:  # isinstance() asks a metaclass that drop_in.install() may replace
+        return "torch's fully_shard() (FSDP2)"
+    return "torch's replicate()" if "replicate" in composable_registry(module) else ""
+
+
+_WRAPPERS = {
+    cls.__init__.__code__: cls.__name__
+    for cls in (nn.parallel.DistributedDataParallel, torch.distributed.fsdp.FullyShardedDataParallel)
+}
+
+
+def wrapper_under_construction() -> tuple[str, nn.Module] | None:
+    """If the constructor of one of torch's data-parallel wrappers is running: its name, and the module to wrap."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code not in _WRAPPERS:
+        frame = frame.f_back
+    return None if frame is None else (_WRAPPERS[frame.f_code], frame.f_locals["module"])
 
 
 def wrapped_child(module: nn.Module) -> str | None:

@@ -1598,6 +1598,38 @@ def test_CheckpointWrapper():
     assert type(checkpoint_wrapper(nn.Linear(1, 1))) is _torch.CheckpointWrapper
 
 
+def test_data_parallelism_of_torch():
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    with fake_process_group():
+        applied = {
+            "DistributedDataParallel": nn.parallel.DistributedDataParallel(nn.Linear(1, 1)),
+            "FSDP1": FullyShardedDataParallel(nn.Linear(1, 1), device_id=torch.device("cpu")),
+            "FSDP2": fully_shard(nn.Linear(1, 1)),
+            "replicate": replicate(nn.Linear(1, 1)),
+        }
+        for name, module in applied.items():
+            assert name in _torch.data_parallelism_of_torch(module)
+    assert _torch.data_parallelism_of_torch(nn.Linear(1, 1)) == ""
+
+
+def test_wrapper_under_construction():
+    class Spy(nn.Module):
+        def named_modules(self, *args, **kwargs):
+            seen.append(_torch.wrapper_under_construction())
+            return super().named_modules(*args, **kwargs)
+
+    seen = []
+    inner = Spy()
+    inner.weight = nn.Parameter(torch.ones(1))
+    with fake_process_group():
+        nn.parallel.DistributedDataParallel(inner)
+        torch.distributed.fsdp.FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    assert {("DistributedDataParallel", inner), ("FullyShardedDataParallel", inner)} <= {*seen}
+    assert _torch.wrapper_under_construction() is None
+
+
 def test_wrapped_child():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

@@ -168,7 +168,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
         module: root of the tree to keep.
     """
     # An outer context keeps the others.
-    states = [state for state in _states(module, recurse=True) if not state.options.keeps_unsharded]
+    states = [state for state in _states(module, "keep_unsharded") if not state.options.keeps_unsharded]
     for state in states:
         state.set_options(keeps_unsharded=True)
     try:
@@ -194,7 +194,7 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, 
         requires_gradient_sync: ``True``: reduce; ``False``: accumulate.
         recurse: set it for all groups below ``module``, not only its own.
     """
-    for state in _states(module, recurse):
+    for state in _states(module, "set_requires_gradient_sync", recurse):
         state.set_options(requires_gradient_sync=requires_gradient_sync)
 
 
@@ -204,7 +204,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     Leaving the context restores the flags of all groups below ``module``, also after an exception.
     """
-    with _option_within(module, "requires_gradient_sync", False):
+    with _option_within("no_sync", module, "requires_gradient_sync", False):
         yield
 
 
@@ -275,7 +275,7 @@ def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurs
         is_functional: ``True``: functional mode; ``False``: the default mode.
         recurse: set it for all groups below ``module``, not only its own.
     """
-    for state in _states(module, recurse):
+    for state in _states(module, "set_functional_mode", recurse):
         state.set_options(is_functional=is_functional)
 
 
@@ -291,7 +291,7 @@ def functional_mode(module: nn.Module) -> Iterator[None]:
             (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         (score.mean() + (slope.norm() - 1) ** 2).backward()
     """
-    with _option_within(module, "is_functional", True):
+    with _option_within("functional_mode", module, "is_functional", True):
         yield
 
 
@@ -358,7 +358,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recur
     """
     if factor is not None and not (isinstance(factor, (int, float)) and 0 < factor < float("inf")):
         raise ValueError(f"set_gradient_divide_factor(): expected a positive number or None, got {factor!r}")
-    _set_reduction(module, recurse, divide_factor=factor)
+    _set_reduction("set_gradient_divide_factor", module, recurse, divide_factor=factor)
 
 
 def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True, *, recurse: bool = True) -> None:
@@ -376,7 +376,7 @@ def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True
         TypeError: the flag is not a bool.
     """
     _check_flag("set_force_sum_reduction_for_comms", forces_sum)
-    _set_reduction(module, recurse, forces_sum=forces_sum)
+    _set_reduction("set_force_sum_reduction_for_comms", module, recurse, forces_sum=forces_sum)
 
 
 def set_post_reduction_hook(
@@ -401,7 +401,7 @@ def set_post_reduction_hook(
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"set_post_reduction_hook(): expected a function or None, got {hook!r}")
-    _set_reduction(module, recurse, hook=hook)
+    _set_reduction("set_post_reduction_hook", module, recurse, hook=hook)
 
 
 set_all_reduce_hook = set_post_reduction_hook  # FSDP2's name for it
@@ -456,7 +456,7 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, rec
         TypeError: the flag is not a bool.
     """
     _check_flag("set_requires_all_reduce", requires_all_reduce)
-    for state in _states(module, recurse):
+    for state in _states(module, "set_requires_all_reduce", recurse):
         state.set_options(requires_all_reduce=requires_all_reduce)
 
 
@@ -479,7 +479,7 @@ def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurs
         NotImplementedError: the class of a parameter implements its own all-gather, into memory of its own.
     """
     _check_flag("set_keep_unsharded_storage", keeps_storage)
-    states = _states(module, recurse)
+    states = _states(module, "set_keep_unsharded_storage", recurse)
     for handle in [handle for state in states for handle in state._handles]:
         if keeps_storage and handle.kind.extension is not None:
             raise NotImplementedError(
@@ -497,13 +497,13 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: 
         TypeError: the flag is not a bool.
     """
     _check_flag("set_is_last_backward", is_last_backward)
-    _states(module, recurse)
+    _states(module, "set_is_last_backward", recurse)
 
 
 def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: bool) -> None:
     if not isinstance(value, int):  # a bool is an int
         raise TypeError(f"set_{option}(): expected True, False or a number of ranks, got {value!r}")
-    states = _states(module, recurse)
+    states = _states(module, f"set_{option}", recurse)
     for state in states:
         made_with = state.mesh.part_size
         if not isinstance(value, bool) and value != made_with:
@@ -521,8 +521,8 @@ def _check_flag(call: str, flag: object) -> None:
         raise TypeError(f"{call}(): expected True or False, got {flag!r}")
 
 
-def _set_reduction(module: nn.Module, recurse: bool, **changes: Any) -> None:
-    for state in _states(module, recurse):
+def _set_reduction(call: str, module: nn.Module, recurse: bool, **changes: Any) -> None:
+    for state in _states(module, call, recurse):
         state.set_options(reduction=replace(state.options.reduction, **changes))
 
 
@@ -535,9 +535,9 @@ def _set_prefetch(call: str, option: str, module: nn.Module, modules: Sequence[n
 
 
 @contextmanager
-def _option_within(module: nn.Module, name: str, value: bool) -> Iterator[None]:
+def _option_within(call: str, module: nn.Module, name: str, value: bool) -> Iterator[None]:
     """Set an option of all groups below ``module``, and restore it at the end of the context."""
-    before = [(state, getattr(state.options, name)) for state in _states(module, recurse=True)]
+    before = [(state, getattr(state.options, name)) for state in _states(module, call)]
     try:
         for state, _ in before:
             state.set_options(**{name: value})
@@ -555,14 +555,25 @@ def _own_state(module: nn.Module, call: str) -> _FSDPState:
 
 
 def _roots_of(module: nn.Module) -> list[Root]:
-    states = _states(module, recurse=True)
+    states = _states(module, "reduce_gradients")
     return list(dict.fromkeys(state.root for state in states if state.root is not None))
 
 
-def _states(module: nn.Module, recurse: bool) -> list[_FSDPState]:
-    if recurse:
-        return [state for state, _ in states_to_run(module)]
-    return [_own_state(module, "recurse=False")]
+def _states(module: nn.Module, call: str, recurse: bool = True) -> list[_FSDPState]:
+    """The groups that ``call`` is about.
+
+    Raises:
+        ValueError: there are none, so the call would do nothing.
+    """
+    if not recurse:
+        return [_own_state(module, call)]
+    states = [state for state, _ in states_to_run(module)] if isinstance(module, nn.Module) else []
+    if not states:
+        raise ValueError(
+            f"{call}(): there is no fully_shard group below this {type(module).__name__}: pass a module that "
+            "fully_shard() was called on, or one that contains such modules"
+        )
+    return states
 
 
 # ---- Methods other than ``forward`` that use a sharded module's parameters: ``generate``, ``encode``, ...

@@ -5,32 +5,46 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from ..comm import as_transferable, meet, noticing_loss
-from ..flat import FlatParamHandle, local_elements
+from .._torch import local_tensor
+from ..comm import as_transferable, check_mesh, meet, noticing_loss
+from ..flat import FlatParamHandle, local_elements, plain_tensor
 from ..group import _FSDPState, _get_fsdp_states, widest_mesh
 from ..ragged import note_write_of_all_ranks
 
 
-def broadcast_replicas(module: nn.Module) -> None:
-    """Copy the first replica's sharded parameters below ``module`` to all other replicas.
+def broadcast_replicas(module: nn.Module, *, mesh: DeviceMesh | None = None) -> None:
+    """Copy the first replica's parameters below ``module`` to all other replicas.
 
-    ``fully_shard`` keeps each rank's own values. On a mesh (replicate, shard) the first forward raises if replicas
-    differ, for example because ranks used different seeds. This call does not touch groups without replicas, or
-    buffers: buffers of different ranks are never compared.
+    ``fully_shard`` keeps each rank's own values, and the first forward raises if ranks started from different ones, for
+    example because they used different seeds. Before ``fully_shard`` every rank has a replica of the whole model::
+
+        model = Model()  # different seeds on the ranks
+        broadcast_replicas(model)  # parameters and buffers of the first rank
+        fully_shard(model)
+
+    After ``fully_shard`` it copies the first replica's sharded parameters, on a mesh (replicate, shard). Then it does
+    not touch groups without replicas, or buffers: buffers of different ranks are never compared.
 
     Ranks: all ranks of the meshes together, between iterations; they first wait for each other, for a bounded time.
 
     Args:
         module: root of the tree.
+        mesh: before ``fully_shard``, the data-parallel mesh; default: all ranks.
 
     Raises:
         RuntimeError: a rank did not arrive or has another model; a forward or backward is running.
-        ValueError: parameters are on the meta device, or nothing below ``module`` is sharded.
+        ValueError: parameters are on the meta device; before ``fully_shard``, a parameter is a DTensor and there is no
+            ``mesh``; after it, there is a ``mesh``.
     """
     states = _get_fsdp_states(module)
     if not states:
-        raise ValueError(f"broadcast_replicas(): there is no fully_shard group below this {type(module).__name__}")
+        _broadcast_unsharded(module, mesh)
+        return
+    if mesh is not None:
+        raise ValueError("broadcast_replicas(mesh=...): the model is sharded already, and its groups have meshes")
     for state in states:
         _refuse_running(state)
     handles = [handle for state in states for handle in state._handles if handle.mesh.replicate_group is not None]
@@ -40,13 +54,41 @@ def broadcast_replicas(module: nn.Module) -> None:
                 f"broadcast_replicas(): {handle.names[0]} is on the meta device: call module.to_empty(device=...) and "
                 "initialize it first"
             )
-    mesh = widest_mesh(states)
-    if not handles or not mesh.has_peers:
+    widest = widest_mesh(states)
+    if not handles or not widest.has_peers:
         return
-    _meet(mesh.peers, handles)
-    with torch.no_grad(), noticing_loss(mesh.peers, "broadcast_replicas()"):
+    _meet(widest.peers, ", ".join(f"{handle.names[0]} ({len(handle.fqns)} parameters)" for handle in handles))
+    with torch.no_grad(), noticing_loss(widest.peers, "broadcast_replicas()"):
         for handle in handles:
             _broadcast(handle)
+
+
+def _broadcast_unsharded(module: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Broadcast parameters and buffers over one dimension of the mesh after the other, the innermost first."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            raise ValueError(
+                f"broadcast_replicas(): {name} is on the meta device: call module.to_empty(device=...) and initialize "
+                "it first"
+            )
+        if mesh is None and isinstance(tensor, DTensor):
+            raise ValueError(
+                f"broadcast_replicas(): {name} is a DTensor, whose ranks hold different parts: give the mesh of the "
+                "ranks that hold the same one, mesh=..."
+            )
+    names = ", ".join(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
+    mesh = check_mesh(mesh)
+    with torch.no_grad():
+        for group in (mesh.get_group(dim) for dim in reversed(range(mesh.ndim))):
+            _meet(group, names)
+            with noticing_loss(group, "broadcast_replicas()"):
+                for _, tensor in tensors:
+                    local = local_tensor(tensor) if isinstance(tensor, DTensor) else plain_tensor(tensor)
+                    moved = local.detach().to(mesh.device_type).contiguous()
+                    dist.broadcast(as_transferable(moved), group=group, group_src=0)
+                    if moved.data_ptr() != local.data_ptr():
+                        local.copy_(moved)
 
 
 def _refuse_running(state: _FSDPState) -> None:
@@ -57,9 +99,7 @@ def _refuse_running(state: _FSDPState) -> None:
         )
 
 
-def _meet(peers: dist.ProcessGroup, handles: list[FlatParamHandle]) -> None:
-    names = ", ".join(f"{handle.names[0]} ({len(handle.fqns)} parameters)" for handle in handles)
-
+def _meet(peers: dist.ProcessGroup, names: str) -> None:
     def explain(rank: int, ours: str, theirs: str) -> str:
         return (
             f"broadcast_replicas(): rank 0 has a model with {ours}, rank {rank} one with {theirs}: call it with the "

@@ -7,10 +7,10 @@ them."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.nn as nn
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from .._torch import composable_registry, flatten_mesh
+from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh, fsdp2
 from ..comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
 from ..flat import (
     CPUOffloadPolicy,
@@ -59,7 +59,7 @@ from ..group import (
     ties_with_other_groups,
     unsharded_tensors,
 )
-from ..runtime import drive
+from ..runtime import drive, sample_start
 
 # ---- Making a group: check arguments, collect the managed parameters, build flat parameters, install them.
 #
@@ -78,7 +78,10 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
     ties = ties_with_other_groups(fqns, ignored)
     data_mesh = data_parallel_mesh(mesh, tensor_meshes(item.parameter for item in managed), options.part_size)
     arguments = data_mesh, options.granularity, options.offload
-    handles = [shard_params(part, *arguments) for part in partition(managed, options)]
+    handles = []
+    for part in partition(managed, options):
+        handles.append(shard_params(part, *arguments))
+        sample_start(part, handles[-1])
 
     def install(state: _FSDPState) -> None:
         state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
@@ -111,9 +114,24 @@ def check_group(
     """Raise the errors that ``make_group`` would raise for these parameters. Changes nothing."""
     label, fqns = _label(modules), group_modules(modules)
     managed = managed_parameters(fqns, ignored, label)
+    _refuse_other_data_parallelism(fqns, managed, "fully_shard" if options.bucket_bytes is None else "replicate")
     _check_parameters(managed, mesh, "fully_shard" if options.bucket_bytes is None else "replicate")
     managed = [replace(item, kind=_kind_of(item, options)) for item in managed]
     return _Found(label, fqns, managed, _check_memory(managed, fqns))
+
+
+def _refuse_other_data_parallelism(
+    fqns: dict[nn.Module, str], managed: Sequence[ManagedParameter], caller: str
+) -> None:
+    params = {item.parameter for item in managed}
+    for module, fqn in fqns.items():
+        applied = data_parallelism_of_torch(module)
+        if applied and not params.isdisjoint(module.parameters()):
+            raise ValueError(
+                f"{caller}(): {fqn or 'this'} ({type(module).__name__}) is data parallel already, by {applied}: choose "
+                f"one. Call {caller}() on the module without it (for a wrapper, on the module inside), or pass its "
+                "parameters as ignored_params"
+            )
 
 
 # ---- arguments
@@ -269,6 +287,7 @@ def fully_shard(
     strategy: str | Strategy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     optional: bool = False,
+    **others: NoReturn,
 ) -> _M:
     """Shard the parameters of ``module``, their gradients and their optimizer state over the data-parallel ranks.
 
@@ -336,17 +355,47 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
     """
+    _refuse_keywords(others)
     arguments = _checked(
         module, mesh, reshard_after_forward, granularity, mp_policy, ignored_params, strategy, offload_policy, optional
     )
     make_group(*arguments)
     drive(arguments[0])
+    _explain_methods(arguments[0])
     return module
+
+
+def _refuse_keywords(others: dict[str, NoReturn]) -> None:
+    for name in others:
+        hint = f": it is FSDP2's, and {_DROP_IN}" if name in inspect.signature(fsdp2.fully_shard).parameters else ""
+        raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}{hint}")
+
+
+_DROP_IN = "fsdp_compose.drop_in.fully_shard() has FSDP2's keywords and methods"
+
+
+def _explain_methods(modules: list[nn.Module]) -> None:
+    """Let the methods of FSDP2 that training loops call say what to do instead. Not all methods: programs ask by
+    ``hasattr(module, "reshard")`` whether there are any."""
+    for module in modules:
+        for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+            if not hasattr(module, name):
+                module.__dict__[name] = _missing_method(type(module).__name__, name)
+
+
+def _missing_method(cls: str, name: str) -> Callable[..., NoReturn]:
+    def missing(*_: Any, **__: Any) -> NoReturn:
+        raise AttributeError(
+            f"{cls!r} object has no attribute {name!r}: fsdp_compose.fully_shard() adds no methods. Call "
+            f"fsdp_compose.{name}(module, ...); or {_DROP_IN}"
+        )
+
+    return missing
 
 
 def check_fully_shard(module: nn.Module | list[nn.Module], **arguments: Any) -> None:
     """Raise the errors that ``fully_shard(module, **arguments)`` would raise. Changes nothing."""
-    defaults = dict.fromkeys(item for item in inspect.signature(fully_shard).parameters if item != "module")
+    defaults = dict.fromkeys(inspect.signature(fully_shard).parameters.keys() - {"module", "others"})
     check_group(*_checked(module, **defaults | arguments))
 
 

@@ -33,6 +33,7 @@ from .events import follow_profiler as follow_profiler
 from .events import listen as listen
 from .events import stop_listening as stop_listening
 from .events import watched as watched
+from .extensions import CompositeExtension as CompositeExtension
 from .flat_param import FlatParamHandle as FlatParamHandle
 from .flat_param import add_segment as add_segment
 from .flat_param import check_segments as check_segments
@@ -69,6 +70,7 @@ from .param_kind import Region as Region
 from .param_kind import check_class as check_class
 from .param_kind import expect_gradient as expect_gradient
 from .param_kind import kind_of as kind_of
+from .param_kind import plain_tensor as plain_tensor
 from .param_kind import refuse_shared_memory as refuse_shared_memory
 from .param_kind import regions_of as regions_of
 from .policy import CPUOffloadPolicy as CPUOffloadPolicy

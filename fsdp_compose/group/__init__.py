@@ -71,6 +71,7 @@ from .kept_tensors import tensors_requiring_grad as tensors_requiring_grad
 from .optimizer_steps import after_every_step as after_every_step
 from .optimizer_steps import before_every_step as before_every_step
 from .optimizer_steps import count_steps as count_steps
+from .optimizer_steps import name_ranks as name_ranks
 from .optimizer_steps import raise_different_steps as raise_different_steps
 from .optimizer_steps import steps_to_compare as steps_to_compare
 from .optimizer_steps import steps_were_compared as steps_were_compared

@@ -9,6 +9,8 @@ graph breaks before them, and the arithmetic of the step is compiled by itself."
 
 from __future__ import annotations
 
+import gc
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -16,12 +18,15 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .._torch import data_parallelism_of_torch
 from ..comm import meet
-from ..flat import FLAT_ATTRIBUTE, segment_owners, sharded_param_owners
+from ..flat import FLAT_ATTRIBUTE, SHARDED_PARAM_ATTRIBUTE, segment_owners, sharded_param_owners
 from ..ragged import OWNER_ATTRIBUTE
 from .hook_decorators import never_traced
+from .registry import get_state
 from .state import Root, state_of
 
 _is_compiling = torch.compiler.is_compiling
@@ -98,7 +103,11 @@ def _count(optimizer: Optimizer) -> None:
     for root in {_root_of(group["params"]) for group in optimizer.param_groups}:
         steps = None if root is None else _steps.get(root)
         if steps is not None:
-            number = _numbers.setdefault(optimizer, next(_unused)) if number is None else number
+            if number is None:
+                number = _numbers.get(optimizer)
+                if number is None:
+                    number = _numbers[optimizer] = next(_unused)
+                    _warn_of_unreduced(optimizer)
             steps.total += 1
             steps.recent[number] += 1
 
@@ -112,6 +121,39 @@ def _root_of(params: list[object]) -> Root | None:
             state = state_of(handle)
             return None if state is None else state.root
     return None
+
+
+def _warn_of_unreduced(optimizer: Optimizer) -> None:
+    """Warn, at the first step of ``optimizer``, if some of its parameters belong to groups and others to none. What no
+    group and nothing else reduces drifts apart; usually ``fully_shard(model)`` was forgotten after its blocks."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    stray = {id(param): param for param in params if not _is_managed(param)}
+    if not stray:
+        return
+    names = dict.fromkeys(stray, "")
+    for module in [item for item in gc.get_objects() if issubclass(type(item), nn.Module)]:
+        own = {id(param): name for name, param in module.named_parameters() if id(param) in names}
+        state = get_state(module)
+        if data_parallelism_of_torch(module):
+            names = {key: names[key] for key in names.keys() - own.keys()}
+        elif state is not None:
+            names = {key: names[key] for key in names.keys() - {id(param) for param in state.ignored}}
+        names |= {key: name for key, name in own.items() if key in names and len(name) > len(names[key])}
+    if names:
+        listed = [names[key] or f"one of shape {tuple(stray[key].shape)}" for key in stray if key in names]
+        more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+        warnings.warn(
+            f"the {type(optimizer).__name__} trains parameters of fully_shard groups, and {len(listed)} trainable "
+            f"parameter(s) of no group, whose gradients are not reduced, so the ranks train them apart: "
+            f"{', '.join(listed[:5])}{more}. Call fully_shard() on the model too, after its blocks; or pass them as "
+            "ignored_params if you reduce their gradients yourself",
+            stacklevel=3,
+        )
+
+
+def _is_managed(param: torch.Tensor) -> bool:
+    is_replaced = SHARDED_PARAM_ATTRIBUTE in param.__dict__
+    return is_replaced or id(param) in sharded_param_owners or id(param) in segment_owners
 
 
 def num_steps(root: Root) -> int | None:

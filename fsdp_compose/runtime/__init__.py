@@ -43,3 +43,4 @@ from .hooks import post_forward as post_forward
 from .hooks import pre_forward as pre_forward
 from .optional import serve_peers as serve_peers
 from .optional import unshard_in_rounds as unshard_in_rounds
+from .start_values import sample_start as sample_start

@@ -68,6 +68,7 @@ from .backward import watch_buckets
 from .group_ops import follow_requires_grad
 from .optional import check_optional, rounds_of, serve_beside_others
 from .recovery import recover
+from .start_values import compare_starts
 
 # ---- Check that the gradients of all groups below one root are averaged over the same ranks
 #
@@ -532,6 +533,7 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     model = ""
     if mesh.has_peers:
         model = _meet_first_forward(order, mesh, state, states, moves)
+        compare_starts(mesh, [item for item in states if item.root is None])
     apply_moves(moves)
     _call_parameters(found, (part.module for part in roots))
     handles = [handle for item in states for handle in item._handles]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import time
@@ -21,7 +22,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compose import (
     MixedPrecisionPolicy,
     RaggedDTensor,
+    drop_in,
     fully_shard,
+    replicate,
     reshard,
     set_requires_gradient_sync,
     set_reshard_after_forward,
@@ -29,7 +32,7 @@ from fsdp_compose import (
 )
 from fsdp_compose.comm.store import TIMEOUT_ENV
 from fsdp_compose.group.registry import _get_fsdp_states
-from tests.harness import distributed, fake_process_group
+from tests.harness import distributed, fake_process_group, same_on_every_rank
 
 
 @pytest.fixture
@@ -592,6 +595,7 @@ def test_ranks_with_different_models(difference, odd_rank):
     message = error_of(model, torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32)
     for word in ("different models", "rank 0", rf"rank {odd_rank or 1}", "same", *words):
         assert re.search(word, message), f"no {word!r} in: {message}"
+    torch.manual_seed(0)
     assert_trains(shard_two(two_layers()))
 
 
@@ -631,6 +635,7 @@ def test_rank_that_comes_with_another_model_after_an_absence():
         with rendezvous_timeout(1), pytest.raises(RuntimeError, match="did not arrive"):
             fully_shard(nn.Linear(4, 4 if rank == 0 else 6))(torch.ones(2, 4))
     dist.barrier()
+    torch.manual_seed(0)
     with rendezvous_timeout(20):
         assert_trains(fully_shard(nn.Linear(4, 4)))
 
@@ -656,3 +661,98 @@ def test_errors_call_parameters_by_their_names_in_the_model(several):
                 model(torch.ones(2, 4))
             target.weight = old
             model(torch.ones(2, 4)).sum().backward()
+
+
+# ---- torch's own data parallelism, below sharded modules and around them
+
+
+def wrap_in_ddp(module):
+    return nn.parallel.DistributedDataParallel(module)
+
+
+def wrap_in_fsdp1(module):
+    return torch.distributed.fsdp.FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def shard_by_fsdp2(module):
+    return torch.distributed.fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+OF_TORCH = {"DistributedDataParallel": wrap_in_ddp, "FSDP1": wrap_in_fsdp1, "FSDP2": shard_by_fsdp2}
+
+
+@pytest.mark.parametrize("shard", [fully_shard, replicate, drop_in.fully_shard])
+@pytest.mark.parametrize("where", ["the module itself", "below it", "in a list"])
+@pytest.mark.parametrize("name", OF_TORCH)
+@distributed(world_size=2)
+def test_what_torch_makes_data_parallel_is_not_sharded_again(name, where, shard):
+    torch.manual_seed(0)
+    inner = OF_TORCH[name](nn.Linear(4, 4))
+    module = inner if where == "the module itself" else nn.Sequential(nn.Linear(4, 4), inner)
+    before = [*module.parameters()]
+    caller = "replicate" if shard is replicate else "fully_shard"
+    words = "fully_shard" if name == "FSDP2" else name
+    with pytest.raises(ValueError, match=rf"{caller}\(\): .*{words}.*choose one") as error:
+        shard([module] if where == "in a list" else module)
+    same_on_every_rank(str(error.value))
+    assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
+    shard(nn.Sequential(nn.Linear(4, 4)))
+    if where == "below it" and shard is not drop_in.fully_shard:
+        shard(module, ignored_params=inner.parameters())  # which torch then trains
+
+
+@pytest.mark.parametrize("part", ["all", "one layer", "replicated"])
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "FSDP1"])
+@distributed(world_size=2)
+def test_wrappers_of_torch_around_a_sharded_model_are_refused(name, part):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    replicate(model) if part == "replicated" else fully_shard(model if part == "all" else model[1])
+    expected = "1.weight" if part == "one layer" else "0.weight"
+    with pytest.raises(RuntimeError, match=rf"\(\): {expected} of this Sequential is sharded by fsdp_compose.*without"):
+        OF_TORCH[name](model)
+    if part != "one layer":
+        assert_trains(model)
+
+
+@distributed(world_size=2)
+def test_fsdp2_around_a_sharded_layer_is_refused_by_torch():
+    """By errors that torch does not word for it, which docs/limits.md quotes."""
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4))
+    with pytest.raises((TypeError, RuntimeError), match="Invariant encountered|overlapping meshes"):
+        shard_by_fsdp2(model)
+
+
+# ---- what users of FSDP2 try
+
+
+@pytest.mark.parametrize("name", ["shard_placement_fn", "dp_mesh_dims"])
+def test_keywords_of_fsdp2_name_the_drop_in(name):
+    with fake_process_group(world_size=2):
+        model = nn.Linear(4, 4)
+        with pytest.raises(TypeError, match=rf"{name}'.*FSDP2.*fsdp_compose\.drop_in\.fully_shard\(\)"):
+            fully_shard(model, **{name: None})
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'sharding'$"):
+            fully_shard(model, sharding=None)
+        fully_shard(model)
+
+
+@pytest.mark.parametrize("name", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_methods_of_fsdp2_name_the_function_and_the_drop_in(name):
+    with fake_process_group(world_size=2):
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4))))
+        for module in (model, model[0], copy.deepcopy(model)):
+            with pytest.raises(AttributeError, match=rf"fsdp_compose\.{name}\(module, \.\.\.\).*drop_in\.fully_shard"):
+                getattr(module, name)(False)
+        assert not isinstance(model, drop_in.FSDPModule)
+        like_fsdp2 = drop_in.fully_shard(nn.Linear(4, 4))
+        getattr(like_fsdp2, name)(False)
+
+
+def test_a_method_of_that_name_that_the_module_has_stays():
+    class Own(nn.Linear):
+        def set_requires_gradient_sync(self, flag):
+            return flag
+
+    with fake_process_group(world_size=2):
+        assert fully_shard(Own(4, 4)).set_requires_gradient_sync(3) == 3

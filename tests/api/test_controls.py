@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+import fsdp_compose
 from fsdp_compose import (
     fully_shard,
     functional_mode,
@@ -29,7 +30,7 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.group.registry import _get_fsdp_handles, get_state
-from tests.harness import distributed
+from tests.harness import distributed, fake_process_group
 from tests.internals import Collectives, all_unsharded_bytes
 from tests.models import Net, inputs, shard_layers
 from tests.training import Twins, local_part, mean_square, plain_sgd
@@ -345,3 +346,61 @@ def test_memory_of_unsharded_parameters_stays_where_it_is(copied):
     assert all_unsharded_bytes(model) == 0
     with pytest.raises(TypeError, match="expected True or False"):
         set_keep_unsharded_storage(model, 1)
+
+
+# ---- controls of what is not sharded
+
+VALUES = {
+    "set_requires_gradient_sync": False,
+    "set_functional_mode": True,
+    "set_reshard_after_forward": True,
+    "set_reshard_after_backward": True,
+    "set_gradient_divide_factor": 2.0,
+    "set_force_sum_reduction_for_comms": True,
+    "set_post_reduction_hook": None,
+    "set_all_reduce_hook": None,
+    "set_requires_all_reduce": False,
+    "set_keep_unsharded_storage": True,
+    "set_is_last_backward": True,
+}
+OF_ONE_MODULE = {
+    "set_modules_to_forward_prefetch": [],
+    "set_modules_to_backward_prefetch": [],
+}
+CONTEXTS = ("no_sync", "keep_unsharded", "functional_mode")
+CALLS = ("reduce_gradients", "unshard", "reshard", "sync_optional_groups")
+UNSHARDED = {
+    "unsharded": lambda: nn.Sequential(nn.Linear(2, 2)),
+    "inside a group": lambda: fully_shard(nn.Sequential(nn.Linear(2, 2)))[0],
+    "no module": lambda: 42,
+}
+
+
+def call(name: str, module: Any) -> None:
+    control = getattr(fsdp_compose, name)
+    if name in CONTEXTS:
+        with control(module):
+            pass
+    elif name in CALLS:
+        control(module)
+    else:
+        control(module, {**VALUES, **OF_ONE_MODULE}[name])
+
+
+@pytest.mark.parametrize("target", UNSHARDED)
+@pytest.mark.parametrize("name", [*VALUES, *OF_ONE_MODULE, *CONTEXTS, *CALLS])
+def test_a_control_of_what_is_not_sharded_raises(name, target):
+    with fake_process_group(world_size=2):
+        module = UNSHARDED[target]()
+        own = "set_post_reduction_hook" if name == "set_all_reduce_hook" else name
+        message = rf"{own}\(\): (there is no fully_shard group below|fully_shard\(\) was not called on) this "
+        with pytest.raises(ValueError, match=message + type(module).__name__):
+            call(name, module)
+        for flag in (True, False) if name in VALUES else ():
+            with pytest.raises(ValueError, match=rf"{own}\(\): .* this {type(module).__name__}"):
+                getattr(fsdp_compose, name)(module, VALUES[name], recurse=flag)
+
+
+def test_the_list_of_controls_above_is_complete():
+    known = {*VALUES, *OF_ONE_MODULE}
+    assert {name for name in fsdp_compose.__all__ if name.startswith("set_")} == known

@@ -295,9 +295,9 @@ def test_one_shard_gives_the_bits_of_ddp(world_size):
 @distributed(world_size=4)
 def test_replicas_that_differ_are_named_and_can_be_made_equal(shape):
     for change in ("seeds", "one element", "the order of elements"):
-        torch.manual_seed(dist.get_rank() if change == "seeds" else 0)
+        torch.manual_seed(dist.get_rank() // shape[1] if change == "seeds" else 0)
         model = GPT(layers=1)
-        if dist.get_rank() == 3 and change != "seeds":
+        if dist.get_rank() // shape[1] == shape[0] - 1 and change != "seeds":
             with torch.no_grad():
                 weight = model.blocks[0].up.weight
                 weight.copy_(weight.flip(0) if change == "the order of elements" else weight.clone())
@@ -307,11 +307,11 @@ def test_replicas_that_differ_are_named_and_can_be_made_equal(shape):
         with pytest.raises(RuntimeError, match=r"has different elements on ranks \d and \d, which hold") as error:
             model(ids)
         text = same_on_every_rank(str(error.value))
-        assert change == "seeds" or re.search(r"blocks\.0\.up\.weight .*ranks \d and 3", text), text
+        assert change == "seeds" or re.search(r"blocks\.0\.up\.weight .*ranks \d and [23]", text), text
         broadcast_replicas(model)
         outputs = [torch.empty_like(model(ids)) for _ in range(4)]
         dist.all_gather(outputs, model(ids).detach())
-        assert all(torch.equal(outputs[0], other) for other in outputs) or (shape != (4, 1) and change == "seeds")
+        assert all(torch.equal(outputs[0], other) for other in outputs)
 
 
 @over((2, 2))
@@ -355,8 +355,6 @@ def test_broadcast_replicas_takes_what_was_loaded_or_moved_since(shape):
     broadcast_replicas(model)
     model(next(batches(1))[:, :-1])
     assert all(bool((param.full_tensor() == 1).all()) for param in model.parameters())
-    with pytest.raises(ValueError, match="no fully_shard group"):
-        broadcast_replicas(nn.Linear(2, 2))
 
 
 # ---- meshes

@@ -13,9 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_compose import flat_parameters, fully_shard, functional_mode
+from fsdp_compose import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    broadcast_replicas,
+    drop_in,
+    flat_parameters,
+    fully_shard,
+    functional_mode,
+)
 from fsdp_compose._torch import close_gloo_connections
+from fsdp_compose.checkpoint import StateDictOptions, set_model_state_dict
 from fsdp_compose.comm import store
 from fsdp_compose.comm.store import DEBUG_ENV, TIMEOUT_ENV
 from fsdp_compose.group.registry import get_state
@@ -303,3 +314,124 @@ def test_a_step_of_a_model_of_one_rank_alone_is_of_no_concern():
         if dist.get_rank():
             other(torch.ones(1, 2)).sum().backward()
             torch.optim.SGD(other.parameters(), 0.1).step()
+
+
+# ---- ranks that start from different values
+
+
+class Vocabulary(nn.Module):
+    """Parameters of several kinds: long, short, frozen, in another dtype, not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1000, 6)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6, bias=False))
+        self.body[0].weight.requires_grad_(False)
+        self.body[2].weight = nn.Parameter(torch.randn(6, 6).t())
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+        self.register_buffer("offset", torch.randn(6))
+
+    def forward(self, ids):
+        return self.body(self.embed(ids)) * self.scale + self.offset
+
+
+IDS = torch.arange(12)
+STARTED_DIFFERENTLY = r"first forward: when fully_shard\(\) was called, {} had other values on {} than on {}"
+OPTIONS = {"plain": {}, "low": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, "host": {}, "whole": {}}
+OPTIONS["host"]["offload_policy"] = CPUOffloadPolicy()
+OPTIONS["whole"]["granularity"] = lambda *_: "whole"
+
+
+def shard_vocabulary(model, options="plain", mesh=None):
+    fully_shard(model.body, mesh=mesh, **OPTIONS[options])
+    return fully_shard(model, mesh=mesh, **OPTIONS[options])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["embed.weight", "body.0.weight", "body.0.bias", "body.2.weight", "scale"])
+@distributed(world_size=3)
+def test_a_parameter_that_starts_differently_on_one_rank_is_named_on_all(name, options):
+    torch.manual_seed(0)
+    model = Vocabulary()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.get_parameter(name)[-1] += 1
+    shard_vocabulary(model, options)
+    for _ in range(2):  # the next forward says it again
+        with pytest.raises(RuntimeError, match=STARTED_DIFFERENTLY.format(name, "rank 1", "ranks 0, 2")) as error:
+            model(IDS)
+        same_on_every_rank(str(error.value))
+
+
+@pytest.mark.parametrize("shard", [fully_shard, drop_in.fully_shard])
+@distributed(world_size=2)
+def test_other_seeds_are_an_error_that_says_how_many_parameters_differ(shard):
+    torch.manual_seed(dist.get_rank())
+    model = shard(Vocabulary())
+    with pytest.raises(RuntimeError, match=r"embed\.weight had other values.*\(4 parameters differ in all\)"):
+        model(IDS)
+
+
+@distributed(world_size=4)
+def test_ranks_of_one_shard_group_that_started_differently_are_named_where_there_are_replicas():
+    torch.manual_seed(dist.get_rank() == 3)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard_vocabulary(Vocabulary(), mesh=mesh)
+    with pytest.raises(RuntimeError, match=STARTED_DIFFERENTLY.format(r"embed\.weight", "rank 3", "rank 2")):
+        model(IDS)
+
+
+def start_from(way):
+    """A sharded model whose ranks began with different values, or had none, and the values that it has now."""
+    torch.manual_seed(0)
+    right = Vocabulary()
+    torch.manual_seed(dist.get_rank())
+    if way == "meta":
+        with torch.device("meta"):
+            model = shard_vocabulary(Vocabulary())
+        model.to_empty(device="cpu")
+        model.offset.copy_(right.offset)
+    else:
+        model = Vocabulary()
+        if way == "broadcast":
+            broadcast_replicas(model)
+        shard_vocabulary(model)
+    if way == "broadcast":
+        return model, right
+    state = right.state_dict() if dist.get_rank() == 0 or way != "first rank's" else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "first rank's")
+    set_model_state_dict(model, state, options=options)
+    return model, right
+
+
+@pytest.mark.parametrize("way", ["broadcast", "loaded", "first rank's", "meta"])
+@distributed(world_size=3)
+def test_values_that_all_ranks_get_before_the_first_forward_are_right(way):
+    model, right = start_from(way)
+    torch.testing.assert_close(model(IDS), right(IDS))  # no bits: sharded, the transposed weight is contiguous
+    for (name, param), expected in zip(model.named_parameters(), right.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected), name
+
+
+@distributed(world_size=2)
+def test_whoever_wants_a_mixture_turns_the_comparison_off():
+    torch.manual_seed(dist.get_rank())
+    with environment(FSDP_COMPOSE_COMPARE_STARTS="0"):
+        model = shard_vocabulary(Vocabulary())
+        model(IDS).sum().backward()
+    assert model.embed.weight.grad is not None
+
+
+@distributed(world_size=2)
+def test_broadcast_before_sharding_refuses_what_it_cannot_make_equal():
+    with torch.device("meta"), pytest.raises(ValueError, match="weight is on the meta device: call module.to_empty"):
+        broadcast_replicas(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="call it with the same model on every rank"):
+        broadcast_replicas(nn.Linear(2, 2 + dist.get_rank()))
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="weight is a DTensor, whose ranks hold different parts: give the mesh"):
+        broadcast_replicas(model)
+    with pytest.raises(ValueError, match="the model is sharded already"):
+        broadcast_replicas(fully_shard(nn.Linear(2, 2)), mesh=mesh)

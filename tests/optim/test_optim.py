@@ -28,6 +28,7 @@ from fsdp_compose import (
     flat_parameters,
     fully_shard,
     no_sync,
+    replicate,
 )
 from fsdp_compose.group.registry import _get_fsdp_handles
 from fsdp_compose.optim import clip_grad
@@ -884,3 +885,80 @@ def test_checkpoints_are_those_of_the_sharded_parameters():
         backward(item, mine(1))
         optimizer.step()
     assert_same_parameters(other, model, tolerance=0)
+
+
+# ---- parameters of no group in an optimizer of groups
+
+
+class Forgetful(nn.Module):
+    def __init__(self, freezes=False):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(4))
+        if freezes:
+            self.embed.requires_grad_(False)
+            self.scale.requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x * self.scale
+
+
+def shard_without_root(model, way):
+    ignored = {model.scale, model.embed.weight} if way == "ignored" else None
+    for i, block in enumerate(model.blocks):
+        if way == "replicated" and i:
+            replicate(block)
+        else:
+            fully_shard(block, ignored_params=ignored)
+    if way == "with root":
+        fully_shard(model)
+    return model
+
+
+def warnings_of_two_steps(model, optimizer):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.arange(8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(item.message) for item in caught if "of no group" in str(item.message)]
+
+
+@pytest.mark.parametrize("way", ["sharded", "replicated", "flat views", "parameter groups", "in a wrapper"])
+@distributed(world_size=2)
+def test_a_forgotten_root_is_told_once_at_the_first_step_of_an_optimizer(way):
+    torch.manual_seed(0)
+    model = shard_without_root(Forgetful(), way)
+    wrapper = nn.ModuleDict({"model": model})
+    params = flat_parameters(model) if way == "flat views" else [*model.parameters()]
+    if way == "parameter groups":
+        params = [{"params": [param], "lr": 0.1} for param in params]
+    (text,) = warnings_of_two_steps(model, torch.optim.AdamW(params))
+    assert "the AdamW trains parameters of fully_shard groups, and 2 trainable parameter(s) of no group" in text
+    assert "model.embed.weight" in text and "model.scale" in text and "Call fully_shard() on the model too" in text, (
+        text
+    )
+    (again,) = warnings_of_two_steps(model, torch.optim.SGD(params, 0.1))
+    assert "the SGD" in again
+    del wrapper
+
+
+@pytest.mark.parametrize("way", ["with root", "ignored", "frozen"])
+@distributed(world_size=2)
+def test_nothing_is_told_where_every_parameter_is_reduced_or_meant(way):
+    torch.manual_seed(0)
+    model = shard_without_root(Forgetful(freezes=way == "frozen"), way)
+    assert not warnings_of_two_steps(model, torch.optim.AdamW(model.parameters()))
+
+
+@distributed(world_size=2)
+def test_nothing_is_told_of_a_model_that_ddp_reduces():
+    torch.manual_seed(0)
+    generator, critic = fully_shard(nn.Linear(4, 4)), nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    both = nn.Sequential(nn.Embedding(8, 4).requires_grad_(False), generator, critic)
+    assert not warnings_of_two_steps(both, torch.optim.SGD(both.parameters(), 0.1))

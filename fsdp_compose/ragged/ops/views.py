@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..._torch import current_graph_task_id, local_tensor, share_versions
+from ..._torch import current_graph_task_id, local_tensor, share_versions, wrapper_under_construction
 from ..dtensor import RaggedDTensor, gathered, inference_mode_of, make_view, shard_whole
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedShard, RaggedSpec
@@ -32,6 +32,7 @@ _aten = torch.ops.aten
 def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run the operation on the whole tensors; tensors in its result are replicated."""
     refuse_collectives(func)
+    _refuse_wrappers()
     targets = written(func, args, kwargs)
     if targets:
         return write_through(func, args, kwargs)
@@ -140,6 +141,20 @@ def refuse_collectives(func: Any) -> None:
     """Refuse a collective: on whole copies it would be wrong for all of them."""
     if "c10d" in func.namespace:
         raise NotImplementedError(f"{func} of a sharded tensor: call the collective on its to_local()")
+
+
+def _refuse_wrappers() -> None:
+    """Raise if a data-parallel wrapper is being put around a sharded model: it flattens the parameters first."""
+    found = wrapper_under_construction()
+    if found is not None:
+        wrapper, module = found
+        fqns = [fqn for fqn, param in module.named_parameters() if isinstance(param, RaggedDTensor)]
+        raise RuntimeError(
+            f"{wrapper}(): {', '.join(fqns[:1]) or 'a parameter'} of this {type(module).__name__} is sharded by "
+            "fsdp_compose, which reduces its gradients already: use the model without the wrapper. To replicate over "
+            "more ranks, call fully_shard() with a mesh (replicate, shard); for parts that should stay whole, use "
+            "replicate()"
+        )
 
 
 def _refuse_plain_tensors(func: Any, args: Args, kwargs: Kwargs) -> None:
