@@ -63,6 +63,21 @@ def group_of_values(values: Any) -> dist.ProcessGroup | None:
     return leaves[0].device_mesh.get_group() if len(groups) == 1 and groups != {""} else dist.group.WORLD
 
 
+def lost_ranks(values: Any) -> str:
+    """Explain that the process group is gone whose ranks share ``values``: a rank alone would save its own elements as
+    the whole. Empty if there is one, or if nothing is sharded."""
+    if dist.is_initialized():
+        return ""
+    for path, leaf in leaves_of(values):
+        if isinstance(leaf, DTensor) and leaf.device_mesh.size() > 1:
+            return (
+                f"{'.'.join(map(str, path))} is sharded over {leaf.device_mesh.size()} ranks, but there is no process "
+                "group any more, and this rank has only its own part. Call it before destroy_process_group(), on "
+                "every rank"
+            )
+    return ""
+
+
 def has_peers(group: dist.ProcessGroup | None) -> bool:
     return group is not None and group.size() > 1
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -297,6 +298,7 @@ def _checked(metadata: Any) -> Metadata:
         if isinstance(entry, TensorStorageMetadata):
             _require(isinstance(getattr(entry.properties, "dtype", None), torch.dtype), f"{key} has no dtype")
             _require(_are_sizes(entry.size) and all(_is_chunk(chunk) for chunk in entry.chunks), f"{key} has no size")
+            _require_whole(key, entry)
         else:
             _require(isinstance(entry, BytesStorageMetadata), f"{key} is neither a tensor nor a value")
     for key, path in dict(metadata.planner_data or {}).items():
@@ -311,6 +313,20 @@ def _checked(metadata: Any) -> Metadata:
         # A key that equals torch's own.
         metadata.storage_data[MetadataIndex(index.fqn, index.offset, index.index)] = info
     return metadata
+
+
+def _require_whole(key: str, entry: TensorStorageMetadata) -> None:
+    """Raise ValueError unless the parts of a tensor add up to it: a rank that saves alone writes only its own. torch
+    refuses to save parts that overlap, so comparing numbers of elements is enough."""
+    size = tuple(entry.size)
+    chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}
+    for offsets, sizes in chunks:
+        fits = len(offsets) == len(sizes) == len(size) and all(
+            start + length <= limit for start, length, limit in zip(offsets, sizes, size)
+        )
+        _require(fits, f"a part of {key} is not in the tensor of shape {size}")
+    saved, needed = sum(math.prod(sizes) for _, sizes in chunks), math.prod(size)
+    _require(saved == needed, f"{saved} of the {needed} elements of {key} were saved")
 
 
 def _require(holds: bool, problem: str) -> None:

@@ -21,7 +21,7 @@ import torch.nn as nn
 
 from ..flat import local_of
 from ..ragged import CompositeDTensor, RaggedDTensor
-from .agreement import agree, attempt, group_of, is_first, list_problems, or_problem, problem_text
+from .agreement import agree, attempt, group_of, is_first, list_problems, lost_ranks, or_problem, problem_text
 from .folders import abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
 from .fqns import ModelNames
 from .gathering import gather_values
@@ -87,6 +87,7 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
     group = group_of(names)
     importlib.import_module("safetensors.torch")  # assumed to be missing on all ranks or on none
     tensors, unfit = attempt(_tensors, names)
+    unfit = unfit or lost_ranks(tensors)
     token = new_token()  # only the first rank uses its token: no other rank writes
     if is_first(group) and not unfit:
         unfit = or_problem(begin_folder, folder, token)

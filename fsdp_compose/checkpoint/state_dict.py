@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from .._torch import group_device_types, versions_of, with_versions
-from .agreement import agree, attempt, group_of, group_of_values, has_peers, is_true_on_any, problem_text
+from .agreement import agree, attempt, group_of, group_of_values, has_peers, is_true_on_any, lost_ranks, problem_text
 from .fqns import ModelNames, patch_method
 from .gathering import facts_of, key_text
 from .model_state import (
@@ -73,6 +73,7 @@ def get(
             facts = [repr(options), *names.parameters]
             if chosen is not None:
                 facts += facts_of(chosen[0].values) + facts_of(chosen[1].values)
+                problem = lost_ranks({key_text(key): value for part in chosen for key, value in part.values.items()})
             agree(group_of(names) if options.full_state_dict else None, call, facts, problem)
         assert chosen is not None
         model_state = get_model_state(names, chosen[0], options) if with_model else {}

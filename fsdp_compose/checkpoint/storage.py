@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._import_checks import is_untested
 from ..comm import noticing_loss
-from .agreement import agree, attempt, has_peers, or_problem, problem_text, tell_and_compare
+from .agreement import agree, attempt, has_peers, lost_ranks, or_problem, problem_text, tell_and_compare
 from .folders import (
     MANIFEST,
     METADATA,
@@ -179,7 +179,7 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     if state is not None:
         state, problem = attempt(with_string_keys, state)
     keys, failure = attempt(keys_of, state or {})
-    problem, token = problem or failure, new_token()
+    problem, token = problem or failure or lost_ranks(state or {}), new_token()
     if _is_first(group) and not problem:
         problem = or_problem(begin_folder, folder, token)
     agree(group, "save()", [str(folder), *(state or {})], problem)
