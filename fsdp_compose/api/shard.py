@@ -119,6 +119,7 @@ def check_group(
 # ---- arguments
 
 _REPLICATED = ("replicate", "replicated")
+_CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
 def check_modules(module: Any, caller: str) -> list[nn.Module]:
@@ -134,7 +135,8 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
         if item not in modules[:i] and not any(item in set(other.modules()) for other in modules if other is not item)
     ]
     for item in roots:
-        if type(item).forward is nn.Module.forward and "forward" not in item.__dict__:
+        # Another module without a forward may have methods that register_forward_method() makes a forward of.
+        if isinstance(item, _CONTAINERS) and type(item).forward is nn.Module.forward and "forward" not in vars(item):
             raise ValueError(
                 f"{caller}(): a {type(item).__name__} has no forward, so nothing would ever gather its parameters; "
                 f"call it on its children, or group them together: {caller}(list(module.children()))"

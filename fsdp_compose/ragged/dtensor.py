@@ -655,4 +655,11 @@ def _fill(sharded: RaggedDTensor, whole: torch.Tensor) -> RaggedDTensor:
     return sharded
 
 
-admit_placements(_is_ours, _from_local, _as_placed, _distribute, _fill)
+def _redistribute(tensor: DTensor, mesh: DeviceMesh | None, placements: Sequence[Placement], **options: Any) -> DTensor:
+    """Implements ``DTensor.redistribute`` for a tensor without a ``RaggedShard``. Differentiable."""
+    gathered_placements = [Replicate() if isinstance(item, RaggedShard) else item for item in placements]
+    result: DTensor = _Scatter.apply(tensor.redistribute(mesh, gathered_placements, **options), placements, False)
+    return result
+
+
+admit_placements(_is_ours, _from_local, _as_placed, _distribute, _fill, _redistribute)
