@@ -1192,6 +1192,25 @@ def different_starts(system: System) -> None:
     expect_equal(model, reference)
 
 
+@case("torch.compile(optimizer.step) twice, with one cache folder: ranks hold different numbers of rows")
+def warm_compile_cache(system: System) -> None:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder[0]))
+        for _ in range(2):
+            torch._dynamo.reset()
+            model, reference = twins(nn.Linear(DIM, 7))
+            system.shard(model)
+            optimizers = sgd(model), sgd(reference)
+            compiled = torch.compile(optimizers[0].step)
+            loss_of(model, mine(batch())).backward()
+            loss_of(reference, batch()).backward()
+            compiled()
+            optimizers[1].step()
+            expect_equal(model, reference)
+
+
 # ---- running and judging
 
 

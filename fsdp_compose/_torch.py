@@ -44,6 +44,7 @@ from torch.distributed.device_mesh import DeviceMesh as _DeviceMesh
 from torch.distributed.fsdp import _fully_shard as fsdp2
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info as fsdp2_mesh_info
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _utils as _tensor_utils
 from torch.distributed.tensor._api import _FromTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as _shape_and_offset
@@ -1029,6 +1030,7 @@ def admit_placements(
     as_placed: Callable[[Any, Any], Any],
     distribute: Callable[..., Any],
     fill: Callable[[Any, torch.Tensor], Any],
+    redistribute: Callable[..., Any],
 ) -> None:
     """Let what torch builds DTensors with know of placements that stock DTensor refuses, or takes for others. To be
     called once.
@@ -1040,8 +1042,10 @@ def admit_placements(
         distribute: for ``distribute_tensor``.
         fill: for ``torch.distributed.checkpoint.state_dict``: given a sharded tensor and the whole one that it is to
             become, the result: the sharded one, written to, or a new one if it is on the meta device.
+        redistribute: for ``DTensor.redistribute`` of a stock DTensor: the tensor, mesh, placements, other keywords.
     """
     _admit_in_from_local(is_ours, from_local, as_placed)
+    _admit_in_layouts(is_ours, redistribute)
     original = torch.distributed.tensor.distribute_tensor
 
     @functools.wraps(original)
@@ -1066,6 +1070,36 @@ def admit_placements(
         distribute_all(local_state_dict, keys, *arguments, **options)
 
     _state_dict_utils._distribute_tensors = distribute_tensors
+
+
+def _admit_in_layouts(is_ours: Callable[[Any], bool], redistribute: Callable[..., Any]) -> None:
+    stock_part, stock_redistribute = _tensor_utils._compute_local_shape_and_global_offset, DTensor.redistribute
+
+    @functools.wraps(stock_part)
+    def part(
+        global_shape: Any, mesh_shape: Any, my_coordinate: Any, placements: Any, skip_offset: bool = False
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if not is_ours(placements) or not global_shape:
+            return stock_part(global_shape, mesh_shape, my_coordinate, placements, skip_offset)
+        # torch applies placements from left to right; ours is innermost, wherever it stands.
+        others = [torch.distributed.tensor.Replicate() if is_ours([item]) else item for item in placements]
+        (rows, *sizes), (first, *offsets) = stock_part(global_shape, mesh_shape, my_coordinate, others)
+        coordinate = my_coordinate if callable(my_coordinate) else my_coordinate.__getitem__
+        for dim, item in enumerate(placements):
+            if is_ours([item]):
+                rows, offset = item.local_shard_size_and_offset(rows, mesh_shape[dim], coordinate(dim))
+                first += offset
+        return (rows, *sizes), () if skip_offset else (first, *offsets)
+
+    @functools.wraps(stock_redistribute)
+    def to_layout(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
+        if placements is None or not is_ours(placements):
+            return stock_redistribute(self, device_mesh, placements, **options)
+        result: DTensor = redistribute(self, device_mesh, placements, **options)
+        return result
+
+    _tensor_utils._compute_local_shape_and_global_offset = part
+    DTensor.redistribute = to_layout  # type: ignore[method-assign]
 
 
 def _admit_in_from_local(

@@ -1718,7 +1718,8 @@ def test_StorageInfo(tmp_path):
 
 @distributed(world_size=2)
 def test_admit_placements():
-    """torch's from_local, distribute_tensor and state-dict setters call what _torch.py has replaced."""
+    """torch's from_local, redistribute, distribute_tensor, state-dict setters and the box of a rank call what _torch.py
+    has replaced."""
     mesh = init_device_mesh("cpu", (2,))
     placement, rank = fsdp_compose.RaggedShard((5, 1), flat=True), dist.get_rank()
     full = torch.arange(6.0).view(2, 3)
@@ -1727,6 +1728,9 @@ def test_admit_placements():
     assert type(made) is fsdp_compose.RaggedDTensor and made.requires_grad
     made.sum().backward()
     assert type(torch.distributed.tensor.distribute_tensor(full, mesh, [placement])) is fsdp_compose.RaggedDTensor
+    assert type(DTensor.from_local(full, mesh).redistribute(placements=[placement])) is fsdp_compose.RaggedDTensor
+    rows = fsdp_compose.RaggedShard((2, 0))
+    assert _torch.compute_local_shape_and_global_offset((2, 3), mesh, [rows]) == ((2 - 2 * rank, 3), (2 * rank, 0))
     for device in ("cpu", "meta"):
         with torch.device(device):
             model = fsdp_compose.fully_shard(nn.Linear(5, 7), granularity=lambda fqn, param: "elements")

@@ -137,6 +137,7 @@ def _refuse_other_data_parallelism(
 # ---- arguments
 
 _REPLICATED = ("replicate", "replicated")
+_CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
 def check_modules(module: Any, caller: str) -> list[nn.Module]:
@@ -152,7 +153,8 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
         if item not in modules[:i] and not any(item in set(other.modules()) for other in modules if other is not item)
     ]
     for item in roots:
-        if type(item).forward is nn.Module.forward and "forward" not in item.__dict__:
+        # Another module without a forward may have methods that register_forward_method() makes a forward of.
+        if isinstance(item, _CONTAINERS) and type(item).forward is nn.Module.forward and "forward" not in vars(item):
             remedy = f"call it on its children, or group them together: {caller}(list(module.children()))"
             if not [*item.children()]:  # an nn.ParameterList, for example
                 remedy = "call it on the module that contains it and whose forward uses its parameters"

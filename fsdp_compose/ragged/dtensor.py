@@ -340,6 +340,15 @@ class RaggedDTensor(CheckpointedDTensor):
 
     # ---- torch.compile
 
+    def _stable_hash_for_caching(self) -> str:
+        """The key of this tensor in the caches of ``torch.compile``, which the ranks of a host share, and runs with
+        other numbers of ranks too. The key of a ``DTensor`` is its layout, which is the same on every rank. But the
+        code compiled for this tensor depends on this rank's place in the mesh and on its local tensor: with the code of
+        another rank, it would write outside its memory."""
+        local, place = local_tensor(self), self._spec.mesh.get_coordinate()
+        memory = tuple(local.shape), tuple(local.stride()), local.storage_offset(), local.dtype, local.device
+        return f"{super()._stable_hash_for_caching()} {type(self).__qualname__} {place} {memory}"
+
     @staticmethod
     def __tensor_unflatten__(inner: Any, context: Any, outer_size: Any, outer_stride: Any) -> RaggedDTensor:
         placements, meta, _, requires_grad = context
@@ -646,4 +655,11 @@ def _fill(sharded: RaggedDTensor, whole: torch.Tensor) -> RaggedDTensor:
     return sharded
 
 
-admit_placements(_is_ours, _from_local, _as_placed, _distribute, _fill)
+def _redistribute(tensor: DTensor, mesh: DeviceMesh | None, placements: Sequence[Placement], **options: Any) -> DTensor:
+    """Implements ``DTensor.redistribute`` for a tensor without a ``RaggedShard``. Differentiable."""
+    gathered_placements = [Replicate() if isinstance(item, RaggedShard) else item for item in placements]
+    result: DTensor = _Scatter.apply(tensor.redistribute(mesh, gathered_placements, **options), placements, False)
+    return result
+
+
+admit_placements(_is_ours, _from_local, _as_placed, _distribute, _fill, _redistribute)

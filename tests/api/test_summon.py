@@ -299,6 +299,44 @@ def test_registered_methods_compute_with_full_parameters_and_train():
         torch.testing.assert_close(twins.sharded.generate(batch, 2), twins.reference.generate(batch, 2))
 
 
+class Codec(nn.Module):
+    """Has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(DIM, 3), nn.Linear(3, DIM)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(x)
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codec, self.head = Codec(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.codec.decode(self.codec.encode(x)))
+
+
+def shard_codec(model: nn.Module) -> None:
+    for module in (model.codec, model):
+        fully_shard(module)
+    for name in ("encode", "decode"):
+        register_forward_method(model.codec, name)
+
+
+@distributed(world_size=2)
+def test_a_module_without_forward_trains_by_its_registered_methods():
+    twins = Twins(Autoencoder(), shard_codec)
+    twins.train(lambda model, x: model(x).square().mean(), 2)
+    with pytest.raises(RuntimeError, match=r"the sharded parameter inner\..*register_forward_method\(\)"):
+        fully_shard(Codec()).encode(torch.ones(2, DIM))
+
+
 class Callables(Encoder):
     """Whatever ``module.name`` can be besides a method of its class."""
 

@@ -14,14 +14,15 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as theirs
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_compose.checkpoint as ours
 from fsdp_compose import MixedPrecisionPolicy, RaggedDTensor, RaggedShard, flat_parameters, fully_shard
 from fsdp_compose.group.registry import _get_fsdp_handles
 from tests.checkpoint.states import assert_equal, shared_folder, whole
-from tests.harness import distributed
+from tests.harness import distributed, lasting_mesh
 
 GRANULARITIES = ["rows", "elements", "whole"]
 
@@ -191,6 +192,40 @@ def test_tensors_placed_like_a_parameter(granularity):
         assert torch.equal(DTensor.from_local(local, mesh, placements, run_check=False).to_local(), local)
 
 
+@pytest.mark.parametrize("granularity", ["rows", "elements"])
+@distributed(world_size=2)
+def test_stock_dtensors_are_redistributed_like_parameters(granularity):
+    """As DTensor optimizers do it with an update that every rank, or each for its rows, has computed."""
+    for param in build(0, granularity).parameters():
+        mesh, placements, full = param.device_mesh, param.placements, param.full_tensor().detach()
+        twice = full.clone().requires_grad_()
+        rows = full.chunk(2)[dist.get_rank()] if len(full) % 2 == 0 else None
+        sources = [
+            DTensor.from_local(twice, mesh),
+            DTensor.from_local(full / 2, mesh, [Partial()]),
+            *([] if rows is None else [DTensor.from_local(rows, mesh, [Shard(0)])]),
+        ]
+        for source in sources:
+            moved = source.redistribute(placements=placements)
+            assert type(moved) is RaggedDTensor and moved.placements == placements
+            assert torch.equal(moved.to_local(), param.to_local())
+        (sources[0].redistribute(mesh, placements) * param.detach()).sum().backward()
+        assert torch.equal(twice.grad, full), "equal on every rank, as torch's own redistribution has it"
+        with pytest.raises(ValueError, match="does not shard a tensor of shape"):
+            DTensor.from_local(torch.zeros(full.numel() + 1), mesh).redistribute(placements=placements)
+
+
+@distributed(world_size=4)
+def test_stock_dtensors_are_redistributed_like_parameters_of_two_meshes():
+    mesh = lasting_mesh(("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(8, 13)), mesh["tp"], {"0": ColwiseParallel()})
+    for param in fully_shard(model, mesh=mesh["dp"]).parameters():
+        moved = DTensor.from_local(param.full_tensor().detach(), param.device_mesh).redistribute(
+            placements=param.placements
+        )
+        assert torch.equal(moved.to_local(), param.to_local())
+
+
 @distributed(world_size=2)
 def test_from_local_is_differentiable():
     mesh = build(0, "rows")[0].weight.device_mesh
@@ -222,6 +257,21 @@ def test_the_box_that_a_rank_holds_or_a_named_error():
         sizes, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
         box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
         assert torch.equal(param.full_tensor()[box].reshape(-1), param.to_local().reshape(-1))
+
+
+@pytest.mark.parametrize("rows", [64, 13])
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@distributed(world_size=4)
+def test_the_box_that_a_rank_holds_of_a_parameter_that_tensor_parallelism_has_cut(style, rows):
+    mesh = lasting_mesh(("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, rows), nn.Linear(8, 5))
+    parallelize_module(model, mesh["tp"], {"0": style()})
+    fully_shard(model, mesh=mesh["dp"])
+    for param in model.parameters():
+        sizes, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+        assert tuple(sizes) == tuple(param.to_local().shape)
+        box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+        assert torch.equal(param.full_tensor()[box], param.to_local())
 
 
 # ---- torch's own options

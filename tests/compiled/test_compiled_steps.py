@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compose import flat_parameters, fully_shard
+from fsdp_compose import RaggedShard, distribute_ragged, flat_parameters, fully_shard
 from tests import harness
 from tests.harness import fake_process_group
 from tests.models import Net, inputs, shard_layers
@@ -130,3 +133,79 @@ def test_a_step_that_was_compiled_before_sharding_trains_the_sharded_parameters(
     ours = whole(model, lambda param: param, reference)
     for name, expected in reference.named_parameters():
         assert_close(ours[name], expected.detach(), 1e-5, name)
+
+
+# ---- One cache folder for the ranks of a host, and for runs with other numbers of ranks
+
+
+def steps_of(parameters: Any, make: Any) -> None:
+    torch.manual_seed(0)
+    model, reference = pair(Net(1))
+    shard_layers(model)
+    optimizer = make(parameters(model))
+    train(model, optimizer, torch.compile(optimizer.step), local_part)
+    optimizer = make(reference.parameters())
+    train(reference, optimizer, optimizer.step)
+    ours = whole(model, lambda param: param, reference)
+    for name, expected in reference.named_parameters():
+        assert_close(ours[name], expected.detach(), 1e-5, name)
+
+
+def tensors_of_one_layout() -> None:
+    """Ranks hold equally many rows of some of them, but other rows; and other numbers of rows of the rest."""
+    size = dist.get_world_size()
+    mesh, reached = init_device_mesh("cpu", (size,)), 40
+    even, uneven = [12] * size, [3, *[12] * (size - 2), 21]
+    compiled = torch.compile(lambda p, q: p.mul_(q)[reached % p.shape[0]].add_(7.0), dynamic=False)
+    for counts in (even, uneven):
+        factors = torch.linspace(1, 2, 12 * size * 8).view(-1, 8)
+        expected = torch.arange(12.0 * size * 8).view(-1, 8)
+        p, q = (distribute_ragged(item, mesh, [RaggedShard(counts)]) for item in (expected, factors))
+        compiled(p, q)
+        expected.mul_(factors)[reached % expected.shape[0]].add_(7.0)
+        assert_close(p.full_tensor(), expected, 1e-6, f"rows {counts}")
+
+
+def whole_model() -> None:
+    torch.manual_seed(0)
+    model, reference = pair(Net(1))
+    shard_layers(model)
+    compiled = torch.compile(model)
+    for one in (compiled, reference):
+        optimizer = sgd(one.parameters())
+        train(one, optimizer, optimizer.step, local_part if one is compiled else None)
+    ours = whole(model, lambda param: param, reference)
+    for name, expected in reference.named_parameters():
+        assert_close(ours[name], expected.detach(), 1e-5, name)
+
+
+PROGRAMS = {
+    "SGD": functools.partial(steps_of, sharded_parameters, sgd),
+    "SGD on flat views": functools.partial(steps_of, flat_parameters, sgd),
+    "SGD on local flat views": functools.partial(steps_of, local_flat_views, sgd),
+    "tensors of one layout": tensors_of_one_layout,
+    "a whole model": whole_model,
+}
+
+
+def run_with_caches(program: str, folder: str) -> None:
+    """Cold, then from what all ranks have left in the folder."""
+    with harness.environment(TORCHINDUCTOR_CACHE_DIR=folder), torch._inductor.config.patch(compile_threads=1):
+        for is_warm in (False, True):
+            dist.barrier()
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            PROGRAMS[program]()
+            if is_warm:
+                found = torch._dynamo.utils.counters
+                # torch keeps no graph of a whole model, which contains collectives, but what Inductor makes of it
+                hits = found["aot_autograd"]["autograd_cache_hit"] + found["inductor"]["fxgraph_cache_hit"]
+                assert hits, f"nothing came from the caches: {dict(found)}"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_caches_of_compiled_code_that_ranks_and_runs_share(program, tmp_path):
+    for world_size in (2, 3, 2):
+        arguments = {"program": program, "folder": str(tmp_path)}
+        harness.run_distributed(run_with_caches, world_size, arguments, timeout=150)
