@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from fsdp_compose import MixedPrecisionPolicy, fully_shard
-from fsdp_compose.checkpoint import get_state_dict, load, save, set_state_dict
+from fsdp_compose.checkpoint import get_state_dict, resume, save
 from fsdp_compose.strategies import STRATEGIES
 
 VOCABULARY = 256  # a token is a byte
@@ -230,9 +230,7 @@ class Run:
         save(self.state(), folder / f"step-{self.step}")
 
     def resume(self, path: Path) -> None:
-        state = self.state()
-        load(state, path)  # into the tensors of the state, which are the model's; the rest is set
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        state = resume(path, self.model, self.optimizer, scheduler=self.scheduler.state_dict(), progress="")
         self.scheduler.load_state_dict(state["scheduler"])
         progress = json.loads(state["progress"])
         self.step, self.log = progress["step"], progress["log"]

@@ -21,6 +21,7 @@ from .fqns import ModelNames as ModelNames
 from .hf import load_hf, save_hf
 from .model_state import StateDictOptions
 from .planner import LoadPlanner, SavePlanner
+from .resume import resume
 from .state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -44,6 +45,7 @@ __all__ = [
     "load_hf",
     "patch_model_state_dict",
     "patch_optimizer_state_dict",
+    "resume",
     "save",
     "save_hf",
     "set_model_state_dict",

@@ -13,6 +13,7 @@ A sharded state dict holds such state as a pending tensor: a placeholder to load
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -168,21 +169,65 @@ _MARK = "_fsdp_compose_pending"
 
 
 class _Loaded:
-    """Whether something was loaded into a pending tensor on this rank, and whether an optimizer has its memory now."""
+    """Whether something was loaded into a pending tensor on this rank, and whether an optimizer has its memory now.
+
+    Args:
+        optimizer: the optimizer that lacks this state; ``None``: one that is about to get it."""
 
     is_loaded = False
     is_taken = False
 
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
-def pending_state(param: torch.Tensor, template: Template) -> dict[str, torch.Tensor]:
-    """Make placeholders for the state of ``param``, in its layout. No communication."""
-    return {key: _pending(param, kind) for key, kind in template.items()}
+    def arrive(self) -> None:
+        """Note that something is loaded into the tensor."""
+        optimizer = None if self._optimizer is None or self.is_loaded else self._optimizer()
+        self.is_loaded = True
+        if optimizer is not None:
+            _refuse_steps(optimizer)
 
 
-def _pending(param: torch.Tensor, kind: StateKind) -> torch.Tensor:
+_waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that refuse to step
+
+
+def _refuse_steps(optimizer: Optimizer) -> None:
+    """Let the next step of ``optimizer`` raise, until its state is set: the values that were loaded for it are in the
+    state dict only, and it would start from zero without a word."""
+    if optimizer in _waiting:
+        return
+    _waiting.add(optimizer)
+
+    def refuse(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        raise RuntimeError(
+            f"state was loaded for this {type(optimizer).__name__}, but never set, so it would train with new state: "
+            "after load(), give the loaded dict to set_state_dict() or set_optimizer_state_dict() (checkpoint.resume() "
+            "does both). Nothing was changed"
+        )
+
+    def release(optimizer: Optimizer) -> None:
+        _waiting.discard(optimizer)
+        for hook in hooks:
+            hook.remove()
+
+    hooks = [optimizer.register_step_pre_hook(refuse), optimizer.register_load_state_dict_post_hook(release)]
+
+
+def pending_state(
+    param: torch.Tensor, template: Template, optimizer: Optimizer | None = None
+) -> dict[str, torch.Tensor]:
+    """Make placeholders for the state of ``param``, in its layout. No communication.
+
+    Args:
+        optimizer: refuses to step between loading into the placeholders and ``load_state_dict()``.
+    """
+    return {key: _pending(param, kind, optimizer) for key, kind in template.items()}
+
+
+def _pending(param: torch.Tensor, kind: StateKind, optimizer: Optimizer | None) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():  # an optimizer will write to it
         tensor, twin = (_allocate(param, kind, memory) for memory in [_memory(param, kind)] * 2)
-    loaded = _Loaded()
+    loaded = _Loaded(optimizer)
     # torch's protocol for tensors that know how they are saved, and pickle's, on this one tensor. The twin shares its
     # memory; the tensor itself would be a reference cycle.
     tensor.__dict__.update(
@@ -224,7 +269,7 @@ def _write_nothing(fqn: str, _tensor: Any) -> list[WriteItem]:
 def _find_shard(twin: torch.Tensor, loaded: _Loaded, index: MetadataIndex) -> Any:
     if index.offset is None:  # saving: the marker announced by _write_nothing
         return None
-    loaded.is_loaded = True
+    loaded.arrive()
     return find_tensor_shard(twin, index)
 
 

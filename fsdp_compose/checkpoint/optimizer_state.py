@@ -455,7 +455,7 @@ def choose_optimizer_entries(trained: Sequence[TrainedBy], options: StateDictOpt
             for param in group.params:
                 state: Mapping[str, Any] = by.state_of(param)
                 if not state and not options.full_state_dict:
-                    state = pending_state(param.tensor, templates.of(group.number, param.tensor))
+                    state = pending_state(param.tensor, templates.of(group.number, param.tensor), by.optimizer)
                 entries.values.update({(param.fqn, key): value for key, value in state.items()})
         entries.values.update({(by.shared_name, key): value for key, value in by.shared.items()})
     return entries

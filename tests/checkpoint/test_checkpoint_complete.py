@@ -18,13 +18,16 @@ from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from fsdp_compose import fully_shard
 from fsdp_compose.checkpoint import (
+    LoadPlanner,
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
     load,
+    resume,
     save,
     save_hf,
+    set_state_dict,
 )
 from tests.checkpoint.states import adamw, build, train
 from tests.harness import distributed
@@ -118,3 +121,93 @@ def test_a_tensor_that_was_saved_in_part_is_refused(change, tmp_path):
     with pytest.raises(RuntimeError, match=CHANGES[change]):
         load(target, tmp_path / "whole")
     assert torch.equal(target["weight"].to_local(), before)
+
+
+# ---- State that was loaded, and state that an optimizer has
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adadelta": lambda model: torch.optim.Adadelta(model.parameters(), lr=0.1),
+}
+
+
+def sharded(make: Callable[[nn.Module], torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build()
+    fully_shard(model.second)
+    fully_shard(model)
+    return model, make(model)
+
+
+def saved(make: Callable[[nn.Module], torch.optim.Optimizer], folder: Path) -> dict[str, Any]:
+    """Train and save; return parameters after two steps more."""
+    model, optimizer = sharded(make)
+    train(model, optimizer, steps=2)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    save({"model": of_model, "optimizer": of_optimizer, "step": 2}, folder)
+    train(model, optimizer, steps=2, begin=2)
+    return get_model_state_dict(model, options=FULL)
+
+
+def assert_trained(model: nn.Module, optimizer: torch.optim.Optimizer, expected: dict[str, Any]) -> None:
+    train(model, optimizer, steps=2, begin=2)
+    found = get_model_state_dict(model, options=FULL)
+    for fqn, value in expected.items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(found[fqn], value), fqn
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("with_dcp", [False, True])
+@distributed(world_size=2)
+def test_a_step_without_the_state_that_was_loaded_raises(name, with_dcp, tmp_path):
+    expected = saved(OPTIMIZERS[name], tmp_path / "saved")
+    model, optimizer = sharded(OPTIMIZERS[name])
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer, "step": 0}
+    if with_dcp:
+        dcp.load(state, checkpoint_id=tmp_path / "saved", planner=LoadPlanner())
+    else:
+        load(state, tmp_path / "saved")
+    loaded = get_model_state_dict(model, options=FULL)
+    with pytest.raises(RuntimeError, match=r"state was loaded for this \w+, but never set.*set_state_dict\(\)"):
+        train(model, optimizer, steps=1, begin=2)
+    found = get_model_state_dict(model, options=FULL)
+    assert all(torch.equal(found[fqn], loaded[fqn]) for fqn in ("first.weight", "second.weight", "scale"))
+    optimizer.zero_grad()
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=state["optimizer"])
+    dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path / "saved", planner=LoadPlanner())
+    assert_trained(model, optimizer, expected)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@distributed(world_size=2)
+def test_resume_sets_all_that_it_loads(name, tmp_path):
+    expected = saved(OPTIMIZERS[name], tmp_path / "saved")
+    model, optimizer = sharded(OPTIMIZERS[name])
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert resume(tmp_path / "saved", model, iter([optimizer]), step=0) == {"step": 2}
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert_trained(model, optimizer, expected)
+    alone, _ = sharded(OPTIMIZERS[name])
+    assert resume(tmp_path / "saved", alone) == {}
+    with pytest.raises(TypeError, match=r"pass the optimizer by position"):
+        resume(tmp_path / "saved", model, optimizer=optimizer)
+
+
+@distributed(world_size=2)
+def test_a_checkpoint_that_is_only_looked_at_stops_nobody(tmp_path):
+    saved(OPTIMIZERS["adamw"], tmp_path / "saved")
+    model, optimizer = sharded(OPTIMIZERS["adamw"])
+    other, other_optimizer = sharded(OPTIMIZERS["adamw"])
+    _, of_optimizer = get_state_dict(other, other_optimizer)
+    load({"model": get_model_state_dict(other), "optimizer": of_optimizer}, tmp_path / "saved")
+    train(model, optimizer, steps=1)  # another optimizer
+    load({"model": get_model_state_dict(model)}, tmp_path / "saved")
+    train(model, optimizer, steps=1)  # nothing of its state was loaded
+    get_optimizer_state_dict(model, optimizer)
+    load(
+        {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        tmp_path / "saved",
+    )
+    train(model, optimizer, steps=1)  # its state exists, and was loaded in place
