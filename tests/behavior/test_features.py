@@ -513,6 +513,7 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor, float], Any], Callable[[Any]
     "list": (lambda x, scale: [scale, [x]], lambda packed: (packed[1][0], packed[0])),
     "dict": (lambda x, scale: {"x": x, "scale": scale}, lambda packed: (packed["x"], packed["scale"])),
     "namedtuple": (Pair, lambda packed: (packed.x, packed.scale)),
+    "dataclass": (PlainDataclass, lambda packed: (packed.x, packed.scale)),
     "pytree dataclass": (PytreeDataclass, lambda packed: (packed.x, packed.scale)),
     "nested": (
         lambda x, scale: {"a": (Pair(x, scale), None)},
@@ -524,8 +525,7 @@ CONTAINERS: dict[str, tuple[Callable[[torch.Tensor, float], Any], Callable[[Any]
 class PackedNet(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
-        pack, unpack = CONTAINERS.get(kind, (PlainDataclass, lambda packed: (packed.x, packed.scale)))
+        pack, unpack = CONTAINERS[kind]
         self.embed = nn.Linear(DIM, DIM)
         self.layers = nn.ModuleList(Packed(pack, unpack) for _ in range(2))
 
@@ -543,13 +543,6 @@ def test_containers_as_inputs_and_outputs(kind):
     twins = Twins(PackedNet(kind))
     twins.train()
     assert all(unsharded_bytes(layer) == 0 for layer in twins.sharded.layers)
-
-
-@distributed(world_size=3)
-def test_outputs_in_an_unknown_type_keep_the_group_unsharded_and_say_so():
-    twins = Twins(PackedNet("dataclass"))
-    with pytest.warns(UserWarning, match=r"layers.0\) returned PlainDataclass.*pytree"):
-        twins.train()
 
 
 class Keywords(nn.Module):
