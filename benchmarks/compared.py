@@ -1211,6 +1211,105 @@ def warm_compile_cache(system: System) -> None:
             expect_equal(model, reference)
 
 
+class Embedded(nn.Module):
+    """A vocabulary of 6, with an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, DIM), nn.Linear(DIM, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embed((x[:, 0].abs() * 10).long() % 6)))
+
+
+@case("weights tied in one group are untied after sharding")
+def untied(system: System) -> None:
+    model, reference = twins(Embedded())
+    for tied in (model, reference):
+        tied.head.weight = tied.embed.weight
+    system.shard(model)
+    train_both(model, reference)
+    for tied in (model, reference):
+        tied.head.weight = nn.Parameter(tied.embed.weight.detach().clone())
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+@case("two groups exchange modules after sharding")
+def exchanged(system: System) -> None:
+    model, reference = twins(Net())
+    for net in (model, reference):
+        net.layers = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    shard_layers(system, model)
+    train_both(model, reference)
+    for net in (model, reference):
+        net.layers[0][0], net.layers[1][0] = net.layers[1][0], net.layers[0][0]
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+@case("a gradient hook multiplies by a mask of the whole weight's size (only new tokens train)")
+def masked_rows(system: System) -> None:
+    model, reference = twins(Embedded())
+    mask = torch.zeros(6, 1)
+    mask[4:] = 1
+    for net in (model, reference):
+        net.embed.weight.register_hook(lambda grad: grad * mask)
+    system.shard(model)
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+@case("microbatches without the all-reduce over replicas, reduce_dtype=bf16: 256 + 1 + 1 + 1")
+def partial_sums(system: System) -> None:
+    model = Sums()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    policy = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    system.shard(model, mesh=mesh, policy=policy)
+    for i, value in enumerate((256.0, 1.0, 1.0, 1.0)):
+        if system.name == "FSDP2":
+            model.set_requires_all_reduce(i == 3)
+        else:
+            fsdp_compose.set_requires_all_reduce(model, i == 3)
+        model(torch.full((DIM,), value)).backward()
+    expect(bool((full(model.weight.grad) == 259).all()), f"the gradient is {full(model.weight.grad)[0]:.0f}, not 259")
+
+
+class Cache:
+    """A key/value cache of the user's class, in which torch finds tensors, and which forward fills."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys, self.num_rows = keys, 0
+
+
+torch.utils._pytree.register_pytree_node(Cache, lambda cache: ([cache.keys], None), lambda keys, _: Cache(*keys))
+
+
+class Caches(Net):
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        cache.num_rows += len(x)
+        return super().forward(x)
+
+
+@case("forward under a bf16 policy fills a cache of the user's class, which holds fp32 tensors")
+def fills_cache(system: System) -> None:
+    model = Caches()
+    system.shard(model, policy=dict(param_dtype=torch.bfloat16))
+    cache = Cache(torch.zeros(0, DIM))
+    model(mine(batch()), cache)
+    expect(cache.num_rows == ROWS // dist.get_world_size(), "the cache that the caller holds is empty")
+
+
 # ---- running and judging
 
 
