@@ -12,7 +12,17 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from fsdp_compose import fully_shard
-from fsdp_compose.checkpoint import folders, get_model_state_dict, hf, load, load_hf, save, save_hf
+from fsdp_compose.checkpoint import (
+    StateDictOptions,
+    folders,
+    get_model_state_dict,
+    hf,
+    load,
+    load_hf,
+    save,
+    save_hf,
+    set_model_state_dict,
+)
 from tests.checkpoint.states import adamw, assert_equal, build, set_state, shared_folder, snapshot, state_of, train
 from tests.harness import distributed, same_on_every_rank
 from tests.models import shard_layers
@@ -153,6 +163,19 @@ def test_other_names_are_shown_beside_those_of_the_checkpoint():
         with pytest.raises(RuntimeError, match=expected) as caught:
             load({"model": get_model_state_dict(model)}, folder / str(i))
         same_on_every_rank(str(caught.value))
+    assert_equal(snapshot(model), before)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "a.module."])
+@distributed(world_size=2)
+def test_a_prefix_of_all_names_is_named(prefix):
+    model, options = linear(0), StateDictOptions(full_state_dict=True)
+    full, before = get_model_state_dict(model, options=options), snapshot(model)
+    with pytest.raises(RuntimeError, match=f"The given names begin with '{prefix}'") as caught:
+        set_model_state_dict(model, {f"{prefix}{fqn}": value for fqn, value in full.items()}, options=options)
+    same_on_every_rank(str(caught.value))
+    with pytest.raises(RuntimeError, match="Build the model as it was"):
+        set_model_state_dict(model, {f"{prefix}weight": full["weight"], "bas": full["bias"]}, options=options)
     assert_equal(snapshot(model), before)
 
 
