@@ -510,13 +510,23 @@ def inspect(folder: Path, part: int = 0, num_parts: int = 1, allow_pickle: bool 
     return contents, problem if contents is None else damage_of_part(folder, contents, part, num_parts)
 
 
+_OTHER_LOADERS = (
+    "Load a folder of safetensors files with load_hf(model, folder), and a file of torch.save() with torch.load() and "
+    "set_model_state_dict()"
+)
+
+
 def read_lists(folder: Path) -> tuple[Lists, str]:
     """Read the files that list the contents of the checkpoint in ``folder``; or return why that fails."""
+    if folder.is_file():
+        return {}, f"{folder} is a file, but a checkpoint of save() is a folder. {_OTHER_LOADERS}"
     if not folder.is_dir():
         partial = partial_of(folder)
         interrupted = f"; {partial} is an interrupted save, which cannot be loaded" if partial.exists() else ""
         return {}, f"there is no checkpoint at {folder}{interrupted}"
     if not (folder / METADATA).is_file():
+        if any(folder.glob("*.safetensors")):
+            return {}, f"{folder} holds safetensors files, which save() does not write. {_OTHER_LOADERS}"
         return (
             {},
             f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last. Load an earlier one",

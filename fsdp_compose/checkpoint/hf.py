@@ -22,7 +22,7 @@ import torch.nn as nn
 from ..flat import local_of
 from ..ragged import CompositeDTensor, RaggedDTensor
 from .agreement import agree, attempt, group_of, is_first, list_problems, lost_ranks, or_problem, problem_text
-from .folders import abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
+from .folders import METADATA, abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
 from .fqns import ModelNames
 from .gathering import gather_values
 from .model_state import ModelPlan, StateDictOptions, commit_model, entries_of, plan_model
@@ -255,6 +255,12 @@ def _look_into(folder: Path) -> dict[str, _Stored]:
     Raises:
         RuntimeError: a file is missing or damaged.
     """
+    if folder.is_file():
+        raise RuntimeError(f"{folder} is a file: give the folder that contains {SINGLE}, or several files and {INDEX}")
+    if (folder / METADATA).is_file():
+        raise RuntimeError(
+            f"{folder} is a checkpoint of save(), not a folder of safetensors files: load it with load()"
+        )
     weight_map = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
     found: dict[str, _Stored] = {}
     for name in sorted(set(weight_map.values())) or [SINGLE]:

@@ -271,9 +271,24 @@ def plan_model(
     plan.problem = list_problems(
         f"the state dict does not fit this {type(names.model).__name__}",
         problems,
-        "Build the model as it was when the state dict was made, or load what fits with StateDictOptions(strict=False)",
+        _prefix_remedy(plan.missing, plan.unexpected)
+        or "Build the model as it was when the state dict was made, or load what fits with "
+        "StateDictOptions(strict=False)",
     )
     return plan
+
+
+def _prefix_remedy(missing: list[str], unexpected: list[str]) -> str:
+    """Explain that all missing names were given with one prefix; empty if they were not."""
+    given = set(unexpected)
+    for fqn in unexpected if missing else ():
+        prefix = fqn.removesuffix(missing[0])
+        if prefix.endswith(".") and fqn != prefix and all(prefix + name in given for name in missing):
+            return (
+                f"The given names begin with {prefix!r}, as those of a wrapped model do (DistributedDataParallel): "
+                "remove that prefix with torch.nn.modules.utils.consume_prefix_in_state_dict_if_present()"
+            )
+    return ""
 
 
 def _mismatch(fqn: str, expected: torch.Tensor, found: Any) -> list[str]:

@@ -88,6 +88,7 @@ def _problems_of_ranges(key: str, numel: int, ranges: list[tuple[int, int]], is_
 
 
 _MAX_PROBLEMS = 5  # listed in an error
+_MAX_KEYS = 3
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -125,6 +126,25 @@ class LoadPlanner(DefaultLoadPlanner):
             for path, optimizer in _optimizer_dicts(state_dict, ()):
                 _follow(optimizer, _Saved(metadata, path, tensors))
         super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        try:
+            return super().create_local_plan()
+        except RuntimeError as error:
+            assert self.metadata is not None
+            saved = self.metadata.state_dict_metadata
+            missing = [key for key in self.state_dict if key not in saved]
+            if not missing:
+                raise
+            unused = [key for key in saved if key not in self.state_dict]
+            raise ValueError(
+                f"the checkpoint lacks {_some(missing)}. It has, without a place in the state dict: {_some(unused)}"
+            ) from error
+
+
+def _some(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
+    return (", ".join(keys[:_MAX_KEYS]) or "nothing") + more
 
 
 def _is_optimizer_dict(state: Mapping[Any, Any]) -> bool:

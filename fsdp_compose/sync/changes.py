@@ -345,14 +345,13 @@ def _names(sources: Sequence[Source]) -> list[tuple[tuple[str, ...], torch.Size,
 
 
 def snapshot_parameters(
-    model: nn.Module, *, dtype: torch.dtype | None = torch.bfloat16, device: torch.device | str | None = None
+    model: nn.Module, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> ParameterSnapshot:
     """Copy this rank's shards of the parameters, for ``changed_since``. Local: no communication.
 
     Args:
         model: any kind of model, as for ``get_model_state_dict``.
-        dtype: dtype for floating-point parameters, the same as that of the weights you keep up to date; ``None``: their
-            own.
+        dtype: dtype for floating-point parameters, the same as ``full_parameters`` sends them in; ``None``: their own.
         device: where to keep the snapshot; default: the parameters' device. It takes the memory of the shards in
             ``dtype``.
 
@@ -421,32 +420,36 @@ def changed_since(
         snapshot.renew(sources)
 
 
+_SAME_DTYPE = ": give full_parameters() and snapshot_parameters() the same dtype="
+
+
 def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str, ChangedElements]]) -> None:
     """Write changes into whole tensors, in place. If one of them does not fit, nothing is written. Local.
 
     Args:
-        state: contiguous tensors by FQN, on any device; it may hold other tensors too.
+        state: contiguous tensors by FQN, in the dtypes of the changes, on any device; it may hold other tensors too.
         changes: a bucket of ``changed_since``.
 
     Raises:
         KeyError: a changed parameter is not in ``state``.
-        ValueError: its tensor has another shape, or is not contiguous.
+        ValueError: its tensor has another shape or dtype, or is not contiguous.
     """
     changes = [*changes]
     for fqn, change in changes:
         if fqn not in state:
             raise KeyError(f"apply_changes(): {fqn} has changed, but is not among the {len(state)} given tensors")
-        tensor = state[fqn]
-        if tensor.shape != change.shape or not tensor.is_contiguous():
+        tensor, dtype = state[fqn], change.values.dtype
+        if tensor.shape != change.shape or tensor.dtype != dtype or not tensor.is_contiguous():
             layout = "" if tensor.is_contiguous() else ", which is not contiguous"
+            remedy = "" if tensor.dtype == dtype else _SAME_DTYPE
             raise ValueError(
-                f"apply_changes(): expected a contiguous tensor of shape {tuple(change.shape)} for {fqn}, got one of "
-                f"shape {tuple(tensor.shape)}{layout}. Nothing was changed"
+                f"apply_changes(): expected a contiguous tensor of shape {tuple(change.shape)} in {dtype} for {fqn}, "
+                f"got one of shape {tuple(tensor.shape)} in {tensor.dtype}{layout}{remedy}. Nothing was changed"
             )
     with torch.no_grad():
         for fqn, change in changes:
             flat = state[fqn].view(-1)
-            values = change.values.to(flat.device, flat.dtype)
+            values = change.values.to(flat.device)
             if change.positions is None:
                 flat.copy_(values)
             else:

@@ -12,7 +12,17 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from fsdp_compose import fully_shard
-from fsdp_compose.checkpoint import folders, get_model_state_dict, hf, load, load_hf, save, save_hf
+from fsdp_compose.checkpoint import (
+    StateDictOptions,
+    folders,
+    get_model_state_dict,
+    hf,
+    load,
+    load_hf,
+    save,
+    save_hf,
+    set_model_state_dict,
+)
 from tests.checkpoint.states import adamw, assert_equal, build, set_state, shared_folder, snapshot, state_of, train
 from tests.harness import distributed, same_on_every_rank
 from tests.models import shard_layers
@@ -133,11 +143,66 @@ def test_what_the_checkpoint_lacks_is_one_short_error():
     save({"model": get_model_state_dict(model)}, folder)
     before = snapshot(other)
     with pytest.raises(
-        RuntimeError, match=r"on rank 0: .*Missing key in checkpoint.*more\. Nothing was changed"
+        RuntimeError, match=r"on rank 0: .*the checkpoint lacks more\. It has, .*: nothing\. Nothing was changed"
     ) as caught:
         load({"model": get_model_state_dict(other), "more": torch.zeros(2)}, folder)
     assert len(str(caught.value)) < 300
     assert_equal(snapshot(other), before)
+
+
+@distributed(world_size=2)
+def test_other_names_are_shown_beside_those_of_the_checkpoint():
+    folder, model = shared_folder(), linear(0)
+    state = get_model_state_dict(model)
+    wrapped = {f"module.{fqn}": value for fqn, value in state.items()}
+    for i, saved in enumerate(({"model": wrapped}, state, {"other": state})):
+        save(saved, folder / str(i))
+    before = snapshot(model)
+    for i, found in enumerate(("model.module.weight, model.module.bias", "weight, bias", "other.weight, other.bias")):
+        expected = rf"the checkpoint lacks model.weight, model.bias\. It has, .*: {found}\. Nothing was changed"
+        with pytest.raises(RuntimeError, match=expected) as caught:
+            load({"model": get_model_state_dict(model)}, folder / str(i))
+        same_on_every_rank(str(caught.value))
+    assert_equal(snapshot(model), before)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "a.module."])
+@distributed(world_size=2)
+def test_a_prefix_of_all_names_is_named(prefix):
+    model, options = linear(0), StateDictOptions(full_state_dict=True)
+    full, before = get_model_state_dict(model, options=options), snapshot(model)
+    with pytest.raises(RuntimeError, match=f"The given names begin with '{prefix}'") as caught:
+        set_model_state_dict(model, {f"{prefix}{fqn}": value for fqn, value in full.items()}, options=options)
+    same_on_every_rank(str(caught.value))
+    with pytest.raises(RuntimeError, match="Build the model as it was"):
+        set_model_state_dict(model, {f"{prefix}weight": full["weight"], "bas": full["bias"]}, options=options)
+    assert_equal(snapshot(model), before)
+
+
+@distributed(world_size=2)
+def test_the_other_kinds_of_files_are_named_with_their_loader():
+    folder, model = shared_folder(), linear(0)
+    save({"model": get_model_state_dict(model)}, folder / "ours")
+    save_hf(model, folder / "hf")
+    save_hf(model, folder / "several", max_file_bytes=1)
+    if dist.get_rank() == 0:
+        torch.save({"weight": torch.zeros(2)}, folder / "model.pt")
+    dist.barrier()
+    before = snapshot(model)
+    cases: list[tuple[Any, str, str]] = [
+        (load, "hf", r"hf holds safetensors files, .*load_hf\("),
+        (load, "several", r"several holds safetensors files, .*load_hf\("),
+        (load, "hf/model.safetensors", r"is a file, .*load_hf\("),
+        (load, "model.pt", r"is a file, .*torch\.load\("),
+        (load_hf, "hf/model.safetensors", "is a file: give the folder"),
+        (load_hf, "model.pt", "is a file: give the folder"),
+        (load_hf, "ours", r"is a checkpoint of save\(\), .*load\(\)"),
+    ]
+    for call, name, message in cases:
+        with pytest.raises(RuntimeError, match=message) as caught:
+            call(model if call is load_hf else {"model": get_model_state_dict(model)}, folder / name)
+        same_on_every_rank(str(caught.value))
+    assert_equal(snapshot(model), before)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"files": {"a": 3}}', '{"files": {"a": [1, "b"]}}'])

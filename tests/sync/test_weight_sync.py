@@ -159,7 +159,7 @@ def test_every_parameter_comes_once_by_collectives(name):
         model = linears(1024, 3) if name == "long" else seeded(MODELS[name])  # of which each rank has megabytes
         check_buckets(model)
         for rank0_only in (True, False):
-            snapshot, weights = snapshot_parameters(model), collected(model, dtype=torch.bfloat16)
+            snapshot, weights = snapshot_parameters(model, dtype=torch.bfloat16), collected(model, dtype=torch.bfloat16)
             write_in_places(model, 1)
             expected = collected(model, dtype=torch.bfloat16)
             found = updated(model, snapshot, weights, rank0_only=rank0_only)
@@ -644,10 +644,49 @@ def test_changes_applied_to_old_weights_give_the_new_ones_to_the_bit(name):
         check_changes(model, dtype, bucket_bytes=2000)
 
 
+@pytest.mark.parametrize("name", ["GPT", "tied", "mixed", "in part", "not sharded"])
+@distributed(world_size=(1, 2))
+def test_full_parameters_and_changes_have_the_same_dtype_by_default(name):
+    model = seeded(MODELS[name])
+    snapshot, weights = snapshot_parameters(model), collected(model)
+    write(model)
+    weights = updated(model, snapshot, weights)
+    assert_same_bits(weights, collected(model))
+    assert_same_bits(weights, reference(model))
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        (torch.bfloat16, torch.float32),
+        (None, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (None, torch.float64),
+        (torch.float8_e5m2, torch.uint8),
+    ],
+)
+@distributed(world_size=2)
+def test_changes_are_not_cast_to_the_dtype_of_the_weights(sent, kept):
+    model = shard_layers(GPT(layers=1))
+    snapshot, weights = snapshot_parameters(model, dtype=sent), collected(model, dtype=sent)
+    last = [*weights][-1]
+    weights[last] = weights[last].to(kept)
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    write(model)
+    with changed_since(model, snapshot) as buckets:
+        changes = [pair for bucket in buckets for pair in bucket]
+    assert changes[-1][0] == last and len(changes) > 1
+    expected = f"in {sent or torch.float32} for {last}, got one of shape .* in {kept}.*same dtype=.*Nothing was changed"
+    with pytest.raises(ValueError, match=expected):
+        apply_changes(weights, changes)
+    assert_same_bits(weights, before)
+
+
 @distributed(world_size=2)
 def test_parameters_of_this_process_alone_can_change_too():
     model = seeded(lambda: shard_some(GPT()))
-    snapshot, weights = snapshot_parameters(model), collected(model, dtype=torch.bfloat16)
+    snapshot, weights = snapshot_parameters(model, dtype=torch.bfloat16), collected(model, dtype=torch.bfloat16)
     write(model)
     weights = updated(model, snapshot, weights, bucket_bytes=1000)
     assert_same_bits(weights, collected(model, dtype=torch.bfloat16))
@@ -662,7 +701,10 @@ def test_every_parameter_and_changes_come_once_on_meshes(name):
     for number, edit in enumerate(edits):
         sizes = (1500, 1 << 20) if number % 2 else (1 << 20, 1500)
         cases = [*zip((True, False), sizes, strict=True)]
-        snapshots, weights = [snapshot_parameters(model) for _ in cases], collected(model, dtype=torch.bfloat16)
+        snapshots, weights = (
+            [snapshot_parameters(model, dtype=torch.bfloat16) for _ in cases],
+            collected(model, dtype=torch.bfloat16),
+        )
         edit(model)
         expected = collected(model, dtype=torch.bfloat16)
         assert any(not torch.equal(weights[fqn], value) for fqn, value in expected.items())
@@ -703,7 +745,10 @@ def test_bits_count_not_values():
 @distributed(world_size=2)
 def test_a_snapshot_is_renewed_when_all_ranks_have_taken_all():
     model = shard_layers(GPT(layers=1))
-    snapshot, weights = snapshot_parameters(model, device="cpu"), collected(model, dtype=torch.bfloat16)
+    snapshot, weights = (
+        snapshot_parameters(model, dtype=torch.bfloat16, device="cpu"),
+        collected(model, dtype=torch.bfloat16),
+    )
     assert snapshot.nbytes == sum(handle.shard.numel() * 2 for handle in _get_fsdp_handles(model))
     write(model)
     with pytest.raises(RuntimeError, match="left its loop after 1 of"):
@@ -720,7 +765,7 @@ def test_a_snapshot_is_renewed_when_all_ranks_have_taken_all():
         with changed_since(model, snapshot) as buckets:
             for _ in buckets:
                 write(model)
-    other = snapshot_parameters(model)
+    other = snapshot_parameters(model, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="arguments differ: .*a snapshot renewed 2 times"):
         updated(model, other if dist.get_rank() else snapshot, weights)
 
@@ -753,7 +798,7 @@ def test_a_step_of_training_moves_fewer_bytes_than_a_full_sync(world_size):
     model = linears()
     steps = train_some(model, lr=1e-6)
     next(steps)
-    snapshot, weights = snapshot_parameters(model), collected(model, dtype=torch.bfloat16)
+    snapshot, weights = snapshot_parameters(model, dtype=torch.bfloat16), collected(model, dtype=torch.bfloat16)
     next(steps)
     with SentBytes() as sent:
         weights = updated(model, snapshot, weights)
@@ -767,7 +812,7 @@ def test_a_step_of_training_moves_fewer_bytes_than_a_full_sync(world_size):
 @distributed(world_size=2)
 def test_what_has_changed_all_over_is_sent_whole():
     model = linears()
-    snapshot, weights = snapshot_parameters(model), collected(model, dtype=torch.bfloat16)
+    snapshot, weights = snapshot_parameters(model, dtype=torch.bfloat16), collected(model, dtype=torch.bfloat16)
     write(model)
     with SentBytes() as sent:
         with changed_since(model, snapshot) as buckets:
