@@ -1231,6 +1231,8 @@ def untied(system: System) -> None:
     train_both(model, reference)
     for tied in (model, reference):
         tied.head.weight = nn.Parameter(tied.embed.weight.detach().clone())
+    loss_of(model, mine(batch()))
+    expect(model.head.weight is not model.embed.weight, "they are tied again")
     train_both(model, reference)
     expect_equal(model, reference)
 
