@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from .. import api
-from .._torch import fsdp2_mesh_info
+from .._torch import data_parallelism_of_torch, fsdp2_mesh_info
 from ..api import UnshardHandle
 from ..api import register_forward_method as register_forward_method
 from ..group import BoundToModule, _FSDPState, get_state, states_to_run
@@ -348,8 +348,12 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 def refuse_clash(modules: Iterable[nn.Module]) -> None:
-    """Raise ValueError if one of ``modules`` has an attribute of its own with the name of a method."""
+    """Raise ValueError if one of ``modules`` has an attribute of its own with the name of a method.
+
+    Modules that torch made data-parallel have some; ``fully_shard`` refuses them for that reason."""
     for module in modules:
+        if data_parallelism_of_torch(module):
+            continue
         # Not hasattr(): wrappers forward attributes of the module inside them.
         own = {*dir(type(module)), *vars(module), *vars(module).get("_modules", ()), *vars(module).get("_buffers", ())}
         taken = METHODS.keys() & own if not _is_bound(module) else ()
