@@ -239,6 +239,8 @@ def intercept_backward_inputs(run: Callable[[Callable[..., Any], tuple[Any, ...]
             )
 
         backwards.count += 1
+        if current_graph_task_id() == -1:
+            backwards.num_outermost += 1
         if not inputs:
             return with_inputs(inputs, allow_unreachable)
         return run(with_inputs, inputs, allow_unreachable, accumulate_grad)
@@ -248,9 +250,9 @@ def intercept_backward_inputs(run: Callable[[Callable[..., Any], tuple[Any, ...]
 
 
 class _Backwards:
-    """How many backwards have begun in this process since they are intercepted."""
+    """How many backwards have begun in this process since they are intercepted, and how many of them in no other."""
 
-    count = 0
+    count = num_outermost = 0
 
 
 backwards = _Backwards()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .._torch import backwards
 from ..comm import Carrier
 from ..flat import FlatParamHandle, Region
 
@@ -368,6 +369,7 @@ class Backward:
     """A backward, from its first hook until its gradients are published.
 
     Attributes:
+        number: which of this process's outermost backwards it runs in.
         has_added: it has added to a gradient that existed before, or has begun to publish its own.
         has_outside_grads: it has produced gradients for uses outside a group's forward (``differentiable_gather``).
         after_publication: functions to call when its gradients have been published.
@@ -376,9 +378,10 @@ class Backward:
             (see Note [Only buckets]); ``None`` if not known yet.
     """
 
-    __slots__ = ("after_publication", "has_added", "has_only_buckets", "has_outside_grads", "shown")
+    __slots__ = ("after_publication", "has_added", "has_only_buckets", "has_outside_grads", "number", "shown")
 
     def __init__(self, has_added: bool = False) -> None:
+        self.number = backwards.num_outermost
         self.has_added = has_added
         self.has_outside_grads = False
         self.after_publication: list[Callable[[], None]] = []

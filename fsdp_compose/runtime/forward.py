@@ -20,9 +20,9 @@ from .agreement import VersionsBefore
 from .backward import publish_from_inside
 from .functional_call import own_values
 from .group_ops import follow_requires_grad_writes_of_forward, note_all_gather
-from .lazy_init import detect_again, initialise, is_running, take_over, tree
+from .lazy_init import detect_again, initialise, take_over, tree
 from .optional import begin_forward as begin_optional
-from .recovery import recover, recover_backward
+from .recovery import is_running, recover, recover_backward
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from statistics import median
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +65,7 @@ from ..group import (
 from .backward import watch_buckets
 from .group_ops import follow_requires_grad
 from .optional import check_optional, rounds_of, serve_beside_others
-from .recovery import recover
+from .recovery import is_running, recover
 from .start_values import compare_starts
 
 # ---- Check that the gradients of all groups below one root are averaged over the same ranks
@@ -583,14 +581,6 @@ def _make_joinable(context: Root, module: nn.Module) -> None:
         )
     if context.is_dead:
         recover(context)
-
-
-def is_running(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is on the stack. This distinguishes a root that calls itself from an interrupted forward."""
-    current: FrameType | None = sys._getframe() if frame is not None else None
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is not None
 
 
 def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState], arriving: Set[nn.Parameter]) -> None:

@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.nn as nn
 
+from .._torch import backwards, current_graph_task_id
 from ..comm import Carrier
 from ..flat import is_stale
 from ..group import (
@@ -52,6 +53,7 @@ from ..group import (
 )
 from .agreement import raise_different_order
 from .group_ops import follow_requires_grad, hide_shown, reduce, reshard, unshard, unshard_again, unshard_for_use
+from .recovery import is_running
 
 # ---- Forward
 
@@ -232,11 +234,18 @@ class _Server:
         self.roots: list[weakref.ref[Root]] = []
 
     def running(self) -> list[tuple[Root, Rounds]]:
-        """The roots that make rounds now, in a forward or a backward that is running."""
+        """The roots that make rounds now, in a forward or a backward that is running.
+
+        An interrupted one is not: only some ranks may still have its model."""
         found = []
+        is_in_backward = current_graph_task_id() != -1
         for ref in self.roots:
             root = ref()
-            if root is not None and (root.forward.depth or root.backward is not None):
+            if root is None:
+                continue
+            backward = root.backward
+            in_backward = is_in_backward and backward is not None and backward.number == backwards.num_outermost
+            if in_backward or (root.forward.depth and is_running(root.forward.caller)):
                 rounds = root.rounds
                 if rounds is not None and rounds.is_on and not rounds.is_over and not rounds.has_failed:
                     found.append((root, rounds))

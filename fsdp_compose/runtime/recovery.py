@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from types import FrameType
 
 import torch.distributed as dist
 
 from ..comm import RECOVERY_TIMEOUT, Journal, failure_of, known_journal, last_of_every_rank, meet
 from ..group import Root, _FSDPState, steps_were_compared
 from .group_ops import stays_unsharded
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is on the stack. This distinguishes a root that calls itself from an interrupted forward."""
+    current: FrameType | None = sys._getframe() if frame is not None else None
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
 
 
 def recover(root: Root) -> None:

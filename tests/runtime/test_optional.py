@@ -45,7 +45,7 @@ from fsdp_compose.group import get_state
 from tests.flat.test_all_gather_extensions import EightBit
 from tests.harness import distributed, environment
 from tests.internals import impatient
-from tests.training import assert_same_gradients
+from tests.training import assert_same_gradients, raise_by_the_user
 
 DIM = 6
 Plan = tuple[bool | int, ...]
@@ -705,6 +705,35 @@ def test_a_step_that_one_rank_skips_is_named_in_debug_mode():
             optimizer.step()
         with pytest.raises(RuntimeError, match="optimizer step"):
             loss_of(model, batch(0, rank), PLANS[LayerDrop][0][rank]).backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "end of backward"])
+@distributed(world_size=2)
+def test_another_model_after_an_interrupted_one_that_one_rank_still_has(where):
+    """Its rounds are over, whether or not a rank has collected it."""
+    rank, model, plan = dist.get_rank(), shard(made(LayerDrop)), PLANS[LayerDrop][0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+        if where == "forward":
+            raise_by_the_user()
+        if where == "backward":
+            output.register_hook(raise_by_the_user)
+
+    with environment(FSDP_COMPOSE_DEBUG=str(int(where == "end of backward"))):
+        loss_of(model, batch(0, rank), plan[rank]).backward()
+        model.embed.register_forward_hook(fail)
+        if where == "end of backward" and rank == 0:
+            optimizer.step()
+        with pytest.raises((ValueError, RuntimeError), match=r"by the user|optimizer step|raised an exception"):
+            loss_of(model, batch(0, rank), plan[rank]).backward()
+    kept = [model] if rank == 0 else []
+    del model, optimizer
+    gc.collect()
+    other = fully_shard(nn.Linear(3, 3))
+    other(torch.ones(2, 3)).sum().backward()
+    train_both(shard(made(VisionLanguage)), made(VisionLanguage), PLANS[VisionLanguage], rounds=1)
+    assert len(kept) == (rank == 0)
 
 
 @pytest.mark.parametrize("keeps_storage", [False, True])
