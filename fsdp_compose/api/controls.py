@@ -166,6 +166,9 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: root of the tree to keep.
+
+    Raises:
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     # An outer context keeps the others.
     states = [state for state in _states(module, "keep_unsharded") if not state.options.keeps_unsharded]
@@ -184,8 +187,9 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Set whether later backwards reduce gradients, or accumulate them unsharded and without communication.
 
-    Unsharded accumulation keeps ``reduce_dtype`` gradients of the whole group on every rank. The next backward that
-    reduces includes the accumulated gradients.
+    Unsharded accumulation keeps gradients of the whole group on every rank, in ``reduce_dtype`` (of a model that is
+    whole on every rank, in the gradients' dtype if that is wider). The next backward that reduces includes the
+    accumulated gradients.
 
     Ranks: all ranks must set the same value. Local: no communication.
 
@@ -193,6 +197,9 @@ def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool, 
         module: root of the tree to set.
         requires_gradient_sync: ``True``: reduce; ``False``: accumulate.
         recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     for state in _states(module, "set_requires_gradient_sync", recurse):
         state.set_options(requires_gradient_sync=requires_gradient_sync)
@@ -203,6 +210,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """Inside this context, backward accumulates gradients without communication; see ``set_requires_gradient_sync``.
 
     Leaving the context restores the flags of all groups below ``module``, also after an exception.
+
+    Raises:
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     with _option_within("no_sync", module, "requires_gradient_sync", False):
         yield
@@ -230,6 +240,7 @@ def reduce_gradients(module: nn.Module) -> None:
 
     Raises:
         RuntimeError: a forward or backward is running; the ranks did different things.
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     options = [(state, state.options) for root in _roots_of(module) for state in root.live_states()]
     try:
@@ -250,6 +261,7 @@ def reduce_as_set(module: nn.Module) -> None:
 
     Raises:
         RuntimeError: a forward or backward is running; the ranks did different things.
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     roots = _roots_of(module)
     for root in roots:
@@ -274,6 +286,9 @@ def set_functional_mode(module: nn.Module, is_functional: bool = True, *, recurs
         module: root of the tree to set.
         is_functional: ``True``: functional mode; ``False``: the default mode.
         recurse: set it for all groups below ``module``, not only its own.
+
+    Raises:
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     for state in _states(module, "set_functional_mode", recurse):
         state.set_options(is_functional=is_functional)
@@ -290,6 +305,9 @@ def functional_mode(module: nn.Module) -> Iterator[None]:
             score = critic(x)
             (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         (score.mean() + (slope.norm() - 1) ** 2).backward()
+
+    Raises:
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     with _option_within("functional_mode", module, "is_functional", True):
         yield
@@ -310,7 +328,8 @@ def set_reshard_after_forward(module: nn.Module, reshard_after_forward: bool | i
 
     Raises:
         TypeError: it is neither a bool nor a number.
-        ValueError: it is a number, and a group was made with another number or with none.
+        ValueError: it is a number, and a group was made with another number or with none; or there is no
+            ``fully_shard`` group below ``module``.
     """
     _set_resharding("reshard_after_forward", module, reshard_after_forward, recurse)
 
@@ -335,7 +354,8 @@ def set_reshard_after_backward(module: nn.Module, reshard_after_backward: bool |
 
     Raises:
         TypeError: it is neither a bool nor a number.
-        ValueError: it is a number, and a group was made with another number or with none.
+        ValueError: it is a number, and a group was made with another number or with none; or there is no
+            ``fully_shard`` group below ``module``.
     """
     _set_resharding("reshard_after_backward", module, reshard_after_backward, recurse)
 
@@ -354,7 +374,8 @@ def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recur
         recurse: set it for all groups below ``module``, not only its own.
 
     Raises:
-        ValueError: ``factor`` is not a positive, finite number.
+        ValueError: ``factor`` is not a positive, finite number; or there is no ``fully_shard`` group below
+            ``module``.
     """
     if factor is not None and not (isinstance(factor, (int, float)) and 0 < factor < float("inf")):
         raise ValueError(f"set_gradient_divide_factor(): expected a positive number or None, got {factor!r}")
@@ -374,6 +395,7 @@ def set_force_sum_reduction_for_comms(module: nn.Module, forces_sum: bool = True
 
     Raises:
         TypeError: the flag is not a bool.
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     _check_flag("set_force_sum_reduction_for_comms", forces_sum)
     _set_reduction("set_force_sum_reduction_for_comms", module, recurse, forces_sum=forces_sum)
@@ -398,6 +420,7 @@ def set_post_reduction_hook(
 
     Raises:
         TypeError: ``hook`` is not callable.
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     if hook is not None and not callable(hook):
         raise TypeError(f"set_post_reduction_hook(): expected a function or None, got {hook!r}")
@@ -439,11 +462,11 @@ def set_modules_to_backward_prefetch(module: nn.Module, modules: Sequence[nn.Mod
 def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
     """Set whether later backwards average gradients over replicas too, or only over the shard group.
 
-    On a mesh (replicate, shard), a backward without all-reduce keeps the reduce-scattered gradients, in the reduce
-    dtype, until a backward with all-reduce. Accumulation over several batches then costs one all-reduce and the memory
-    of a shard, where ``no_sync`` needs the memory of the whole model. Until then gradients cannot be read, as inside
-    ``no_sync``, and ``zero_grad()`` drops the kept ones. It has no effect without replicas or in functional mode, where
-    every backward reduces.
+    On a mesh (replicate, shard), a backward without all-reduce keeps the reduce-scattered gradients, in the wider of
+    the reduce dtype and the gradients' dtype, until a backward with all-reduce. Accumulation over several batches then
+    costs one all-reduce and the memory of a shard, where ``no_sync`` needs the memory of the whole model. Until then
+    gradients cannot be read, as inside ``no_sync``, and ``zero_grad()`` drops the kept ones. It has no effect without
+    replicas or in functional mode, where every backward reduces.
 
     Ranks: all ranks must set the same value. Local: no communication.
 
@@ -454,6 +477,7 @@ def set_requires_all_reduce(module: nn.Module, requires_all_reduce: bool, *, rec
 
     Raises:
         TypeError: the flag is not a bool.
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     _check_flag("set_requires_all_reduce", requires_all_reduce)
     for state in _states(module, "set_requires_all_reduce", recurse):
@@ -477,6 +501,7 @@ def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurs
     Raises:
         TypeError: the flag is not a bool.
         NotImplementedError: the class of a parameter implements its own all-gather, into memory of its own.
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     _check_flag("set_keep_unsharded_storage", keeps_storage)
     states = _states(module, "set_keep_unsharded_storage", recurse)
@@ -495,6 +520,7 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: 
 
     Raises:
         TypeError: the flag is not a bool.
+        ValueError: there is no ``fully_shard`` group below ``module``.
     """
     _check_flag("set_is_last_backward", is_last_backward)
     _states(module, "set_is_last_backward", recurse)

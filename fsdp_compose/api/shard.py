@@ -160,7 +160,7 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
                 remedy = "call it on the module that contains it and whose forward uses its parameters"
             raise ValueError(
                 f"{caller}(): a {type(item).__name__} has no forward, so nothing would ever gather its parameters; "
-                f"{remedy}"
+                + remedy
             )
         state = get_state(item)
         if state is not None:

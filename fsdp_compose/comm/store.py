@@ -12,8 +12,9 @@ differs from the first rank's, the first rank asks that one rank for its text. T
     error
 
 Cost: three operations on each rank but the first, less than 300 bytes of keys and values, and looks for two keys, at
-most four a second. The first rank waits for, reads and judges one small value per rank. It deletes the other keys in a
-later round: once all ranks have arrived at that one, they have read those of the rounds before.
+most four a second (of more than 2,048 ranks, 8,192 of all together). The first rank waits for, reads and judges one
+small value per rank. It deletes the other keys in a later round: once all ranks have arrived at that one, they have
+read those of the rounds before.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from .failure import TIMEOUT_ENV, Meeting, failure_of, give_up, gone
 
 _FIRST_CHALLENGE_LOOK, _RAREST_CHALLENGE_LOOK = 0.002, 0.5  # seconds between looks for a newer challenge
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.25  # seconds between looks for keys
+_MOST_LOOKS = 8192  # a second, of all ranks together: each costs the process of the store about 7 us
 
 Absence = Callable[[Sequence[int]], Exception]
 """Return the error to raise when these ranks did not arrive."""
@@ -150,18 +152,26 @@ def _forget(store: dist.Store, challenge: str, rank: int) -> None:
         store.delete_key(f"answer/{challenge}/{rank}")
 
 
-def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta, alarm: Callable[[], bool] = bool) -> bool:
+def wait_for(
+    store: dist.Store,
+    keys: Sequence[str],
+    timeout: timedelta,
+    alarm: Callable[[], bool] = bool,
+    num_ranks: int = 1,
+) -> bool:
     """Wait for ``keys``, and return whether all of them appeared in time. ``alarm``: returns whether to stop waiting.
+    ``num_ranks``: how many ranks may wait at the same time.
 
     It looks again and again, more and more rarely: torch prints two warnings whenever a wait of its own ends without
     the keys (2.13), and nothing can end such a wait early."""
     deadline, pause, keys = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE, [*keys]
+    longest_pause = max(_LONGEST_PAUSE, num_ranks / _MOST_LOOKS)
     while not store.check(keys):
         left = deadline - time.monotonic()
         if left <= 0 or alarm():
             return False
         time.sleep(min(pause, left))
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, longest_pause)
     return True
 
 
@@ -313,7 +323,8 @@ class _Waits:
 
             while True:
                 left = deadline - time.monotonic()
-                if wait_for(this.store, keys, timedelta(seconds=max(0.0, min(_FIRST_LOOK, left))), alarm):
+                limit = timedelta(seconds=max(0.0, min(_FIRST_LOOK, left)))
+                if wait_for(this.store, keys, limit, alarm, self.group.size()):
                     return
                 if meeting.difference:
                     raise RuntimeError(f"{self.text}: {meeting.difference}")

@@ -65,6 +65,7 @@ from .iteration import GroupUse as GroupUse
 from .iteration import HookedUse as HookedUse
 from .iteration import Marks as Marks
 from .iteration import Rounds as Rounds
+from .kept_tensors import ATOMS as ATOMS
 from .kept_tensors import BoundToModule as BoundToModule
 from .kept_tensors import search_object as search_object
 from .kept_tensors import tensors_requiring_grad as tensors_requiring_grad

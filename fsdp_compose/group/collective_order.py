@@ -125,8 +125,8 @@ class CollectiveLog:
         return self.num_collectives + self._num_entries()
 
     def _num_entries(self) -> int:
-        """How many entries are collectives; the others are ``requires_grad`` changes, which one rank may
-        make alone."""
+        """How many entries are collectives; the others are ``requires_grad`` changes, which one rank
+        may make alone."""
         return len([code for code in self.entries if code > END_OF_BACKWARD])
 
     def hash(self, root: OrderedRoot, code: int) -> int:
@@ -242,9 +242,9 @@ def entry_of_end(code: int) -> int:
 
 def first_difference_of_entries(ours: str, theirs: str) -> tuple[int, str, str] | None:
     """The first position where the entries of two ranks differ, with both entries as messages show them."""
-    traces = [dict(enumerate(text.split("\n"))) for text in (ours, theirs)]
-    for position in range(max(map(len, traces))):
-        (a_code, _, a), (b_code, _, b) = (entries.get(position, "\tnothing").partition("\t") for entries in traces)
+    both = [dict(enumerate(text.split("\n"))) for text in (ours, theirs)]
+    for position in range(max(map(len, both))):
+        (a_code, _, a), (b_code, _, b) = (entries.get(position, "\tnothing").partition("\t") for entries in both)
         if a_code != b_code:
             return position, *_name_models(a, b)
     return None

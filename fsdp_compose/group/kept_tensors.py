@@ -258,7 +258,7 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     return []
 
 
-_ATOMS = (
+ATOMS = (  # contain no tensors
     int, float, bool, str, bytes, complex, type(None), type, range, enum.Enum, nn.Module,
     torch.dtype, torch.device, torch.Size, torch.Generator, torch.Stream,
 )  # fmt: skip
@@ -277,7 +277,7 @@ def search_object(value: Any) -> tuple[list[torch.Tensor], bool]:
         if isinstance(item, torch.Tensor):
             tensors.append(item)
             continue
-        if isinstance(item, _ATOMS) or id(item) in seen:
+        if isinstance(item, ATOMS) or id(item) in seen:
             continue
         seen[id(item)] = item  # keeps it, so that no other object gets its id
         if len(seen) > _MAX_OBJECTS:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import enum
 from collections import deque
 from collections.abc import Callable
 from operator import is_
@@ -18,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from .._torch import same_storage
 from ..flat import local_of
-from ..group import _FSDPState, search_object
+from ..group import ATOMS, _FSDPState, search_object
 
 _Tensor = torch.Tensor
-ATOMS = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 
 
 class InputWatcher(Protocol):

@@ -79,13 +79,12 @@ def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None
     purpose, compares = "first forward: comparing the values that ranks start from", os.environ.get(CHECK_ENV) != "0"
     found = [item for handle in handles for item in _digests(handle)] if compares else []
     digest = hashlib.sha256(json.dumps([each for _, _, each in found]).encode()).hexdigest()
-    if not meet(mesh.peers, purpose, digest, lambda payloads: "differ" if len({*payloads}) > 1 else ""):
-        for handle in handles:
-            _samples.pop(handle, None)
-        return
-    verdict = meet(mesh.peers, purpose, json.dumps(found), _judge)
-    if verdict:
-        raise RuntimeError(verdict)
+    if meet(mesh.peers, purpose, digest, lambda payloads: "differ" if len({*payloads}) > 1 else ""):
+        verdict = meet(mesh.peers, purpose, json.dumps(found), _judge)
+        if verdict:
+            raise RuntimeError(verdict)
+    for handle in handles:
+        _samples.pop(handle, None)
 
 
 def _digests(handle: FlatParamHandle) -> Iterator[tuple[str, str, str]]:

@@ -58,13 +58,19 @@ def train_until_one_dies(rank: int, port: int) -> None:
     os._exit(0)
 
 
-def wait_for_one_that_stays_away(rank: int, port: int) -> None:
+def trained_on_two(rank: int, port: int, seconds: int) -> tuple[dist.Store, Stack]:
+    """The store and a model that two ranks have trained; ``seconds``: the timeout of their process group."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=seconds))
     torch.manual_seed(0)
     model = fully_shard(Stack())
     for _ in range(2):
         mean_square(model, rows()).backward()
+    return store, model
+
+
+def wait_for_one_that_stays_away(rank: int, port: int) -> None:
+    store, model = trained_on_two(rank, port, seconds=60)
     _set_pg_timeout(timedelta(seconds=2))
     if rank == 1:
         with contextlib.suppress(RuntimeError):
@@ -109,12 +115,7 @@ def test_rank_that_dies_in_backward_makes_the_others_raise_and_names_itself_at_t
 def call_alone(rank: int, port: int, name: str) -> None:
     """Rank 0 makes a call; rank 1 waits for something else."""
     os.environ[TIMEOUT_ENV] = "2"
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
-    torch.manual_seed(0)
-    model = fully_shard(Stack())
-    for _ in range(2):
-        mean_square(model, rows()).backward()
+    store, model = trained_on_two(rank, port, seconds=600)
     if rank == 1:
         with contextlib.suppress(RuntimeError):
             store.wait(["raised"], timedelta(seconds=30))

@@ -174,7 +174,7 @@ class Positions(Net):
 @pytest.mark.parametrize("frequency_device", [None, "cpu"])
 @pytest.mark.parametrize("shards_itself", [False, True])
 def test_buffers_of_a_model_on_the_meta_device(frequency_device, shards_itself):
-    """Those on meta need no values. Those that were built on the CPU keep theirs, on which forward may depend."""
+    """Buffers on the meta device need no values. Buffers built on the CPU keep theirs: forward may depend on them."""
 
     def made(is_on_meta: bool) -> nn.Module:
         with torch.device("meta" if is_on_meta else "cpu"):

@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from fsdp_compose import clip_grad_norm_, fully_shard, no_sync, summon_full_params
 from fsdp_compose.checkpoint import StateDictOptions, get_model_state_dict, save
-from tests.harness import end, run_forked, start_forked
+from tests.harness import run_forked
 from tests.internals import impatient
 
 SECONDS = 15
@@ -133,21 +133,11 @@ def run(rank: int, size: int, port: int, calls: list[list[str]], is_optional: bo
 
 
 def ends_of(folder: Path, calls: list[list[str]], is_optional: bool) -> list[tuple[float, str]]:
-    size = len(calls)
+    """After how many seconds the program of each rank ended, and how."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder.mkdir()
-    outputs = [folder / str(rank) for rank in range(size)]
-    arguments = size, store.port, calls, is_optional, str(folder)
-    processes = [start_forked(outputs[rank], run, rank, *arguments) for rank in range(size)]
-    try:
-        for process in processes:
-            process.join(60)
-    finally:
-        for process in processes:
-            end(process)
     ends = []
-    for output in outputs:
-        said = output.read_text(errors="replace")
+    for _, said in run_forked(len(calls), folder, run, len(calls), store.port, calls, is_optional, str(folder)):
         line = next((line for line in said.splitlines() if line.startswith("END ")), f"END 999 it did not end: {said}")
         _, seconds, text = line.split(" ", 2)
         ends.append((float(seconds), text))
@@ -155,7 +145,7 @@ def ends_of(folder: Path, calls: list[list[str]], is_optional: bool) -> list[tup
 
 
 def random_calls(choose: random.Random, size: int) -> list[list[str]]:
-    """The same calls on every rank, but one of them, which makes another one, or none, at one place."""
+    """All ranks make the same calls, except that at one place one rank makes another call, or leaves the call out."""
     common = [choose.choice(CALLS) for _ in range(choose.randint(0, 2))]
     here, there = choose.sample(CALLS, 2)
     calls = [[*common, here, "train", "train"] for _ in range(size)]
