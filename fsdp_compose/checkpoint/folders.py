@@ -32,6 +32,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import add, le
 from pathlib import Path
 from typing import Any
 
@@ -318,14 +319,12 @@ def _checked(metadata: Any) -> Metadata:
 def _require_whole(key: str, entry: TensorStorageMetadata) -> None:
     """Raise ValueError unless the parts of a tensor add up to it: a rank that saves alone writes only its own. torch
     refuses to save parts that overlap, so comparing numbers of elements is enough."""
-    size = tuple(entry.size)
-    chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}
-    for offsets, sizes in chunks:
-        fits = len(offsets) == len(sizes) == len(size) and all(
-            start + length <= limit for start, length, limit in zip(offsets, sizes, size)
-        )
-        _require(fits, f"a part of {key} is not in the tensor of shape {size}")
-    saved, needed = sum(math.prod(sizes) for _, sizes in chunks), math.prod(size)
+    size, saved, needed = tuple(entry.size), 0, math.prod(entry.size)
+    for offsets, sizes in {(chunk.offsets, chunk.sizes) for chunk in entry.chunks}:
+        fits = len(offsets) == len(sizes) == len(size) and all(map(le, map(add, offsets, sizes), size))
+        if not fits:
+            raise ValueError(f"a part of {key} is not in the tensor of shape {size}")
+        saved += math.prod(sizes)
     _require(saved == needed, f"{saved} of the {needed} elements of {key} were saved")
 
 
