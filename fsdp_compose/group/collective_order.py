@@ -88,7 +88,7 @@ class CollectiveLog:
         num_collectives: how many were issued before that.
         num_roots: how many roots have run.
         serve: called with a root and a code before that root issues the collective of this code, if a root on the
-            process group has optional groups: ranks may demand these until all are at this collective.
+            process group has optional groups: ranks may request these until all are at this collective.
     """
 
     __slots__ = (

@@ -163,7 +163,7 @@ def _describe(handle: FlatParamHandle, what: str) -> str:
     root, phase = None if state is None else state.root, "outside forward"
     if root is not None and root.backward is not None:
         phase = "backward"
-    elif root is not None and (root.forward.depth or root.rounds is not None):  # it may serve others after its own end
+    elif root is not None and (root.forward.depth or root.scheduler.skips):  # it may serve others after its own end
         phase = "forward"
     name, label = "?" if state is None else state.name, handle.label
     return f"{what} of {name if label.whole_group else f'{name} ({label})'} in {phase}"

@@ -1,22 +1,18 @@
 """State that lasts for one forward, one backward or one iteration, for a root and for each of its groups. Plain data.
 
 The runtime drives these objects, and each lives as long as what it describes. ``ForwardState``, ``BackwardState`` and
-``PersistentState`` record the progress of a group. ``Rounds`` holds the messages of ranks in a root that has optional
-groups, which each rank may run or skip."""
+``PersistentState`` record the progress of a group."""
 
 from __future__ import annotations
 
-import struct
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .._torch import backwards
-from ..comm import Carrier
 from ..flat import FlatParamHandle, Region
 
 # ---- The progress of one group: in the running iteration, in the running backward, and carried over from earlier ones
@@ -396,155 +392,3 @@ class Backward:
 
     def note_outside_grads(self) -> None:
         self.has_outside_grads = True
-
-
-# ---- Rounds: messages of the ranks in a root with optional groups, which each rank may run or skip
-#
-# A round is one small maximum over the ranks, like a control exchange (see ``comm``). It covers a hash of the order and
-# of the rank's sync point, the complement of that hash, and marks::
-#
-#     | failed | complement | live | padding | demanded | missing | pending | owed |
-#
-# The last four have one byte for each ``fully_shard`` group. Ranks that demand a group send no hash. If no rank demands
-# anything, all have sent one, and hash and complement show whether all are at the same point. ``runtime.optional``
-# makes the rounds.
-
-
-_HEAD = struct.Struct("<IIB3x")
-_NUM_MARKS = 4  # per group
-_MOST = (1 << 32) - 1
-SEVERAL_FAILED = -1  # instead of the number of a rank
-
-
-class Marks(NamedTuple):
-    """Facts about each group, by index, as one rank sends them or as the maximum over all ranks.
-
-    Attributes:
-        demanded: a rank needs the group, and others may not.
-        missing: all ranks need the group at this point, and a rank does not have it gathered.
-        pending: its backward is running, or is still to come in the running backward.
-        owed: its gradients wait to be reduced.
-    """
-
-    demanded: Sequence[int]
-    missing: Sequence[int]
-    pending: Sequence[int]
-    owed: Sequence[int]
-
-
-class Rounds:
-    """The rounds of one root.
-
-    Attributes:
-        enclosing_groups: for the index of each optional group, the index of its host: the nearest enclosing group that
-            is not optional.
-        running: indexes of non-optional groups whose forwards are running, innermost last.
-        served: groups that were gathered on this rank only because another rank demanded them.
-        old: groups that have stayed gathered since before this forward; they must be gathered again before use.
-        owes: groups whose gradients wait, on this rank, to be reduced.
-        live: forwards in which this rank has run an optional group and whose graph is alive.
-        is_on: rounds are made; false only in a backward in which no rank can reach an optional group.
-        is_over: another root with optional groups makes rounds in this backward now: no group may be demanded here.
-        last_number: number of the latest forward that the backward has reached.
-        has_failed: a round has raised on all ranks, or this rank has announced its failure.
-        count: number of rounds made.
-        marks: after a round, the marks of all ranks together.
-    """
-
-    __slots__ = (
-        "_carrier",
-        "_view",
-        "count",
-        "enclosing_groups",
-        "has_failed",
-        "is_on",
-        "is_over",
-        "last_number",
-        "live",
-        "marks",
-        "old",
-        "owes",
-        "running",
-        "served",
-    )  # fmt: skip
-
-    def __init__(self, enclosing_groups: dict[int, int], num_groups: int, carrier: Carrier) -> None:
-        self.enclosing_groups = enclosing_groups
-        self._carrier = carrier
-        self._view = memoryview(bytearray(_HEAD.size + _NUM_MARKS * num_groups))
-        carrier.make_room(len(self._view))
-        starts = range(_HEAD.size, len(self._view), num_groups)
-        self.marks = Marks(*(self._view[start : start + num_groups] for start in starts))
-        self.count = 0
-        self.live: weakref.WeakSet[HookedUse] = weakref.WeakSet()
-        self.served: list[int] = []
-        self.old: set[int] = set()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the iteration that was going on."""
-        self.running: list[int] = []
-        self.live.clear()
-        self.has_failed = False
-        self.served.clear()
-        self.rest()
-
-    def rest(self) -> None:
-        """Note that no backward is running."""
-        self.owes: set[int] = set()
-        self.is_on, self.is_over, self.last_number = True, False, 0
-
-    def reset_backward(self) -> None:
-        """Forget the backward that was going on; a forward may go on."""
-        self.has_failed = False
-        self.rest()
-
-    def fail(self) -> None:
-        self.has_failed = True
-
-    def begin_backward(self, is_on: bool) -> None:
-        self.is_on = is_on
-
-    def give_way(self) -> None:
-        """Note that another root makes rounds from now on, in the same backward."""
-        self.is_over = True
-
-    def reach(self, number: int) -> None:
-        """Note that the backward has reached the forward of this number."""
-        self.last_number = max(self.last_number, number)
-
-    def keep(self, index: int) -> None:
-        """Note that this rank itself needs a group, even if it was gathered for another rank."""
-        if index in self.served:
-            self.served.remove(index)
-
-    def make(self, digest: int | None, is_live: bool, marks: Marks, failed: int | None = None) -> bool:
-        """Make one round; afterwards ``self.marks`` has the marks of all ranks together.
-
-        Args:
-            digest: of the order and of this rank's sync point; ``None`` if it is at none but demands groups.
-            is_live: this rank can reach an optional group in the backward that begins.
-            marks: the marks of this rank.
-            failed: this rank's number, if it has failed.
-
-        Returns:
-            Whether all ranks that gave a digest gave the same one.
-        """
-        number = (0, 0) if failed is None else (failed, _MOST - failed)
-        self._view[: _HEAD.size] = _HEAD.pack(*number, is_live)
-        self._view[_HEAD.size :] = b"".join([bytes(values) for values in marks])
-        self.count += 1
-        return self._carrier.make_round(digest, self._view)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether, in the last round, some rank could reach an optional group."""
-        return bool(_HEAD.unpack_from(self._view)[2])
-
-    @property
-    def failed(self) -> int | None:
-        """The rank that had failed in the last round, or ``SEVERAL_FAILED``; ``None`` if none had."""
-        number, complement, _ = _HEAD.unpack_from(self._view)
-        if not complement:
-            return None
-        return int(number) if number + complement == _MOST else SEVERAL_FAILED

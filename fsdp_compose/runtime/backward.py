@@ -19,10 +19,14 @@ from .._torch import in_compiled_autograd, queue_end_of_backward
 from ..flat import LARGE_BYTES, FlatParamHandle, follow_profiler, place
 from ..group import END_OF_BACKWARD, Backward, Root, _FSDPState, ends_backwards, never_traced
 from .agreement import begin_exchange, end_exchange, is_whole
-from .group_ops import follow_requires_grad_writes_before_backward, hide_shown, reduce, reduce_early, stays_unsharded
-from .optional import announce_failure, mark_ready_to_reduce, way_to_functional_mode
-from .optional import begin_backward as begin_rounds
-from .optional import end_backward as end_rounds
+from .group_ops import (
+    follow_requires_grad_writes_before_backward,
+    hide_shown,
+    reduce,
+    reduce_early,
+    stays_unsharded,
+    way_to_functional_mode,
+)
 from .recovery import recover_backward
 
 
@@ -47,8 +51,7 @@ def begin_backward(root: Root) -> Backward:
     for state in root.live_states():
         if state.persistent.is_unhooked or not state.place.reshards_after_forward:
             _show_throughout(backward, state)
-    if root.rounds is not None:
-        begin_rounds(root, root.rounds)
+    root.scheduler.begin_backward(root)
     return backward
 
 
@@ -139,14 +142,14 @@ def _give_up_backward(root: Root, backward: Backward) -> None:
     backward.shown.clear()
     for state in root.live_states():
         state.swap.restore(len(state.progress.running_forwards))
-    announce_failure(root)
+    root.scheduler.announce_failure(root)
 
 
 @never_traced
 def finish_backward(root: Root, is_inside: bool = False) -> None:
     """Reduce the remaining groups, agree with the other ranks, and only then publish the gradients. ``is_inside``: the
     backward ran inside a forward of the root, which may have just ended."""
-    states, backward, rounds = root.live_states(), root.backward, root.rounds
+    states, backward, scheduler = root.live_states(), root.backward, root.scheduler
     assert backward is not None
     # ... or inside a recomputation.
     is_inside = is_inside or root.forward.depth > 0 or any([state.progress.running_forwards for state in states])
@@ -167,12 +170,8 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
                 # If the forward has not ended, its versions are not known yet.
                 if not is_inside or _has_run_in_forward(root, state):
                     state.check_versions(past.unhooked_versions)
-            if rounds is not None and rounds.is_on:
-                mark_ready_to_reduce(root, rounds, state)
-            else:
-                reduce(root, state)
-    if rounds is not None:
-        end_rounds(root, rounds)
+            scheduler.ready_to_reduce(root, state)
+    scheduler.end_backward(root)
     hide_shown(root)
     _bring_captured(root, states)
     _exchange(root, states)

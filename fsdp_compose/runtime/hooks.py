@@ -35,7 +35,6 @@ from .group_ops import reshard, reshard_until_backward
 from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
 from .lazy_init import tree_has_changed, warn_of_different_inputs
 from .mode import Mode
-from .optional import announce_failure, end_group, leave_forward
 from .untracked_writes import look_for_writes, refuse_untracked_writes
 
 # ---- Forwards inside a backward: repetitions of an earlier forward, as in activation checkpointing, and others
@@ -141,7 +140,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     entered_with, use, is_recomputed = progress.running_forwards.pop()
     root = state.root
     assert root is not None
-    rounds, error = root.rounds, _exception_in_hand()
+    scheduler, error = root.scheduler, _exception_in_hand()
     has_failed = error is not None and error is not entered_with
     state.swap.show_sharded_after_forward()
     if is_recomputed:
@@ -149,15 +148,12 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
             root.forward.begin_use(use.outer)
     else:
         root.forward.leave(use)
-        progress.uses_left[use is None] -= 1
-        if rounds is not None:
-            leave_forward(rounds, state, use)
-        if not progress.uses_left[use is None]:
+        if scheduler.after_forward(root, state, use):
             look_for_writes(root, state, module, use)
     if not has_failed:
         try:
-            if rounds is not None and not is_recomputed:
-                end_group(root, rounds, state)
+            if not is_recomputed:
+                scheduler.end_group(root, state)
             if use is not None and use.has_check:
                 use.check()
             if root.forward.depth == 0 and not is_recomputed:
@@ -169,8 +165,8 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
             raise
     if has_failed:
         _abandon(root, state, use, is_recomputed)
-        if rounds is not None and root.forward.depth == 0 and not is_recomputed and isinstance(error, Exception):
-            announce_failure(root)
+        if root.forward.depth == 0 and not is_recomputed and isinstance(error, Exception):
+            scheduler.announce_failure(root)
         return None
     is_hooked = False
     if use is None:
