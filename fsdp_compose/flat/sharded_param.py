@@ -30,6 +30,7 @@ from ..ragged import (
     gather_local_shards,
     rebind,
 )
+from .extensions import context_of, inner_tensors, remade
 from .layout import FlatLayout
 from .param_kind import ParameterKind
 
@@ -108,9 +109,7 @@ def class_attributes(param: torch.Tensor) -> Set[str]:
     """The attributes that a wrapper has from its class, among them the tensors inside, which must not outlive it."""
     if not is_wrapper(param) or isinstance(param, DTensor):
         return frozenset()
-    names, context = param.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: getattr(param, name) for name in names}
-    made = type(param).__tensor_unflatten__(inner, context, param.shape, param.stride())  # type: ignore[attr-defined]
+    made = remade(type(param), inner_tensors(param), context_of(param), param.shape, param.stride())
     return vars(made).keys()
 
 
