@@ -100,7 +100,7 @@ class LockstepCommunicator(Communicator):
                 _agree(group, f"{_describe(handle, 'accumulation')}", root, [terms])
             except RuntimeError:
                 if root is not None:
-                    root.forward.fail()
+                    root.forward.has_failed = True
                 raise
         super().accumulate(handle, is_kept)
 
@@ -129,7 +129,7 @@ class LockstepCommunicator(Communicator):
         except RuntimeError:
             if root is not None:
                 root.order.entries.pop()  # the caller has just recorded the collective, which is not issued now
-                root.forward.fail()
+                root.forward.has_failed = True
             raise
 
     def announce_exchange(self, root: object, code: int) -> None:
@@ -140,7 +140,7 @@ class LockstepCommunicator(Communicator):
             try:
                 _agree(mesh.peers, f"{what} of {root.label}", root)
             except RuntimeError:
-                root.forward.fail()
+                root.forward.has_failed = True
                 raise
 
     def announce_recovery(self, root: object) -> None:

@@ -114,10 +114,6 @@ class _FSDPState(ComposableState):
         self.set_flat_params(handles)
         CollectiveLog.of(mesh.peers).register_group(self)
 
-    def set_swap(self, swap: ParameterSwap) -> None:
-        """Make ``swap`` decide which parameters the modules show."""
-        self.swap = swap
-
     def set_options(self, **changes: Any) -> None:
         """Replace some of the options (see ``GroupOptions``)."""
         self.options = replace(self.options, **changes)
@@ -142,22 +138,14 @@ class _FSDPState(ComposableState):
         reshards, stays = options.reshards(is_outermost), options.keeps_after_backward()
         self.place = TreePosition(index, is_outermost, reshards, options.reshards_partially(), stays)
 
-    def take_number(self, code: int) -> None:
-        """Set the group's ``log_code`` in the log of collectives."""
-        self.log_code = code
-
     def attach_root(self, root: Root, keeps_awaiting: bool) -> None:
         """Run under ``root`` from now on. ``keeps_awaiting``: backwards of earlier forwards are still to come."""
         self.root = root
         self.reset(self.progress.awaiting_backward if keeps_awaiting else ())
 
-    def set_detector(self, detector: ParameterDetector) -> None:
-        """Set the object that detects the user's changes in the whole root."""
-        self.detector = detector
-
     def reset(self, awaiting_backward: Sequence[int] = ()) -> None:
         """Forget the iteration that was going on."""
-        self.progress = ForwardState(awaiting_backward)
+        self.progress = ForwardState([*awaiting_backward])
         self.reset_backward()
 
     def reset_backward(self) -> None:
@@ -516,7 +504,7 @@ class Root:
             self.backward = None
         if self.failed_backward is not None:
             if self.failed_backward.has_added:
-                backward.add()
+                backward.has_added = True
         self.failed_backward = backward
 
     def has_one_group(self) -> bool:

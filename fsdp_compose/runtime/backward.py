@@ -78,7 +78,7 @@ def _notice_backwards(state: _FSDPState) -> None:
     and its end is handled too."""
     if state.persistent.has_leaf_hooks:
         return
-    state.persistent.hook_leaves()
+    state.persistent.has_leaf_hooks = True
     reference = weakref.ref(state)
 
     @never_traced
@@ -98,7 +98,7 @@ def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
     of backward is handled."""
     if state.persistent.is_unhooked or not state._handles:
         return
-    state.persistent.stay_unsharded()
+    state.persistent.is_unhooked = True
     for handle in state._handles:
         handle.unsharded.keep_allocated(True)
     _notice_backwards(state)
@@ -161,7 +161,7 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
             refuse_unseen_backward(root, state)
         if progress.active_uses:
             state.swap.show_sharded()
-            progress.leave_all()
+            progress.active_uses = 0
         is_due = (
             progress.was_reached or past.is_unhooked or (past.has_unsynced and state.options.requires_gradient_sync)
         )
@@ -175,7 +175,8 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
     hide_shown(root)
     _bring_captured(root, states)
     _exchange(root, states)
-    backward.add()  # if a user's hook raises, some gradients are published already, different ones on each rank
+    # If a user's hook raises, some gradients are published already, different ones on each rank.
+    backward.has_added = True
     detector = root.detector
     has_others = detector is None or detector.has_grads()
     for state in states:
@@ -220,7 +221,7 @@ def _bring_captured(root: Root, states: list[_FSDPState]) -> None:
         for state, group in captured:
             has_added, is_due = group.bring()
             if has_added:
-                root.backward.add()
+                root.backward.has_added = True
             options = state.options
             if is_due and options.requires_gradient_sync and options.requires_all_reduce:
                 reduce(root, state)  # the graph was captured when the group was not to be reduced
@@ -331,7 +332,7 @@ def watch_buckets(state: _FSDPState) -> None:
     """Hook the unsharded parameters of a replicated group, to notice when its buckets are complete."""
     if state.options.bucket_bytes is None or state.mesh.replicate_group is None or state.persistent.has_bucket_hooks:
         return
-    state.persistent.hook_buckets()
+    state.persistent.has_bucket_hooks = True
     for handle in state._handles:
         _Bucket(state, handle).listen_to_all()
 
@@ -402,7 +403,7 @@ def _reduce_complete(root: Root, state: _FSDPState) -> None:
     backward, progress = root.backward, state.backward
     assert backward is not None
     if backward.has_only_buckets is None:  # see Note [Only buckets]
-        backward.judge(root.has_one_group() and not root.order.has_others_in_backward(root))
+        backward.has_only_buckets = root.has_one_group() and not root.order.has_others_in_backward(root)
     handles = state._handles
     while backward.has_only_buckets and progress.num_early < len(handles) and _is_complete(handles[progress.num_early]):
         reduce_early(root, state)

@@ -114,7 +114,7 @@ class DefaultUse:
             has_hooks, has_gaps = hook_outputs(state, self, output)
             if has_gaps:
                 keep_unsharded(state, module, output)
-                state.persistent.note_unhooked(self._versions)
+                state.persistent.unhooked_versions = self._versions
             elif not has_hooks:
                 return False
         if is_recomputed:
@@ -182,7 +182,7 @@ class DefaultUse:
             return
         progress = state.backward
         if self._backward is backward:
-            progress.iterate()  # this use was left already; for example, a hook calls autograd.grad()
+            progress.is_iterated = True  # this use was left already; for example, a hook calls autograd.grad()
         self._backward = self.active_backward = backward
         outer = self.outer
         if outer is not None and outer.active_backward is not backward:
@@ -257,7 +257,7 @@ class DefaultMode:
         wait_for_unshard(root, state)
         watcher = use
         if is_recomputed and use is not None:
-            forward.begin_use(use)
+            forward.innermost = use
             # A backward already waits for this group, so the original graph has the hooks.
             if state.backward.active_uses and is_checkpoint_recomputing():
                 watcher = None

@@ -205,7 +205,7 @@ class _RootExchange:
         try:
             end_exchange(root, self._exchange, code)
         except RuntimeError:
-            root.forward.fail()
+            root.forward.has_failed = True
             raise
 
 
@@ -364,7 +364,7 @@ class _Whole(torch.autograd.Function):
         state.check_versions(ctx.versions)
         if ctx.sharded.requires_grad:  # else it was frozen after that forward
             handle.pending_gradients.add_outside(index, grad)
-            backward.note_outside_grads()
+            backward.has_outside_grads = True
         return None, None
 
 

@@ -103,7 +103,7 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
             captured.append(state)
     root.begin_forward(outermost.place.index, _caller(), is_given, current_graph_task_id(), backwards.count)
     if captured:
-        root.forward.record.note_captured(VersionsBefore(captured))
+        root.forward.record.captured = VersionsBefore(captured)
     root.order.compact()
 
 
@@ -183,7 +183,7 @@ def region(modules: Sequence[nn.Module]) -> Iterator[None]:
                     "a compiled region contains a fully_shard'ed model with optional groups, but a graph cannot tell "
                     "which of them a rank will run. Compile modules inside the groups, or shard without optional=True"
                 )
-            root.forward.begin_region()
+            root.forward.is_region = True
             root.forward.enter(None)
             entered.append(root)
         yield

@@ -58,7 +58,7 @@ def can_capture(module: nn.Module) -> bool:
     if state.persistent.captured is None:
         allow_in_graph(gather_captured)
         allow_in_graph(refuse_written)
-        state.persistent.capture(CapturedGroup(state, functools.partial(_note_gradient, weakref.ref(state))))
+        state.persistent.captured = CapturedGroup(state, functools.partial(_note_gradient, weakref.ref(state)))
     for one in state.live_modules():
         one.__dict__[CAPTURED] = state.persistent.captured
     return True

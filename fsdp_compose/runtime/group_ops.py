@@ -123,9 +123,8 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
     handles = state._handles
     if progress.num_early and not progress.is_reduced:
         handles = handles[progress.num_early :]
-    progress.reduce()
-    if state.persistent.has_unsynced is (is_synced and averages):
-        state.persistent.reduce(is_synced and averages)
+    progress.is_reduced = True
+    state.persistent.has_unsynced = not (is_synced and averages)
     if state.mesh.part_transport is not None:
         _drop_parts(state)
     communicator = root.communicator
@@ -138,11 +137,12 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
         elif is_synced:
             root.order.record(root, state.log_code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
             if has_earlier or not averages:
-                backward.add()  # before the earlier gradients are taken: if the reduction raises, they are lost
+                # Before the earlier gradients are taken: if the reduction raises, they are lost.
+                backward.has_added = True
             if communicator.reduce(handle, is_kept, averages):
-                backward.add()
+                backward.has_added = True
         else:
-            backward.add()
+            backward.has_added = True
             communicator.accumulate(handle, is_kept)
 
 
@@ -151,13 +151,13 @@ def reduce_early(root: Root, state: _FSDPState) -> None:
     unsharded."""
     backward, handle = root.backward, state._handles[state.backward.num_early]
     assert backward is not None
-    state.backward.reduce_early()
+    state.backward.num_early += 1
     if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
         root.order.record(root, state.log_code | REDUCE_SCATTER)
         if handle.pending_gradients.accumulation is not None:
-            backward.add()  # before the earlier gradients are taken, as in reduce()
+            backward.has_added = True  # before the earlier gradients are taken, as in reduce()
         if root.communicator.reduce(handle, True, True):
-            backward.add()
+            backward.has_added = True
 
 
 def hide_shown(root: Root, only: ParameterSwap | None = None) -> None:
@@ -192,7 +192,7 @@ def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
     count = requires_grad_writes.count
     if any([handle.was_toggled() for handle in state._handles]):
         follow_requires_grad(root, state)
-    state.persistent.follow_toggles(count)
+    state.persistent.num_toggles = count
 
 
 def follow_requires_grad_writes_before_backward(root: Root) -> None:

@@ -106,7 +106,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     is_recomputed = task != -1 and is_recomputation(state, task)
     past, options = state.persistent, state.options
     if not is_recomputed and past.was_functional is not options.is_functional:
-        past.begin_use(options.is_functional)
+        past.was_functional = options.is_functional
     mode: Mode = DEFAULT
     if (past.was_functional and _is_grad_enabled()) or in_transform() or is_functional_call(state):
         mode = FunctionalMode(state)
@@ -145,7 +145,7 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     state.swap.show_sharded_after_forward()
     if is_recomputed:
         if use is not None:
-            root.forward.begin_use(use.outer)
+            root.forward.innermost = use.outer
     else:
         root.forward.leave(use)
         if scheduler.after_forward(root, state, use):

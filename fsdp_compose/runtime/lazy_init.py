@@ -414,7 +414,7 @@ def detect_again(root: Root) -> None:
     for part in root.parts:
         owner = part[0]()
         if owner is not None:
-            owner.set_detector(ChangeDetector([state for ref in part if (state := ref()) is not None]))
+            owner.detector = ChangeDetector([state for ref in part if (state := ref()) is not None])
 
 
 def _refuse_meta(states: list[_FSDPState]) -> None:
@@ -611,7 +611,7 @@ def _refuse_shared_memory(module: nn.Module, found: Sequence[tuple[_FSDPState, s
         fqns = {submodule: name for name, submodule in modules_to_run(module)}
         refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, ()), are_sharded=False)])
     for state, _ in found:
-        state.persistent.forget_regions()
+        state.persistent.regions = []
 
 
 def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:

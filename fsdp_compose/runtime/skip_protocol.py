@@ -191,7 +191,7 @@ class SkipProtocol:
             is_same = self._exchange(digest, is_live, marks)
         except RuntimeError as error:
             self.has_failed = True
-            root.forward.fail()
+            root.forward.has_failed = True
             what = f"needs {wanted[0].name}" if wanted else f"waits at {root.order.name_of(code or 0)}"
             raise RuntimeError(
                 f"rank {root.mesh.peers.rank()} {what}, but another rank did not come to its next sync point: it died, "
@@ -203,7 +203,7 @@ class SkipProtocol:
             self._raise_failed(root, self._failed_rank)
         if not is_same:  # gather nothing that was requested: a rank cannot know which others would gather it
             self.has_failed = True
-            root.forward.fail()
+            root.forward.has_failed = True
             raise_different_order(root, wanted[0].log_code | ALL_GATHER if code is None else code)
         is_last = not any(self.marks.requested)
         marked = self.marks.missing if is_last else self.marks.requested
@@ -245,7 +245,7 @@ class SkipProtocol:
 
     def _raise_failed(self, root: Root, rank: int) -> None:
         self.has_failed = True
-        root.forward.fail()
+        root.forward.has_failed = True
         which = "some ranks" if rank == _SEVERAL_FAILED else f"rank {rank}"
         raise RuntimeError(
             f"{which} raised an exception in this iteration, which ends it on all ranks (see the error there). The "
