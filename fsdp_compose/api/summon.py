@@ -170,7 +170,7 @@ def summon_full_params(
             if handle.summoned is None:
                 own_slots = [slot for item, slot in slots if item is handle]
                 summoned = _summon(handle, own_slots, rank0_only, offload_to_cpu, with_grads)
-                handle.summon(summoned if summoned is not None else _ELSEWHERE)
+                handle.summoned = summoned if summoned is not None else _ELSEWHERE
                 if summoned is not None:
                     own.append(summoned)
         views = _put(own)
@@ -187,7 +187,7 @@ def summon_full_params(
                 view.restore()
             for handle in handles:
                 if handle.summoned is _ELSEWHERE or handle.summoned in own:
-                    handle.summon(None)
+                    handle.summoned = None
             for item in own:
                 for param in item.params:
                     forget(param)

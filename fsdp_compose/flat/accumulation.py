@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from .._torch import DTensorSpec, PlainAttributes, TensorMeta, dtensor_spec, foreach_add_
 from ..ragged import RaggedDTensor, RaggedSpec
 from .param_kind import own_grad_dtype
-from .reduction import AVERAGE, Reduction, ReductionOptions
+from .reduction import AVERAGE, Reduction
 from .tensor_parallel import AddUp, TensorParallel
 
 
@@ -322,15 +322,6 @@ class PendingGradients:
         """Start over with another shard, whose gradient is reduced in ``dtype``."""
         self.dtype, self.reduction = dtype, None
 
-    def apply_options(self, options: ReductionOptions) -> None:
-        self.options = options
-
-    def reduce_by(self, reduction: Reduction) -> None:
-        self.reduction = reduction
-
-    def train(self, is_trainable: bool) -> None:
-        self.is_trainable = is_trainable
-
     def add_outside(self, index: int, grad: torch.Tensor) -> None:
         """Keep the gradient of a use outside the group's forward until the group is reduced."""
         present = self.outside.get(index)
@@ -374,10 +365,6 @@ class PendingGradients:
             self.is_used[index] = 1
         self.placed = set()
 
-    def accumulate(self, accumulation: Accumulation) -> None:
-        """Accumulate gradients there from now on."""
-        self.accumulation = accumulation
-
     def take_accumulation(self) -> Accumulation | None:
         accumulation, self.accumulation = self.accumulation, None
         return accumulation
@@ -386,10 +373,6 @@ class PendingGradients:
         """Take into account that the user may have dropped gradients that were accumulated without sync."""
         if self.accumulation is not None and not self.accumulation.follow_zero_grad():
             self.accumulation = None
-
-    def await_publication(self) -> None:
-        """Note that the gradients are being reduced."""
-        self.awaits_publication = True
 
     def take_used(self) -> bytes:
         """Return which parameters have contributed, on any rank, to the gradient that is published now."""

@@ -240,7 +240,7 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
     target, dtype, is_added = gradient.target, contributions.dtype, mode is ADDED
     assert target is not None
     goes_direct = _goes_direct(handle, mode)
-    contributions.await_publication()
+    contributions.awaits_publication = True
     if goes_direct:
         _fill(handle, grads, missing)
         return ReplicaAverage(target, target, False, False, 1, None)
@@ -306,7 +306,7 @@ def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
         accumulation = Accumulation(handle.sharded_params, names, used, handle.mesh.mesh)
         for segment in handle.segments:
             accumulation.shows_at(segment.parameter, segment.sharded_params)
-        contributions.accumulate(accumulation)
+        contributions.accumulation = accumulation
         return accumulation
     return contributions.accumulation
 

@@ -189,10 +189,6 @@ class FlatParamHandle:
     def belong_to(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
 
-    def summon(self, summoned: Summoned | None) -> None:
-        """Replace the sharded parameters by full ones, or stop doing so."""
-        self.summoned = summoned
-
     @property
     def tensor_parallel(self) -> TensorParallel | None:
         """How the parameters are placed on meshes of their own; ``None`` if none of them was a DTensor."""
@@ -247,7 +243,7 @@ class FlatParamHandle:
         if flags != self.unsharded.flags:
             check_segments_agree(self.segments, flags, self.names)
             self.unsharded.set_flags(flags)
-        self.pending_gradients.train(any(flags))
+        self.pending_gradients.is_trainable = any(flags)
 
     def follow_unsharded_requires_grad(self) -> None:
         """Copy to the sharded parameters the ``requires_grad`` that forward has set on the unsharded ones."""
@@ -256,9 +252,9 @@ class FlatParamHandle:
         for sharded, old, new in zip(self.sharded_params, self.unsharded.flags, flags, strict=True):
             if old != new:
                 sharded.requires_grad_(new)
-        self.unsharded.note_flags(flags)
+        self.unsharded.flags = flags
         # All ranks still reduce what they were going to reduce.
-        self.pending_gradients.train(self.pending_gradients.is_trainable or any(flags))
+        self.pending_gradients.is_trainable |= any(flags)
 
     # ---- Gradients
 
@@ -293,7 +289,7 @@ class FlatParamHandle:
     def prepare_reduction(self, buffer: ReduceBuffer) -> Reduction:
         """Set the reduction that goes through a pooled buffer."""
         reduction = self.reduction_of(buffer.view(self.layout.flat_numel), buffer)
-        self.pending_gradients.reduce_by(reduction)
+        self.pending_gradients.reduction = reduction
         return reduction
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:

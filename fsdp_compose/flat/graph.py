@@ -513,7 +513,7 @@ def _bring_scattered(handle: FlatParamHandle, grad: torch.Tensor) -> None:
 
 def _bring_reduced(handle: FlatParamHandle, grad: torch.Tensor) -> bool:
     contributions, mesh = handle.pending_gradients, handle.mesh
-    contributions.await_publication()
+    contributions.awaits_publication = True
     is_added, options = handle.gradient.prepare() is ADDED, contributions.options
     is_half = contributions.dtype == torch.float16
     _, _, after = options.factors(mesh.data_world_size, mesh.missing_factor, is_half)

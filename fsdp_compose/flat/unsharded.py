@@ -467,10 +467,6 @@ class Unsharded:
             param.requires_grad_(flag)
         self.flags = flags
 
-    def note_flags(self, flags: list[bool]) -> None:
-        """Record the ``requires_grad`` that the parameters already have."""
-        self.flags = flags
-
 
 def error_of_late_access(rank: int, label: Label) -> str:
     """The error for code that reads parameters while they are sharded."""

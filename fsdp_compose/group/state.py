@@ -123,7 +123,7 @@ class _FSDPState(ComposableState):
     def apply_options(self) -> None:
         """Apply the options to the flat parameters."""
         for handle in self._handles:
-            handle.pending_gradients.apply_options(self.options.reduction)
+            handle.pending_gradients.options = self.options.reduction
             handle.unsharded.keep_storage(self.options.keeps_storage)
 
     def run_among(self, peers: dist.ProcessGroup, missing_factor: int) -> None:

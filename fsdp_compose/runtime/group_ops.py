@@ -203,7 +203,7 @@ def follow_requires_grad_writes_before_backward(root: Root) -> None:
             if handle.was_toggled():
                 was_trainable = handle.pending_gradients.is_trainable
                 follow_requires_grad(root, state)
-                handle.pending_gradients.train(handle.pending_gradients.is_trainable or was_trainable)
+                handle.pending_gradients.is_trainable |= was_trainable
 
 
 def follow_requires_grad_writes_of_forward(root: Root, states: list[_FSDPState]) -> None:
