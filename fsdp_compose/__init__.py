@@ -11,6 +11,7 @@ try:
 except (ImportError, AttributeError) as error:
     _import_checks.refuse_if_untested(_import_checks.VERSION, error)
     raise
+from . import errors as errors
 from . import strategies as strategies
 from . import sync as sync
 from .api import (
@@ -46,6 +47,7 @@ from .api import (
     sync_optional_groups,
     unshard,
 )
+from .errors import CheckpointDamagedError, FSDPComposeError, MisuseError, RankLostError, RanksDifferError
 from .flat import CPUOffloadPolicy, MixedPrecisionPolicy
 from .inspect import (
     FSDPGroup,
@@ -68,11 +70,16 @@ __version__ = "0.3.0"
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CheckpointDamagedError",
+    "FSDPComposeError",
     "FSDPGroup",
+    "MisuseError",
     "MixedPrecisionPolicy",
     "Plan",
     "RaggedDTensor",
     "RaggedShard",
+    "RankLostError",
+    "RanksDifferError",
     "Trace",
     "TraceEvent",
     "UnreducedParameter",

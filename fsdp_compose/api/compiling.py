@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..errors import MisuseError
 from ..group import get_state
 from ..runtime import region
 
@@ -41,10 +42,10 @@ def compile(target: nn.Module | _Function, *models: nn.Module, **options: Any) -
     """
     roots = models or ((target,) if isinstance(target, nn.Module) else ())
     if not roots:
-        raise ValueError("compile(): pass the sharded models that the function runs too: compile(step, model)")
+        raise MisuseError("compile(): pass the sharded models that the function runs too: compile(step, model)")
     for root in roots:
         if get_state(root) is None:
-            raise ValueError(
+            raise MisuseError(
                 f"compile(): fully_shard() was not called on this {type(root).__name__}: call fully_shard() on its "
                 "blocks, then on the model itself, before compile()"
             )

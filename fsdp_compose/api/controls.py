@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..group import BoundToModule, Root, _FSDPState, get_state, states_to_run
 from ..runtime import (
     enter_alone,
@@ -72,7 +73,7 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
     """
     state = _own_state(module, "unshard")
     if until_reshard and state.options.is_optional:
-        raise ValueError(
+        raise MisuseError(
             f"unshard(until_reshard=True): the fully_shard group {state.name} is optional: it is gathered only on the "
             "ranks that run it, and only within one forward"
         )
@@ -126,7 +127,7 @@ def reshard(module: nn.Module) -> None:
     """
     state = _own_state(module, "reshard")
     if state.progress.running_forwards or state.backward.active_uses:
-        raise RuntimeError(f"reshard(): a forward or backward of the fully_shard group {state.name} is running")
+        raise MisuseRuntimeError(f"reshard(): a forward or backward of the fully_shard group {state.name} is running")
     state.set_options(is_held=False)
     if state.root is not None:
         for handle in state._handles:
@@ -260,7 +261,7 @@ def reduce_as_set(module: nn.Module) -> None:
     roots = _roots_of(module)
     for root in roots:
         if root.backward is not None or root.forward.depth:
-            raise RuntimeError(f"reduce_gradients(): a forward or backward of {root.label} is running")
+            raise MisuseRuntimeError(f"reduce_gradients(): a forward or backward of {root.label} is running")
     for root in roots:
         reduce_accumulated(root)
 
@@ -372,7 +373,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float | None, *, recur
             ``module``.
     """
     if factor is not None and not (isinstance(factor, (int, float)) and 0 < factor < float("inf")):
-        raise ValueError(f"set_gradient_divide_factor(): expected a positive number or None, got {factor!r}")
+        raise MisuseError(f"set_gradient_divide_factor(): expected a positive number or None, got {factor!r}")
     _set_reduction("set_gradient_divide_factor", module, recurse, divide_factor=factor)
 
 
@@ -417,7 +418,7 @@ def set_post_reduction_hook(
         ValueError: there is no ``fully_shard`` group below ``module``.
     """
     if hook is not None and not callable(hook):
-        raise TypeError(f"set_post_reduction_hook(): expected a function or None, got {hook!r}")
+        raise MisuseTypeError(f"set_post_reduction_hook(): expected a function or None, got {hook!r}")
     _set_reduction("set_post_reduction_hook", module, recurse, hook=hook)
 
 
@@ -522,12 +523,12 @@ def set_is_last_backward(module: nn.Module, is_last_backward: bool, *, recurse: 
 
 def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: bool) -> None:
     if not isinstance(value, int):  # a bool is an int
-        raise TypeError(f"set_{option}(): expected True, False or a number of ranks, got {value!r}")
+        raise MisuseTypeError(f"set_{option}(): expected True, False or a number of ranks, got {value!r}")
     states = _states(module, f"set_{option}", recurse)
     for state in states:
         made_with = state.mesh.part_size
         if not isinstance(value, bool) and value != made_with:
-            raise ValueError(
+            raise MisuseError(
                 f"set_{option}(..., {value}): the fully_shard group {state.name} was made with "
                 f"reshard_after_forward={'no number' if made_with is None else made_with}: call "
                 f"fully_shard(..., reshard_after_forward={value})"
@@ -538,7 +539,7 @@ def _set_resharding(option: str, module: nn.Module, value: bool | int, recurse: 
 
 def _check_flag(call: str, flag: object) -> None:
     if not isinstance(flag, bool):
-        raise TypeError(f"{call}(): expected True or False, got {flag!r}")
+        raise MisuseTypeError(f"{call}(): expected True or False, got {flag!r}")
 
 
 def _set_reduction(call: str, module: nn.Module, recurse: bool, **changes: Any) -> None:
@@ -570,7 +571,7 @@ def _option_within(call: str, module: nn.Module, name: str, value: bool) -> Iter
 def _own_state(module: nn.Module, call: str) -> _FSDPState:
     state = get_state(module) if isinstance(module, nn.Module) else None
     if state is None:
-        raise ValueError(f"{call}(): fully_shard() was not called on this {type(module).__name__}")
+        raise MisuseError(f"{call}(): fully_shard() was not called on this {type(module).__name__}")
     return state
 
 
@@ -589,7 +590,7 @@ def _states(module: nn.Module, call: str, recurse: bool = True) -> list[_FSDPSta
         return [_own_state(module, call)]
     states = [state for state, _ in states_to_run(module)] if isinstance(module, nn.Module) else []
     if not states:
-        raise ValueError(
+        raise MisuseError(
             f"{call}(): there is no fully_shard group below this {type(module).__name__}: pass a module that "
             "fully_shard() was called on, or one that contains such modules"
         )
@@ -618,7 +619,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     """
     method = getattr(module, method_name, None)
     if not callable(method):
-        raise ValueError(f"register_forward_method(): a {type(module).__name__} has no method {method_name!r}")
+        raise MisuseError(f"register_forward_method(): a {type(module).__name__} has no method {method_name!r}")
     if get_state(module) is None or isinstance(module.__dict__.get(method_name), _ForwardMethod):
         return
     if isinstance(method, MethodType) and method.__self__ is module:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import is_wrapper, memory_exchange, refuse_access
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatParamHandle, host_memory, local_of
 from ..group import _FSDPState, _get_fsdp_states, is_sleeping, put_to_sleep, refuse_sleeping, sleeping_error, wake
 
@@ -50,7 +51,7 @@ def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory
     optimizers = _checked(module, optimizer, "offload")
     states = _get_fsdp_states(module)
     if not states:
-        raise ValueError(f"offload_model(): there is no fully_shard group below this {type(module).__name__}")
+        raise MisuseError(f"offload_model(): there is no fully_shard group below this {type(module).__name__}")
     for state in states:
         _refuse_unless_idle(state)
     handles = [handle for state in states for handle in state._handles]
@@ -82,13 +83,13 @@ def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
     optimizers = _checked(module, optimizer, "onload")
     sleeping = _sleeping.get(module)
     if sleeping is None:
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"onload_model(): offload_model() was not called on this {type(module).__name__}, or onload_model() has "
             "been called since"
         )
     for item in optimizers:
         if not any(item is known for known in sleeping.optimizers):
-            raise ValueError(
+            raise MisuseError(
                 f"onload_model(): this {type(item).__name__} was not given to offload_model(): give both calls the "
                 "same optimizers"
             )
@@ -101,37 +102,37 @@ _sleeping: weakref.WeakKeyDictionary[nn.Module, _Sleeping] = weakref.WeakKeyDict
 
 def _checked(module: Any, optimizer: Any, caller: str) -> list[Optimizer]:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{caller}(): expected an nn.Module, got {type(module).__name__}")
+        raise MisuseTypeError(f"{caller}(): expected an nn.Module, got {type(module).__name__}")
     if optimizer is None:
         return []
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     for item in optimizers:
         if not isinstance(item, Optimizer):
-            raise TypeError(f"{caller}(): expected torch.optim.Optimizers, got {type(item).__name__}")
+            raise MisuseTypeError(f"{caller}(): expected torch.optim.Optimizers, got {type(item).__name__}")
     return optimizers
 
 
 def _refuse_unless_idle(state: _FSDPState) -> None:
     root = state.root
     if is_sleeping(state):
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"offload_model(): the fully_shard group {state.name} is already offloaded: call onload_model() first"
         )
     is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
     if state.progress.running_forwards or state.backward.active_uses or is_busy:
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"offload_model(): a forward or backward of the fully_shard group {state.name} is running (or was "
             "interrupted: run a forward first, which recovers from it)"
         )
     for handle in state._handles:
         if handle.summoned is not None:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"offload_model(): called inside summon_full_params() of the fully_shard group {state.name}"
             )
         handle.pending_gradients.follow_zero_grad()
         if handle.pending_gradients.accumulation is not None:
             handle.pending_gradients.accumulation.show()
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"offload_model(): {handle.name_of(0)} and its group hold gradients accumulated without gradient sync, "
                 "unsharded on each rank: run the last backward of the accumulation with sync, or call zero_grad()"
             )

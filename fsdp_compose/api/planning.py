@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from ..errors import MisuseError, MisuseTypeError
 from ..flat import MixedPrecisionPolicy
 from ..group import states_to_run
 from ..inspect import Plan, advise, mesh_shape_of, simulate
@@ -79,9 +80,9 @@ def plan(
     """
     sizes = [world_sizes] if isinstance(world_sizes, int) else [*world_sizes]
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"plan(world_sizes={world_sizes!r}): expected one or more numbers of ranks, each at least 1")
+        raise MisuseError(f"plan(world_sizes={world_sizes!r}): expected one or more numbers of ranks, each at least 1")
     if (batch is None) != (seq is None) or min(batch or 1, seq or 1) < 1:
-        raise ValueError(f"plan(batch={batch}, seq={seq}): expected both, at least 1 each, or neither")
+        raise MisuseError(f"plan(batch={batch}, seq={seq}): expected both, at least 1 each, or neither")
     shapes = [mesh_shape_of(mesh, size) for size in sizes]  # refused before anything is built
     options = {"mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "strategy": strategy}
     given = {name: value for name, value in options.items() if value is not None}
@@ -124,13 +125,13 @@ class _Asked:
         made = self.factory()
         model, loss_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not isinstance(model, nn.Module) or not (loss_of is None or callable(loss_of)):
-            raise TypeError(
+            raise MisuseTypeError(
                 "the factory must return a model, or (model, loss_of), where loss_of(model) returns the loss of a "
                 f"batch; got {_what(made)}"
             )
         batch, seq = self.tokens
         if (loss_of is None) == (batch is None):
-            raise ValueError(
+            raise MisuseError(
                 "the factory returns no loss function: give --batch and --seq to run it on token ids, or let it return "
                 "(model, loss_of)"
                 if loss_of is None
@@ -151,7 +152,7 @@ class _Asked:
         if states_to_run(model):
             if options or self.wrap is not None:
                 given = ", ".join([*options, *(["wrap"] if self.wrap is not None else [])])
-                raise ValueError(f"{given}: the factory returns an already sharded model; leave these options out")
+                raise MisuseError(f"{given}: the factory returns an already sharded model; leave these options out")
             return
         mesh = None
         if self.mesh is not None:
@@ -175,7 +176,7 @@ def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Mod
     missing = [name for name in wrap if name not in classes]
     if missing:
         own = sorted({type(module).__name__ for module in model.modules() if any(True for _ in module.children())})
-        raise ValueError(f"wrap: no module is a {missing[0]}; classes with submodules are {', '.join(own)}")
+        raise MisuseError(f"wrap: no module is a {missing[0]}; classes with submodules are {', '.join(own)}")
     found = [module for module in model.modules() if type(module).__name__ in wrap]
     return [module for module in reversed(found) if _has_parameters(module)]
 
@@ -215,7 +216,7 @@ class _TokenLoss:
         for name in ("logits", "last_hidden_state"):
             output = getattr(output, name, output)
         if not isinstance(output, torch.Tensor):
-            raise TypeError(
+            raise MisuseTypeError(
                 f"called with token ids, {type(model).__name__} returns {_what(output)}: expected logits, or an object "
                 "with a loss; let the factory return (model, loss_of) for other models"
             )

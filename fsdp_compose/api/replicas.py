@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import local_tensor
 from ..comm import as_transferable, check_mesh, meet, noticing_loss
+from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import FlatParamHandle, local_elements, plain_tensor
 from ..group import _FSDPState, _get_fsdp_states, widest_mesh
 from ..ragged import note_write_of_all_ranks
@@ -44,13 +45,13 @@ def broadcast_replicas(module: nn.Module, *, mesh: DeviceMesh | None = None) -> 
         _broadcast_unsharded(module, mesh)
         return
     if mesh is not None:
-        raise ValueError("broadcast_replicas(mesh=...): the model is sharded already, and its groups have meshes")
+        raise MisuseError("broadcast_replicas(mesh=...): the model is sharded already, and its groups have meshes")
     for state in states:
         _refuse_running(state)
     handles = [handle for state in states for handle in state._handles if handle.mesh.replicate_group is not None]
     for handle in handles:
         if any(local_elements(sharded).is_meta for sharded in handle.sharded_params):
-            raise ValueError(
+            raise MisuseError(
                 f"broadcast_replicas(): {handle.names[0]} is on the meta device: call module.to_empty(device=...) and "
                 "initialize it first"
             )
@@ -68,12 +69,12 @@ def _broadcast_unsharded(module: nn.Module, mesh: DeviceMesh | None) -> None:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in tensors:
         if tensor.is_meta:
-            raise ValueError(
+            raise MisuseError(
                 f"broadcast_replicas(): {name} is on the meta device: call module.to_empty(device=...) and initialize "
                 "it first"
             )
         if mesh is None and isinstance(tensor, DTensor):
-            raise ValueError(
+            raise MisuseError(
                 f"broadcast_replicas(): {name} is a DTensor, whose ranks hold different parts: give the mesh of the "
                 "ranks that hold the same one, mesh=..."
             )
@@ -94,7 +95,7 @@ def _broadcast_unsharded(module: nn.Module, mesh: DeviceMesh | None) -> None:
 def _refuse_running(state: _FSDPState) -> None:
     root = state.root
     if state.progress.running_forwards or (root is not None and (root.forward.depth or root.backward is not None)):
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"broadcast_replicas(): a forward or backward of the fully_shard group {state.name} is running"
         )
 

@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh, fsdp2
 from ..comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
+from ..errors import MisuseError, MisuseTypeError
 from ..flat import (
     CPUOffloadPolicy,
     FlatParamHandle,
@@ -127,7 +128,7 @@ def _refuse_other_data_parallelism(
     for module, fqn in fqns.items():
         applied = data_parallelism_of_torch(module)
         if applied and not params.isdisjoint(module.parameters()):
-            raise ValueError(
+            raise MisuseError(
                 f"{caller}(): {fqn or 'this'} ({type(module).__name__}) is data parallel already, by {applied}: choose "
                 f"one. Call {caller}() on the module without it (for a wrapper, on the module inside), or pass its "
                 "parameters as ignored_params"
@@ -144,7 +145,7 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
     """Return the outermost of the given modules."""
     modules = [module] if isinstance(module, nn.Module) else module
     if not isinstance(modules, list) or not modules or not all(isinstance(item, nn.Module) for item in modules):
-        raise TypeError(
+        raise MisuseTypeError(
             f"{caller}(): expected an nn.Module or a non-empty list of nn.Modules, got {type(module).__name__}"
         )
     roots = [
@@ -158,20 +159,20 @@ def check_modules(module: Any, caller: str) -> list[nn.Module]:
             remedy = f"call it on its children, or group them together: {caller}(list(module.children()))"
             if not [*item.children()]:  # an nn.ParameterList, for example
                 remedy = "call it on the module that contains it and whose forward uses its parameters"
-            raise ValueError(
+            raise MisuseError(
                 f"{caller}(): a {type(item).__name__} has no forward, so nothing would ever gather its parameters; "
                 + remedy
             )
         state = get_state(item)
         if state is not None:
             earlier, sharded = ("fully_shard", "sharded") if state.options.bucket_bytes is None else _REPLICATED
-            raise ValueError(
+            raise MisuseError(
                 f"{earlier}() was already called on this {type(item).__name__}: a module can be {sharded} once. Call "
                 f"{caller}() once on each submodule, then on the module itself"
             )
         for other in ("fully_shard", "replicate"):
             if other in composable_registry(item):
-                raise ValueError(
+                raise MisuseError(
                     f"{caller}(): torch's {other}() was already applied to this {type(item).__name__}; choose one"
                 )
     return roots
@@ -181,13 +182,13 @@ def check_ignored(ignored_params: Iterable[nn.Parameter] | None, caller: str) ->
     if ignored_params is None:
         return set()
     if isinstance(ignored_params, torch.Tensor) or not isinstance(ignored_params, Iterable):
-        raise TypeError(
+        raise MisuseTypeError(
             f"{caller}(ignored_params=...): expected an iterable of nn.Parameters, got {type(ignored_params).__name__}"
         )
     ignored = list(ignored_params)
     for item in ignored:
         if not isinstance(item, nn.Parameter):
-            raise TypeError(f"{caller}(ignored_params=...): expected nn.Parameters, got {type(item).__name__}")
+            raise MisuseTypeError(f"{caller}(ignored_params=...): expected nn.Parameters, got {type(item).__name__}")
     return set(ignored)
 
 
@@ -203,18 +204,18 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
     for item in managed:
         param = item.parameter
         if isinstance(param, UninitializedParameter):
-            raise ValueError(
+            raise MisuseError(
                 f"{caller}(): the parameter {item.fqn} is not initialized (lazy module); run a forward first"
             )
         if param.device.type != "meta" and param.device != device and param.device.type != "cpu":
-            raise ValueError(
+            raise MisuseError(
                 f"{caller}(): the parameter {item.fqn} is on {param.device}, but the mesh is on {device}; "
                 f"move the module with module.to({str(device)!r}), or pass a mesh on {param.device.type}"
             )
         if isinstance(param, DTensor) and caller == "fully_shard":
             refuse_placement(item.fqn, param, mesh)
         elif isinstance(param, DTensor):
-            raise ValueError(
+            raise MisuseError(
                 f"replicate(): the parameter {item.fqn} is already a DTensor, placed {list(param.placements)} on "
                 f"{param.device_mesh}: call fully_shard() with a (replicate, shard) submesh of the same mesh whose "
                 "second dimension has one rank"
@@ -222,14 +223,14 @@ def _check_parameters(managed: Sequence[ManagedParameter], mesh: DeviceMesh, cal
         else:
             check_class(param, item.fqn, is_gathered=caller == "fully_shard")
         if param.grad is not None:
-            raise ValueError(
+            raise MisuseError(
                 f"{caller}(): the parameter {item.fqn} has a gradient, which would be lost: call "
                 "module.zero_grad() first"
             )
     devices = {item.parameter.device.type == "meta" for item in managed}
     if len(devices) > 1:
         on_meta = next(item.fqn for item in managed if item.parameter.device.type == "meta")
-        raise ValueError(
+        raise MisuseError(
             f"{caller}(): the parameter {on_meta} is on the meta device and others of its group are not; "
             "materialize all of them or none"
         )
@@ -370,7 +371,7 @@ def fully_shard(
 def _refuse_keywords(others: dict[str, NoReturn]) -> None:
     for name in others:
         hint = f": it is FSDP2's, and {_DROP_IN}" if name in inspect.signature(fsdp2.fully_shard).parameters else ""
-        raise TypeError(f"fully_shard() got an unexpected keyword argument {name!r}{hint}")
+        raise MisuseTypeError(f"fully_shard() got an unexpected keyword argument {name!r}{hint}")
 
 
 _DROP_IN = "fsdp_compose.drop_in.fully_shard() has FSDP2's keywords and methods"
@@ -415,7 +416,7 @@ def _checked(
     """Check the arguments of ``fully_shard`` and convert them to those of ``make_group``."""
     modules = check_modules(module, "fully_shard")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, int):  # a bool is an int
-        raise TypeError(
+        raise MisuseTypeError(
             f"fully_shard(reshard_after_forward={reshard_after_forward!r}): expected True, False, None or a number of "
             "ranks"
         )
@@ -423,11 +424,11 @@ def _checked(
         mp_policy = MixedPrecisionPolicy()
     mp_policy = as_ours(MixedPrecisionPolicy, mp_policy, "fully_shard(mp_policy=...)")
     if granularity is not None and not callable(granularity):
-        raise TypeError(
+        raise MisuseTypeError(
             f"fully_shard(granularity={granularity!r}): expected a function from (FQN, parameter) to a granule"
         )
     if not isinstance(optional, (bool, NoneType)):
-        raise TypeError(f"fully_shard(optional={optional!r}): expected True or False")
+        raise MisuseTypeError(f"fully_shard(optional={optional!r}): expected True or False")
     offload = as_offload_policy(offload_policy, "fully_shard(offload_policy=...)")
     ignored = check_ignored(ignored_params, "fully_shard")
     mesh, options = check_mesh(mesh), GroupOptions(mp_policy, granularity, offload, is_optional=bool(optional))
@@ -435,7 +436,9 @@ def _checked(
         parts = _checked_parts(reshard_after_forward, mesh.size(mesh.ndim - 1))
         options = replace(options, reshard_after_forward=parts)
     elif reshard_after_forward is not None:
-        raise ValueError("fully_shard(): expected reshard_after_forward or strategy, got both; the strategy decides it")
+        raise MisuseError(
+            "fully_shard(): expected reshard_after_forward or strategy, got both; the strategy decides it"
+        )
     else:
         mesh, options = _follow(strategy_named(strategy, mesh.ndim), mesh, options)
     return modules, mesh, options, ignored
@@ -457,7 +460,7 @@ def _checked_parts(reshard_after_forward: bool | int | None, num_ranks: int) -> 
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     if reshard_after_forward < 1 or num_ranks % reshard_after_forward:
-        raise ValueError(
+        raise MisuseError(
             f"fully_shard(reshard_after_forward={reshard_after_forward}): the parameters are sharded over {num_ranks} "
             f"ranks, so {_factors(num_ranks)} of them can keep the parameters between forward and backward"
         )
@@ -539,9 +542,9 @@ def replicate(
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     policy = as_ours(MixedPrecisionPolicy, policy, "replicate(mp_policy=...)")
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool):
-        raise TypeError(f"replicate(bucket_bytes={bucket_bytes!r}): expected a number of bytes, as an int")
+        raise MisuseTypeError(f"replicate(bucket_bytes={bucket_bytes!r}): expected a number of bytes, as an int")
     if bucket_bytes <= 0:
-        raise ValueError(f"replicate(bucket_bytes={bucket_bytes}): expected a positive number of bytes")
+        raise MisuseError(f"replicate(bucket_bytes={bucket_bytes}): expected a positive number of bytes")
     ignored = check_ignored(ignored_params, "replicate")
     options = GroupOptions(policy, reshard_after_forward=False, bucket_bytes=bucket_bytes)
     make_group(modules, replicated_mesh(mesh), options, ignored)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ..comm import meet
+from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import (
     FlatParamHandle,
     UnreducedGradient,
@@ -65,14 +66,14 @@ class _Summoned:
             value, sharded = slot.module._parameters.get(slot.name), self.handle.sharded_params[slot.index]
             if value is None or value.shape != sharded.shape:
                 shape = None if value is None else tuple(value.shape)
-                raise ValueError(
+                raise MisuseError(
                     f"summon_full_params(): {slot.fqn} was replaced by a value of shape {shape}, but the sharded "
                     f"parameter has shape {tuple(sharded.shape)}: write into the parameter, or replace it by one of "
                     "the same shape"
                 )
             values = found.setdefault(slot.index, [])
             if values and values[0] is not value:
-                raise ValueError(
+                raise MisuseError(
                     f"summon_full_params(): {slot.fqn} and another name of the same (tied) parameter now hold "
                     "different tensors: assign the same tensor to both names, or write into it"
                 )
@@ -143,7 +144,7 @@ def summon_full_params(
             (``with_grads`` after ``no_sync``); or the sharded parameters were written to inside the context.
     """
     if rank0_only and writeback:
-        raise ValueError(
+        raise MisuseError(
             "summon_full_params(rank0_only=True) needs writeback=False: the other ranks have no full parameters to "
             "write their shards from"
         )
@@ -160,7 +161,7 @@ def summon_full_params(
     views: list[SlotView] = []
     inherited = [handle.summoned for handle in handles if handle.summoned is not None]
     if rank0_only is False and any(item is _ELSEWHERE for item in inherited):
-        raise ValueError(
+        raise MisuseError(
             "summon_full_params() inside another one with rank0_only=True: the other ranks have no full parameters"
         )
     own: list[_Summoned] = []
@@ -221,7 +222,7 @@ def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle
 def _state_of(handle: FlatParamHandle) -> _FSDPState:
     state = state_of(handle)
     if state is None:
-        raise RuntimeError("summon_full_params(): the sharded module of a parameter no longer exists")
+        raise MisuseRuntimeError("summon_full_params(): the sharded module of a parameter no longer exists")
     return state
 
 
@@ -230,7 +231,7 @@ def _make_ready(state: _FSDPState) -> None:
     root = state.root
     is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
     if state.progress.running_forwards or state.backward.active_uses or is_busy:
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"summon_full_params(): a forward or backward of the fully_shard group {state.name} is running (or was "
             "interrupted: run a forward first, which recovers from it)"
         )
@@ -319,7 +320,7 @@ def _put(summoned: Sequence[_Summoned]) -> list[SlotView]:
 def _refuse_changed_shard(item: _Summoned) -> None:
     if item.handle.shard._version != item.version:
         names = ", ".join(item.handle.names)
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"summon_full_params(): one of the sharded parameters {names} was written to inside the context "
             "(optimizer.step()?). Edits of the full parameters would undo that, so they were dropped: step outside the "
             "context"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import backend_name
 from ..comm import first_difference, meet
+from ..errors import FSDPComposeError, MisuseRuntimeError, class_of, name_of
 from .fqns import ModelNames, leaves_of
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -99,15 +100,15 @@ def attempt(function: Callable[..., _T], *arguments: Any) -> tuple[_T | None, st
         return None, error
 
 
-def or_problem(function: Callable[..., str], *arguments: Any) -> str | Exception:
-    """Return the problem that ``function`` returns as text or raises; empty if there is none."""
+def or_problem(function: Callable[..., str | Exception], *arguments: Any) -> str | Exception:
+    """Return the problem that ``function`` returns or raises; empty if there is none."""
     found, problem = attempt(function, *arguments)
     return problem or found or ""
 
 
 def problem_text(problem: str | Exception) -> str:
     """Format a problem for an error that other ranks raise too."""
-    if isinstance(problem, str) or type(problem) is RuntimeError:
+    if isinstance(problem, (str, FSDPComposeError)) or type(problem) is RuntimeError:
         return str(problem)
     return f"{type(problem).__name__}: {problem}"
 
@@ -119,24 +120,27 @@ def agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], prob
         group: the ranks; ``None``: this process alone.
         call: the user's call, for messages.
         facts: lines that must be equal on every rank: everything that decides which collectives follow.
-        problem: why this rank cannot continue; empty if it can.
+        problem: why this rank cannot continue: a text about what the user gave, or an exception; empty if it can.
 
     Raises:
-        RuntimeError: a rank has a problem, the facts differ, or a rank did not arrive in time. If this rank's problem
-            is an exception, it is the cause.
+        RuntimeError: a rank has a problem; the class is that of the problem. If this rank's problem is an exception, it
+            is the cause.
+        RanksDifferError: the facts differ.
+        RankLostError: a rank did not arrive in time.
     """
+    kind = name_of(problem) if isinstance(problem, Exception) else MisuseRuntimeError.__name__
     try:
-        _agree(group, call, facts, problem_text(problem))
+        _agree(group, call, facts, kind, problem_text(problem))
     except RuntimeError as error:
         if isinstance(problem, Exception):
-            raise error from problem
+            raise error from (problem.__cause__ if isinstance(problem, FSDPComposeError) else problem)
         raise
 
 
-def _agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], problem: str) -> None:
+def _agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], kind: str, problem: str) -> None:
     if has_peers(group):
         assert group is not None
-        details = json.dumps([problem, *facts])
+        details = json.dumps([kind if problem else "", problem, *facts])
         digest = hashlib.sha256(details.encode()).hexdigest()
 
         def explain(rank: int, ours: str, theirs: str) -> str:
@@ -144,7 +148,7 @@ def _agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], pro
 
         meet(group, call, digest, lambda _: "", details, explain, where=f" (called at {_caller()})")
     if problem:
-        raise RuntimeError(f"{call}: {problem}")
+        raise class_of(kind)(f"{call}: {problem}")
 
 
 def is_true_on_any(group: dist.ProcessGroup | None, call: str, what: str, flag: bool) -> bool:
@@ -204,11 +208,10 @@ def _differences(brought: list[str]) -> str:
 
 
 def _explain(call: str, rank: int, ours: list[str], theirs: list[str]) -> str:
-    if ours[0]:
-        return f"{call}: {ours[0]}"
-    if theirs[0]:
-        return f"{call}: on rank {rank}: {theirs[0]}"
-    difference = first_difference(ours[1:], theirs[1:])
+    for (kind, problem, *_), where in ((ours, ""), (theirs, f"on rank {rank}: ")):
+        if problem:
+            raise class_of(kind)(f"{call}: {where}{problem}")
+    difference = first_difference(ours[2:], theirs[2:])
     assert difference is not None
     _, a, b = difference
     return (

@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._torch import StorageInfo
+from ..errors import CheckpointDamagedError, MisuseError
 from .agreement import problem_text
 
 # ---- Reading a folder's manifest and metadata without running code, even if an attacker wrote them.
@@ -366,7 +367,7 @@ _TOKEN = re.compile(r"(save|dead)-[0-9a-f]{32}")
 def local_folder(folder: str | Path) -> Path:
     """Return ``folder`` as a path. Raises ValueError for a network address."""
     if "://" in str(folder):
-        raise ValueError(
+        raise MisuseError(
             f"{folder} is not a folder of a file system: give torch.distributed.checkpoint.save() and load() a storage "
             "writer and reader for it (FsspecWriter), with planner=SavePlanner() and planner=LoadPlanner()"
         )
@@ -499,15 +500,20 @@ def checksum(path: Path) -> int:
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
     """Describe the damage of the checkpoint in ``folder``; empty if there is none. Reads every ``num_parts``-th file,
     starting with number ``part``."""
-    return inspect(folder, part, num_parts)[1]
+    return str(inspect(folder, part, num_parts)[1])
 
 
-def inspect(folder: Path, part: int = 0, num_parts: int = 1, allow_pickle: bool = False) -> tuple[Contents | None, str]:
+def inspect(
+    folder: Path, part: int = 0, num_parts: int = 1, allow_pickle: bool = False
+) -> tuple[Contents | None, Problem]:
     """Return the contents of the checkpoint in ``folder``, and its damage as ``damage`` describes it."""
     lists, problem = read_lists(folder)
     contents, problem = (None, problem) if problem else understood(folder, lists, allow_pickle)
     return contents, problem if contents is None else damage_of_part(folder, contents, part, num_parts)
 
+
+Problem = str | CheckpointDamagedError
+"""Why a folder is not loaded; empty if nothing is wrong."""
 
 _OTHER_LOADERS = (
     "Load a folder of safetensors files with load_hf(model, folder), and a file of torch.save() with torch.load() and "
@@ -515,7 +521,7 @@ _OTHER_LOADERS = (
 )
 
 
-def read_lists(folder: Path) -> tuple[Lists, str]:
+def read_lists(folder: Path) -> tuple[Lists, Problem]:
     """Read the files that list the contents of the checkpoint in ``folder``; or return why that fails."""
     if folder.is_file():
         return {}, f"{folder} is a file, but a checkpoint of save() is a folder. {_OTHER_LOADERS}"
@@ -526,9 +532,8 @@ def read_lists(folder: Path) -> tuple[Lists, str]:
     if not (folder / METADATA).is_file():
         if any(folder.glob("*.safetensors")):
             return {}, f"{folder} holds safetensors files, which save() does not write. {_OTHER_LOADERS}"
-        return (
-            {},
-            f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last. Load an earlier one",
+        return {}, CheckpointDamagedError(
+            f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last. Load an earlier one"
         )
     try:
         return lists_of(folder), ""
@@ -536,7 +541,7 @@ def read_lists(folder: Path) -> tuple[Lists, str]:
         return {}, _damaged(folder, error)
 
 
-def understood(folder: Path, lists: Lists, allow_pickle: bool) -> tuple[Contents | None, str]:
+def understood(folder: Path, lists: Lists, allow_pickle: bool) -> tuple[Contents | None, Problem]:
     """Return the contents of the checkpoint in ``folder``; or why they cannot be read."""
     try:
         contents = contents_of(folder, lists, allow_pickle)
@@ -559,16 +564,18 @@ def _of_another_version(folder: Path, lists: Lists, error: Exception) -> str:
     )
 
 
-def _damaged(folder: Path, error: Exception) -> str:
+def _damaged(folder: Path, error: Exception) -> CheckpointDamagedError:
     reason = str(error) if type(error) in (ValueError, pickle.UnpicklingError) else problem_text(error)
-    return f"{folder} is damaged: its list of files cannot be read ({reason}). Load an earlier checkpoint"
+    return CheckpointDamagedError(
+        f"{folder} is damaged: its list of files cannot be read ({reason}). Load an earlier checkpoint"
+    )
 
 
-def damage_of_part(folder: Path, contents: Contents, part: int, num_parts: int) -> str:
+def damage_of_part(folder: Path, contents: Contents, part: int, num_parts: int) -> Problem:
     """Describe the damage of every ``num_parts``-th file, starting with number ``part``; empty if there is none."""
     names = sorted(contents.files)[part::num_parts]
     found = (_damage_of(folder / name, *contents.files[name]) for name in names)
-    return next((text for text in found if text), "")
+    return next((CheckpointDamagedError(text) for text in found if text), "")
 
 
 def _damage_of(path: Path, size: int, total: int | None) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from ..errors import CheckpointDamagedError, MisuseRuntimeError
 from ..flat import local_of
 from ..ragged import CompositeDTensor, RaggedDTensor
 from .agreement import agree, attempt, group_of, is_first, list_problems, lost_ranks, or_problem, problem_text
@@ -112,19 +113,23 @@ def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
     chosen: dict[Any, dict[str, torch.Tensor]] = {}
     for fqn, (_, value) in entries_of(names).items():
         if not isinstance(value, torch.Tensor):
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"{fqn} is a {type(value).__name__}, but safetensors files hold only tensors: save it by other means, "
                 "and let the module's state_dict() leave it out"
             )
         if value.layout != torch.strided:
-            raise RuntimeError(f"{fqn} is {value.layout}, which safetensors does not support: save it by other means")
+            raise MisuseRuntimeError(
+                f"{fqn} is {value.layout}, which safetensors does not support: save it by other means"
+            )
         if isinstance(value, CompositeDTensor):
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"{fqn} is a {value.composite.name}, made of several tensors, which safetensors does not support: save "
                 "the others by get_model_state_dict(), or all by save()"
             )
         if value.dtype not in _DTYPES.values():
-            raise RuntimeError(f"{fqn} is {value.dtype}, which safetensors does not support: save it by other means")
+            raise MisuseRuntimeError(
+                f"{fqn} is {value.dtype}, which safetensors does not support: save it by other means"
+            )
         if names.aliases(fqn)[0] == fqn:
             place = names.place(fqn)
             chosen.setdefault(None if place is None else place[0], {})[fqn] = value
@@ -256,9 +261,11 @@ def _look_into(folder: Path) -> dict[str, _Stored]:
         RuntimeError: a file is missing or damaged.
     """
     if folder.is_file():
-        raise RuntimeError(f"{folder} is a file: give the folder that contains {SINGLE}, or several files and {INDEX}")
+        raise MisuseRuntimeError(
+            f"{folder} is a file: give the folder that contains {SINGLE}, or several files and {INDEX}"
+        )
     if (folder / METADATA).is_file():
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"{folder} is a checkpoint of save(), not a folder of safetensors files: load it with load()"
         )
     weight_map = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
@@ -266,14 +273,14 @@ def _look_into(folder: Path) -> dict[str, _Stored]:
     for name in sorted(set(weight_map.values())) or [SINGLE]:
         path = folder / name
         if not path.is_file():
-            raise RuntimeError(f"there is no {path}")
+            raise (CheckpointDamagedError if weight_map else MisuseRuntimeError)(f"there is no {path}")
         for fqn, described in _read_header(path).items():
             if fqn in found:
-                raise RuntimeError(f"{fqn} is both in {found[fqn].path} and in {path}: remove one of the two")
+                raise CheckpointDamagedError(f"{fqn} is both in {found[fqn].path} and in {path}: remove one of the two")
             found[fqn] = _Stored(path, described)
     for fqn, name in weight_map.items():
         if fqn not in found or found[fqn].path.name != name:
-            raise RuntimeError(f"{folder / INDEX} says that {fqn} is in {name}, but it is not there")
+            raise CheckpointDamagedError(f"{folder / INDEX} says that {fqn} is in {name}, but it is not there")
     return found
 
 
@@ -288,7 +295,7 @@ def _read_index(path: Path) -> dict[str, str]:
             if not isinstance(name, str) or Path(name).name != name or "\0" in name:
                 raise ValueError(f"it lists {fqn} in {name!r}, which is not the name of a file in this folder")
     except Exception as error:  # malformed JSON may raise anything
-        raise RuntimeError(f"{path} is damaged: {problem_text(error)}") from error
+        raise CheckpointDamagedError(f"{path} is damaged: {problem_text(error)}") from error
     return weight_map
 
 
@@ -308,14 +315,14 @@ def _read_header(path: Path) -> dict[str, Described]:
     try:
         json.loads(header, object_pairs_hook=_without_twins)  # of duplicates, the library uses the last
     except (ValueError, RecursionError) as error:
-        raise RuntimeError(f"{path} is damaged: {problem_text(error)}") from error
+        raise CheckpointDamagedError(f"{path} is damaged: {problem_text(error)}") from error
     try:
         with safe_open(path, framework="pt") as opened:
             return {fqn: _describe(opened, fqn) for fqn in opened.keys()}
     except KeyError as error:
         raise RuntimeError(f"{path} holds a tensor of type {error}, which is not supported") from error
     except (OSError, SafetensorError) as error:
-        raise RuntimeError(f"{path} is damaged, or was not completely written: {error}") from error
+        raise CheckpointDamagedError(f"{path} is damaged, or was not completely written: {error}") from error
 
 
 def _describe(file: Any, fqn: str) -> Described:

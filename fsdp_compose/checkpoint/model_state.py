@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import IncompatibleKeys, loads_as_torch_module, versions_of, with_versions
+from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import as_ours
 from ..group import before_load
 from ..ragged import CompositeDTensor
@@ -60,7 +61,7 @@ class StateDictOptions:
 
     def __post_init__(self) -> None:
         if self.broadcast_from_rank0 and not self.full_state_dict:
-            raise ValueError(
+            raise MisuseError(
                 "StateDictOptions(broadcast_from_rank0=True) needs full_state_dict=True: the first rank sends whole "
                 "tensors"
             )
@@ -105,7 +106,7 @@ def _by_fqn(names: ModelNames, state: Mapping[str, Any]) -> dict[str, tuple[str,
     for key, value in state.items():
         fqn = names.canonical(key)
         if fqn in found:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"{key} and {found[fqn][0]} of this {type(names.model).__name__} have the same canonical name, {fqn}: "
                 "rename one of the submodules"
             )
@@ -116,7 +117,7 @@ def _by_fqn(names: ModelNames, state: Mapping[str, Any]) -> dict[str, tuple[str,
 def _refuse_summoned_elsewhere(names: ModelNames) -> None:
     for handle in names.handles():
         if handle.is_summoned_on_first_rank_only:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"{handle.name_of(0)} is full on the first rank and sharded on the others, inside "
                 "summon_full_params(rank0_only=True): call it outside of that context. (A full state dict on the first "
                 "rank does not need the context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
@@ -154,7 +155,7 @@ def choose_entries(
         prefix = next(p for p in prefixes if fqn.startswith(p))
         key = fqn if options.keep_submodule_prefixes else fqn[len(prefix) :]
         if key in by_key:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"{by_key[key]} and {fqn} would both be named {key}: keep the prefixes (keep_submodule_prefixes=True), "
                 "or get one submodule at a time"
             )

@@ -31,6 +31,7 @@ from torch.optim.optimizer import Optimizer
 
 from .._torch import dtensor_spec, group_device_types, local_tensor
 from ..comm import maximum_of_all_ranks
+from ..errors import MisuseRuntimeError
 from ..optim import elementwise_classes
 from ..ragged import RaggedDTensor, known_as
 
@@ -199,7 +200,7 @@ def _refuse_steps(optimizer: Optimizer) -> None:
     _waiting.add(optimizer)
 
     def refuse(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"state was loaded for this {type(optimizer).__name__}, but never set, so it would train with new state: "
             "after load(), give the loaded dict to set_state_dict() or set_optimizer_state_dict() (checkpoint.resume() "
             "does both). Nothing was changed"

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as TorchLoadPlanner
 from torch.distributed.tensor import DTensor
 
 from .._torch import dedup_save_plans, plan_errors
+from ..errors import MisuseError
 from ..ragged import CompositeDTensor
 from .fqns import Path
 from .gathering import digests_of, says_what_it_holds
@@ -137,7 +138,7 @@ class LoadPlanner(DefaultLoadPlanner):
             if not missing:
                 raise
             unused = [key for key in saved if key not in self.state_dict]
-            raise ValueError(
+            raise MisuseError(
                 f"the checkpoint lacks {_some(missing)}. It has, without a place in the state dict: {_some(unused)}"
             ) from error
 
@@ -238,7 +239,7 @@ class _Saved:
             kind = StateKind((True,) * like.dim(), saved.properties.dtype, like.device)
             return pending_state(like, {key: kind})[key]
         if fqn not in self.tensors and not is_shared_name(fqn) and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
+            raise MisuseError(
                 f"the checkpoint holds {key}, of shape {tuple(saved.size)}, but the optimizer has no such state before "
                 f"its first step, and the sharding of {fqn} is unknown: load the model's state dict in the same call"
             )
@@ -263,7 +264,7 @@ def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
         return  # torch's planner names what is missing
     was_flattened = not any(at[0] == GROUPS for at in saved.groups.values())
     if was_flattened != is_flattened(optimizer):
-        raise ValueError(
+        raise MisuseError(
             f"the optimizer dict {saved.name!r} was saved with flatten_optimizer_state_dict={was_flattened}: get the "
             "dict that you load into with the same option"
         )
@@ -279,7 +280,7 @@ def _follow(optimizer: dict[str, Any], saved: _Saved) -> None:
     for key, (_, fqn, *rest) in saved.state.items():
         by_fqn.setdefault(fqn, {})[key] = rest
     if all(fqn.isdigit() for fqn in by_fqn) and by_fqn.keys().isdisjoint(trained) and by_fqn:
-        raise ValueError(
+        raise MisuseError(
             f"the optimizer dict {saved.name!r} was saved as an optimizer's own state_dict(), which numbers "
             "parameters: load it into the state_dict() of an optimizer that has taken a step, and pass that to "
             "set_optimizer_state_dict()"
@@ -380,7 +381,7 @@ class SavePlanner(DefaultSavePlanner):
             metadata = replace(metadata, planner_data=paths)
         problems = problems_of(plans, metadata)
         if problems:
-            raise ValueError("; ".join(problems[:_MAX_PROBLEMS]))
+            raise MisuseError("; ".join(problems[:_MAX_PROBLEMS]))
         self.global_plan, self.metadata = plans, metadata
         return plans, metadata
 
@@ -446,7 +447,7 @@ def with_string_keys(value: Any) -> Any:
     if isinstance(value, dict):
         made = {str(key): with_string_keys(item) for key, item in value.items()}
         if len(made) != len(value):
-            raise ValueError(
+            raise MisuseError(
                 f"two keys of a dict convert to the same string, among {[*value][:10]}: checkpoints store keys as "
                 "strings"
             )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
+from ..errors import MisuseTypeError
 from .optimizer_state import Optimizers
 from .state_dict import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 from .storage import load
@@ -49,7 +50,7 @@ def resume(
         step = resume("step-1000", model, optimizer, step=0)["step"]
     """
     if "optimizer" in others:
-        raise TypeError("resume(): pass the optimizer by position: resume(folder, model, optimizer)")
+        raise MisuseTypeError("resume(): pass the optimizer by position: resume(folder, model, optimizer)")
     if optimizers is None:
         state = {"model": get_model_state_dict(model), **others}
         load(state, folder, process_group=process_group)

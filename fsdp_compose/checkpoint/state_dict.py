@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from .._torch import group_device_types, versions_of, with_versions
+from ..errors import MisuseError, MisuseRuntimeError, RanksDifferError, class_of, name_of
 from .agreement import (
     agree,
     attempt,
@@ -110,7 +111,7 @@ def _choose(
     trained = trained_by(optimizers, names, options.keep_foreign_params)
     problem = problem_of(trained, names)
     if problem:
-        raise RuntimeError(problem)
+        raise MisuseRuntimeError(problem)
     for by in trained:
         by.keep_only(names.prefixes_of(submodules) if submodules else [""])
     entries = choose_entries(names, options, submodules) if with_model else ModelEntries()
@@ -128,7 +129,7 @@ def _refuse_differing(group: dist.ProcessGroup | None, call: str, digests: Mappi
     _, is_alike = tell_and_compare(group, call, "state of optimizers", "", [*map(" ".join, digests.items())])
     problem = "" if is_alike else differing_values(group, call, digests)
     if problem:
-        raise RuntimeError(f"{call}: {problem}")
+        raise RanksDifferError(f"{call}: {problem}")
 
 
 # ---- The setters: agree, plan, compare plans, move values, and only then change anything.
@@ -226,12 +227,12 @@ def _prepare(
     trained = trained_by(optimizers, names, options.keep_foreign_params)
     problem = problem_of(trained, names)
     if problem:
-        raise RuntimeError(problem)
+        raise MisuseRuntimeError(problem)
     if sending is not None and sending.rank() != 0:
         return _Ready(trained, _Given(), b"")
     for state, is_wanted in ((given.model, optimizers is None), (given.optimizers, optimizers is not None)):
         if not isinstance(state, Mapping) and (is_wanted or state is not None):
-            raise RuntimeError(f"expected a dict, found a {type(state).__name__}")
+            raise MisuseRuntimeError(f"expected a dict, found a {type(state).__name__}")
     if given.optimizers is not None:
         given = _Given(given.model, _read(given.optimizers, names, trained, options))
     return _Ready(trained, given, b"" if sending is None else _tell(given))
@@ -250,13 +251,13 @@ def _read(
             state = unflatten(state, known, strict=options.strict)
         elif is_numbered(state):
             if any(param.flat for by in trained for group in by.groups for param in group.params):
-                raise ValueError(
+                raise MisuseError(
                     "an optimizer's own state_dict() numbers its parameters, but this optimizer's are flat views"
                 )
             state = name(state, fqns, trained[0].shared_name)
         require_form(state)
     except ValueError as error:
-        raise RuntimeError(f"the optimizer dict cannot be read: {error}") from error
+        raise MisuseRuntimeError(f"the optimizer dict cannot be read: {error}") from error
     return state
 
 
@@ -273,7 +274,7 @@ def _tell(given: _Given) -> bytes:
             optimizers = {STATE: state, GROUPS: on_cpu(given.optimizers[GROUPS])}
         return pickle.dumps(_Given(model, optimizers))
     except Exception as error:  # the user's objects may raise anything
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"broadcast_from_rank0 cannot send this state dict: {type(error).__name__}: {error}"
         ) from error
 
@@ -311,7 +312,7 @@ def _plan(
         plans.optimizers = plan_optimizers(names, ready.trained, given.optimizers, options, sending)
     problem = _meta_problem(ready.trained, plans.model) or plans.model.problem or plans.optimizers.problem
     if problem:
-        raise RuntimeError(problem)
+        raise MisuseRuntimeError(problem)
     return plans
 
 
@@ -321,7 +322,7 @@ def _plan_again(names: ModelNames, optimizers: Optimizers | None, plans: _Plans,
     trained = trained_by(optimizers, names, options.keep_foreign_params)
     again = plan_optimizers(names, trained, plans.given.optimizers, options, plans.optimizers.sending)
     if again.problem:
-        raise RuntimeError(again.problem)
+        raise MisuseRuntimeError(again.problem)
     return _Plans(plans.given, plans.model, again)
 
 
@@ -357,7 +358,8 @@ def _after(consequence: str, problem: str | Exception) -> str | Exception:
     """Add ``consequence`` to a problem that came up after something was changed."""
     if not problem:
         return ""
-    failure = RuntimeError(f"{problem_text(problem)}\n(raised during loading: {consequence})")
+    kind = class_of(name_of(problem)) if isinstance(problem, Exception) else RuntimeError
+    failure = kind(f"{problem_text(problem)}\n(raised during loading: {consequence})")
     failure.__cause__ = problem if isinstance(problem, Exception) else None
     return failure
 

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._import_checks import is_untested
 from ..comm import noticing_loss
+from ..errors import FSDPComposeError, MisuseRuntimeError, RankLostError, RanksDifferError, class_of, name_of
 from .agreement import (
     agree,
     attempt,
@@ -82,7 +83,7 @@ class Told(RuntimeError):
     """An error as text, which can always be sent to the other ranks, whatever the type of the original error."""
 
 
-class Refused(Told):
+class Refused(Told, MisuseRuntimeError):
     """A value was not unpickled; no tensor has been read yet."""
 
 
@@ -202,7 +203,7 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     try:
         different = "" if is_alike else differing_values(group, "save()", digests)
         if different:
-            raise _Failed(f"save(): {different}")
+            raise _Failed(f"save(): {different}", RanksDifferError)
         try:
             with nullcontext() if group is None else noticing_loss(group, "a collective of save()"):
                 _write(writer, state, process_group, share)
@@ -210,11 +211,11 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         except RuntimeError as error:
             if isinstance(error, _Failed) or not has_peers(group):
                 raise
-            raise _Failed(f"save(): {_apart(error)}. The checkpoint was not completed") from error
+            raise _Failed(f"save(): {_apart(error)}. The checkpoint was not completed", _kind_apart(error)) from error
     except _Failed as error:
         if _is_first(group):
             abandon_folder(folder, token)
-        raise RuntimeError(str(error)) from error.__cause__
+        raise error.kind(str(error)) from error.__cause__
 
 
 def _apart(error: RuntimeError) -> str:
@@ -222,8 +223,16 @@ def _apart(error: RuntimeError) -> str:
     return f"the ranks lost contact: another rank died, hangs, or raised an error ({str(error).rstrip('.')})"
 
 
+def _kind_apart(error: RuntimeError) -> type[RuntimeError]:
+    return type(error) if isinstance(error, FSDPComposeError) else RankLostError
+
+
 class _Failed(RuntimeError):
-    """A save that failed on every rank."""
+    """A save that failed on every rank. ``kind``: the class of the error to raise."""
+
+    def __init__(self, text: str, kind: type[RuntimeError]) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 def _write(
@@ -241,7 +250,8 @@ def _write(
             no_dist=_group(process_group) is None,
         )
     except CheckpointException as error:
-        raise _Failed(f"save(): {_first_failure(error)}. The checkpoint was not completed") from error
+        cause, text = _first_failure(error)
+        raise _Failed(f"save(): {text}. The checkpoint was not completed", class_of(name_of(cause))) from error
 
 
 def _complete(
@@ -267,7 +277,7 @@ def _agree_to_save(group: dist.ProcessGroup | None, folder: Path, problem: str |
     try:
         agree(group, "save()", [str(folder)], problem)
     except RuntimeError as error:
-        raise _Failed(str(error)) from error.__cause__
+        raise _Failed(str(error), type(error)) from error.__cause__
 
 
 def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[int]], numbers: Sequence[Any]) -> str:
@@ -344,12 +354,13 @@ def load(
             isinstance(cause, Refused) for cause, _ in error.failures.values()
         )
         remedy = "The state dict may be partly loaded: load again" if is_torn else "Nothing was changed"
-        raise RuntimeError(f"load(): {_first_failure(error)}. {remedy}") from error
+        cause, text = _first_failure(error)
+        raise class_of(name_of(cause))(f"load(): {text}. {remedy}") from error
     except RuntimeError as error:
         if not has_peers(group):
             raise
         remedy = "The state dict may be partly loaded"
-        raise RuntimeError(f"load(): {_apart(error)}. {remedy}") from error
+        raise _kind_apart(error)(f"load(): {_apart(error)}. {remedy}") from error
     numbers = contents.numbers
     loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
     _, problem = attempt(_give_back, state_dict, loaded)
@@ -431,10 +442,10 @@ def _give_memory(state: dict[str, Any]) -> None:
             state[key] = empty_on(value, Target(value).device)
 
 
-def _first_failure(error: CheckpointException) -> str:
+def _first_failure(error: CheckpointException) -> tuple[BaseException, str]:
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    text = str(cause) if isinstance(cause, Told) else f"{type(cause).__name__}: {cause}"
-    return f"on rank {rank}: {text.rstrip('.')}"
+    text = str(cause) if isinstance(cause, (Told, FSDPComposeError)) else f"{type(cause).__name__}: {cause}"
+    return cause, f"on rank {rank}: {text.rstrip('.')}"
 
 
 class _Writer(FileSystemWriter):

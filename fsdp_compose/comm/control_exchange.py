@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes, remember_connected
+from ..errors import RankLostError, RanksDifferError
 from .failure import Pending, carries, close_connections, give_up, limit_of, look_after_pending
 from .gloo import begin_maximum
 from .journal import Journal, difference_of, known_journal
@@ -227,7 +228,7 @@ class Carrier:
             with outside_modes():
                 self._doubling = Doubling(self._control, group)
         except PartnerLost as error:
-            raise RuntimeError(
+            raise RankLostError(
                 f"setting up the control exchange: rank {error.partner} did not connect to rank {group.rank()} in "
                 f"time: it has died, hangs, or took another path. {error}"
             ) from None
@@ -311,12 +312,15 @@ class Carrier:
             what, died = f"control exchange at the end of {self._end_of}", f"did not run this {self._end_of}"
             if self._end_of == ROUND:
                 what, died = ROUND, "did not reach it"
-            failure = f"the {what} failed: " + (
-                ("" if group is None else difference_of(group))
-                or f"another rank died, or {died}{self._absent(error)}. {error}"
-            )
+            difference = "" if group is None else difference_of(group)
+            if difference:
+                failure: RuntimeError = RanksDifferError(f"the {what} failed: {difference}")
+            else:
+                failure = RankLostError(
+                    f"the {what} failed: another rank died, or {died}{self._absent(error)}. {error}"
+                )
             give_up(self._control, failure)
-            raise RuntimeError(failure) from None
+            raise failure from None
         finally:
             if journal is not None:
                 journal.go_on()

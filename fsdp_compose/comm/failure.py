@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import close_gloo_connections, group_timeout, has_closed, is_gloo_connection_closed, stop_waiting_for
+from ..errors import RankLostError, RanksDifferError
 
 # Weak in both directions: from a control group to its group, and from a group to its control group.
 _partners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -29,7 +30,7 @@ _partners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.Process
 _families: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
-_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[type[RuntimeError], str]] = weakref.WeakKeyDictionary()
 
 
 def carries(control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
@@ -44,12 +45,12 @@ def fail_together(groups: Sequence[dist.ProcessGroup]) -> None:
         _families.setdefault(group, weakref.WeakSet()).update(groups)
 
 
-def give_up(group: dist.ProcessGroup, failure: str) -> None:
+def give_up(group: dist.ProcessGroup, error: RuntimeError) -> None:
     """Note that a collective of ``group`` has failed, and close the connections."""
     if group in _failures:
         return
     for item in together(group):
-        _failures[item] = failure
+        _failures[item] = type(error), str(error)  # not the error, which holds the frames that it came through
     close_connections(group)
 
 
@@ -73,7 +74,19 @@ def _same_ranks(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
 def failure_of(group: dist.ProcessGroup) -> str:
     """How the first collective failed; empty if none did."""
-    return _failures.get(group, "")
+    return _failures[group][1] if group in _failures else ""
+
+
+def class_of_failure(group: dist.ProcessGroup) -> type[RuntimeError]:
+    """The class of the error of the first collective that failed."""
+    return _failures[group][0]
+
+
+def loss(what: str, difference: str, error: RuntimeError) -> RuntimeError:
+    """The error of a collective that has failed. ``difference``: how the ranks differ, if that is known."""
+    if difference:
+        return RanksDifferError(f"{what} failed: {difference}")
+    return RankLostError(f"{what} failed: another rank died, or did not enter the same collective. {error}")
 
 
 def gone(group: dist.ProcessGroup, ranks: Iterable[int]) -> list[int]:

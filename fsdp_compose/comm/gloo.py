@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import has_gloo_on_cpu
-from .failure import Pending, failure_of, give_up, gone, limit_of, look_after_pending
+from .failure import Pending, failure_of, give_up, gone, limit_of, look_after_pending, loss
 from .journal import difference_of, journal_of
 from .shared_memory import Descriptor, SharedMemory
 from .transport import (
@@ -183,11 +183,10 @@ class Messages(Transport):
         try:
             yield
         except RuntimeError as error:
-            failure = f"rank {self._rank}: the exchange of {label} between the ranks failed: " + (
-                difference_of(self._owner) or f"another rank died, or did not enter the same collective. {error}"
-            )
+            what = f"rank {self._rank}: the exchange of {label} between the ranks"
+            failure = loss(what, difference_of(self._owner), error)
             give_up(self._owner, failure)
-            raise RuntimeError(failure) from None
+            raise failure from None
 
 
 class _InFlight:

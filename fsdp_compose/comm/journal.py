@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from .._torch import group_timeout
+from ..errors import RanksDifferError
 from .failure import (
     PERIOD,
     Meeting,
@@ -43,6 +44,7 @@ from .failure import (
     entered,
     give_up,
     look_regularly,
+    loss,
     meeting_in,
     together,
 )
@@ -185,11 +187,9 @@ def noticing_loss(group: dist.ProcessGroup, what: str) -> Iterator[None]:
             owners = [owner for reference, _ in _items if (owner := reference()) is not None]
         differences = [difference_of(owner) for owner in owners if group in together(owner)]
         known = meeting.difference or next(filter(None, differences), "")
-        failure = f"rank {group.rank()}: {what} failed: " + (
-            known or f"another rank died, or did not enter the same collective. {error}"
-        )
+        failure = loss(f"rank {group.rank()}: {what}", known, error)
         give_up(group, failure)
-        raise RuntimeError(failure) from None
+        raise failure from None
 
 
 class Report(NamedTuple):
@@ -361,4 +361,4 @@ def _compare_while_waiting(group: dist.ProcessGroup, journal: Journal) -> None:
         meeting = _meeting_beside(journal)
         if meeting is not None:
             meeting.difference = journal.difference
-        give_up(group, journal.difference)  # which ends the waiting
+        give_up(group, RanksDifferError(journal.difference))  # which ends the waiting

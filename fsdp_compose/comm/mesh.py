@@ -28,6 +28,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from .._torch import backend_name, concatenate_meshes, group_device_types, group_timeout, is_destroyed, make_group_of
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError, RankLostError
 from .failure import fail_together
 from .gloo import TRANSPORT_ENV, transport_of
 from .store import agree_on_name
@@ -102,7 +103,7 @@ def _make(
     timeout = group_timeout(world if like is None else like)
 
     def absence(absent: Sequence[int]) -> RuntimeError:
-        return RuntimeError(
+        return RankLostError(
             f"making a process group of ranks {[*ranks]}, which run one model together: rank(s) "
             f"{', '.join(str(ranks[i]) for i in absent)} did not arrive within {timeout.total_seconds():g} s. Every "
             "rank of a mesh must call fully_shard()"
@@ -303,22 +304,22 @@ def check_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 def _checked(mesh: DeviceMesh | None, caller: str, most_dims: int, expected: str) -> DeviceMesh:
     if mesh is None:
         if not dist.is_initialized():
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"{caller}() got no mesh, and torch.distributed has no process group to make one from: call "
                 "torch.distributed.init_process_group() first (under torchrun), or pass mesh=init_device_mesh(...)"
             )
         mesh = default_mesh()
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"{caller}(mesh=...): expected a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
+        raise MisuseTypeError(f"{caller}(mesh=...): expected a DeviceMesh, got {type(mesh).__name__}: {mesh!r}")
     if mesh.ndim > most_dims:
         names = f" {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-        raise ValueError(
+        raise MisuseError(
             f"{caller}(mesh=...): expected a mesh {expected}, got one with {mesh.ndim} dimensions{names} of shape "
             f"{tuple(mesh.mesh.shape)}; pass only the data-parallel ones, for example mesh['shard'] or "
             "mesh['replicate', 'shard']"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"{caller}(mesh=...): rank {dist.get_rank()} is not in the mesh {mesh}")
+        raise MisuseError(f"{caller}(mesh=...): rank {dist.get_rank()} is not in the mesh {mesh}")
     return mesh
 
 
@@ -404,7 +405,7 @@ def _widest(meshes: list[DeviceMesh]) -> DeviceMesh:
     ranks = {*widest.mesh.flatten().tolist()}
     for item in meshes:
         if not ranks.issuperset(item.mesh.flatten().tolist()):
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(): the parameters of one group are DTensors on ranks {sorted(ranks)} and "
                 f"{sorted(item.mesh.flatten().tolist())} (data-parallel ranks included): one of the meshes must "
                 "contain the others"
@@ -466,5 +467,5 @@ def device_of_mesh(mesh: DeviceMesh) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     if not torch.get_device_module(device_type).is_available():
-        raise ValueError(f"the given device mesh is on {device_type}, but this machine has no such device")
+        raise MisuseError(f"the given device mesh is on {device_type}, but this machine has no such device")
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

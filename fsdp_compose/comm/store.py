@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from .._torch import default_store, group_timeout
+from ..errors import RankLostError, RanksDifferError, class_of, name_of
 from .failure import TIMEOUT_ENV, Meeting, failure_of, give_up, gone
 
 # ---- The part of the key-value store that belongs to one initialization of a process group.
@@ -231,6 +232,7 @@ _FIRST_LOOK = 5.0  # seconds of waiting between checks whether ranks have died
 _NO_GRACE = timedelta(0)
 _MOST_NAMED = 32  # ranks that an error lists
 _DIGEST_LENGTH = 64
+_OK = "ok"  # how a round ends if nothing is wrong
 
 
 class _RankGone(RuntimeError):
@@ -267,15 +269,16 @@ def meet(
         details: a long text. It is sent only if ``explain`` is given and this rank's payload is the first that differs
             from the first rank's.
         explain: called on the first rank with (rank, its own details, that rank's details) for the first rank whose
-            payload differs; every rank raises the text it returns.
+            payload differs; every rank raises the text it returns as a ``RanksDifferError``, or the error it raises.
         where: added to ``purpose`` in the message about absent ranks.
         timeout: how long to wait, unless ``FSDP_COMPOSE_TIMEOUT`` is set or a collective of the group has failed
             before; default: the timeout of the group.
         aside: one line for ``judge`` that may differ between ranks; given on all ranks or on none.
 
     Raises:
-        RuntimeError: on every rank that arrived: some rank did not arrive in time (the message names the call and the
-            absent ranks); ``explain`` returned a text; or the store is gone.
+        RankLostError: on every rank that arrived: some rank did not arrive in time (the message names the call and the
+            absent ranks), or the store is gone.
+        RanksDifferError: on every rank that arrived: ``explain`` returned a text.
     """
     if explain is not None and len(payload) > _DIGEST_LENGTH:
         payload = hashlib.sha256(payload.encode()).hexdigest()
@@ -283,10 +286,11 @@ def meet(
         waits = _Waits(group, purpose, where, _timeout(group, timeout))
         return _meet(waits, f"{payload}\n{aside}", judge, details, explain)
     except _RankGone as error:
-        give_up(group, str(error))
-        raise RuntimeError(str(error)) from None
+        lost = RankLostError(str(error))
+        give_up(group, lost)
+        raise lost from None
     except dist.DistNetworkError as error:
-        raise RuntimeError(
+        raise RankLostError(
             f"{purpose}{where}: the key-value store cannot be reached: the process that hosts it (torchrun, or the "
             f"first rank's) has died. Restart the processes from a checkpoint. {error}"
         ) from error
@@ -310,7 +314,8 @@ class _Waits:
         the watchdog has found out why it does not come.
 
         Raises:
-            RuntimeError: they did not appear in time, or will not.
+            RankLostError: they did not appear in time.
+            RanksDifferError: they will not.
             _RankGone: a rank has died.
         """
         deadline = time.monotonic() + (self.timeout + grace).total_seconds()
@@ -327,9 +332,9 @@ class _Waits:
                 if wait_for(this.store, keys, limit, alarm, self.group.size()):
                     return
                 if meeting.difference:
-                    raise RuntimeError(f"{self.text}: {meeting.difference}")
+                    raise RanksDifferError(f"{self.text}: {meeting.difference}")
                 if left <= _FIRST_LOOK and not alarm():
-                    raise RuntimeError(_absence(awaited(), self.group, self.text, self.timeout))
+                    raise RankLostError(_absence(awaited(), self.group, self.text, self.timeout))
                 if alarm():  # as if it had failed before: see ``_timeout``
                     had_failed, deadline = True, min(deadline, time.monotonic() + _BROKEN_TIMEOUT.total_seconds())
                 error = _is_gone(self.group, self.text, awaited)
@@ -390,8 +395,8 @@ def _meet(
             kind, text = _attend(waits, this, payload, details)
     if kind == "gone":
         raise _RankGone(text)
-    if kind == "error":
-        raise RuntimeError(text)
+    if kind != _OK:
+        raise class_of(kind)(text)
     return text
 
 
@@ -418,7 +423,7 @@ def own_store(group: dist.ProcessGroup, purpose: str, timeout: timedelta | None 
     timeout = timeout or _timeout(group, None)
 
     def error(absent: Sequence[int]) -> RuntimeError:
-        return RuntimeError(_absence(absent, group, purpose, timeout))
+        return RankLostError(_absence(absent, group, purpose, timeout))
 
     return agree_on_namespace(group, timeout, _GRACE, error)
 
@@ -431,7 +436,8 @@ def _preside(
     details: str,
     explain: Callable[[int, str, str], str] | None,
 ) -> tuple[str, str]:
-    """Lead a round as the first rank; return how it ends."""
+    """Lead a round as the first rank; return how it ends: ``_OK``, "gone", or the name of an error's class; and a
+    text."""
     store, group = this.store, waits.group
     keys = [this.payload(rank) for rank in range(1, group.size())]
 
@@ -439,12 +445,12 @@ def _preside(
         return [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
 
     store.set(this.opened, "")
-    kind, text, missing = "ok", "", ""
+    kind, text, missing = _OK, "", ""
     try:
         if keys:
             waits.wait(this, keys, absent)
     except RuntimeError as error:
-        kind, text = "gone" if isinstance(error, _RankGone) else "error", str(error)
+        kind, text = _kind_of(error), str(error)
         missing = ",".join(map(str, absent()))
     else:
         _tidy(group, waits.purpose)  # all ranks have arrived: none asks for an earlier round
@@ -471,15 +477,18 @@ def _ask(
     """Ask a rank for its details, explain the difference to all ranks, and return the explanation."""
     store = this.store
     store.set(this.verdict, f"tell::{rank}")
-    kind = "error"
     try:
         waits.wait(this, [this.details], lambda: [rank])
-        text = explain(rank, details, store.get(this.details).decode())
-    except RuntimeError as error:  # it did not answer
-        kind, text = "gone" if isinstance(error, _RankGone) else "error", str(error)
+        raise RanksDifferError(explain(rank, details, store.get(this.details).decode()))
+    except RuntimeError as error:  # also: it did not answer
+        kind, text = _kind_of(error), str(error)
     store.set(this.told, f"{kind}:{text}")
     _leftovers.setdefault(waits.group, defaultdict(list))[""].append(this)
     return kind, text
+
+
+def _kind_of(error: RuntimeError) -> str:
+    return "gone" if isinstance(error, _RankGone) else name_of(error)
 
 
 def _tidy(group: dist.ProcessGroup, purpose: str) -> None:

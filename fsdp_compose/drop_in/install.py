@@ -18,6 +18,7 @@ import torch.nn as nn
 
 from .._torch import fsdp2
 from ..api import UnshardHandle, register_forward_method
+from ..errors import MisuseRuntimeError
 from ..group import get_state
 from .module import FSDPModule, GradientReductionHandle, share_comm_ctx
 from .sharding import fully_shard
@@ -127,7 +128,7 @@ def _all_modules() -> list[nn.Module]:
 
 def _refuse_sharded(caller: str, sharder: str, modules: list[nn.Module]) -> None:
     if modules:
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"{caller}(): there are modules sharded by {sharder} ({len(modules)}, among them a "
             f"{type(modules[0]).__name__}): call it before models are sharded, or after they are deleted (gc.collect())"
         )

@@ -17,6 +17,7 @@ from .. import api
 from .._torch import data_parallelism_of_torch, fsdp2_mesh_info
 from ..api import UnshardHandle
 from ..api import register_forward_method as register_forward_method
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..group import BoundToModule, _FSDPState, get_state, states_to_run
 
 # ---- Adapters for the private attributes of FSDP2's states that other packages read.
@@ -181,7 +182,7 @@ class FSDPModule(metaclass=_AsksRegistry):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> FSDPModule:
-        raise TypeError("FSDPModule cannot be instantiated: call fully_shard() on a module")
+        raise MisuseTypeError("FSDPModule cannot be instantiated: call fully_shard() on a module")
 
     # ---- gathering and freeing parameters
 
@@ -242,7 +243,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         module = _module(self)
         if stream is not None:
             if _state(module).mesh.replicate_group is not None:
-                raise ValueError(
+                raise MisuseError(
                     "set_all_reduce_hook(stream=...): on a mesh (replicate, shard) the hook runs on the reduction's "
                     "own stream: leave stream out"
                 )
@@ -256,7 +257,7 @@ class FSDPModule(metaclass=_AsksRegistry):
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Do nothing: whether or not ``finalize_backward()`` follows, backwards reduce and reshard as set."""
         if not isinstance(enabled, bool):
-            raise TypeError(f"set_manual_backward_finalization(): expected True or False, got {enabled!r}")
+            raise MisuseTypeError(f"set_manual_backward_finalization(): expected True or False, got {enabled!r}")
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce gradients accumulated without gradient sync, then reshard, as the groups' flags say now.
@@ -279,7 +280,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         module = _module(self)
         state = _state(module)
         if state.root is not None and not state.is_root:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"reset_iter_state(): {state.name} is not the root module: call it on the module whose forward begins "
                 "an iteration"
             )
@@ -302,9 +303,11 @@ class FSDPModule(metaclass=_AsksRegistry):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Do nothing: reductions take buffers from a pool as needed."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"set_reduce_scatter_max_input_buffers(): expected a number, got {max_input_buffers!r}")
+            raise MisuseTypeError(
+                f"set_reduce_scatter_max_input_buffers(): expected a number, got {max_input_buffers!r}"
+            )
         if max_input_buffers < 1:
-            raise ValueError(f"set_reduce_scatter_max_input_buffers(): expected 1 or more, got {max_input_buffers}")
+            raise MisuseError(f"set_reduce_scatter_max_input_buffers(): expected 1 or more, got {max_input_buffers}")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Do nothing: prefetches are asynchronous if the backend is."""
@@ -358,7 +361,7 @@ def refuse_clash(modules: Iterable[nn.Module]) -> None:
         own = {*dir(type(module)), *vars(module), *vars(module).get("_modules", ()), *vars(module).get("_buffers", ())}
         taken = METHODS.keys() & own if not _is_bound(module) else ()
         if taken:
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(): a {type(module).__name__} has attributes of its own named {', '.join(sorted(taken))}, "
                 "which clash with the methods that FSDP2 adds to a sharded module: rename them, or use "
                 "fsdp_compose.fully_shard(), which adds no methods"
@@ -380,7 +383,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"share_comm_ctx(): expected modules given to fully_shard(), got {module!r}")
+            raise MisuseError(f"share_comm_ctx(): expected modules given to fully_shard(), got {module!r}")
 
 
 def _module(self: FSDPModule) -> nn.Module:

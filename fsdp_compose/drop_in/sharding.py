@@ -22,6 +22,7 @@ from .._torch import concatenate_meshes, flatten_mesh, local_tensor
 from ..api import check_fully_shard, check_ignored, check_modules
 from ..api import fully_shard as _own
 from ..comm import default_mesh
+from ..errors import MisuseError
 from ..flat import Granularity, Granule, as_ours, is_split_evenly
 from ..flat import MixedPrecisionPolicy as _OwnPolicy
 from ..group import get_state
@@ -172,10 +173,10 @@ def _data_parallel(mesh: DeviceMesh, dims: DataParallelMeshDims) -> tuple[Device
     """Return the data-parallel part of a mesh, and whether all of it replicates."""
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in (mesh.mesh_dim_names or ()):
-            raise ValueError(f"fully_shard(dp_mesh_dims=...): {mesh} has no dimension {name!r}")
+            raise MisuseError(f"fully_shard(dp_mesh_dims=...): {mesh} has no dimension {name!r}")
     parts = [_one_dim(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
     if not parts:
-        raise ValueError("fully_shard(dp_mesh_dims=...): expected names in shard or replicate, got none")
+        raise MisuseError("fully_shard(dp_mesh_dims=...): expected names in shard or replicate, got none")
     return parts[0] if len(parts) == 1 else concatenate_meshes(parts), not dims.shard_names
 
 
@@ -197,14 +198,14 @@ def _leave_data_parallel_dims(
             continue
         if not isinstance(param, DTensor) or param.device_mesh != mesh:
             what = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "not a DTensor"
-            raise ValueError(f"fully_shard(dp_mesh_dims=...): {fqn} is {what}; expected a DTensor on {mesh}")
+            raise MisuseError(f"fully_shard(dp_mesh_dims=...): {fqn} is {what}; expected a DTensor on {mesh}")
         if not all(isinstance(param.placements[i], Replicate) for i in ours):
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(dp_mesh_dims=...): {fqn} is placed {param.placements} on {names}; expected Replicate() "
                 "on the data-parallel dimensions"
             )
         if param.grad is not None:
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(): the parameter {fqn} has a gradient, which would be lost: call module.zero_grad() first"
             )
         local = local_tensor(param).detach()
@@ -238,7 +239,7 @@ def _granularity(placements: dict[nn.Parameter, Any], shard_numel: float) -> Gra
         if wanted is None:
             return "rows" if prod(param.shape[1:]) <= max(shard_numel, 1) and is_split_evenly(param) else None
         if not isinstance(wanted, Shard) or not -param.ndim <= wanted.dim < param.ndim:
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(shard_placement_fn=...): expected Shard(dim) for a dimension of {fqn}, of shape "
                 f"{tuple(param.shape)}, torch's ShardPlacementResult or None, got {wanted!r}"
             )
@@ -270,7 +271,7 @@ def _on_other_meshes(
         own = {meshes.get(param, mesh) for param in module.parameters(recurse=False) if param in placements}
         if own - {mesh}:
             names = [name for name, param in module.named_parameters(recurse=False) if meshes.get(param, mesh) != mesh]
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(shard_placement_fn=...): {', '.join(names)} of a {type(module).__name__} have another "
                 "mesh than the rest of its parameters, but a group has one mesh and gathers for one module: put them "
                 "into a module of their own"

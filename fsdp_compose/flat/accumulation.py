@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._torch import DTensorSpec, PlainAttributes, TensorMeta, dtensor_spec, foreach_add_
+from ..errors import MisuseRuntimeError
 from ..ragged import RaggedDTensor, RaggedSpec
 from .param_kind import own_grad_dtype
 from .reduction import AVERAGE, Reduction
@@ -90,7 +91,7 @@ class UnreducedGradient(RaggedDTensor):
 
     def refuse(self, what: str, *_: Any, **__: Any) -> Any:
         """Raise the error, which is the same on every rank."""
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"{what}: the gradient of {self._name} has not been reduced: its last backward ran without gradient sync "
             "(no_sync(), set_requires_gradient_sync(False), or set_requires_all_reduce(False)), so each rank holds "
             "only its own part, unsharded or for one replica. Run the last backward of an accumulation with gradient "

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import DTensorSpec, local_tensor, set_local_tensor
 from ..comm import DataParallelMesh, Label
+from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import CompositeDTensor, RaggedSpec, hook_owners, note_write_of_all_ranks, writes
 from .cpu_offload import OffloadedFlatParamHandle
 from .extensions import PART_ALIGNMENT_BYTES, CompositeExtension, cut
@@ -150,7 +151,7 @@ def _shard_composite_again(
     sharded, parts = item.parameter, extension.bytes
     place = handle_of(sharded)
     if place is None or place[0].mesh.shard_group != mesh.shard_group:
-        raise ValueError(
+        raise MisuseError(
             f"the parameter {item.fqn} is a {parts.name} that is tied across groups on different meshes: shard both "
             "groups on one mesh"
         )
@@ -174,7 +175,7 @@ def _new_handle(
     if offload is None:
         return FlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
     if kind.extension is not None:
-        raise ValueError(
+        raise MisuseError(
             f"fully_shard(offload_policy=...): the parameter {layout.params[0].fqn} is a "
             f"{kind.extension.cls.__name__}, which is gathered in another form, on the device: leave it out with "
             "ignored_params, or shard it without offload"
@@ -232,7 +233,7 @@ def _plan(
         specs.append(ParamSpec(item.fqn, whole if spec is None else largest_local_shape(spec), granule))
         shapes.append(whole if spec is None else local_shape(spec))
         if spec is not None and granule not in (None, "elements", "whole") and not is_even(spec):
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(granularity=...): tensor parallelism does not split {item.fqn}, placed "
                 f"{list(spec.placements)}, evenly, so {granule!r} differs between ranks: choose 'elements' or 'whole'"
             )
@@ -253,13 +254,13 @@ def reflatten(handle: FlatParamHandle) -> None:
     first = f"{handle.name_of(0)}"
     for fqn, local, (_, _, shape) in zip(handle.fqns, locals_, handle.local_shards, strict=True):
         if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
-            raise ValueError(
+            raise MisuseError(
                 f"the parameters of one fully_shard group no longer agree: {handle.label.names(fqn)} is {local.dtype} "
                 f"on {local.device}, {first} is {locals_[0].dtype} on {locals_[0].device}; convert or move the whole "
                 "sharded module, or give the part that differs a fully_shard() call of its own"
             )
         if tuple(local.shape) != tuple(shape):
-            raise ValueError(
+            raise MisuseError(
                 f"the sharded parameter {handle.label.names(fqn)} was given data of shape {tuple(local.shape)} on "
                 f"rank {handle.mesh.rank}, but its local shard there has shape {tuple(shape)}: assign data of that "
                 "shape"
@@ -268,7 +269,7 @@ def reflatten(handle: FlatParamHandle) -> None:
     home = handle.storage.device(handle.mesh)
     if device.type not in ("meta", home.type):
         where = "its offload_policy keeps it on" if handle.storage.is_host else "its mesh is on"
-        raise ValueError(
+        raise MisuseError(
             f"the sharded parameter {first} was moved to {device}, but {where} {home}; move it back before the next "
             "forward"
         )
@@ -303,7 +304,7 @@ def is_stale(handle: FlatParamHandle) -> bool:
     if num_writes != writes.count:
         return True
     names = ", ".join(handle.names)
-    raise RuntimeError(
+    raise MisuseRuntimeError(
         f"rank {handle.mesh.rank}: a sharded parameter was written to through its local memory (to_local(), or a flat "
         "view made with local=True) after it had been gathered. Other ranks cannot know that, so the old gathered "
         f"values would be used. It is one of {names}. Write to the sharded parameter itself, under torch.no_grad(); "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._torch import foreach_mul_
-from ..comm import Transport, difference_of, give_up, noticing_loss
+from ..comm import Transport, difference_of, give_up, loss, noticing_loss
 from .accumulation import Accumulation
 from .events import in_range
 from .flat_param import FlatParamHandle
@@ -158,10 +158,9 @@ class AllGathers:
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         group = handle.mesh.peers
-        failure = f"rank {handle.mesh.rank}: the {what} of {handle.label.group} failed: "
-        failure += difference_of(group) or f"another rank died, or did not enter the same collective. {error}"
+        failure = loss(f"rank {handle.mesh.rank}: the {what} of {handle.label.group}", difference_of(group), error)
         give_up(group, failure)
-        return RuntimeError(failure)
+        return failure
 
     def _refuse_exported(self, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         names = ", ".join(handle.names)

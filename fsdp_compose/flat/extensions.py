@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import is_wrapper, make_wrapper
+from ..errors import MisuseError
 from .policy import MixedPrecisionPolicy
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -198,23 +199,23 @@ def check_protocol(param: torch.Tensor, fqn: str) -> None:
     """Raise ValueError if the class of a parameter has only part of the protocol."""
     cls, methods = type(param).__name__, [name for name in (PRE, POST) if hasattr(param, name)]
     if len(methods) == 1:
-        raise ValueError(
+        raise MisuseError(
             f"fully_shard(): the class {cls} of the parameter {fqn} has only {methods[0]}: an all-gather of its own "
             f"needs both {PRE} and {POST}"
         )
     if hasattr(param, RELEASES):
         if not methods:
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(): the class {cls} of the parameter {fqn} has {RELEASES} without {PRE} and {POST}"
             )
         answer = getattr(param, RELEASES)()
         if not isinstance(answer, bool):
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(): {cls}.{RELEASES}(), of the parameter {fqn}, returned {answer!r}, expected True or "
                 "False"
             )
     if methods and num_arguments(param) not in (1, 5):
-        raise ValueError(
+        raise MisuseError(
             f"fully_shard(): {cls}.{PRE}(), of the parameter {fqn}, takes {num_arguments(param)} arguments, expected "
             "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"
         )
@@ -338,7 +339,7 @@ class Parts:
             tensor = getattr(whole, item.name, None)
             expected = _times(item.shape, self.num_ranks) if item.is_cut else item.shape
             if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (expected, item.dtype):
-                raise ValueError(
+                raise MisuseError(
                     f"got a {self.name} of shape {tuple(self.shape)} with {item.name} {_describe(tensor)}, but the "
                     f"sharded one has {item.dtype} {tuple(expected)}: quantize it the same way"
                 )
@@ -371,7 +372,7 @@ class Parts:
             part = torch.cat(tensors)[start : start + length] if first.dim() else first
             is_whole = not rest and first.dim() and first.shape[0] * num_rows == length * rows
             if not is_whole or (part.shape, part.dtype) != (item.shape, item.dtype):
-                raise ValueError(
+                raise MisuseError(
                     f"{item.name} of a {self.name} of shape {tuple(self.shape)} was saved as {_describe(first)} for "
                     f"{rows} rows, from which no rank of {self.num_ranks} can get its {item.dtype} "
                     f"{tuple(item.shape)}: load it on as many ranks as saved it"
@@ -470,10 +471,10 @@ def inner_tensors(param: Any) -> dict[str, Any]:
     return {name: getattr(param, name) for name in param.__tensor_flatten__()[0]}
 
 
-def refusal(param: torch.Tensor, fqn: str, why: str) -> ValueError:
+def refusal(param: torch.Tensor, fqn: str, why: str) -> MisuseError:
     """The error about a parameter that cannot be cut."""
     parts = ", ".join(f"{name}: {_describe(tensor)}" for name, tensor in inner_tensors(param).items())
-    return ValueError(
+    return MisuseError(
         f"fully_shard(): the parameter {fqn} is a {type(param).__name__} of shape {tuple(param.shape)} and "
         f"{param.dtype}, which is stored as ({parts}) and cannot be sharded: {why}. Or leave it out with "
         "ignored_params (every rank then keeps all of it)"

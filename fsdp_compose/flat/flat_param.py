@@ -30,6 +30,7 @@ import torch.nn as nn
 
 from .._torch import PlainAttributes
 from ..comm import DataParallelMesh, Label, Names, Transport
+from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import OWNER_ATTRIBUTE, note_write_of_all_ranks
 from .accumulation import PendingGradients
 from .flat_views import FlatSegment, check_segments_agree
@@ -424,7 +425,7 @@ def segment_over(handle: FlatParamHandle, sharded_params: range, is_local: bool)
             what = (
                 "with other neighbors" if segment.sharded_params != sharded_params else f"with local={segment.is_local}"
             )
-            raise ValueError(
+            raise MisuseError(
                 f"flat_parameters(): the parameter {handle.name_of(shared[0])} is already in a flat view that an "
                 f"earlier call has made, {what}. A parameter can be in only one flat view: let the selections "
                 "(where=...) of your parameter groups exclude each other, and repeat them unchanged"
@@ -432,7 +433,7 @@ def segment_over(handle: FlatParamHandle, sharded_params: range, is_local: bool)
         if shared:
             return segment
     if is_local and handle.storage.has_host_gradients and not handle.storage.is_host:
-        raise ValueError(
+        raise MisuseError(
             f"flat_parameters(local=True): gradients of {handle.name_of(sharded_params[0])} are in host memory, but "
             "the parameter is on the device (CPUOffloadPolicy(parameters=False)): torch does not allow such a "
             "gradient on a plain tensor. Leave local out"
@@ -457,12 +458,12 @@ def check_segments(handle: FlatParamHandle) -> None:
     """Raise RuntimeError if a step of the flat views would be lost, because the sharded parameters, or the flat views
     themselves, were given other memory."""
     if not handle.snapshot.has_locals():
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"the parameters of {handle.label.group} were moved, converted or assigned to since the last forward. Flat "
             "views follow only at the next forward: run one before the optimizer's step"
         )
     if not all(segment.is_at(handle.shard, segment.parameter) for segment in handle.segments):
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f".data of a flat view over {handle.name_of(0)} and its neighbors was assigned to, so it is no longer "
             "part of the model: use copy_() on it instead"
         )

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh
+from ..errors import MisuseError
 from ..ragged import RaggedDTensor, RaggedShard, RaggedSpec
 from .layout import FlatLayout
 from .sharded_param import copy_attributes, shown_on
@@ -148,7 +149,7 @@ def check_segments_agree(segments: Sequence[FlatSegment], flags: Sequence[bool],
             for i, flag in zip(segment.sharded_params, flags[segment.sharded_params.start :], strict=False)
         }
         if len(those) > 1:
-            raise ValueError(
+            raise MisuseError(
                 f"requires_grad of {those[False]} is now False and that of {those[True]} is True, but "
                 "flat_parameters() has put both into one flat view, which an optimizer updates as a whole: freeze "
                 "parameters before flat_parameters(), or put the two into separate selections (where=...)"

@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import PlainAttributes, gradient_hooks, post_accumulate_hooks, set_local_tensor, storage_use_count
+from ..errors import MisuseRuntimeError
 from .flat_views import FlatSegment, local_of
 from .gradient_hooks import GradientHooks
 from .param_kind import expect_gradient
@@ -354,7 +355,7 @@ class FlatGradient:
         for segment in self._segments:
             if any(i in segment.sharded_params for i in sharded_params):
                 if gradient_hooks(segment.parameter):
-                    raise RuntimeError(
+                    raise MisuseRuntimeError(
                         "a gradient reached a sharded parameter through autograd (functional mode, or a loss term "
                         "computed from the parameter itself), and its flat view has a register_hook() hook, which "
                         "cannot see that gradient: register the hook on the model's parameters"
@@ -411,7 +412,7 @@ class FlatGradient:
             for i in segment.sharded_params:
                 if self._sharded_params[i].grad is not None and not is_ours[i] and not self._hooks.has_arrived(i):
                     name, first = self._hooks.name_of(i), self._hooks.name_of(segment.sharded_params.start)
-                    raise RuntimeError(
+                    raise MisuseRuntimeError(
                         f".grad of the sharded parameter {name} was assigned to, but it is part of a flat view of "
                         f"flat_parameters() (the one that begins with {first}): code that looks at the flat view "
                         "before the step (GradScaler.unscale_(), torch's clip_grad_norm_) would miss the assigned "

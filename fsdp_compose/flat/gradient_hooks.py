@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import gradient_hooks, is_part_of_multi_grad_hook, queue_end_of_backward, set_leaf_hooks
+from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import MixedOperandsError, RaggedDTensor, distribute_ragged, hook_owners
 from .accumulation import behind, put_behind
 from .sharded_param import is_sharded_like, like_sharded_param
@@ -111,7 +112,7 @@ class GradientHooks:
         """Take over the hooks of the parameter that sharded parameter ``index`` replaces. Handles to remove them stay
         valid."""
         if any(map(is_part_of_multi_grad_hook, gradient_hooks(original))):
-            raise ValueError(_REFUSED.format(self.name_of(index), "fully_shard() after register_multi_grad_hook()"))
+            raise MisuseError(_REFUSED.format(self.name_of(index), "fully_shard() after register_multi_grad_hook()"))
         if original._backward_hooks:
             self.on_gradient[index] = cast(_Hooks, original._backward_hooks)
         after = getattr(original, "_post_accumulate_grad_hooks", None)
@@ -141,7 +142,7 @@ class GradientHooks:
         owner = self._owner()
         if sharded.requires_grad and sharded.grad_fn is None and owner is not None and not owner.is_functional:
             what = "view_as() or expand_as() of it with itself (as register_multi_grad_hook() calls it)"
-            raise RuntimeError(_REFUSED.format(self.name_of(self._index(sharded)), what))
+            raise MisuseRuntimeError(_REFUSED.format(self.name_of(self._index(sharded)), what))
 
     def has_arrived(self, index: int) -> bool:
         """Whether autograd has produced a gradient for a sharded parameter that was not shown yet."""

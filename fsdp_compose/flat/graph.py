@@ -40,6 +40,7 @@ from .._torch import (
     was_written_in_graph,
 )
 from ..comm import Label, Transport, Work
+from ..errors import MisuseRuntimeError
 from .collectives import accumulate as accumulate_gradients
 from .collectives import keep_scattered
 from .flat_param import FlatParamHandle
@@ -334,7 +335,7 @@ def gather_captured(
 def refuse_written(names: str, *params: torch.Tensor) -> None:
     """Raise, while a graph is captured, if forward has written to gathered parameters; goes into a graph as it is."""
     if any([was_written_in_graph(param) for param in params]):
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"torch.compile: forward of a fully_shard'ed module writes to one of its own parameters, among {names}: "
             "the write would be lost, because the sharded parameters are authoritative. Modify parameters outside "
             "forward, or keep what changes in forward in a buffer"

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import is_wrapper
+from ..errors import MisuseError
 from .extensions import (
     Extension,
     check_composite,
@@ -138,7 +139,7 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
     ``is_gathered``: there is an all-gather; replicated parameters have none."""
     annotations = sys.modules.get("spmd_types")  # optional; FSDP2 of torch 2.14 reads what it has noted
     if annotations is not None and annotations.get_local_type(param):
-        raise ValueError(
+        raise MisuseError(
             f"fully_shard(): the parameter {fqn} has spmd_types annotations, which are not supported here: make it a "
             "DTensor on the mesh of the other dimensions, or leave it out with ignored_params"
         )
@@ -146,7 +147,7 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
     if not is_wrapper(param):
         if param.layout != torch.strided or param.is_quantized:
             kind = "quantized" if param.is_quantized else param.layout
-            raise ValueError(
+            raise MisuseError(
                 f"fully_shard(): the parameter {fqn} is {kind}, which cannot be sharded: make it a dense tensor, or "
                 "leave it out with ignored_params"
             )
@@ -255,7 +256,7 @@ def refuse_shared_memory(regions: Sequence[Region]) -> None:
         last = region
     if overlaps:
         first, second = min(overlaps)
-        raise ValueError(_message(regions[first], regions[second]))
+        raise MisuseError(_message(regions[first], regions[second]))
 
 
 def _overlap(a: Region, b: Region) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 
+from ..errors import MisuseError, MisuseTypeError
 from .layout import Granule
 
 
@@ -78,16 +79,16 @@ class MixedPrecisionPolicy:
             if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(
+                raise MisuseTypeError(
                     f"MixedPrecisionPolicy({name}={dtype!r}): expected a torch.dtype such as torch.bfloat16, "
                     f"got {type(dtype).__name__}"
                 )
             if not dtype.is_floating_point:
-                raise ValueError(
+                raise MisuseError(
                     f"MixedPrecisionPolicy({name}={dtype}): expected a floating-point dtype such as torch.bfloat16"
                 )
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise TypeError(
+            raise MisuseTypeError(
                 f"MixedPrecisionPolicy(param_dtype_override_fn={self.param_dtype_override_fn!r}): expected a function "
                 "of one parameter, such as lambda param: torch.float32 if param.ndim == 1 else None"
             )
@@ -102,7 +103,7 @@ class MixedPrecisionPolicy:
         if dtype is None or dtype == self.param_dtype or (dtype == param.dtype and not dtype.is_floating_point):
             return self.param_dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or not param.is_floating_point():
-            raise ValueError(
+            raise MisuseError(
                 f"MixedPrecisionPolicy(param_dtype_override_fn=...): for the parameter {fqn}, which is {param.dtype}, "
                 f"it returned {dtype!r}; expected the parameter's own dtype, None (for param_dtype) or, for a "
                 "floating-point parameter, a floating-point dtype"
@@ -130,11 +131,11 @@ def as_ours(cls: type[_T], given: Any, where: str) -> _T:
         return given
     names = {base.__name__ for base in type(given).__mro__}
     if isinstance(given, type) or not is_dataclass(given) or cls.__name__ not in names:
-        raise TypeError(f"{where}: expected fsdp_compose's {cls.__name__} or torch's, got {given!r}")
+        raise MisuseTypeError(f"{where}: expected fsdp_compose's {cls.__name__} or torch's, got {given!r}")
     known = {item.name for item in fields(cls)}  # type: ignore[arg-type]
     for item in fields(given):
         if item.name not in known and getattr(given, item.name) != item.default:
-            raise ValueError(
+            raise MisuseError(
                 f"{where}: {type(given).__name__}({item.name}={getattr(given, item.name)!r}) is not supported: leave "
                 f"it at {item.default!r}"
             )
@@ -154,5 +155,5 @@ def as_offload_policy(given: Any, where: str) -> CPUOffloadPolicy | None:
     for item in fields(policy):
         value = getattr(policy, item.name)
         if not isinstance(value, bool):
-            raise TypeError(f"{where}: CPUOffloadPolicy({item.name}={value!r}): expected True or False")
+            raise MisuseTypeError(f"{where}: CPUOffloadPolicy({item.name}={value!r}): expected True or False")
     return policy

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import DTensorSpec, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh
+from ..errors import MisuseError
 from ..ragged import (
     SHOWN_ATTRIBUTE,
     RaggedDTensor,
@@ -155,7 +156,7 @@ def check_content(sharded: nn.Parameter, source: Any, name: str) -> None:
     is_number = isinstance(source, torch.Tensor) and not source.dim()
     if not (isinstance(source, DTensor) or is_number) or source.shape != sharded.shape:
         kind = "DTensor" if isinstance(source, DTensor) else "plain tensor"
-        raise ValueError(
+        raise MisuseError(
             f"load_state_dict(assign=True): the sharded parameter {name} of shape {tuple(sharded.shape)} was given a "
             f"{kind} of shape {tuple(source.shape)}: pass a DTensor of its shape (see distribute_ragged()), or load "
             "full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict()"

@@ -35,6 +35,7 @@ from .._torch import (
     waited,
 )
 from ..comm import Transport, joined_mesh
+from ..errors import MisuseError
 from ..ragged import RaggedDTensor
 from .extensions import is_composite
 
@@ -47,30 +48,30 @@ def refuse_placement(fqn: str, param: DTensor, mesh: DeviceMesh) -> None:
     what = f"fully_shard(): the parameter {fqn} is already a DTensor, placed {list(param.placements)} on "
     local = local_tensor(param)
     if is_composite(local):
-        raise ValueError(
+        raise MisuseError(
             f"{what}{param.device_mesh}, of {type(local).__name__}, which is stored as several tensors: leave it out "
             "with ignored_params, or do not split it by tensor parallelism"
         )
     if PLAIN_SHARDED_PARAMS:
-        raise ValueError(f"{what}{param.device_mesh}: tensor parallelism needs torch 2.12 or newer")
+        raise MisuseError(f"{what}{param.device_mesh}: tensor parallelism needs torch 2.12 or newer")
     if isinstance(param, RaggedDTensor):
-        raise ValueError(f"{what}{param.device_mesh}: distribute_ragged() made it; give its module plain parameters")
+        raise MisuseError(f"{what}{param.device_mesh}: distribute_ragged() made it; give its module plain parameters")
     if any(not item.is_replicate() and type(item) is not Shard for item in param.placements):
-        raise ValueError(f"{what}{param.device_mesh}: only Shard and Replicate are supported for tensor parallelism")
+        raise MisuseError(f"{what}{param.device_mesh}: only Shard and Replicate are supported for tensor parallelism")
     own, data = (set(item.mesh.flatten().tolist()) for item in (param.device_mesh, mesh))
     advice = (
         "Both must be dimensions of one mesh: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), then "
         "parallelize_module(module, mesh['tp'], ...), then fully_shard(module, mesh=mesh['dp'])"
     )
     if own & data != {dist.get_rank()}:
-        raise ValueError(
+        raise MisuseError(
             f"{what}the ranks {sorted(own)}, and the data-parallel mesh is on the ranks {sorted(data)}, so the ranks "
             f"{sorted(own & data)} are in both (without mesh=, the data-parallel mesh has all ranks). {advice}"
         )
     try:
         joined_mesh(mesh, param.device_mesh)
     except RuntimeError as error:
-        raise ValueError(
+        raise MisuseError(
             f"{what}{param.device_mesh}, and the data-parallel mesh is {mesh}: {error}. {advice}"
         ) from error
 

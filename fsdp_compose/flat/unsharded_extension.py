@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import preserved_versions, same_storage
 from ..comm import DataParallelMesh, Label, Work, mesh_of_this_rank
+from ..errors import MisuseError
 from ..ragged import show_as, writes
 from .extensions import RELEASES, Extension
 from .layout import FlatLayout
@@ -199,13 +200,13 @@ class _Form:
         self.memory.show()
         result, inner = self.extension.make(self._instance, self._outputs(), self._metadata, self._dtype)
         if result.shape != self.extension.shape:
-            raise ValueError(
+            raise MisuseError(
                 f"{self.extension.cls.__name__}.fsdp_post_all_gather() returned a tensor of shape "
                 f"{tuple(result.shape)} for the parameter {self._label}, which has shape {tuple(self.extension.shape)}"
             )
         self._inner = [(item, item.untyped_storage().nbytes()) for item in inner if not self.memory.holds(item)]
         if self.extension.releases and (len(self._inner) < len(inner) or not inner):
-            raise ValueError(
+            raise MisuseError(
                 f"{self.extension.cls.__name__} asks to free what it gathers of the parameter {self._label} early "
                 f"({RELEASES}), but fsdp_post_all_gather() returned views of it, or no inner tensors"
             )

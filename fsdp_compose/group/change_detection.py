@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import PlainAttributes, backwards, non_persistent_buffers
+from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import handle_of, is_sharded_like, local_elements, note_write, take_content
 from ..ragged import RaggedDTensor, requires_grad_writes
 from .kept_tensors import BatchedKeptTensors
@@ -236,7 +237,7 @@ def refuse_unwritten_buffers(modules: Iterable[tuple[str, nn.Module]]) -> None:
         if _is_poison(buffer)
     ]
     if found:
-        raise ValueError(
+        raise MisuseError(
             f"{len(found)} non-persistent buffer(s) were on the meta device and were not written since to_empty(): "
             f"{', '.join(found[:5])}{' ...' if len(found) > 5 else ''}. No state dict holds them: recompute them "
             "(with the module's own initialization) or assign them before the first forward"
@@ -281,7 +282,7 @@ class _SleepingDetector:
         self._name = state.name
 
     def _refuse(self) -> NoReturn:
-        raise RuntimeError(sleeping_error(self._name))
+        raise MisuseRuntimeError(sleeping_error(self._name))
 
     def is_unchanged(self) -> bool:
         self._refuse()
@@ -340,7 +341,7 @@ def refuse_sleeping(states: Iterable[_FSDPState]) -> None:
     """Raise RuntimeError if one of these groups is asleep."""
     for state in states:
         if state in _asleep:
-            raise RuntimeError(sleeping_error(state.name))
+            raise MisuseRuntimeError(sleeping_error(state.name))
 
 
 def sleeping_error(name: str) -> str:

@@ -46,6 +46,7 @@ from ..comm import (
     meet,
     note,
 )
+from ..errors import MisuseError, RanksDifferError
 from ..flat import Communicator, FlatParamHandle, Reduction
 from .collective_order import ENDS, CollectiveLog
 from .optimizer_steps import STEPS_DIFFER, name_ranks, num_steps, restart_counts
@@ -154,7 +155,7 @@ class LockstepCommunicator(Communicator):
 
     def _failure(self, what: str, handle: FlatParamHandle, error: RuntimeError) -> RuntimeError:
         failure = super()._failure(what, handle, error)
-        return RuntimeError(f"{failure}{last_of_every_rank(handle.mesh.peers)}")
+        return type(failure)(f"{failure}{last_of_every_rank(handle.mesh.peers)}")
 
 
 def _describe(handle: FlatParamHandle, what: str) -> str:
@@ -188,7 +189,7 @@ def _sums_of(handle: FlatParamHandle) -> list[tuple[dist.ProcessGroup, Sum]]:
 def _agree(group: dist.ProcessGroup, what: str, root: Root | None, sums: Sequence[Sum] = ()) -> None:
     verdict = _compare(group, what, root, sums)
     if verdict:
-        raise RuntimeError(verdict)
+        raise RanksDifferError(verdict)
 
 
 def _compare(
@@ -277,7 +278,7 @@ def patience() -> float:
     try:
         return max(0.0, float(os.environ.get(HANG_SECONDS_ENV, SECONDS)))
     except ValueError:
-        raise ValueError(
+        raise MisuseError(
             f"{HANG_SECONDS_ENV} is {os.environ[HANG_SECONDS_ENV]!r}: expected seconds, for example 60, or 0 for never"
         ) from None
 

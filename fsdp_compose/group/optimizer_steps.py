@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from .._torch import data_parallelism_of_torch
 from ..comm import meet
+from ..errors import RanksDifferError
 from ..flat import FLAT_ATTRIBUTE, SHARDED_PARAM_ATTRIBUTE, segment_owners, sharded_param_owners
 from ..ragged import OWNER_ATTRIBUTE
 from .hook_decorators import never_traced
@@ -200,7 +201,7 @@ def raise_different_steps(root: Root) -> None:
     root.order.close()
     steps_were_compared(root)  # each difference is reported once
     text = meet(group, "comparing optimizer steps", "-" if steps is None else str(steps), _list_steps)
-    raise RuntimeError(f"{STEPS_DIFFER} since their last backward: {text}. No gradient was published. {REMEDY}")
+    raise RanksDifferError(f"{STEPS_DIFFER} since their last backward: {text}. No gradient was published. {REMEDY}")
 
 
 def _list_steps(payloads: list[str]) -> str:

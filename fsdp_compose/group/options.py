@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from ..errors import MisuseError, MisuseTypeError
 from ..flat import AVERAGE, CPUOffloadPolicy, Granularity, MixedPrecisionPolicy, ReductionOptions
 
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
@@ -169,19 +170,19 @@ class Strategy:
     def __post_init__(self) -> None:
         kept = (self.parameters, self.gradients, self.optimizer)
         if len({len(dims) for dims in kept}) != 1 or len(self.optimizer) not in (1, 2):
-            raise ValueError(f"{self}: expected one entry per dimension of the mesh, which has one or two")
+            raise MisuseError(f"{self}: expected one entry per dimension of the mesh, which has one or two")
         for dims in kept:
             if [*dims] != sorted(dims, key=lambda item: item is S):
-                raise ValueError(
+                raise MisuseError(
                     f"{self}: whatever is replicated over the inner dimension must be replicated over the outer one too"
                 )
             if any(item is S and optimizer is R for item, optimizer in zip(dims, self.optimizer, strict=True)):
-                raise ValueError(
+                raise MisuseError(
                     f"{self}: over a dimension that replicates the optimizer state, parameters and gradients must be "
                     "replicated too"
                 )
         if self.gradients not in (self.optimizer, (R,) * len(self.optimizer)):
-            raise ValueError(f"{self}: gradients must be kept like the optimizer state, or whole")
+            raise MisuseError(f"{self}: gradients must be kept like the optimizer state, or whole")
 
     @property
     def num_dims(self) -> int:
@@ -227,11 +228,11 @@ def strategy_named(strategy: str | Strategy, num_dims: int) -> Strategy:
     """
     row = STRATEGIES.get(strategy) if isinstance(strategy, str) else strategy
     if row is None:
-        raise ValueError(f"fully_shard(strategy={strategy!r}): expected one of {', '.join(STRATEGIES)}")
+        raise MisuseError(f"fully_shard(strategy={strategy!r}): expected one of {', '.join(STRATEGIES)}")
     if not isinstance(row, Strategy):
-        raise TypeError(f"fully_shard(strategy={strategy!r}): expected a name or a Strategy")
+        raise MisuseTypeError(f"fully_shard(strategy={strategy!r}): expected a name or a Strategy")
     if row.num_dims != num_dims:
-        raise ValueError(
+        raise MisuseError(
             f"fully_shard(strategy={strategy!r}): this strategy needs a mesh of {row.num_dims} dimension(s); this one "
             f"has {num_dims}"
         )

@@ -22,6 +22,7 @@ import torch
 import torch.nn as nn
 
 from ..comm import IN_GROUP, Names
+from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, ManagedParameter, check_content, note_write, take_content
 from ..ragged import RaggedDTensor
 from .hook_decorators import MARKS, ends_forward
@@ -250,7 +251,7 @@ class ParameterSwap:
     def check_shown(self, shown: Held) -> None:
         """Raise if a forward replaced, added or removed a tensor that ``show_instead`` has shown."""
         if not shown.is_same():
-            raise RuntimeError(_LOST_CHANGE.format(f", {self.called}"))
+            raise MisuseRuntimeError(_LOST_CHANGE.format(f", {self.called}"))
 
     def show_sharded(self) -> None:
         """Undo one ``show_unsharded``."""
@@ -285,7 +286,7 @@ class ParameterSwap:
         if not self._unsharded.is_same():
             changed = ", ".join(map(self.called, self._changed(self._unsharded)))
             self.rebuild()
-            raise RuntimeError(_LOST_CHANGE.format(f": {changed}"))
+            raise MisuseRuntimeError(_LOST_CHANGE.format(f": {changed}"))
 
     def _reconcile(self) -> None:
         """Accept changes of entries that the group does not own and no optimizer would train; raise for others."""
@@ -299,7 +300,7 @@ class ParameterSwap:
             if name in owned or (value is not None and value.requires_grad and id(value) not in known):
                 refused.append(name)
         if refused:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 "parameters of a sharded module were replaced, added or removed after fully_shard(): "
                 f"{', '.join(map(self.called, refused))}. A new value would not be sharded and would not train: "
                 "change parameters in place (under torch.no_grad()) or before fully_shard()"

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import STATE_KEY, composable_registry, composable_states, contract, drop_composable_state
+from ..errors import MisuseError
 from ..flat import SHARDED_PARAM_ATTRIBUTE, FlatParamHandle, ManagedParameter, handle_of, owner_of
 from .options import GroupOptions
 from .parameter_swap import ParameterSwap
@@ -223,7 +224,7 @@ def managed_parameters(fqns: dict[nn.Module, str], ignored: set[nn.Parameter], l
             owner = handle_of(param)
             if owner is not None and _stands_below(module, owner[0]):
                 group, owner_fqn = owner_of(param) or ("?", "?")
-                raise ValueError(
+                raise MisuseError(
                     f"fully_shard(): the parameter {fqn} of this {label} is already in another group, as {owner_fqn} "
                     f"of the sharded {group}. A parameter can be in one group only: shard inner modules before outer "
                     "ones"

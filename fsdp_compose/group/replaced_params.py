@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .._torch import PlainAttributes, is_wrapper, local_tensor, set_leaf_hooks
+from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import SHARDED_PARAM_ATTRIBUTE, handle_of, owner_of, refuse_unreduced, waiting
 from ..ragged import OWNER_ATTRIBUTE, RaggedDTensor, distribute_ragged, shard_inner
 from .optimizer_steps import before_every_step
@@ -94,7 +95,7 @@ def rebind_live_optimizers() -> None:
                 rebind_optimizer(item)
 
 
-class UnshardableStateError(ValueError):
+class UnshardableStateError(MisuseError):
     """The state of an optimizer cannot be sharded like its parameter."""
 
 
@@ -238,7 +239,7 @@ def _refuse_of(original: nn.Parameter) -> Any:
     group, fqn = owner_of(original) or ("?", "?")
 
     def refuse(_grad: torch.Tensor) -> None:
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"a backward reached the parameter {fqn}, which fully_shard() of {group} has replaced, through a graph "
             "recorded before that call: its gradient would be lost. Run the forward after fully_shard()"
         )

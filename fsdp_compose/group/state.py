@@ -21,6 +21,7 @@ import torch.nn as nn
 
 from .._torch import ComposableState
 from ..comm import ControlExchange, DataParallelMesh, Names
+from ..errors import MisuseRuntimeError
 from ..flat import Communicator, FlatParamHandle, Region, mark_owner, segment_owners
 from .collective_order import CollectiveLog
 from .iteration import (
@@ -198,7 +199,7 @@ class _FSDPState(ComposableState):
     def check_versions(self, versions: list[int]) -> None:
         """Raise if a shard was written to since a forward, when the shards had these ``versions``."""
         if self.shard_versions() != versions:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"parameters of the fully_shard group {self.name} were modified (optimizer.step()?) between a "
                 "forward and its backward, so the gradients would be wrong: run backward before the step, or "
                 "run forward again after it"
@@ -213,7 +214,7 @@ class _FSDPState(ComposableState):
             return
         for handle in self._handles:
             if not (handle.unsharded.memory.is_guarded or handle.unsharded.never_freed) and handle.unsharded.has_grad():
-                raise RuntimeError(
+                raise MisuseRuntimeError(
                     f"a backward entered the fully_shard group {self.name} without passing its module's outputs, while "
                     "its parameters were not gathered: its gradients are wrong, and none was published. Return every "
                     "tensor that a loss needs from forward, or keep it as an attribute of the module"
@@ -236,7 +237,7 @@ class _FSDPState(ComposableState):
             if handle.unsharded.was_written():
                 handle.unsharded.forgive_write()
                 names = ", ".join(handle.names)
-                raise RuntimeError(
+                raise MisuseRuntimeError(
                     f"a parameter of the fully_shard group {self.name} was modified in place inside forward; the "
                     f"change would be lost when the group is resharded. It is one of {names}. Modify the (sharded) "
                     "parameters outside forward, or keep values that change in forward in a buffer"
@@ -259,7 +260,7 @@ class _FSDPState(ComposableState):
         root = self.root
         is_in_backward = root is not None and (root.backward is not None or root.failed_backward is not None)
         if self.progress.running_forwards or self.backward.active_uses or is_in_backward:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"copy.deepcopy(): a forward or backward of the fully_shard group {self.name} is running (or was "
                 "interrupted): copy the model between iterations"
             )

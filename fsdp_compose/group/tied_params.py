@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
+from ..errors import MisuseError
 from ..flat import FlatParamHandle, ManagedParameter, ParameterKind, handle_of, owner_of, shard_again
 from .change_detection import find_untied
 from .registry import group_modules, partition, prepare_swap
@@ -79,7 +80,7 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
         modules = {module for sharded in together for module in places[sharded]}
         target = _innermost_around(modules, states, root)
         if target is None or any(_group_of(untied.get(sharded, sharded)) not in states for sharded in together):
-            raise ValueError(
+            raise MisuseError(
                 f"{_names_of_ties(together, places, states)}: these weights are tied across fully_shard groups, but no "
                 "fully_shard'ed module whose forward runs contains all of these groups: call fully_shard() on "
                 "their common parent too (and run that one first), or shard them in one call, fully_shard([a, b])"
@@ -88,13 +89,13 @@ def find_moves(root: nn.Module, states: Sequence[_FSDPState]) -> list[Move]:
         for sharded, fqn in moved.items():
             place = handle_of(sharded)
             if place is not None and place[0].segments:
-                raise ValueError(
+                raise MisuseError(
                     f"{fqn} is tied across fully_shard groups, or is in a module with a parameter that is, so it "
                     "must move to another group at this first forward; but flat_parameters() has already put it "
                     "into a flat view: call flat_parameters() after a first forward"
                 )
             if sharded.grad is not None and sharded not in untied:
-                raise ValueError(
+                raise MisuseError(
                     f"{fqn} is tied across fully_shard groups, or is in a module with a parameter that is, and has "
                     "a gradient, which would be lost when it moves to another group: call zero_grad() first"
                 )

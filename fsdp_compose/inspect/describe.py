@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ..comm import DataParallelMesh
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatLayout, FlatParamHandle
 from ..group import GroupOptions, _FSDPState, sharded_parameters, states_to_run
 from .describe_formats import (
@@ -70,7 +71,7 @@ def collect(model: nn.Module) -> ModelFacts:
 def _refuse_summoned(states: Sequence[_FSDPState]) -> None:
     for state in states:
         if any(handle.summoned is not None for handle in state._handles):
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"rank {state.mesh.rank}: describe() inside summon_full_params(): modules of the group {state.name} "
                 "show full parameters, not those that it would describe: leave the context first"
             )
@@ -238,9 +239,9 @@ def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False
         RuntimeError: called inside ``summon_full_params``.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"describe(): expected an nn.Module, got {type(model).__name__}")
+        raise MisuseTypeError(f"describe(): expected an nn.Module, got {type(model).__name__}")
     if format not in FORMATS:
-        raise ValueError(f"describe(format={format!r}): expected one of {', '.join(map(repr, FORMATS))}")
+        raise MisuseError(f"describe(format={format!r}): expected one of {', '.join(map(repr, FORMATS))}")
     facts = collect(model)
     if format == "html":
         return as_page(facts, all_groups)

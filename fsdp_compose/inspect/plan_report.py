@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..errors import MisuseError
 from .describe_formats import ModelFacts, bytes_of
 
 PARAMETERS, GATHERED, GRADIENTS, REDUCTIONS, OPTIMIZER, ACTIVATIONS, TEMPORARY, OTHER = KINDS = (
@@ -255,9 +256,9 @@ def check_picture(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install 'fsdp-compose[see]'")
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"--plot {path}: expected a name that ends in {', '.join(SUFFIXES)}")
+        raise MisuseError(f"--plot {path}: expected a name that ends in {', '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+        raise MisuseError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def save_picture(plan: PlanFacts, path: Path) -> None:
@@ -484,14 +485,14 @@ def load_factory(text: str) -> Callable[..., Any]:
     """
     place, colon, name = text.rpartition(":")
     if not (place and colon and name.isidentifier()):
-        raise ValueError(f"--model {text}: expected module:factory, or path/to/file.py:factory")
+        raise MisuseError(f"--model {text}: expected module:factory, or path/to/file.py:factory")
     module = _file(Path(place), text) if place.endswith(".py") else _module(place, text)
     found = getattr(module, name, None)
     if not callable(found):
         offered = [key for key, value in vars(module).items() if _can_be_factory(value, module)]
         others = f"; it has {', '.join(offered[:8])}" if offered else ""
         what = "is not a function" if hasattr(module, name) else "does not exist"
-        raise ValueError(f"--model {text}: {name} {what} in {place}{others}")
+        raise MisuseError(f"--model {text}: {name} {what} in {place}{others}")
     return found
 
 
@@ -505,7 +506,7 @@ def _module(name: str, text: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module was found, and one of its own imports fails
-        raise ValueError(
+        raise MisuseError(
             f"--model {text}: there is no module {error.name} on Python's path, which includes the current folder; to "
             "name a file, give its path with .py"
         ) from None
@@ -513,7 +514,7 @@ def _module(name: str, text: str) -> ModuleType:
 
 def _file(path: Path, text: str) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"--model {text}: there is no file {path}")
+        raise MisuseError(f"--model {text}: there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, "it is a file of Python's"
     module = importlib.util.module_from_spec(spec)
@@ -541,7 +542,7 @@ def world_sizes_of(text: str) -> tuple[int, ...]:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"--world-size {text}: expected numbers of ranks, for example 8,64,1024")
+        raise MisuseError(f"--world-size {text}: expected numbers of ranks, for example 8,64,1024")
     return tuple(map(int, parts))
 
 
@@ -557,14 +558,14 @@ def mesh_shape_of(text: str | None, world_size: int) -> tuple[int, ...]:
     parts = text.lower().split("x")
     is_size = [part == REST or (part.isdecimal() and int(part) > 0) for part in parts]
     if len(parts) > 2 or not all(is_size) or parts.count(REST) > 1:
-        raise ValueError(
+        raise MisuseError(
             f"--mesh {text}: expected the number of shards, or RxS for R replicas of S shards; one of them may be *, "
             "for the remaining ranks: *x8"
         )
     given = math.prod(int(part) for part in parts if part != REST)
     if world_size % given or (REST not in parts and given != world_size):
         there = f"a multiple of {given}" if REST in parts else str(given)
-        raise ValueError(f"--mesh {text}: needs {there} ranks, but --world-size is {world_size}")
+        raise MisuseError(f"--mesh {text}: needs {there} ranks, but --world-size is {world_size}")
     return tuple(world_size // given if part == REST else int(part) for part in parts)
 
 
@@ -575,4 +576,4 @@ def dtype_of(text: str | None, option: str) -> torch.dtype | None:
     """
     if text is None or text in DTYPES:
         return None if text is None else DTYPES[text]
-    raise ValueError(f"{option} {text}: expected one of {', '.join(DTYPES)}")
+    raise MisuseError(f"{option} {text}: expected one of {', '.join(DTYPES)}")

@@ -33,6 +33,7 @@ from .._torch import (
     watched_storages,
 )
 from ..comm import ALL_GATHER, ALL_REDUCE, GATHER, REDUCE_SCATTER, Label, Transport, Work
+from ..errors import MisuseError, MisuseRuntimeError
 from ..group import states_to_run
 from .describe import collect
 from .diagnose import find_unreduced_parameters
@@ -526,7 +527,7 @@ def one_of_many(world_size: int) -> Iterator[None]:
         RuntimeError: there is a process group already.
     """
     if dist.is_initialized():
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"rank {dist.get_rank()}: plan() makes its own process groups, but this process already has one: call "
             "plan() in a separate process, or before init_process_group()"
         )
@@ -613,7 +614,7 @@ class _Simulation:
         self._begin("forward", ACTIVATIONS, prefix)
         loss = loss_of(model)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
+            raise MisuseError(
                 "the loss must be a tensor of one element that depends on trainable parameters, got "
                 + (f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)[:80])
             )

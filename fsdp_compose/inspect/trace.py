@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ..comm import ALL_GATHER, GATHER, Collective, CollectiveNotes, Recorder, Work
+from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import End, Group, listen, stop_listening
 from ..group import _FSDPState, states_to_run
 from .trace_formats import ALL_GATHERS, COMPUTE, REDUCTIONS, WAIT, TraceEvent, as_chrome_trace, as_text, save_picture
@@ -266,7 +267,7 @@ class Trace:
             RuntimeError: the ``with`` statement of ``trace`` has not ended.
         """
         if self._events is None:
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"rank {self.rank}: the trace is still running: read it after the with statement of trace()"
             )
         return self._events
@@ -293,7 +294,7 @@ class Trace:
         """
         path = Path(path)
         if path.suffix not in (".json", *_PICTURES):
-            raise ValueError(f"Trace.save({str(path)!r}): expected a name that ends in .json, .png or .svg")
+            raise MisuseError(f"Trace.save({str(path)!r}): expected a name that ends in .json, .png or .svg")
         if path.suffix == ".json":
             path.write_text(json.dumps(as_chrome_trace(self.events, self.rank, self.began)))
         else:
@@ -331,12 +332,12 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     states = [state for state, _ in states_to_run(model)]
     if not states:
-        raise ValueError(f"trace(): nothing below this {type(model).__name__} is sharded: call fully_shard() first")
+        raise MisuseError(f"trace(): nothing below this {type(model).__name__} is sharded: call fully_shard() first")
     for state in states:
         if state.progress.running_forwards or (
             state.root is not None and (state.root.forward.depth or state.root.backward)
         ):
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"rank {state.mesh.rank}: trace() starts inside a forward or backward of the fully_shard group "
                 f"{state.name}, whose collectives are under way: start it between iterations"
             )

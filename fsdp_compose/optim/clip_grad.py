@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import foreach_mul_, foreach_norm
+from ..errors import MisuseRuntimeError
 from ..flat import (
     FlatParamHandle,
     ShardedGradient,
@@ -60,7 +61,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set, or a gradient has not been reduced yet.
     """
     if PLAIN_SHARDED_PARAMS:
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             "clip_grad_norm_() needs torch 2.12 or newer, where parameters know that they are sharded; this is "
             f"torch {torch.__version__}"
         )

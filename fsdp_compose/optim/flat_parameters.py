@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import (
     FlatParamHandle,
     add_segment,
@@ -77,10 +78,10 @@ def declare_elementwise(optimizer: _Class) -> _Class:
         ValueError: it is, or inherits from, an optimizer of ``torch.optim`` that is known not to be element-wise.
     """
     if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
-        raise TypeError(f"declare_elementwise(): expected a subclass of torch.optim.Optimizer, got {optimizer!r}")
+        raise MisuseTypeError(f"declare_elementwise(): expected a subclass of torch.optim.Optimizer, got {optimizer!r}")
     for refused, reason in _REFUSED.items():
         if issubclass(optimizer, refused):
-            raise ValueError(
+            raise MisuseError(
                 f"declare_elementwise({optimizer.__name__}): {refused.__name__} is not element-wise: {reason}"
             )
     elementwise_classes.append(optimizer)
@@ -109,8 +110,8 @@ def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
         )
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused):
-            raise TypeError(f"{kind.__name__} cannot {what}: {reason}. {remedy}")
-    raise TypeError(
+            raise MisuseTypeError(f"{kind.__name__} cannot {what}: {reason}. {remedy}")
+    raise MisuseTypeError(
         f"{kind.__name__} was asked to {what}, but is not known to treat every element alike: if its updates "
         "do not depend on the shapes or norms of parameters, declare it with "
         f"fsdp_compose.declare_elementwise({kind.__name__}). {remedy}"
@@ -187,12 +188,14 @@ def flat_parameters(
         optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], fused=True)
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"flat_parameters(): expected an nn.Module, got {type(model).__name__}")
+        raise MisuseTypeError(f"flat_parameters(): expected an nn.Module, got {type(model).__name__}")
     if where is not None and not callable(where):
-        raise TypeError(f"flat_parameters(where={where!r}): expected a function from (FQN, parameter) to a bool")
+        raise MisuseTypeError(f"flat_parameters(where={where!r}): expected a function from (FQN, parameter) to a bool")
     states = _get_fsdp_states(model)
     if any(state.is_complete and state.swap.num_shows for state in states):
-        raise RuntimeError("flat_parameters() was called inside forward or backward of the model; call it outside")
+        raise MisuseRuntimeError(
+            "flat_parameters() was called inside forward or backward of the model; call it outside"
+        )
     parts = [(owner, _ranges(owner, indices, local)) for owner, indices in _select(model, where).items()]
     for owner, ranges in parts:
         if isinstance(owner, FlatParamHandle):
@@ -232,7 +235,7 @@ def _select(
                 next(i for i, sharded in enumerate(handle.sharded_params) if sharded is param)
             )
     if not is_sharded:
-        raise ValueError(
+        raise MisuseError(
             f"flat_parameters(): no parameter of this {type(model).__name__} is sharded: call fully_shard() first"
         )
     return chosen

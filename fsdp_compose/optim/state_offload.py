@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .._torch import dtensor_spec, make_dtensor, same_storage
+from ..errors import MisuseError, MisuseTypeError
 from ..flat import FlatParamHandle, handle_of, handle_of_segment, host_memory, local_of, streams_of
 from ..ragged import RaggedDTensor, note_write_of_all_ranks
 from .flat_parameters import refuse_unless_elementwise
@@ -76,12 +77,14 @@ def offload_optimizer_states(
         optimizer = offload_optimizer_states(torch.optim.AdamW(flat_parameters(model), fused=True))
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"offload_optimizer_states(): expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise MisuseTypeError(
+            f"offload_optimizer_states(): expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes <= 0:
-        raise ValueError(f"offload_optimizer_states(chunk_bytes={chunk_bytes!r}): expected a positive number of bytes")
+        raise MisuseError(f"offload_optimizer_states(chunk_bytes={chunk_bytes!r}): expected a positive number of bytes")
     refuse_unless_elementwise(optimizer, "step on parts of its state (offload_optimizer_states())")
     if "step" in optimizer.__dict__:
-        raise ValueError(
+        raise MisuseError(
             f"offload_optimizer_states(): step() of this {type(optimizer).__name__} was already replaced, by an "
             "earlier call or a scheduler: call offload_optimizer_states() once, before creating schedulers"
         )

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import is_swapping_tensors
+from ..errors import MisuseRuntimeError
 
 # ---- What sharded parameters, and tensors made from them, know about their group
 
@@ -28,7 +29,7 @@ OWNER_ATTRIBUTE = "_fsdp_compose_owner"
 SHOWN_ATTRIBUTE = "_fsdp_compose_shown_as"
 
 
-class MixedOperandsError(RuntimeError):
+class MixedOperandsError(MisuseRuntimeError):
     """An operation got a plain tensor beside a sharded one."""
 
 

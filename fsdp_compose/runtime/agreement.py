@@ -15,6 +15,7 @@ import torch
 
 from .._torch import call_after_compilation, tracing_attempt
 from ..comm import ControlExchange, first_difference, known_journal, last_of_every_rank, meet
+from ..errors import MisuseRuntimeError, RanksDifferError
 from ..flat import summary_of
 from ..group import (
     FLAGS_CHANGED,
@@ -71,13 +72,13 @@ def raise_different_order(root: Root, code: int) -> None:
         meet(group, "comparing collectives", digest, lambda _: "", details, explain)
     except RuntimeError:
         if journal is not None and journal.difference:
-            raise RuntimeError(journal.difference) from None
+            raise RanksDifferError(journal.difference) from None
         raise
     finally:
         if journal is not None:
             journal.go_on()
         root.order.close()  # all ranks know the difference: do not report it again for other models
-    raise RuntimeError("the ranks issued different collectives in this iteration; no gradient was published")
+    raise RanksDifferError("the ranks issued different collectives in this iteration; no gradient was published")
 
 
 # ---- The exchange
@@ -151,7 +152,7 @@ class VersionsBefore:
         for ref, versions in self._before:
             state = ref()
             if state is not None and state.shard_versions() != versions:
-                raise RuntimeError(
+                raise MisuseRuntimeError(
                     f"a forward has written to sharded parameters of the fully_shard group {state.name}, which "
                     "torch.compile runs in a graph: the graph may have computed with the old values. Write to "
                     "parameters outside forward, or exclude the module that writes from the graph "
@@ -240,7 +241,7 @@ def _check_complete(capture: _Capture) -> None:
         modules = state.live_modules()
         if len({found[index] for index in range(len(modules))}) > 1:
             names = ", ".join(type(module).__name__ for module in modules)
-            raise RuntimeError(
+            raise MisuseRuntimeError(
                 f"torch.compile: a graph runs only some of the modules of the fully_shard group {state.name} ({names}),"
                 " or runs some more often than others; the parameters gathered for them could not be freed. Call "
                 "fully_shard() separately for modules that do not always run together"

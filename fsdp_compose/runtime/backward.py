@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import in_compiled_autograd, queue_end_of_backward
+from ..errors import MisuseRuntimeError
 from ..flat import LARGE_BYTES, FlatParamHandle, follow_profiler, place
 from ..group import END_OF_BACKWARD, Backward, Root, _FSDPState, ends_backwards, never_traced
 from .agreement import begin_exchange, end_exchange, is_whole
@@ -34,7 +35,7 @@ def begin_backward(root: Root) -> Backward:
     """Start a backward; called from the first hook of the root that it reaches."""
     refuse_double_backward(root)
     if in_compiled_autograd():
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             "a backward of a fully_shard'ed model runs under compiled autograd, which does not call back at the end of "
             "backward, where gradients are reduced and published: none was. Turn it off "
             "(torch._dynamo.config.compiled_autograd); torch.compile of the model captures forward and backward "
@@ -65,7 +66,7 @@ def _show_throughout(backward: Backward, state: _FSDPState) -> None:
 
 def refuse_double_backward(root: Root) -> None:
     if torch.is_grad_enabled():  # autograd enables it during such a backward
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             "backward(create_graph=True), or autograd.grad() with it, reached a fully_shard'ed model. Double backward "
             "(for example, for a gradient penalty) needs the gathered parameters to stay in the graph, but in the "
             "default mode they do not: second-order gradients would be wrong or missing. No gradient was published. "

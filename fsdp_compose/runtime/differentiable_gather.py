@@ -24,6 +24,7 @@ import torch
 
 from .._torch import in_forward_ad, intercept_backward_inputs, queue_end_of_backward
 from ..comm import Carrier, ControlExchange
+from ..errors import MisuseRuntimeError
 from ..flat import (
     FlatParamHandle,
     copy_gradients,
@@ -47,7 +48,7 @@ def refuse_accumulated(state: _FSDPState) -> None:
     for handle in state._handles:
         handle.pending_gradients.follow_zero_grad()
     if any(handle.pending_gradients.accumulation is not None for handle in state._handles):
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"the fully_shard group {state.name} has gradients that were accumulated without sync, and a forward in "
             "functional mode begins: first run a backward that reduces them in the default mode, or call zero_grad()"
         )
@@ -445,7 +446,7 @@ def _run(
         if other is not None:
             raise _refusal(handle, index)
     if not allow_unused and any(item is None for item in gradients):
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             "autograd.grad(): a tensor among the inputs was not used to compute the outputs; with allow_unused=True "
             "its gradient is None"
         )
@@ -468,7 +469,7 @@ def _places_of(item: Any) -> Iterator[tuple[FlatParamHandle, int]]:
 def _refusal(handle: FlatParamHandle, index: int) -> RuntimeError:
     state = state_of(handle)
     group, root = ("?", None) if state is None else (state.name, state.root)
-    return RuntimeError(
+    return MisuseRuntimeError(
         f"autograd.grad() was asked for the gradient of {handle.name_of(index)}, a sharded parameter of "
         f"the fully_shard group {group}, whose forward ran in the default mode, in which gradients only arrive in "
         f".grad. Call backward(), with inputs=[...] for some parameters only. Or: {way_to_functional_mode(root)}"

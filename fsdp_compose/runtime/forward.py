@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import backwards, current_graph_task_id, is_in_functional_call
+from ..errors import MisuseRuntimeError
 from ..flat import follow_profiler
 from ..group import Root, _FSDPState, find_untied, state_of_hooked, states_to_run
 from .agreement import VersionsBefore
@@ -87,7 +88,7 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
     for state in root.live_states():
         for handle in state._handles:
             if handle.summoned is not None:
-                raise RuntimeError(
+                raise MisuseRuntimeError(
                     f"a forward of the fully_shard group {state.name} begins inside summon_full_params(), where its "
                     "parameters are full and may have been changed: leave the context first"
                 )

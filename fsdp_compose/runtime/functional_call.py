@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._torch import is_in_functional_call, unwrapped
+from ..errors import MisuseError
 from ..flat import FlatParamHandle
 from ..group import _FSDPState
 from ..ragged import RaggedDTensor
@@ -78,7 +79,7 @@ def functional_call_params(state: _FSDPState) -> GivenValues:
                 or (not isinstance(inner, DTensor) and value.shape != sharded.shape)
             ):
                 layout = list(inner.placements) if isinstance(inner, DTensor) else "a plain tensor"
-                raise ValueError(
+                raise MisuseError(
                     f"functional_call(): {handle.label.names(fqn)} of the fully_shard group {state.name}, of shape "
                     f"{tuple(sharded.shape)}, was given a value of shape {tuple(value.shape)}, {layout}: pass a full "
                     "tensor of the parameter's shape (.full_tensor() of a sharded one), or one that is sharded like "

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import in_transform, temporarily_clear_interpreter_stack
+from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, local_of, placed, specs_of, whole_like_original
 from ..group import Root, _FSDPState, begins_forward
 from .differentiable_gather import Gather, refuse_accumulated
@@ -96,7 +97,7 @@ class FunctionalUse:
         state.swap.check_shown(self._shown)
         for name, tensor, before in self._before:
             if self._marks(tensor) != before:
-                raise RuntimeError(
+                raise MisuseRuntimeError(
                     f"the parameter {name} of the fully_shard group {state.name} was modified in place inside forward, "
                     "or its .data assigned to; the change is lost, since it does not reach the sharded parameter. "
                     "Modify parameters outside forward, or keep values that change in forward in a buffer"

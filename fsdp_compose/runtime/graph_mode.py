@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from .._torch import allow_in_graph, change_modules_while_traced, mark_constant
+from ..errors import MisuseRuntimeError
 from ..flat import GraphInputs, gather_captured, refuse_written
 from ..group import (
     CAPTURED,
@@ -87,7 +88,7 @@ def _note_gradient(reference: weakref.ref[_FSDPState], place: torch.Tensor) -> N
     if state is None or state.root is None:
         return
     if state.persistent.captured is None or not state.persistent.captured.knows(place):
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"parameters of the fully_shard group {state.name} were moved (module.to()?) between a forward that "
             "torch.compile runs in a graph and its backward: run backward before the move, or run forward again after "
             "it"

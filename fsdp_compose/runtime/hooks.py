@@ -22,6 +22,7 @@ import torch
 import torch.nn as nn
 
 from .._torch import current_graph_task_id, in_transform, is_checkpoint_recomputing, temporarily_clear_interpreter_stack
+from ..errors import MisuseRuntimeError
 from ..flat import explain_refused_access
 from ..group import GroupUse, Root, _FSDPState, never_traced, state_of_hooked, traced_inside_others
 from . import graph_mode as captured
@@ -65,7 +66,7 @@ def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
     backward has begun. The last recomputed group stays unsharded, because its backward comes next."""
     root = state.root
     if root is None:
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"the first forward of the fully_shard'ed {type(module).__name__} runs inside a backward: run its first "
             "forward outside backward"
         )

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._torch import current_graph_task_id, in_transform
 from ..comm import Carrier, ControlExchange, DataParallelMesh, Names, as_transferable, first_difference, is_on, meet
+from ..errors import MisuseError, MisuseRuntimeError, RanksDifferError
 from ..flat import (
     Communicator,
     FlatParamHandle,
@@ -101,7 +102,7 @@ def mesh_of_root(found: _Found) -> DataParallelMesh:
             continue
         own = {*dist.get_process_group_ranks(state.mesh.peers)}
         if not state.mesh.is_simulated and not own <= peers:
-            raise ValueError(
+            raise MisuseError(
                 "the fully_shard groups below one root have meshes, none of which contains all the others: "
                 f"{name or '(root)'} is on the ranks {sorted(own)} (including the meshes of its DTensors), and others "
                 f"are on {sorted(peers)}"
@@ -121,7 +122,7 @@ def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) 
             where = f"{name}.{fqn}" if name else fqn
             if spec is not None:
                 where += f", placed {list(spec.placements)} on the ranks {spec.mesh.mesh.tolist()},"
-            raise ValueError(
+            raise MisuseError(
                 f"the fully_shard groups below one root have different meshes: {where} is on the "
                 f"ranks {sorted(own)}, so its gradient would be averaged over these only, but others are on "
                 f"{sorted(data)}. Use meshes with the same ranks for all groups of a model (a mesh of two dimensions "
@@ -170,7 +171,7 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
             each[handle.name_of(i)] = _checksum(views[i])
     difference = meet(mesh.peers, purpose, json.dumps([*each.items()]), _first_difference)
     name, first, other = json.loads(difference)
-    raise RuntimeError(
+    raise RanksDifferError(
         f"first forward: {name} has different elements on ranks {first} and {other}, which hold "
         "replicas of it: they would train different models. Start from equal parameters: use the same seed on all "
         "ranks, load a checkpoint, or call broadcast_replicas(model) after fully_shard()"
@@ -420,7 +421,7 @@ def detect_again(root: Root) -> None:
 def _refuse_meta(states: list[_FSDPState]) -> None:
     for state in states:
         if any(handle.unsharded.is_meta for handle in state._handles):
-            raise ValueError(
+            raise MisuseError(
                 f"the parameters of the fully_shard group {state.name} are still on the meta device: call "
                 "model.to_empty(device=...) and initialize them before the first forward"
             )
@@ -433,7 +434,7 @@ def refuse_late_grad_dtype(states: Sequence[_FSDPState]) -> None:
             for sharded, fqn in zip(handle.sharded_params, handle.fqns, strict=True):
                 wanted, expected = getattr(sharded, "grad_dtype", handle.gradient.dtype), handle.gradient.dtype
                 if sharded.requires_grad and wanted != expected:
-                    raise RuntimeError(
+                    raise MisuseRuntimeError(
                         f"grad_dtype of {fqn} was set to {wanted}, but its gradients are sharded in {expected}: set it "
                         "before fully_shard()"
                     )
@@ -442,7 +443,7 @@ def refuse_late_grad_dtype(states: Sequence[_FSDPState]) -> None:
 def _refuse_stray_gradients(state: _FSDPState) -> None:
     for handle in state._handles:
         handle.drop_iteration(is_tainted=False)
-    raise RuntimeError(
+    raise MisuseRuntimeError(
         f"a backward reached parameters of the fully_shard group {state.name} without passing any of its module's "
         "outputs, so their gradients were not reduced (and are discarded now). Return every tensor that a loss needs "
         "from forward, or keep it as an attribute of the module"
@@ -573,7 +574,7 @@ def _make_joinable(context: Root, module: nn.Module) -> None:
     is_in_backward = context.backward is not None and current_graph_task_id() != -1
     if is_in_backward or (context.forward.depth and is_running(context.forward.caller)):
         where = "backward" if is_in_backward else "forward"
-        raise RuntimeError(
+        raise MisuseRuntimeError(
             f"the first forward of the fully_shard'ed {type(module).__name__} runs inside the {where} of another "
             "fully_shard'ed module, which shares groups with it but does not contain it: run its first forward "
             "earlier, outside"
@@ -593,7 +594,7 @@ def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState], ar
         if param is not None and param.requires_grad and not _is_held(param, handles) and param not in ignored
     ]
     if stray:
-        raise ValueError(
+        raise MisuseError(
             f"{len(stray)} trainable parameter(s) below a fully_shard'ed module belong to no group, so their gradients "
             f"would not be reduced: {', '.join(stray[:5])}{' ...' if len(stray) > 5 else ''}. They were added or "
             "replaced after fully_shard(): build the module completely first, or pass them as ignored_params"
@@ -649,5 +650,5 @@ def _meet_first_forward(
     place = order.place_of(state, states, digest)
     verdict = meet(mesh.peers, "first forward", digest, judge_places, details, explain, aside=place)
     if verdict:
-        raise RuntimeError(verdict)
+        raise RanksDifferError(verdict)
     return digest

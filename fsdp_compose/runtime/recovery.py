@@ -8,7 +8,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from ..comm import RECOVERY_TIMEOUT, Journal, failure_of, known_journal, last_of_every_rank, meet
+from ..comm import RECOVERY_TIMEOUT, Journal, class_of_failure, failure_of, known_journal, last_of_every_rank, meet
+from ..errors import RanksDifferError
 from ..group import Root, _FSDPState, steps_were_compared
 from .group_ops import stays_unsharded
 
@@ -90,13 +91,13 @@ def _agree_to_recover(root: Root, states: list[_FSDPState]) -> bool:
         )
         failure = failure_of(mesh.peers)
         if failure:
-            raise RuntimeError(
+            raise class_of_failure(mesh.peers)(
                 "an iteration was interrupted by a collective that failed, and its process group can no longer be "
                 f"used: restart the processes from a checkpoint. The failure was: {failure}"
             )
         tainted, _, number = verdict.partition(" ")
         if tainted not in ("0", "1"):
-            raise RuntimeError(verdict + last_of_every_rank(mesh.peers))
+            raise RanksDifferError(verdict + last_of_every_rank(mesh.peers))
         is_tainted = tainted == "1"
     root.exchange.abandon()
     root.forward_exchange.abandon()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..comm import DataParallelMesh, meet
+from ..errors import RanksDifferError
 from ..flat import CompositeExtension, FlatParamHandle, ManagedParameter, plain_tensor
 from ..group import _FSDPState, name_ranks
 
@@ -82,7 +83,7 @@ def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None
     if meet(mesh.peers, purpose, digest, lambda payloads: "differ" if len({*payloads}) > 1 else ""):
         verdict = meet(mesh.peers, purpose, json.dumps(found), _judge)
         if verdict:
-            raise RuntimeError(verdict)
+            raise RanksDifferError(verdict)
     for handle in handles:
         _samples.pop(handle, None)
 

@@ -23,6 +23,7 @@ import torch.nn as nn
 
 from .._torch import in_transform, same_storage, without_modes
 from ..comm import is_on
+from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, ShardStorage, local_of
 from ..group import END_OF_FORWARD, GroupUse, Root, _FSDPState
 from .agreement import begin_exchange, end_exchange, is_whole
@@ -84,7 +85,7 @@ def refuse_untracked_writes(root: Root) -> None:
     ]
     groups = [state.name for state in states if not written.keys().isdisjoint(state._handles)]
     where = f"on this rank in group {', '.join(groups)}" if groups else "seen on another rank"
-    raise RuntimeError(
+    raise MisuseRuntimeError(
         f"rank {states[0].mesh.rank}: unsharded parameters were modified in place inside forward, through .data "
         f"or an address, or .data was assigned to: {', '.join(names)} ({where}). The change would be lost when "
         "their groups are resharded. Modify the (sharded) parameters outside forward, under torch.no_grad() or in "

@@ -20,6 +20,7 @@ import torch.nn as nn
 from .._torch import DTensorSpec, compute_local_shape_and_global_offset
 from ..checkpoint import group_of, is_first
 from ..comm import Label, Transport, transport_of
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatParamHandle, TensorParallel
 from .full_parameters import (
     BUCKET_BYTES,
@@ -363,7 +364,7 @@ def snapshot_parameters(
     sources = sources_of(names_of(model), dtype, include_buffers=False)
     problem = why_unreadable(sources)
     if problem:
-        raise RuntimeError(f"snapshot_parameters(): {problem}")
+        raise MisuseRuntimeError(f"snapshot_parameters(): {problem}")
     snapshot = ParameterSnapshot(dtype, None if device is None else torch.device(device))
     snapshot.renew(sources)
     return snapshot
@@ -404,7 +405,7 @@ def changed_since(
     """
     check_arguments("changed_since", bucket_bytes, None)
     if not isinstance(snapshot, ParameterSnapshot):
-        raise TypeError(f"changed_since(): expected a ParameterSnapshot, got {type(snapshot).__name__}")
+        raise MisuseTypeError(f"changed_since(): expected a ParameterSnapshot, got {type(snapshot).__name__}")
     names = names_of(model)
     sources = sources_of(names, snapshot.dtype, include_buffers=False)
     is_here = is_first(group_of(names))
@@ -442,7 +443,7 @@ def apply_changes(state: Mapping[str, torch.Tensor], changes: Iterable[tuple[str
         if tensor.shape != change.shape or tensor.dtype != dtype or not tensor.is_contiguous():
             layout = "" if tensor.is_contiguous() else ", which is not contiguous"
             remedy = "" if tensor.dtype == dtype else _SAME_DTYPE
-            raise ValueError(
+            raise MisuseError(
                 f"apply_changes(): expected a contiguous tensor of shape {tuple(change.shape)} in {dtype} for {fqn}, "
                 f"got one of shape {tuple(tensor.shape)} in {tensor.dtype}{layout}{remedy}. Nothing was changed"
             )

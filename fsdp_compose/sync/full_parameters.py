@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import non_persistent_buffers
 from ..checkpoint import ModelNames, agree, group_of, is_first
 from ..comm import DataParallelMesh, Transport, meet
+from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError, RanksDifferError, class_of
 from ..flat import FlatParamHandle, handle_of, local_elements, local_of, placed, specs_of
 from ..group import is_sleeping, sleeping_error, state_of
 from ..ragged import CompositeDTensor
@@ -147,7 +148,7 @@ def versions_of(sources: Sequence[Source]) -> list[tuple[int, int]]:
 
 def names_of(model: nn.Module) -> ModelNames:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a module, got {type(model).__name__}")
+        raise MisuseTypeError(f"expected a module, got {type(model).__name__}")
     return ModelNames(model)
 
 
@@ -392,7 +393,7 @@ class Steps(Generic[T]):
 
     def __next__(self) -> list[T]:
         if self._is_over:
-            raise RuntimeError(f"{self._call}: buckets are only available inside its context, which has ended")
+            raise MisuseRuntimeError(f"{self._call}: buckets are only available inside its context, which has ended")
         self._latest.clear()
         if self.is_complete:
             raise StopIteration
@@ -435,10 +436,11 @@ class Steps(Generic[T]):
     def _step(self, kind: str, what: str) -> None:
         verdict = self._meet(kind, what)
         if verdict:
-            raise RuntimeError(verdict)
+            name, _, text = verdict.partition(":")
+            raise class_of(name)(text)
 
     def _meet(self, kind: str, what: str) -> str:
-        """Return why the ranks cannot continue together; empty if they can."""
+        """Return why the ranks cannot continue together, behind the name of an error's class; empty if they can."""
         if self._group is None or self._group.size() == 1:
             return _verdict(self._call, [(kind, what)])
         payload = json.dumps([kind, what])
@@ -450,16 +452,18 @@ class Steps(Generic[T]):
 
 
 def _verdict(call: str, told: Sequence[tuple[str, str]]) -> str:
-    """Return the problem, given each rank's kind of step and description of it; empty if there is none."""
+    """Return the class and the text of the problem, given each rank's kind of step and description of it; empty if
+    there is none."""
     if len(set(told)) == 1 and told[0][0] != _FAILED:
         return ""
     ranks: dict[str, list[int]] = {}
     for rank, (_, what) in sorted(enumerate(told), key=lambda item: item[1][0] != _FAILED):
         ranks.setdefault(what, []).append(rank)
     listing = "; ".join(f"rank(s) {', '.join(map(str, found))}: {what}" for what, found in ranks.items())
+    kind = RanksDifferError if len(ranks) > 1 else MisuseRuntimeError
     return (
-        f"{call}: the ranks are out of step: {listing}. Every rank must take all buckets, even if it does nothing with "
-        "them, or all ranks must leave the loop at the same place"
+        f"{kind.__name__}:{call}: the ranks are out of step: {listing}. Every rank must take all buckets, even if it "
+        "does nothing with them, or all ranks must leave the loop at the same place"
     )
 
 
@@ -561,6 +565,6 @@ def in_step(
 def check_arguments(call: str, bucket_bytes: int, dtype: torch.dtype | None) -> None:
     """Raise if an argument is invalid."""
     if bucket_bytes <= 0:
-        raise ValueError(f"{call}(bucket_bytes=...): expected a positive number of bytes, got {bucket_bytes}")
+        raise MisuseError(f"{call}(bucket_bytes=...): expected a positive number of bytes, got {bucket_bytes}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"{call}(dtype=...): expected a floating-point dtype or None, got {dtype!r}")
+        raise MisuseTypeError(f"{call}(dtype=...): expected a floating-point dtype or None, got {dtype!r}")

@@ -1,0 +1,56 @@
+"""The classes of errors that a program may want to catch. Each is also the built-in error that it specializes.
+
+An error that all ranks raise travels between them as the name of its class and its text. Nothing here is private: what
+is raised can be pickled, and copied to other processes.
+"""
+
+from __future__ import annotations
+
+
+class FSDPComposeError(Exception):
+    """The base of the classes below. What is none of them stays a built-in error: an operator that sharded tensors do
+    not support, a full disk, an exception of your own code that other ranks are told of."""
+
+
+class RanksDifferError(FSDPComposeError, RuntimeError):
+    """The ranks have different models, start from different values, or do different things. Every rank raises it."""
+
+
+class RankLostError(FSDPComposeError, RuntimeError):
+    """A rank did not arrive in time, or has died; or the key-value store is gone. The process group cannot be used any
+    more: end the process, so that its launcher restarts all of them from a checkpoint."""
+
+
+class CheckpointDamagedError(FSDPComposeError, RuntimeError):
+    """Files of a checkpoint are missing, incomplete or not as they were written. Nothing was loaded: try an earlier
+    checkpoint."""
+
+
+class MisuseError(FSDPComposeError, ValueError):
+    """A call that cannot work, whatever the other ranks do: an argument does not fit, or it comes at the wrong time.
+
+    Subclasses are a ``RuntimeError`` or a ``TypeError`` too, where that is the usual error for the mistake."""
+
+
+class MisuseRuntimeError(MisuseError, RuntimeError):
+    """Misuse that depends on what happened before, or on what a checkpoint holds."""
+
+
+class MisuseTypeError(MisuseError, TypeError):
+    """Misuse by an argument of a wrong type."""
+
+
+_BY_NAME: dict[str, type[RuntimeError]] = {
+    cls.__name__: cls for cls in (RanksDifferError, RankLostError, CheckpointDamagedError, MisuseRuntimeError)
+}
+
+
+def name_of(error: BaseException) -> str:
+    """How an error that all ranks raise is called when it is sent to them: always a RuntimeError."""
+    name = type(error).__name__
+    return name if name in _BY_NAME else MisuseRuntimeError.__name__ if isinstance(error, MisuseError) else ""
+
+
+def class_of(name: str) -> type[RuntimeError]:
+    """The class that ``name_of`` means; RuntimeError for what has none here."""
+    return _BY_NAME.get(name, RuntimeError)
