@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
@@ -1310,6 +1311,44 @@ def fills_cache(system: System) -> None:
     cache = Cache(torch.zeros(0, DIM))
     model(mine(batch()), cache)
     expect(cache.num_rows == ROWS // dist.get_world_size(), "the cache that the caller holds is empty")
+
+
+@case("a backward hook sets an attribute on its weight, which the training loop reads")
+def attributes_in_backward(system: System) -> None:
+    def note_norms(layer: nn.Module, _: Any, grads: tuple[torch.Tensor, ...]) -> None:
+        layer.weight.norms = grads[0].norm(dim=1)
+
+    model = Net()
+    for layer in model.layers:
+        layer.register_full_backward_hook(note_norms)
+    shard_layers(system, model)
+    loss_of(model, mine(batch())).backward()
+    names = [name for name, param in model.named_parameters() if hasattr(param, "norms")]
+    expect(names == ["layers.0.weight", "layers.1.weight"], f"the attribute is on {names}")
+
+
+@case("a plain tensor of optimizer state that differs between ranks is saved and loaded")
+def per_rank_state(system: System) -> None:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    model = nn.Linear(DIM, DIM)
+    system.shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    loss_of(model, mine(batch())).backward()
+    optimizer.step()
+    state = optimizer.state[model.weight]
+    state["packed"] = torch.full((8,), dist.get_rank() + 1.0)
+    is_torch = system.name == "FSDP2"
+    dicts: Any = torch.distributed.checkpoint.state_dict if is_torch else fsdp_compose.checkpoint
+    files: Any = torch.distributed.checkpoint if is_torch else fsdp_compose.checkpoint
+    where: Any = {"checkpoint_id" if is_torch else "folder": Path(str(folder[0]), "checkpoint")}
+    files.save({"optimizer": dicts.get_optimizer_state_dict(model, optimizer)}, **where)
+    state["packed"].zero_()
+    loaded = {"optimizer": dicts.get_optimizer_state_dict(model, optimizer)}
+    files.load(loaded, **where)
+    dicts.set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+    found = optimizer.state[model.weight]["packed"][0].item()
+    expect(found == dist.get_rank() + 1, f"rank {dist.get_rank()} has loaded {found:.0f}")
 
 
 # ---- running and judging

@@ -122,6 +122,7 @@ __all__ = [
     "lower_as_collective",
     "make_gloo_group",
     "make_group_of",
+    "make_wrapper",
     "mark_constant",
     "memory_exchange",
     "mend_mesh",
@@ -261,6 +262,14 @@ backwards = _Backwards()
 def is_wrapper(tensor: object) -> bool:
     """Whether a tensor has no memory of its own, but tensors inside that have."""
     return _is_traceable_wrapper_subclass(tensor)
+
+
+def make_wrapper(
+    cls: type[torch.Tensor], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Make a tensor of a wrapper class without calling the class, and without the tensors inside."""
+    make = torch.Tensor._make_wrapper_subclass
+    return make(cls, torch.Size(shape), strides=tuple(stride), dtype=dtype, device=device)
 
 
 def is_part_of_multi_grad_hook(hook: Callable[[Any], Any]) -> bool:

@@ -1692,6 +1692,12 @@ def test_is_wrapper() -> None:
     assert not _torch.is_wrapper(nn.Parameter(torch.ones(2)))
 
 
+def test_make_wrapper() -> None:
+    made = _torch.make_wrapper(TwoTensor, (3, 2), (2, 1), torch.bfloat16, torch.device("cpu"))
+    assert type(made) is TwoTensor and not vars(made) and not made.requires_grad
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((3, 2), (2, 1), torch.bfloat16, "cpu")
+
+
 def test_the_class_of_a_parameter_can_be_changed() -> None:
     """Replaced parameters become stand-ins."""
 

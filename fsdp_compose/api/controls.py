@@ -25,12 +25,9 @@ from ..runtime import (
     post_forward,
     pre_forward,
     reduce_accumulated,
-    serve_peers,
-    unshard_in_rounds,
     wait_for_unshard,
 )
 from ..runtime import reshard as _reshard
-from ..runtime import unshard as _unshard
 
 
 class UnshardHandle:
@@ -81,10 +78,7 @@ def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = 
             "ranks that run it, and only within one forward"
         )
     root = enter_alone(state, module)
-    if root.rounds is None:
-        _unshard(root, state)
-    else:
-        unshard_in_rounds(root, state)
+    root.scheduler.unshard(root, state)
     if until_reshard:
         state.set_options(is_held=True)
     if state.options.follows_writes():
@@ -121,7 +115,7 @@ def sync_optional_groups(module: nn.Module) -> None:
     """
     root = _own_state(module, "sync_optional_groups").root
     if root is not None and (root.forward.depth or root.backward is not None):
-        serve_peers(root)
+        root.scheduler.serve_peers(root)
 
 
 def reshard(module: nn.Module) -> None:

@@ -88,7 +88,7 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
         state.initialize(modules, label, data_mesh, options, handles, ignored, regions)
         _put_sharded(managed, handles, label)
         detect_meta_buffers(fqns)
-        state.set_swap(ParameterSwap(modules, managed, handles, fqns))
+        state.swap = ParameterSwap(modules, managed, handles, fqns)
         for item in modules:
             _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
 

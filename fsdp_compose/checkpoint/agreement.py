@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _T = TypeVar("_T")
 
 _MAX_LINES = 20  # of problems that an error lists
+_MAX_VALUES = 3  # that an error lists
 
 
 def group_of(names: ModelNames) -> dist.ProcessGroup | None:
@@ -175,6 +176,35 @@ def tell_and_compare(
 
     num_digests, _, first = meet(group, f"{call}: {what}", f"{digest} {text}", judge).partition(" ")
     return first, num_digests == "1"
+
+
+def differing_values(group: dist.ProcessGroup | None, call: str, digests: Mapping[str, str]) -> str:
+    """Explain which values of optimizers differ between ranks that have them; empty if none does. All ranks call it,
+    each with the ``digests_of`` its values, and get the same text."""
+    if not has_peers(group):
+        return ""
+    assert group is not None
+    return meet(group, f"{call}: state of optimizers", json.dumps(digests), _differences)
+
+
+def _differences(brought: list[str]) -> str:
+    first: dict[str, tuple[int, str]] = {}
+    found: dict[str, str] = {}
+    for rank, digests in enumerate(map(json.loads, brought)):
+        for key, digest in digests.items():
+            one, expected = first.setdefault(key, (rank, digest))
+            if digest != expected:
+                found.setdefault(key, f"{key} is {expected} on rank {one}, but {digest} on rank {rank}")
+    if not found:
+        return ""
+    lines = [*found.values()][:_MAX_VALUES]
+    if len(found) > _MAX_VALUES:
+        lines.append(f"{len(found) - _MAX_VALUES} more")
+    return (
+        f"plain tensors in the state of an optimizer differ from rank to rank, but only one rank's would be saved: "
+        f"{'; '.join(lines)}. Make them equal on all ranks, let the optimizer keep DTensors, or take them out of its "
+        "state and save them under keys that contain the rank. Nothing was saved"
+    )
 
 
 def _explain(call: str, rank: int, ours: list[str], theirs: list[str]) -> str:

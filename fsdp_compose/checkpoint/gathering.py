@@ -6,7 +6,8 @@ result. Tensors split by tensor parallelism are gathered one by one."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from .._torch import dtensor_spec, local_tensor, make_dtensor
+from .._torch import dtensor_spec, is_wrapper, local_tensor, make_dtensor
 from ..comm import Messages
 from ..flat import FlatParamHandle, gather_flat, local_of
 from ..ragged import CompositeDTensor, RaggedDTensor, with_local
-from .fqns import Place, leaves_of, map_leaves
+from .fqns import Path, Place, leaves_of, map_leaves
 
 Key = tuple[Any, ...]
 """(FQN, name of the optimizer's state, path in lists and dicts...); the name is empty for the parameter itself."""
@@ -269,3 +270,37 @@ def says_what_it_holds(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor has the attributes by which ``torch.distributed.checkpoint`` treats it as part of a larger
     one."""
     return bool(_PART_FIELDS) and all(hasattr(tensor, name) for name in _PART_FIELDS)
+
+
+# ---- Plain tensors: each rank has its own, but a checkpoint and a full state dict have one value for each.
+
+
+def digests_of(value: Any, path: Path = ()) -> dict[str, str]:
+    """Describe the plain tensors in a value by dtype, shape and checksum, under their keys in a checkpoint."""
+    found = {}
+    for at, leaf in leaves_of(value, path):
+        parts = [*_memory_of(leaf)] if isinstance(leaf, torch.Tensor) else []
+        if parts:
+            checksum = 0
+            for part in parts:
+                checksum = zlib.crc32(_bytes_of(part), checksum)
+            found[".".join(map(str, at))] = f"{leaf.dtype} of shape {tuple(leaf.shape)} with checksum {checksum:08x}"
+    return found
+
+
+def _memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a plain tensor, or those that it wraps (quantized state); nothing of a tensor that says which part of a
+    larger one it is."""
+    if hasattr(tensor, "__create_write_items__") or says_what_it_holds(tensor):
+        return
+    if is_wrapper(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from _memory_of(getattr(tensor, name))
+    elif type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and not tensor.is_meta:
+        if tensor.layout == torch.strided and not tensor.is_quantized:
+            yield tensor.detach().as_subclass(torch.Tensor)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    on_cpu = tensor.resolve_conj().resolve_neg().cpu().contiguous()
+    return on_cpu.view(-1).view(torch.uint8).numpy().data

@@ -27,7 +27,7 @@ from .._torch import dedup_save_plans, plan_errors
 from ..errors import MisuseError
 from ..ragged import CompositeDTensor
 from .fqns import Path
-from .gathering import says_what_it_holds
+from .gathering import digests_of, says_what_it_holds
 from .optimizer_init import StateKind, pending_state
 from .optimizer_state import GROUPS, PARAMS, STATE, is_flattened, is_shared_name, longest_prefix
 
@@ -395,6 +395,23 @@ def keys_of(state_dict: dict[str, Any]) -> list[str]:
     planner = SavePlanner()
     planner.set_up_planner(state_dict)
     return [f"{'whole' if is_whole(value) else 'sharded'} {key}" for key, value in planner.state_dict.items()]
+
+
+def optimizer_digests(state: Any, path: Path = ()) -> dict[str, str]:
+    """Return ``digests_of`` the optimizer dicts in a state dict. Values outside of them may differ from rank to rank:
+    state of data loaders and random number generators."""
+    found: dict[str, str] = {}
+    if isinstance(state, Mapping) and _is_optimizer_dict(state):
+        for key, value in state.items():
+            if str(key).partition(".")[0] in (STATE, GROUPS):
+                found |= digests_of(value, (*path, key))
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            found |= optimizer_digests(value, (*path, key))
+    elif type(state) in (list, tuple):
+        for i, value in enumerate(state):
+            found |= optimizer_digests(value, (*path, i))
+    return found
 
 
 def is_whole(value: Any) -> bool:

@@ -18,10 +18,21 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from .._torch import group_device_types, versions_of, with_versions
-from ..errors import MisuseError, MisuseRuntimeError, class_of, name_of
-from .agreement import agree, attempt, group_of, group_of_values, has_peers, is_true_on_any, lost_ranks, problem_text
+from ..errors import MisuseError, MisuseRuntimeError, RanksDifferError, class_of, name_of
+from .agreement import (
+    agree,
+    attempt,
+    differing_values,
+    group_of,
+    group_of_values,
+    has_peers,
+    is_true_on_any,
+    lost_ranks,
+    problem_text,
+    tell_and_compare,
+)
 from .fqns import ModelNames, patch_method
-from .gathering import facts_of, key_text
+from .gathering import digests_of, facts_of, key_text
 from .model_state import (
     ModelEntries,
     ModelPlan,
@@ -71,11 +82,15 @@ def get(
     with torch.no_grad():
         chosen, problem = attempt(_choose, names, optimizers, options, submodules, with_model)
         if options.full_state_dict or chosen is None:
-            facts = [repr(options), *names.parameters]
+            group = group_of(names) if options.full_state_dict else None
+            facts, digests = [repr(options), *names.parameters], {}
             if chosen is not None:
                 facts += facts_of(chosen[0].values) + facts_of(chosen[1].values)
                 problem = lost_ranks({key_text(key): value for part in chosen for key, value in part.values.items()})
-            agree(group_of(names) if options.full_state_dict else None, call, facts, problem)
+                digests = _digests(chosen[1]) if has_peers(group) else {}
+            agree(group, call, facts, problem)
+            if optimizers is not None:
+                _refuse_differing(group, call, digests)
         assert chosen is not None
         model_state = get_model_state(names, chosen[0], options) if with_model else {}
         return model_state, get_optimizer_state(names, chosen[1], options) if optimizers is not None else {}
@@ -101,6 +116,20 @@ def _choose(
         by.keep_only(names.prefixes_of(submodules) if submodules else [""])
     entries = choose_entries(names, options, submodules) if with_model else ModelEntries()
     return entries, choose_optimizer_entries(trained, options)
+
+
+def _digests(entries: OptimizerEntries) -> dict[str, str]:
+    found = digests_of(entries.groups, (GROUPS,))
+    for key, value in entries.values.items():
+        found |= digests_of(value, (STATE, *key))
+    return found
+
+
+def _refuse_differing(group: dist.ProcessGroup | None, call: str, digests: Mapping[str, str]) -> None:
+    _, is_alike = tell_and_compare(group, call, "state of optimizers", "", [*map(" ".join, digests.items())])
+    problem = "" if is_alike else differing_values(group, call, digests)
+    if problem:
+        raise RanksDifferError(f"{call}: {problem}")
 
 
 # ---- The setters: agree, plan, compare plans, move values, and only then change anything.

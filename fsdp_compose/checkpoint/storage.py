@@ -29,8 +29,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._import_checks import is_untested
 from ..comm import noticing_loss
-from ..errors import FSDPComposeError, MisuseRuntimeError, RankLostError, class_of, name_of
-from .agreement import agree, attempt, has_peers, lost_ranks, or_problem, problem_text, tell_and_compare
+from ..errors import FSDPComposeError, MisuseRuntimeError, RankLostError, RanksDifferError, class_of, name_of
+from .agreement import (
+    agree,
+    attempt,
+    differing_values,
+    has_peers,
+    lost_ranks,
+    or_problem,
+    problem_text,
+    tell_and_compare,
+)
 from .folders import (
     MANIFEST,
     METADATA,
@@ -56,6 +65,7 @@ from .planner import (
     SavePlanner,
     give_back,
     keys_of,
+    optimizer_digests,
     paths_of_numbers,
     read_cut_otherwise,
     with_string_keys,
@@ -171,8 +181,8 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
 
     Raises:
         ValueError: ``folder`` is a network address.
-        RuntimeError: on every rank: the folder exists, a value cannot be saved, or a rank did not arrive or could not
-            write.
+        RuntimeError: on every rank: the folder exists, a value cannot be saved, a plain tensor in an optimizer's state
+            differs from rank to rank, or a rank did not arrive or could not write.
     """
     group, folder = _group(process_group), local_folder(folder)
     state, problem = attempt(_plain, state_dict)
@@ -180,15 +190,20 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
     if state is not None:
         state, problem = attempt(with_string_keys, state)
     keys, failure = attempt(keys_of, state or {})
-    problem, token = problem or failure or lost_ranks(state or {}), new_token()
+    digests, unread = attempt(optimizer_digests, state if has_peers(group) else {})
+    problem, token = problem or failure or unread or lost_ranks(state or {}), new_token()
     if _is_first(group) and not problem:
         problem = or_problem(begin_folder, folder, token)
     agree(group, "save()", [str(folder), *(state or {})], problem)
-    assert state is not None and keys is not None
-    token, is_alike = tell_and_compare(group, "save()", "the owner of the folder", token, keys)
+    assert state is not None and keys is not None and digests is not None
+    facts = [*keys, *map(" ".join, digests.items())]
+    token, is_alike = tell_and_compare(group, "save()", "the owner of the folder", token, facts)
     share = (group.rank(), group.size()) if is_alike and group is not None else None
     writer = _Writer(partial_of(folder) / token, sync_files=True)
     try:
+        different = "" if is_alike else differing_values(group, "save()", digests)
+        if different:
+            raise _Failed(f"save(): {different}", RanksDifferError)
         try:
             with nullcontext() if group is None else noticing_loss(group, "a collective of save()"):
                 _write(writer, state, process_group, share)

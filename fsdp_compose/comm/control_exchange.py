@@ -16,8 +16,8 @@ groups of this rank received gradients after they had been reduced.
 everywhere. Usually all ranks have the same bytes. Only if the hashes differ, or a group is late, do all ranks exchange
 the bytes themselves, right away. Every rank sees the same maxima, so all ranks agree on whether that is needed.
 
-``round`` is 1 in exchanges that ranks make elsewhere (``group/iteration``), so they cannot be mistaken for the end of a
-backward. Marks then follow the head, and all exchanges of the process group have that length.
+``round`` is 1 in exchanges that ranks make elsewhere (``runtime/skip_protocol``), so they cannot be mistaken for the
+end of a backward. Marks then follow the head, and all exchanges of the process group have that length.
 """
 
 from __future__ import annotations

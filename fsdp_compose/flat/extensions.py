@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch import is_wrapper
+from .._torch import is_wrapper, make_wrapper
 from ..errors import MisuseError
 from .policy import MixedPrecisionPolicy
 
@@ -91,7 +91,7 @@ class Extension:
             instance = local.as_subclass(self.cls)
             instance.__dict__.update(self.context)
             return instance
-        return self.cls.__tensor_unflatten__({self.inner: local}, self.context, local.shape, local.stride())
+        return remade(self.cls, {self.inner: local}, self.context, local.shape, local.stride())
 
     def over_shard(self, shard: torch.Tensor) -> Any:
         """Make an instance of the class over all of a shard."""
@@ -140,11 +140,49 @@ def extension_of(param: nn.Parameter, module: nn.Module, policy: MixedPrecisionP
         return None
     inner, context = None, dict[str, Any]()
     if is_wrapper(param):
-        (inner,), context = param.__tensor_flatten__()  # type: ignore[attr-defined]
+        (inner,), context = inner_tensors(param), context_of(param)
     else:
         context = {key: value for key, value in param.__dict__.items() if key != "_is_param"}
     is_short = num_arguments(param) == 1
     return Extension(type(param), inner, context, param.shape, weakref.ref(module), policy, is_short, releases(param))
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """What stands for the context of a class that torch cannot make again: the attributes besides the tensors inside,
+    and the dtype."""
+
+    values: Mapping[str, Any]
+    dtype: torch.dtype
+
+
+def context_of(param: Any) -> Any:
+    """What ``remade`` makes an instance from, besides the tensors inside: the class's own context, if its
+    ``__tensor_unflatten__`` takes the four arguments that torch gives it and returns an instance. FSDP2 never calls
+    that method, so classes that were written for FSDP2 alone may have another one."""
+    names, context = param.__tensor_flatten__()
+    arguments = ({name: getattr(param, name) for name in names}, context, param.shape, param.stride())
+    try:
+        inspect.signature(type(param).__tensor_unflatten__).bind(*arguments)
+    except TypeError:
+        pass
+    else:
+        if isinstance(type(param).__tensor_unflatten__(*arguments), type(param)):
+            return context
+    values = {key: value for key, value in vars(param).items() if key not in (*names, "_is_param")}
+    return Attributes(values, param.dtype)
+
+
+def remade(
+    cls: Any, tensors: Mapping[str, torch.Tensor], context: Any, shape: Sequence[int], stride: Sequence[int]
+) -> Any:
+    """Make an instance of a class from tensors inside and ``context_of`` another instance."""
+    if not isinstance(context, Attributes):
+        return cls.__tensor_unflatten__({**tensors}, context, torch.Size(shape), tuple(stride))
+    first, *others = tensors.values()
+    instance = make_wrapper(cls, shape, stride, context.dtype if others else first.dtype, first.device)
+    vars(instance).update(context.values, **tensors)
+    return instance
 
 
 def num_arguments(param: Any) -> int:
@@ -497,7 +535,7 @@ def cut(
                 )
             inner.append(InnerTensor(name, tensor.shape, tensor.dtype, start, is_cut))
             start += -(-inner[-1].nbytes // PART_ALIGNMENT_BYTES) * PART_ALIGNMENT_BYTES
-        contexts = part.__tensor_flatten__()[1], whole.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+        contexts = context_of(part), context_of(whole)
         parts = Parts(type(param), param.shape, param.dtype, tuple(inner), start, *contexts, *ranks, gather_bytes)
         local = torch.zeros(start, dtype=torch.uint8, device=device)
         for item in inner:
@@ -551,7 +589,7 @@ def _times(shape: torch.Size, num_ranks: int) -> torch.Size:
 
 def _instance(cls: Any, tensors: Mapping[str, torch.Tensor], context: Any, shape: Sequence[int]) -> Any:
     stride = torch.empty(shape, device="meta").stride()
-    return cls.__tensor_unflatten__({**tensors}, context, torch.Size(shape), stride)
+    return remade(cls, tensors, context, shape, stride)
 
 
 def _describe(part: object) -> str:

@@ -31,6 +31,7 @@ from ..ragged import (
     gather_local_shards,
     rebind,
 )
+from .extensions import context_of, inner_tensors, remade
 from .layout import FlatLayout
 from .param_kind import ParameterKind
 
@@ -109,22 +110,29 @@ def class_attributes(param: torch.Tensor) -> Set[str]:
     """The attributes that a wrapper has from its class, among them the tensors inside, which must not outlive it."""
     if not is_wrapper(param) or isinstance(param, DTensor):
         return frozenset()
-    names, context = param.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: getattr(param, name) for name in names}
-    made = type(param).__tensor_unflatten__(inner, context, param.shape, param.stride())  # type: ignore[attr-defined]
+    made = remade(type(param), inner_tensors(param), context_of(param), param.shape, param.stride())
     return vars(made).keys()
 
 
-def copy_attributes(source: nn.Parameter, to: nn.Parameter, not_copied: Set[str] = frozenset()) -> None:
+def copy_attributes(source: nn.Parameter, to: torch.Tensor, not_copied: Set[str] = frozenset()) -> None:
     """Copy the attributes that the user has set on ``source`` to another parameter, unless it has them."""
     for key, value in source.__dict__.items():
-        if key not in _NOT_COPIED and key not in not_copied:
+        if key not in NOT_COPIED and key not in not_copied:
             to.__dict__.setdefault(key, value)
+
+
+def share_attributes(sharded: nn.Parameter, full: torch.Tensor) -> None:
+    """Make the attributes of ``sharded`` those of ``full``, the same parameter, too: what is set on either, or deleted,
+    changes both. A full tensor with attributes that its own class needs gets copies instead."""
+    if full.__dict__.keys() <= {"_is_param"}:
+        full.__dict__ = sharded.__dict__  # as ``swap_tensors()`` does
+    else:
+        copy_attributes(sharded, full)
 
 
 def restore_attributes(sharded: nn.Parameter, full: nn.Parameter) -> None:
     """Give a full parameter the original's attributes, and its class if that is the user's own."""
-    copy_attributes(sharded, full)
+    share_attributes(sharded, full)
     cls = sharded.__dict__.get(_CLASS_ATTRIBUTE)
     if cls is not None:
         full.__class__ = cls
@@ -135,11 +143,11 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
     cls = sharded.__dict__.get(_CLASS_ATTRIBUTE)
     if cls is not None:
         whole = whole.as_subclass(cls)
-    copy_attributes(sharded, whole)  # type: ignore[arg-type]
+    share_attributes(sharded, whole)
     return whole
 
 
-_NOT_COPIED = {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE}
+NOT_COPIED = {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE}
 
 
 def check_content(sharded: nn.Parameter, source: Any, name: str) -> None:
@@ -172,7 +180,7 @@ def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
         set_local_tensor(fresh, local_tensor(source))
         sharded.grad = None
         torch.utils.swap_tensors(sharded, fresh)
-        copy_attributes(fresh, sharded)
+        sharded.__dict__ = fresh.__dict__  # its own again, which its unsharded parameter shares
 
 
 def rebind_sharded_param(sharded: nn.Parameter, local: torch.Tensor, spec: RaggedSpec | None = None) -> None:

@@ -319,7 +319,8 @@ class Unsharded:
         self.left_by_forward = self.follows_writes = False
 
     def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
-        """Copy the originals' attributes, which the sharded parameters have, to the parameters."""
+        """Let the parameters have the originals' attributes, and share them with the sharded parameters: forward and
+        backward may set some."""
         for sharded, param in zip(sharded_params, self.params, strict=True):
             restore_attributes(sharded, param)
 

@@ -24,7 +24,7 @@ from ..errors import MisuseError
 from ..ragged import show_as, writes
 from .extensions import RELEASES, Extension
 from .layout import FlatLayout
-from .sharded_param import copy_attributes
+from .sharded_param import NOT_COPIED, share_attributes
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, UnshardedMemory, error_of_late_access
 
@@ -122,12 +122,12 @@ class _Form:
         memory: the memory that the all-gathers write to.
         param: the unsharded parameter.
         extension: as given.
-        bearer: holds the attributes that the user has set on the parameter, because the class has attributes of its own
-            on it.
+        bearer: has the attributes that the user has set on the sharded parameter, because the class has attributes of
+            its own on the unsharded one; those of users are copied from one to the other.
     """
 
     __slots__ = (
-        "_dtype", "_face", "_inner", "_inputs", "_instance", "_label", "_metadata", "_num_padded",
+        "_copied", "_dtype", "_face", "_inner", "_inputs", "_instance", "_label", "_metadata", "_num_padded", "_own",
         "_shard_mesh", "bearer", "extension", "memory", "mesh", "param",
     )  # fmt: skip
 
@@ -158,10 +158,35 @@ class _Form:
         self.memory = ExtendedMemory(self._inputs, mesh.shard_world_size, error, shard.device)
         self.param = self.bearer if shard.is_meta else self._make()
         self._inputs = []
+        self._own = {*vars(self.param)}  # names of attributes that belong to the class
+        self._copied: dict[str, Any] = {}  # attributes of the user that both sides have
 
     def belong_to(self, sharded: nn.Parameter) -> None:
         """Set ``sharded``, the other side of the parameter."""
         self._face = sharded
+        share_attributes(sharded, self.bearer)
+        self.show_attributes()
+
+    def show_attributes(self) -> None:
+        """Copy the user's attributes from the sharded parameter to the unsharded one."""
+        if self.param is self.bearer:
+            return
+        present, outside = vars(self.param), vars(self.bearer)
+        for key in self._copied.keys() - outside.keys():
+            present.pop(key, None)
+        self._copied = {key: outside[key] for key in outside.keys() - self._own - NOT_COPIED}
+        present.update(self._copied)
+
+    def keep_attributes(self) -> None:
+        """Do to the sharded parameter what the user has done to attributes of the unsharded one."""
+        if self.param is self.bearer:
+            return
+        present, outside = vars(self.param), vars(self.bearer)
+        for key in self._copied.keys() - present.keys():
+            outside.pop(key, None)
+        known, missing = self._copied, object()
+        self._copied = {key: value for key, value in present.items() if key not in self._own}
+        outside.update({key: value for key, value in self._copied.items() if known.get(key, missing) is not value})
 
     def _prepare(self, mesh: DeviceMesh) -> None:
         """Ask the class for the tensors to gather."""
@@ -216,8 +241,10 @@ class _Form:
         self.memory.show()
         for tensor, nbytes in self._inner:
             tensor.untyped_storage().resize_(nbytes)
+        before = {*vars(self.param)}
         with preserved_versions([self.param, *(tensor for tensor, _ in self._inner)]):
             self.extension.fill(self._instance, self._outputs(), self._metadata, self._dtype, self.param)
+        self._own |= vars(self.param).keys() - before
         self._inputs, self._metadata = [], None
         if self.extension.releases:
             self.memory.free()
@@ -266,8 +293,6 @@ class ExtendedUnsharded(Unsharded):
     def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
         show_as(sharded_params[0], self.form.extension)
         self.form.belong_to(sharded_params[0])
-        copy_attributes(sharded_params[0], self.form.bearer)
-        copy_attributes(self.form.bearer, self.form.param)
 
     def gather_on(self, mesh: DataParallelMesh) -> None:
         self.form.mesh = mesh
@@ -289,9 +314,12 @@ class ExtendedUnsharded(Unsharded):
 
     def arrive(self) -> None:
         self.work = None
+        self.form.keep_attributes()
         with torch.inference_mode(False), torch.no_grad():
             self.form.show()
+        self.form.show_attributes()
 
     def free(self) -> None:
+        self.form.keep_attributes()
         self.form.free()
         self.is_allocated = self.left_by_forward = False

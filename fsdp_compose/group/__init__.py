@@ -58,13 +58,10 @@ from .hook_decorators import ends_backward as ends_backward
 from .hook_decorators import ends_backwards as ends_backwards
 from .hook_decorators import never_traced as never_traced
 from .hook_decorators import traced_inside_others as traced_inside_others
-from .iteration import SEVERAL_FAILED as SEVERAL_FAILED
 from .iteration import Backward as Backward
 from .iteration import ForwardRecord as ForwardRecord
 from .iteration import GroupUse as GroupUse
 from .iteration import HookedUse as HookedUse
-from .iteration import Marks as Marks
-from .iteration import Rounds as Rounds
 from .kept_tensors import ATOMS as ATOMS
 from .kept_tensors import BoundToModule as BoundToModule
 from .kept_tensors import search_object as search_object
@@ -108,6 +105,7 @@ from .replaced_params import make_proxy as make_proxy
 from .replaced_params import rebind_live_optimizers as rebind_live_optimizers
 from .replaced_params import rebind_optimizer as rebind_optimizer
 from .state import Root as Root
+from .state import Scheduler as Scheduler
 from .state import _FSDPState as _FSDPState
 from .state import state_of as state_of
 from .state import widest_mesh as widest_mesh

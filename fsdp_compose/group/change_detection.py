@@ -315,7 +315,7 @@ def put_to_sleep(states: Iterable[_FSDPState]) -> None:
         _asleep.add(state)
         for owner in _owners(state):
             if owner.detector is not None and not isinstance(owner.detector, _SleepingDetector):
-                owner.set_detector(_SleepingDetector(owner.detector, state))
+                owner.detector = _SleepingDetector(owner.detector, state)
 
 
 def wake(states: Iterable[_FSDPState]) -> None:
@@ -328,7 +328,7 @@ def wake(states: Iterable[_FSDPState]) -> None:
             if isinstance(owner.detector, _SleepingDetector):
                 is_awake = owner.root is None or not any(item in _asleep for item in owner.root.live_states())
                 if is_awake:
-                    owner.set_detector(owner.detector.original)
+                    owner.detector = owner.detector.original
             if owner.detector is not None and not isinstance(owner.detector, _SleepingDetector):
                 owner.detector.follow_addresses()
 

@@ -59,16 +59,13 @@ class OrderedRoot(Protocol):
 class Group(Protocol):
     """The part of an ``_FSDPState`` that the order uses."""
 
-    @property
-    def log_code(self) -> int: ...
+    log_code: int
 
     @property
     def serial(self) -> int: ...
 
     @property
     def _handles(self) -> list[FlatParamHandle]: ...
-
-    def take_number(self, code: int) -> None: ...
 
     @property
     def name(self) -> str: ...
@@ -88,7 +85,7 @@ class CollectiveLog:
         num_collectives: how many were issued before that.
         num_roots: how many roots have run.
         serve: called with a root and a code before that root issues the collective of this code, if a root on the
-            process group has optional groups: ranks may demand these until all are at this collective.
+            process group has optional groups: ranks may request these until all are at this collective.
     """
 
     __slots__ = (
@@ -173,7 +170,7 @@ class CollectiveLog:
         for state in states:
             self._waiting.discard(state)
             if state.log_code < 0:
-                state.take_number(self._next_number << KIND_BITS)
+                state.log_code = self._next_number << KIND_BITS
                 self._states[self._next_number] = state
                 self._next_number += 1
         previous = root.root

@@ -101,7 +101,7 @@ class LockstepCommunicator(Communicator):
                 _agree(group, f"{_describe(handle, 'accumulation')}", root, [terms])
             except RuntimeError:
                 if root is not None:
-                    root.forward.fail()
+                    root.forward.has_failed = True
                 raise
         super().accumulate(handle, is_kept)
 
@@ -130,7 +130,7 @@ class LockstepCommunicator(Communicator):
         except RuntimeError:
             if root is not None:
                 root.order.entries.pop()  # the caller has just recorded the collective, which is not issued now
-                root.forward.fail()
+                root.forward.has_failed = True
             raise
 
     def announce_exchange(self, root: object, code: int) -> None:
@@ -141,7 +141,7 @@ class LockstepCommunicator(Communicator):
             try:
                 _agree(mesh.peers, f"{what} of {root.label}", root)
             except RuntimeError:
-                root.forward.fail()
+                root.forward.has_failed = True
                 raise
 
     def announce_recovery(self, root: object) -> None:
@@ -164,7 +164,7 @@ def _describe(handle: FlatParamHandle, what: str) -> str:
     root, phase = None if state is None else state.root, "outside forward"
     if root is not None and root.backward is not None:
         phase = "backward"
-    elif root is not None and (root.forward.depth or root.rounds is not None):  # it may serve others after its own end
+    elif root is not None and (root.forward.depth or root.scheduler.skips):  # it may serve others after its own end
         phase = "forward"
     name, label = "?" if state is None else state.name, handle.label
     return f"{what} of {name if label.whole_group else f'{name} ({label})'} in {phase}"

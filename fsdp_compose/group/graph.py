@@ -166,7 +166,7 @@ class CapturedGroup:
                 added, due = deliver_gradients(handle, shard)
                 has_added, is_due = has_added or added, is_due or due
         if is_due and state is not None:
-            state.persistent.reduce(False)
+            state.persistent.has_unsynced = True
         return has_added, is_due
 
     def drop(self) -> None:

@@ -1,22 +1,18 @@
 """State that lasts for one forward, one backward or one iteration, for a root and for each of its groups. Plain data.
 
 The runtime drives these objects, and each lives as long as what it describes. ``ForwardState``, ``BackwardState`` and
-``PersistentState`` record the progress of a group. ``Rounds`` holds the messages of ranks in a root that has optional
-groups, which each rank may run or skip."""
+``PersistentState`` record the progress of a group."""
 
 from __future__ import annotations
 
-import struct
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .._torch import backwards
-from ..comm import Carrier
 from ..flat import FlatParamHandle, Region
 
 # ---- The progress of one group: in the running iteration, in the running backward, and carried over from earlier ones
@@ -108,25 +104,21 @@ class TreePosition:
 NOWHERE = TreePosition(-1, False, True)  # before the first forward
 
 
+@dataclass(slots=True, eq=False)
 class ForwardState:
-    """The state of a group in the running iteration.
+    """The state of a group in the running iteration."""
 
-    Attributes:
-        running_forwards: for each forward of the group's modules that was entered and not left, the exception that was
-            being handled when it was entered, its use, and whether it is a recomputation.
-        awaiting_backward: number of the forward of each use whose backward has not come yet, in order.
-        pending_modules: in a group of several modules, those that have yet to run before the group is resharded.
-        uses_left: how many uses, under grad mode and without it, until one ends with a check for untracked writes.
-        look_gaps: how many uses lie between that check and the next one.
-    """
-
-    __slots__ = ("awaiting_backward", "look_gaps", "pending_modules", "running_forwards", "uses_left")
-
-    def __init__(self, awaiting_backward: Sequence[int] = ()) -> None:
-        self.running_forwards: list[tuple[BaseException | None, GroupUse | None, bool]] = []
-        self.awaiting_backward = [*awaiting_backward]
-        self.pending_modules: set[int] = set()
-        self.uses_left, self.look_gaps = [1, 1], [1, 1]
+    # The number of the forward of each use whose backward has not come yet, in order.
+    awaiting_backward: list[int] = field(default_factory=list)
+    # For each forward of the group's modules that was entered and not left: the exception that was being handled when
+    # it was entered, its use, and whether it is a recomputation.
+    running_forwards: list[tuple[BaseException | None, GroupUse | None, bool]] = field(default_factory=list)
+    # In a group of several modules, those that have yet to run before the group is resharded.
+    pending_modules: set[int] = field(default_factory=set)
+    # How many uses, under grad mode and without it, until one ends with a check for untracked writes; and how many lie
+    # between that check and the next one.
+    uses_left: list[int] = field(default_factory=lambda: [1, 1])
+    look_gaps: list[int] = field(default_factory=lambda: [1, 1])
 
     def pass_by(self, last: int) -> None:
         """Forget uses up to forward number ``last``, after a backward that got that far: a use that it skipped must not
@@ -134,23 +126,16 @@ class ForwardState:
         self.awaiting_backward = [number for number in self.awaiting_backward if number > last]
 
 
+@dataclass(slots=True, eq=False)
 class BackwardState:
-    """The state of a group in the running backward.
+    """The state of a group in the running backward."""
 
-    Attributes:
-        was_reached: whether a pre-backward has run.
-        active_uses: number of uses between their pre-backward and their post-backward; the group is unsharded for them.
-        is_iterated: this backward has reached a use a second time, so it may reach it any number of times.
-        last_use: number of the latest forward that it has reached.
-        is_reduced: whether the group was reduced.
-        num_early: how many flat parameters, counted from the first, were reduced before that, each by itself.
-    """
-
-    __slots__ = ("active_uses", "is_iterated", "is_reduced", "last_use", "num_early", "was_reached")
-
-    def __init__(self) -> None:
-        self.was_reached = self.is_iterated = self.is_reduced = False
-        self.active_uses = self.last_use = self.num_early = 0
+    was_reached: bool = False  # a pre-backward has run
+    active_uses: int = 0  # uses between their pre-backward and their post-backward; the group is unsharded for them
+    is_iterated: bool = False  # this backward has reached a use a second time, so it may reach it any number of times
+    last_use: int = 0  # number of the latest forward that it has reached
+    is_reduced: bool = False
+    num_early: int = 0  # how many flat parameters, counted from the first, were reduced before that, each by itself
 
     def reach(self, number: int) -> bool:
         """Note that a use in the forward of this number was reached. Returns whether no other use was active."""
@@ -165,78 +150,26 @@ class BackwardState:
         self.active_uses -= 1
         return self.active_uses <= 0
 
-    def leave_all(self) -> None:
-        self.active_uses = 0
 
-    def iterate(self) -> None:
-        self.is_iterated = True
-
-    def reduce(self) -> None:
-        self.is_reduced = True
-
-    def reduce_early(self) -> None:
-        self.num_early += 1
-
-
+@dataclass(slots=True, eq=False)
 class PersistentState:
-    """State carried over from earlier iterations.
+    """State carried over from earlier iterations."""
 
-    Attributes:
-        was_functional: the last forward ran in functional mode.
-        num_toggles: how often ``requires_grad`` of any sharded parameter had been set at the last forward.
-        has_unsynced: a backward without gradient sync has run since the last reduction.
-        is_unhooked: a forward returned something that cannot be hooked, so the group stays unsharded and is reduced at
-            the end of every backward.
-        unhooked_versions: versions of the shards at that forward.
-        has_leaf_hooks: the unsharded parameters have hooks that notice a backward.
-        has_bucket_hooks: the unsharded parameters have hooks that notice complete buckets.
-        regions: where the parameters' memory was; kept until the first forward.
-        captured: the group as graphs of ``torch.compile`` see it; ``None`` if no graph was captured.
-    """
-
-    __slots__ = (
-        "captured", "has_bucket_hooks", "has_leaf_hooks", "has_unsynced", "is_unhooked", "num_toggles", "regions",
-        "unhooked_versions", "was_functional",
-    )  # fmt: skip
-
-    def __init__(self, regions: Sequence[Region] = ()) -> None:
-        self.was_functional = self.has_unsynced = False
-        self.num_toggles = -1
-        self.regions = [*regions]
-        self.unhooked_versions: list[int] | None = None
-        self.captured: Captured | None = None
-        self.have_new_parameters()
+    regions: Sequence[Region] = ()  # where the parameters' memory was; kept until the first forward
+    was_functional: bool = False  # the last forward ran in functional mode
+    num_toggles: int = -1  # how often ``requires_grad`` of any sharded parameter had been set at the last forward
+    has_unsynced: bool = False  # a backward without gradient sync has run since the last reduction
+    # A forward returned something that cannot be hooked, so the group stays unsharded and is reduced at the end of
+    # every backward; and the versions of the shards at that forward.
+    is_unhooked: bool = False
+    unhooked_versions: list[int] | None = None
+    has_leaf_hooks: bool = False  # the unsharded parameters have hooks that notice a backward,
+    has_bucket_hooks: bool = False  # ... and hooks that notice complete buckets
+    captured: Captured | None = None  # the group as graphs of ``torch.compile`` see it, if any was captured
 
     def have_new_parameters(self) -> None:
         """Note that the unsharded parameters are new ones, which have no hooks yet."""
         self.is_unhooked = self.has_leaf_hooks = self.has_bucket_hooks = False
-
-    def begin_use(self, is_functional: bool) -> None:
-        self.was_functional = is_functional
-
-    def follow_toggles(self, count: int) -> None:
-        self.num_toggles = count
-
-    def reduce(self, is_synced: bool) -> None:
-        self.has_unsynced = not is_synced
-
-    def stay_unsharded(self) -> None:
-        self.is_unhooked = True
-
-    def note_unhooked(self, versions: list[int]) -> None:
-        self.unhooked_versions = versions
-
-    def hook_leaves(self) -> None:
-        self.has_leaf_hooks = True
-
-    def hook_buckets(self) -> None:
-        self.has_bucket_hooks = True
-
-    def capture(self, captured: Captured) -> None:
-        self.captured = captured
-
-    def forget_regions(self) -> None:
-        self.regions = []
 
 
 # ---- The forward and the backward of a root
@@ -252,73 +185,39 @@ class CapturedVersions(Protocol):
         """Raise if parameters of these groups were changed between the forward and its backward."""
 
 
+@dataclass(slots=True, eq=False)
 class ForwardRecord:
-    """The groups that one top-level forward ran, by index.
+    """The groups that one top-level forward ran, by index."""
 
-    Attributes:
-        number: number of the forward, counting from 1.
-        states: the root's states at that time, which the indexes refer to: by backward, the root may be another one.
-        begun: groups in the order in which their forwards began; drives forward prefetch in the next forward.
-        hooked: groups that backward will reach, in the order in which their forwards ended; drives backward prefetch.
-        outermost: the group of the module that was called.
-        captured: versions of groups that graphs may have run; ``None`` if there are none.
-    """
-
-    __slots__ = ("begun", "captured", "hooked", "number", "outermost", "states")
-
-    def __init__(self, number: int, states: object, outermost: int = 0) -> None:
-        self.number = number
-        self.outermost = outermost
-        self.states = states
-        self.begun: list[int] = []
-        self.hooked: list[int] = []
-        self.captured: CapturedVersions | None = None
-
-    def note_captured(self, versions: CapturedVersions) -> None:
-        self.captured = versions
+    number: int  # of the forward, counting from 1
+    states: object  # the root's states then, which the indexes refer to: by backward, the root may be another one
+    outermost: int = 0  # the group of the module that was called
+    # Groups in the order in which their forwards began; drives forward prefetch in the next forward.
+    begun: list[int] = field(default_factory=list)
+    # Groups that backward will reach, in the order in which their forwards ended; drives backward prefetch.
+    hooked: list[int] = field(default_factory=list)
+    captured: CapturedVersions | None = None  # versions of groups that graphs may have run, if there are any
 
 
+@dataclass(slots=True, eq=False)
 class Forward:
-    """The current top-level forward, or the most recent one if none is running.
+    """The current top-level forward, or the most recent one if none is running."""
 
-    Attributes:
-        record: the groups that it has run.
-        previous: the groups that the last forward of the same module ran; drives prefetch.
-        depth: number of forwards entered and not left.
-        innermost: the innermost running use in the default mode under grad mode.
-        latest: the last ended use of each group, by index; cleared when the outermost forward ends.
-        caller: the frame that called the outermost module, while it runs.
-        is_given: it began with values of ``functional_call`` in some parameter slots.
-        task: autograd's number of the backward inside which it began; -1 outside backward.
-        num_backwards: how many backwards this process had run when it began.
-        is_region: it is a compiled region, whose graphs may contain the outermost group too.
-        has_failed: it ended in an exception that no enclosing forward handled.
-        written: for each flat parameter, the indexes of parameters that this rank has written to without raising a
-            version; ``None`` if it has not checked.
-    """
-
-    __slots__ = (
-        "caller", "depth", "has_failed", "innermost", "is_given", "is_region", "latest", "num_backwards", "previous",
-        "record", "task", "written",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        record: ForwardRecord,
-        previous: ForwardRecord,
-        caller: FrameType | None = None,
-        is_given: bool = False,
-        task: int = -1,
-        num_backwards: int = 0,
-    ) -> None:
-        self.record, self.previous = record, previous
-        self.depth = 0
-        self.innermost: HookedUse | None = None
-        self.latest: dict[int, HookedUse] = {}
-        self.caller, self.is_given = caller, is_given
-        self.task, self.num_backwards = task, num_backwards
-        self.has_failed = self.is_region = False
-        self.written: dict[FlatParamHandle, set[int]] | None = None
+    record: ForwardRecord  # the groups that it has run
+    previous: ForwardRecord  # the groups that the last forward of the same module ran; drives prefetch
+    caller: FrameType | None = None  # the frame that called the outermost module, while it runs
+    is_given: bool = False  # it began with values of ``functional_call`` in some parameter slots
+    task: int = -1  # autograd's number of the backward inside which it began; -1 outside backward
+    num_backwards: int = 0  # how many backwards this process had run when it began
+    depth: int = 0  # number of forwards entered and not left
+    innermost: HookedUse | None = None  # the innermost running use in the default mode under grad mode
+    # The last ended use of each group, by index; cleared when the outermost forward ends.
+    latest: dict[int, HookedUse] = field(default_factory=dict)
+    is_region: bool = False  # it is a compiled region, whose graphs may contain the outermost group too
+    has_failed: bool = False  # it has ended, or must end, in an exception that no enclosing forward handled
+    # For each flat parameter, the indexes of parameters that this rank has written to without raising a version;
+    # ``None`` if it has not checked.
+    written: dict[FlatParamHandle, set[int]] | None = None
 
     def enter(self, use: HookedUse | None) -> None:
         """Note that a forward of a group begins; ``use`` is set in the default mode under grad mode."""
@@ -332,21 +231,10 @@ class Forward:
         if use is not None:
             self.innermost = use.outer
 
-    def begin_region(self) -> None:
-        self.is_region = True
-
-    def begin_use(self, use: HookedUse | None) -> None:
-        """Make ``use`` the innermost one."""
-        self.innermost = use
-
     def end(self) -> None:
         """Note that the outermost forward has ended without an error."""
         self.has_failed, self.caller = False, None
         self.latest.clear()
-
-    def fail(self) -> None:
-        """Note that this forward has ended, or must end, in an exception."""
-        self.has_failed = True
 
     def abandon(self) -> None:
         """Note that the outermost forward has ended in an exception."""
@@ -365,186 +253,17 @@ class Forward:
         return written or {}
 
 
+@dataclass(slots=True, eq=False)
 class Backward:
-    """A backward, from its first hook until its gradients are published.
+    """A backward, from its first hook until its gradients are published."""
 
-    Attributes:
-        number: which of this process's outermost backwards it runs in.
-        has_added: it has added to a gradient that existed before, or has begun to publish its own.
-        has_outside_grads: it has produced gradients for uses outside a group's forward (``differentiable_gather``).
-        after_publication: functions to call when its gradients have been published.
-        shown: swaps of groups that show their parameters since it began, because they had stayed unsharded.
-        has_only_buckets: the process group carries nothing but buckets of one replicated group during this backward
-            (see Note [Only buckets]); ``None`` if not known yet.
-    """
-
-    __slots__ = ("after_publication", "has_added", "has_only_buckets", "has_outside_grads", "number", "shown")
-
-    def __init__(self, has_added: bool = False) -> None:
-        self.number = backwards.num_outermost
-        self.has_added = has_added
-        self.has_outside_grads = False
-        self.after_publication: list[Callable[[], None]] = []
-        self.shown: dict[Shown, None] = {}
-        self.has_only_buckets: bool | None = None
-
-    def judge(self, has_only_buckets: bool) -> None:
-        self.has_only_buckets = has_only_buckets
-
-    def add(self) -> None:
-        self.has_added = True
-
-    def note_outside_grads(self) -> None:
-        self.has_outside_grads = True
-
-
-# ---- Rounds: messages of the ranks in a root with optional groups, which each rank may run or skip
-#
-# A round is one small maximum over the ranks, like a control exchange (see ``comm``). It covers a hash of the order and
-# of the rank's sync point, the complement of that hash, and marks::
-#
-#     | failed | complement | live | padding | demanded | missing | pending | owed |
-#
-# The last four have one byte for each ``fully_shard`` group. Ranks that demand a group send no hash. If no rank demands
-# anything, all have sent one, and hash and complement show whether all are at the same point. ``runtime.optional``
-# makes the rounds.
-
-
-_HEAD = struct.Struct("<IIB3x")
-_NUM_MARKS = 4  # per group
-_MOST = (1 << 32) - 1
-SEVERAL_FAILED = -1  # instead of the number of a rank
-
-
-class Marks(NamedTuple):
-    """Facts about each group, by index, as one rank sends them or as the maximum over all ranks.
-
-    Attributes:
-        demanded: a rank needs the group, and others may not.
-        missing: all ranks need the group at this point, and a rank does not have it gathered.
-        pending: its backward is running, or is still to come in the running backward.
-        owed: its gradients wait to be reduced.
-    """
-
-    demanded: Sequence[int]
-    missing: Sequence[int]
-    pending: Sequence[int]
-    owed: Sequence[int]
-
-
-class Rounds:
-    """The rounds of one root.
-
-    Attributes:
-        enclosing_groups: for the index of each optional group, the index of its host: the nearest enclosing group that
-            is not optional.
-        running: indexes of non-optional groups whose forwards are running, innermost last.
-        served: groups that were gathered on this rank only because another rank demanded them.
-        old: groups that have stayed gathered since before this forward; they must be gathered again before use.
-        owes: groups whose gradients wait, on this rank, to be reduced.
-        live: forwards in which this rank has run an optional group and whose graph is alive.
-        is_on: rounds are made; false only in a backward in which no rank can reach an optional group.
-        is_over: another root with optional groups makes rounds in this backward now: no group may be demanded here.
-        last_number: number of the latest forward that the backward has reached.
-        has_failed: a round has raised on all ranks, or this rank has announced its failure.
-        count: number of rounds made.
-        marks: after a round, the marks of all ranks together.
-    """
-
-    __slots__ = (
-        "_carrier",
-        "_view",
-        "count",
-        "enclosing_groups",
-        "has_failed",
-        "is_on",
-        "is_over",
-        "last_number",
-        "live",
-        "marks",
-        "old",
-        "owes",
-        "running",
-        "served",
-    )  # fmt: skip
-
-    def __init__(self, enclosing_groups: dict[int, int], num_groups: int, carrier: Carrier) -> None:
-        self.enclosing_groups = enclosing_groups
-        self._carrier = carrier
-        self._view = memoryview(bytearray(_HEAD.size + _NUM_MARKS * num_groups))
-        carrier.make_room(len(self._view))
-        starts = range(_HEAD.size, len(self._view), num_groups)
-        self.marks = Marks(*(self._view[start : start + num_groups] for start in starts))
-        self.count = 0
-        self.live: weakref.WeakSet[HookedUse] = weakref.WeakSet()
-        self.served: list[int] = []
-        self.old: set[int] = set()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the iteration that was going on."""
-        self.running: list[int] = []
-        self.live.clear()
-        self.has_failed = False
-        self.served.clear()
-        self.rest()
-
-    def rest(self) -> None:
-        """Note that no backward is running."""
-        self.owes: set[int] = set()
-        self.is_on, self.is_over, self.last_number = True, False, 0
-
-    def reset_backward(self) -> None:
-        """Forget the backward that was going on; a forward may go on."""
-        self.has_failed = False
-        self.rest()
-
-    def fail(self) -> None:
-        self.has_failed = True
-
-    def begin_backward(self, is_on: bool) -> None:
-        self.is_on = is_on
-
-    def give_way(self) -> None:
-        """Note that another root makes rounds from now on, in the same backward."""
-        self.is_over = True
-
-    def reach(self, number: int) -> None:
-        """Note that the backward has reached the forward of this number."""
-        self.last_number = max(self.last_number, number)
-
-    def keep(self, index: int) -> None:
-        """Note that this rank itself needs a group, even if it was gathered for another rank."""
-        if index in self.served:
-            self.served.remove(index)
-
-    def make(self, digest: int | None, is_live: bool, marks: Marks, failed: int | None = None) -> bool:
-        """Make one round; afterwards ``self.marks`` has the marks of all ranks together.
-
-        Args:
-            digest: of the order and of this rank's sync point; ``None`` if it is at none but demands groups.
-            is_live: this rank can reach an optional group in the backward that begins.
-            marks: the marks of this rank.
-            failed: this rank's number, if it has failed.
-
-        Returns:
-            Whether all ranks that gave a digest gave the same one.
-        """
-        number = (0, 0) if failed is None else (failed, _MOST - failed)
-        self._view[: _HEAD.size] = _HEAD.pack(*number, is_live)
-        self._view[_HEAD.size :] = b"".join([bytes(values) for values in marks])
-        self.count += 1
-        return self._carrier.make_round(digest, self._view)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether, in the last round, some rank could reach an optional group."""
-        return bool(_HEAD.unpack_from(self._view)[2])
-
-    @property
-    def failed(self) -> int | None:
-        """The rank that had failed in the last round, or ``SEVERAL_FAILED``; ``None`` if none had."""
-        number, complement, _ = _HEAD.unpack_from(self._view)
-        if not complement:
-            return None
-        return int(number) if number + complement == _MOST else SEVERAL_FAILED
+    # Which of this process's outermost backwards it runs in.
+    number: int = field(default_factory=lambda: backwards.num_outermost)
+    has_added: bool = False  # it has added to a gradient that existed before, or has begun to publish its own
+    has_outside_grads: bool = False  # ... produced gradients for uses outside a forward (``differentiable_gather``)
+    after_publication: list[Callable[[], None]] = field(default_factory=list)  # called when gradients are published
+    # Swaps of groups that show their parameters since it began, because they had stayed unsharded.
+    shown: dict[Shown, None] = field(default_factory=dict)
+    # The process group carries nothing but buckets of one replicated group during this backward (see Note [Only
+    # buckets]); ``None`` if not known yet.
+    has_only_buckets: bool | None = None

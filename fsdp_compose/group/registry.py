@@ -285,7 +285,7 @@ def prepare_swap(state: _FSDPState) -> None:
                 for i in range(len(steps) + 1):
                     name = ".".join(steps[:i])
                     fqns.setdefault(root.get_submodule(name), name)
-    state.set_swap(ParameterSwap(roots, [*managed.values()], state._handles, fqns))
+    state.swap = ParameterSwap(roots, [*managed.values()], state._handles, fqns)
 
 
 # ---- Which parameters of a group share a flat parameter: those of one kind; in a replicated group, those of one bucket

@@ -31,8 +31,9 @@ from .iteration import (
     Forward,
     ForwardRecord,
     ForwardState,
+    GroupUse,
+    HookedUse,
     PersistentState,
-    Rounds,
     TreePosition,
 )
 from .options import GroupOptions
@@ -114,10 +115,6 @@ class _FSDPState(ComposableState):
         self.set_flat_params(handles)
         CollectiveLog.of(mesh.peers).register_group(self)
 
-    def set_swap(self, swap: ParameterSwap) -> None:
-        """Make ``swap`` decide which parameters the modules show."""
-        self.swap = swap
-
     def set_options(self, **changes: Any) -> None:
         """Replace some of the options (see ``GroupOptions``)."""
         self.options = replace(self.options, **changes)
@@ -142,22 +139,14 @@ class _FSDPState(ComposableState):
         reshards, stays = options.reshards(is_outermost), options.keeps_after_backward()
         self.place = TreePosition(index, is_outermost, reshards, options.reshards_partially(), stays)
 
-    def take_number(self, code: int) -> None:
-        """Set the group's ``log_code`` in the log of collectives."""
-        self.log_code = code
-
     def attach_root(self, root: Root, keeps_awaiting: bool) -> None:
         """Run under ``root`` from now on. ``keeps_awaiting``: backwards of earlier forwards are still to come."""
         self.root = root
         self.reset(self.progress.awaiting_backward if keeps_awaiting else ())
 
-    def set_detector(self, detector: ParameterDetector) -> None:
-        """Set the object that detects the user's changes in the whole root."""
-        self.detector = detector
-
     def reset(self, awaiting_backward: Sequence[int] = ()) -> None:
         """Forget the iteration that was going on."""
-        self.progress = ForwardState(awaiting_backward)
+        self.progress = ForwardState([*awaiting_backward])
         self.reset_backward()
 
     def reset_backward(self) -> None:
@@ -347,6 +336,72 @@ class _Detectors:
             detector.follow_addresses()
 
 
+class Scheduler(Protocol):
+    """When the groups of a root gather and reduce. ``FixedOrder``: all ranks run all groups; ``SkippingOrder``: each
+    rank may skip some (``fully_shard(optional=True)``). Hooks report where they are, and nothing else in the package
+    knows whether this rank must agree with the others on the next collective.
+
+    Attributes:
+        skips: ranks may skip groups, which graphs and functional mode cannot gather.
+    """
+
+    @property
+    def skips(self) -> bool: ...
+
+    def reset(self) -> None:
+        """Forget the iteration that was going on."""
+
+    def reset_backward(self) -> None:
+        """Forget the backward that was going on, or has ended; a forward may go on."""
+
+    def attach_root(self, root: Root) -> None:
+        """Called once, when ``root`` is set up."""
+
+    def begin_forward(self, root: Root) -> None:
+        """An outermost forward begins."""
+
+    def refresh_kept(self, root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
+        """An outermost forward begins, and a flat parameter is still gathered: gather it again if it may be out of
+        date."""
+
+    def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
+        """A forward of a group begins: count it (``Forward.enter``), gather the group, and prefetch the next one."""
+
+    def before_recomputation(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
+        """Activation checkpointing repeats a forward of a group: gather the group."""
+
+    def after_forward(self, root: Root, state: _FSDPState, use: GroupUse | None) -> bool:
+        """A forward of a group has ended, normally or by an exception. Returns whether to look for untracked writes now
+        (before ``end_group``, which may gather over them)."""
+
+    def end_group(self, root: Root, state: _FSDPState) -> None:
+        """A forward of a group has ended normally."""
+
+    def announce_failure(self, root: Root) -> None:
+        """An iteration of the root has failed on this rank."""
+
+    def begin_backward(self, root: Root) -> None: ...
+
+    def before_backward(self, root: Root, state: _FSDPState, record: ForwardRecord, position: int) -> None:
+        """A backward has reached the forward of a group in ``record``, at this position in ``record.hooked``: gather
+        the group, and prefetch the previous one."""
+
+    def ready_to_reduce(self, root: Root, state: _FSDPState) -> None:
+        """This rank has all gradients of a group."""
+
+    def end_backward(self, root: Root) -> None:
+        """All groups are ready. Gradients are published next."""
+
+    def unshard(self, root: Root, state: _FSDPState) -> None:
+        """The user unshards a group."""
+
+    def before_single_gather(self, root: Root, state: _FSDPState) -> None:
+        """All ranks are about to gather a parameter of a group outside the group's hooks."""
+
+    def serve_peers(self, root: Root) -> None:
+        """See ``api.sync_optional_groups``."""
+
+
 class Root:
     """The data that the groups below one root share, driven by the runtime.
 
@@ -369,31 +424,32 @@ class Root:
         backward: the running backward, if there is one.
         failed_backward: a backward that ended in an exception, until its remains are discarded.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
-        rounds: the agreement of ranks on groups that they may skip; ``None`` if there are no such groups.
+        scheduler: when the groups gather and reduce.
     """
 
     __slots__ = (
-        "__weakref__", "_exchanges", "backward", "communicator", "failed_backward", "forward", "generation",
-        "num_forwards", "number", "order", "parts", "recomputed", "records", "rounds", "states", "used_starts",
+        "__weakref__", "backward", "communicator", "exchange", "failed_backward", "forward", "forward_exchange",
+        "generation", "num_forwards", "number", "order", "parts", "recomputed", "records", "scheduler", "states",
+        "used_starts",
     )  # fmt: skip
 
     def __init__(
         self,
         parts: list[list[_FSDPState]],
         communicator: Communicator,
-        exchange: ControlExchange,
-        forward_exchange: ControlExchange,
+        exchanges: tuple[ControlExchange, ControlExchange],
         generation: int,
         order: CollectiveLog,
         number: int,
         num_forwards: int,
-        rounds: Rounds | None = None,
+        scheduler: Scheduler,
     ) -> None:
         states = dict.fromkeys(state for part in parts for state in part)
         self.states = [weakref.ref(state) for state in states]
         self.parts = [[weakref.ref(state) for state in part] for part in parts]
         self.communicator = communicator
-        self._exchanges, self.rounds = (exchange, forward_exchange), rounds
+        self.exchange, self.forward_exchange = exchanges
+        self.scheduler = scheduler
         self.used_starts: weakref.WeakKeyDictionary[FlatParamHandle, int] = weakref.WeakKeyDictionary()
         self.generation = generation
         self.order = order
@@ -406,25 +462,15 @@ class Root:
         self.forward = Forward(nothing, nothing)
         self.recomputed: list[_FSDPState] = []
 
-    @property
-    def exchange(self) -> ControlExchange:
-        return self._exchanges[0]
-
-    @property
-    def forward_exchange(self) -> ControlExchange:
-        return self._exchanges[1]
-
     def reset(self) -> None:
         """Forget the iteration that was going on."""
-        if self.rounds is not None:
-            self.rounds.reset()
+        self.scheduler.reset()
         self.forward = Forward(ForwardRecord(self.num_forwards, self.states), self.forward.previous)
         self.reset_backward()
 
     def reset_backward(self) -> None:
         """Forget the backward that was going on."""
-        if self.rounds is not None:
-            self.rounds.reset_backward()
+        self.scheduler.reset_backward()
         self.backward = self.failed_backward = None
         self.recomputed = []
 
@@ -450,8 +496,7 @@ class Root:
         assert self.backward is not None
         backward, self.backward = self.backward, None
         self.recomputed.clear()
-        if self.rounds is not None:
-            self.rounds.rest()
+        self.scheduler.reset_backward()
         return backward
 
     def fail_backward(self, backward: Backward) -> None:
@@ -460,7 +505,7 @@ class Root:
             self.backward = None
         if self.failed_backward is not None:
             if self.failed_backward.has_added:
-                backward.add()
+                backward.has_added = True
         self.failed_backward = backward
 
     def has_one_group(self) -> bool:

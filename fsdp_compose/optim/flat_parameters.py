@@ -45,6 +45,21 @@ _REFUSED: dict[type[Optimizer], str] = {
     torch.optim.SparseAdam: "it takes sparse gradients only",
 }
 
+# Optimizers of other packages whose formulas treat every element alike, unless one of the options below is on. They are
+# listed by name because none of these packages is a dependency. `tests_integration/test_optimizers.py` runs them.
+_ELSEWHERE = {
+    "optimi": "Adam AdamW Adan Lion RAdam Ranger SGD",
+    "pytorch_optimizer": "ADOPT AdaBelief AdaBound AdaDelta AdaMax AdaPNM AdEMAMix Adan AggMo DiffGrad EXAdam LaProp "
+    "Lion MADGRAD PAdam PNM QHAdam QHM RAdam SGDW ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD SignSGD "
+    "SimplifiedAdEMAMix Tiger Yogi",
+    "schedulefree": "AdamWScheduleFree AdamWScheduleFreeClosure AdamWScheduleFreePaper AdamWScheduleFreeReference "
+    "RAdamScheduleFree RAdamScheduleFreeClosure SGDScheduleFree SGDScheduleFreeClosure SGDScheduleFreeReference",
+    "timm": "AdaBelief AdamWLegacy Adan Adopt LaProp Lion MADGRAD NAdamLegacy NAdamW RAdamLegacy RMSpropTF SGDW",
+}
+_elementwise_names = {f"{package}.{name}" for package, names in _ELSEWHERE.items() for name in names.split()}
+# With these they scale updates by a norm or a mean over the parameter, or clip by the norm of all gradients.
+_COUPLING = ("adanorm", "caution", "cautious", "clipping_threshold", "max_grad_norm", "stable_adamw", "use_gc")
+
 
 def declare_elementwise(optimizer: _Class) -> _Class:
     """Declare that an optimizer class and its subclasses can train flat views: how they update an element depends only
@@ -84,6 +99,15 @@ def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
     remedy = "Give it the sharded parameters themselves: model.parameters()"
     if what != _FLAT:
         remedy = "Leave its state on the device"
+    elif f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}" in _elementwise_names:
+        settings = [optimizer.__dict__, *optimizer.param_groups]
+        coupling = [name for name in _COUPLING if any([each.get(name) for each in settings])]
+        if not coupling:
+            return
+        raise MisuseTypeError(
+            f"{kind.__name__} cannot {what} with its option {coupling[0]}, which makes the update of an element depend "
+            f"on the rest of its parameter. {remedy}"
+        )
     for refused, reason in _REFUSED.items():
         if isinstance(optimizer, refused):
             raise MisuseTypeError(f"{kind.__name__} cannot {what}: {reason}. {remedy}")
@@ -118,8 +142,10 @@ def flat_parameters(
     (``ignored_params``) are returned unchanged.
 
     Use them with optimizers that treat every element alike. In ``torch.optim`` these are SGD, Adam, AdamW, Adamax,
-    NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop and their subclasses. Other optimizers raise at their first
-    step, unless you declare them with ``declare_elementwise``. (torch 2.13 has no rules on stock DTensors for Rprop,
+    NAdam, RAdam, Adadelta, Adagrad, ASGD, RMSprop, Rprop and their subclasses. All of schedulefree's and optimi's are
+    accepted too, except StableAdamW, and so are those of timm and pytorch-optimizer that treat every element alike
+    (Lion, Adan, AdaBelief, ADOPT, LaProp, ...). Other optimizers raise at their first step, unless you declare them
+    with ``declare_elementwise``. (torch 2.13 has no rules on stock DTensors for Rprop,
     nor for SGD and Adagrad with ``fused=True``: these raise unless you pass ``local=True``.) An optimizer's
     ``state_dict()`` fits models with the same ``fully_shard`` groups on the same number of ranks.
 

@@ -25,7 +25,7 @@ Read ``hooks``, ``default_mode``, ``group_ops``, ``backward``: that is a usual s
   The end of backward takes it from there, after all eager reductions and before the exchange, so accumulation, hooks
   and publication are the eager code. Programs that do not compile never import Dynamo for it.
 - **Optional groups.** Whether a group happens to be gathered on one rank must never decide whether a collective is
-  issued. The prefetch order of a backward contains only groups that no rank may skip.
+  issued. Only the scheduler of a root with optional groups (``SkippingOrder``) knows about them.
 """
 
 from . import (
@@ -36,11 +36,8 @@ from .differentiable_gather import notice_inputs as notice_inputs
 from .forward import enter_alone as enter_alone
 from .forward import region as region
 from .group_ops import reshard as reshard
-from .group_ops import unshard as unshard
 from .group_ops import wait_for_unshard as wait_for_unshard
 from .hooks import drive as drive
 from .hooks import post_forward as post_forward
 from .hooks import pre_forward as pre_forward
-from .optional import serve_peers as serve_peers
-from .optional import unshard_in_rounds as unshard_in_rounds
 from .start_values import sample_start as sample_start

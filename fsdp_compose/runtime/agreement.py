@@ -198,7 +198,7 @@ def note_capture(state: _FSDPState, key: str, index: int) -> None:
         versions = root.forward.record.captured
         if not isinstance(versions, VersionsBefore):
             versions = VersionsBefore(())
-            root.forward.record.note_captured(versions)
+            root.forward.record.captured = versions
         versions.add(state)
     _Present.capture.groups.append((state, key, index, torch.is_grad_enabled()))
 

@@ -20,10 +20,14 @@ from ..errors import MisuseRuntimeError
 from ..flat import LARGE_BYTES, FlatParamHandle, follow_profiler, place
 from ..group import END_OF_BACKWARD, Backward, Root, _FSDPState, ends_backwards, never_traced
 from .agreement import begin_exchange, end_exchange, is_whole
-from .group_ops import follow_requires_grad_writes_before_backward, hide_shown, reduce, reduce_early, stays_unsharded
-from .optional import announce_failure, mark_ready_to_reduce, way_to_functional_mode
-from .optional import begin_backward as begin_rounds
-from .optional import end_backward as end_rounds
+from .group_ops import (
+    follow_requires_grad_writes_before_backward,
+    hide_shown,
+    reduce,
+    reduce_early,
+    stays_unsharded,
+    way_to_functional_mode,
+)
 from .recovery import recover_backward
 
 
@@ -48,8 +52,7 @@ def begin_backward(root: Root) -> Backward:
     for state in root.live_states():
         if state.persistent.is_unhooked or not state.place.reshards_after_forward:
             _show_throughout(backward, state)
-    if root.rounds is not None:
-        begin_rounds(root, root.rounds)
+    root.scheduler.begin_backward(root)
     return backward
 
 
@@ -76,7 +79,7 @@ def _notice_backwards(state: _FSDPState) -> None:
     and its end is handled too."""
     if state.persistent.has_leaf_hooks:
         return
-    state.persistent.hook_leaves()
+    state.persistent.has_leaf_hooks = True
     reference = weakref.ref(state)
 
     @never_traced
@@ -96,7 +99,7 @@ def keep_unsharded(state: _FSDPState, module: nn.Module, output: Any) -> None:
     of backward is handled."""
     if state.persistent.is_unhooked or not state._handles:
         return
-    state.persistent.stay_unsharded()
+    state.persistent.is_unhooked = True
     for handle in state._handles:
         handle.unsharded.keep_allocated(True)
     _notice_backwards(state)
@@ -140,14 +143,14 @@ def _give_up_backward(root: Root, backward: Backward) -> None:
     backward.shown.clear()
     for state in root.live_states():
         state.swap.restore(len(state.progress.running_forwards))
-    announce_failure(root)
+    root.scheduler.announce_failure(root)
 
 
 @never_traced
 def finish_backward(root: Root, is_inside: bool = False) -> None:
     """Reduce the remaining groups, agree with the other ranks, and only then publish the gradients. ``is_inside``: the
     backward ran inside a forward of the root, which may have just ended."""
-    states, backward, rounds = root.live_states(), root.backward, root.rounds
+    states, backward, scheduler = root.live_states(), root.backward, root.scheduler
     assert backward is not None
     # ... or inside a recomputation.
     is_inside = is_inside or root.forward.depth > 0 or any([state.progress.running_forwards for state in states])
@@ -159,7 +162,7 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
             refuse_unseen_backward(root, state)
         if progress.active_uses:
             state.swap.show_sharded()
-            progress.leave_all()
+            progress.active_uses = 0
         is_due = (
             progress.was_reached or past.is_unhooked or (past.has_unsynced and state.options.requires_gradient_sync)
         )
@@ -168,16 +171,13 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
                 # If the forward has not ended, its versions are not known yet.
                 if not is_inside or _has_run_in_forward(root, state):
                     state.check_versions(past.unhooked_versions)
-            if rounds is not None and rounds.is_on:
-                mark_ready_to_reduce(root, rounds, state)
-            else:
-                reduce(root, state)
-    if rounds is not None:
-        end_rounds(root, rounds)
+            scheduler.ready_to_reduce(root, state)
+    scheduler.end_backward(root)
     hide_shown(root)
     _bring_captured(root, states)
     _exchange(root, states)
-    backward.add()  # if a user's hook raises, some gradients are published already, different ones on each rank
+    # If a user's hook raises, some gradients are published already, different ones on each rank.
+    backward.has_added = True
     detector = root.detector
     has_others = detector is None or detector.has_grads()
     for state in states:
@@ -222,7 +222,7 @@ def _bring_captured(root: Root, states: list[_FSDPState]) -> None:
         for state, group in captured:
             has_added, is_due = group.bring()
             if has_added:
-                root.backward.add()
+                root.backward.has_added = True
             options = state.options
             if is_due and options.requires_gradient_sync and options.requires_all_reduce:
                 reduce(root, state)  # the graph was captured when the group was not to be reduced
@@ -333,7 +333,7 @@ def watch_buckets(state: _FSDPState) -> None:
     """Hook the unsharded parameters of a replicated group, to notice when its buckets are complete."""
     if state.options.bucket_bytes is None or state.mesh.replicate_group is None or state.persistent.has_bucket_hooks:
         return
-    state.persistent.hook_buckets()
+    state.persistent.has_bucket_hooks = True
     for handle in state._handles:
         _Bucket(state, handle).listen_to_all()
 
@@ -404,7 +404,7 @@ def _reduce_complete(root: Root, state: _FSDPState) -> None:
     backward, progress = root.backward, state.backward
     assert backward is not None
     if backward.has_only_buckets is None:  # see Note [Only buckets]
-        backward.judge(root.has_one_group() and not root.order.has_others_in_backward(root))
+        backward.has_only_buckets = root.has_one_group() and not root.order.has_others_in_backward(root)
     handles = state._handles
     while backward.has_only_buckets and progress.num_early < len(handles) and _is_complete(handles[progress.num_early]):
         reduce_early(root, state)

@@ -25,31 +25,9 @@ from ..group import (
     ends_backward,
     never_traced,
 )
-from ..ragged import requires_grad_writes
 from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
-from .group_ops import (
-    follow_requires_grad_writes,
-    following_in_backward,
-    following_in_forward,
-    prefetch_backward,
-    prefetch_forward,
-    reduce,
-    reshard,
-    reshard_until_backward,
-    unshard_again,
-    unshard_for_use,
-    wait_for_unshard,
-)
+from .group_ops import reshard, reshard_until_backward, wait_for_unshard
 from .inputs_outputs import hook_outputs
-from .optional import (
-    check_place,
-    gather_for_backward,
-    gather_for_forward,
-    gather_for_recomputation,
-    gather_optional,
-    mark_ready_to_reduce,
-    refuse_unannounced,
-)
 from .untracked_writes import writes_to_unsharded
 
 # ---- A use in the default mode: one forward of one group under grad mode, and the two hooks of its backward
@@ -136,7 +114,7 @@ class DefaultUse:
             has_hooks, has_gaps = hook_outputs(state, self, output)
             if has_gaps:
                 keep_unsharded(state, module, output)
-                state.persistent.note_unhooked(self._versions)
+                state.persistent.unhooked_versions = self._versions
             elif not has_hooks:
                 return False
         if is_recomputed:
@@ -144,8 +122,7 @@ class DefaultUse:
             return True
         hooked, progress = self._record.hooked, state.progress
         self._position = len(hooked)
-        if root is None or root.rounds is None or state.place.index not in root.rounds.enclosing_groups:
-            hooked.append(state.place.index)
+        hooked.append(state.place.index)
         progress.awaiting_backward.append(self._record.number)
         self._is_outstanding = True
         return True
@@ -205,7 +182,7 @@ class DefaultUse:
             return
         progress = state.backward
         if self._backward is backward:
-            progress.iterate()  # this use was left already; for example, a hook calls autograd.grad()
+            progress.is_iterated = True  # this use was left already; for example, a hook calls autograd.grad()
         self._backward = self.active_backward = backward
         outer = self.outer
         if outer is not None and outer.active_backward is not backward:
@@ -221,13 +198,7 @@ class DefaultUse:
                 state.refuse_unseen_backward()
         if progress.reach(self._record.number):
             state.swap.show_unsharded()
-        rounds = root.rounds
-        if rounds is None:
-            unshard_again(root, state)
-            prefetch_backward(root, state, self._record, self._position)
-        else:
-            ahead = following_in_backward(root, state, self._record, self._position)
-            gather_for_backward(root, rounds, state, self._record.number, ahead)
+        root.scheduler.before_backward(root, state, self._record, self._position)
         wait_for_unshard(root, state)
 
     def reach(self, grad: torch.Tensor) -> None:
@@ -262,10 +233,7 @@ class DefaultUse:
                 if not state.options.keeps_after_backward():
                     (reshard_until_backward if state.place.reshards_partially else reshard)(root, state)
                 return
-        if root.rounds is not None and root.rounds.is_on:
-            mark_ready_to_reduce(root, root.rounds, state)
-        else:
-            reduce(root, state)
+        root.scheduler.ready_to_reduce(root, state)
 
 
 # ---- The mode
@@ -278,37 +246,18 @@ class DefaultMode:
 
     @begins_forward
     def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[DefaultUse | None, DefaultUse | None]:
-        forward, has_grad_mode = root.forward, _is_grad_enabled()
-        rounds = root.rounds
-        if rounds is not None and not is_recomputed:
-            check_place(root, rounds, state)
-        use = DefaultUse(state, forward.record, forward.innermost) if has_grad_mode else None
-        if not is_recomputed:
-            forward.enter(use)
-            if has_grad_mode and state.persistent.num_toggles != requires_grad_writes.count:
-                if rounds is None or state.place.index not in rounds.enclosing_groups:
-                    follow_requires_grad_writes(root, state)
-            if rounds is None:
-                unshard_for_use(root, state)
-                prefetch_forward(root, state)
-            elif state.place.index in rounds.enclosing_groups:
-                gather_optional(root, rounds, state, use)
-            else:
-                gather_for_forward(root, rounds, state, following_in_forward(root, state))
+        forward, scheduler = root.forward, root.scheduler
+        use = DefaultUse(state, forward.record, forward.innermost) if _is_grad_enabled() else None
+        if is_recomputed:
+            scheduler.before_recomputation(root, state, use)
+        else:
+            scheduler.before_forward(root, state, use)
             if len(state.modules) > 1 and not state.progress.pending_modules:
                 state.progress.pending_modules.update([id(ref()) for ref in state.modules])
-        elif rounds is not None and rounds.is_on:
-            gather_for_recomputation(root, rounds, state, use)
-        elif state.backward.active_uses:
-            unshard_again(root, state)  # a backward of the group is already computing with the gathered parameters
-        else:
-            unshard_for_use(root, state)
-        if rounds is not None and not rounds.is_on:
-            refuse_unannounced(rounds, state)
         wait_for_unshard(root, state)
         watcher = use
         if is_recomputed and use is not None:
-            forward.begin_use(use)
+            forward.innermost = use
             # A backward already waits for this group, so the original graph has the hooks.
             if state.backward.active_uses and is_checkpoint_recomputing():
                 watcher = None

@@ -39,7 +39,7 @@ from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, Root,
 from ..ragged import RaggedDTensor, gather_local_shards, gather_parameter, scatter_average
 from .agreement import begin_exchange, end_exchange
 from .backward import begin_backward
-from .optional import sync_point_before_gather, way_to_functional_mode
+from .group_ops import way_to_functional_mode
 from .recovery import recover_backward
 
 
@@ -206,7 +206,7 @@ class _RootExchange:
         try:
             end_exchange(root, self._exchange, code)
         except RuntimeError:
-            root.forward.fail()
+            root.forward.has_failed = True
             raise
 
 
@@ -319,8 +319,7 @@ def _gather(sharded: RaggedDTensor) -> torch.Tensor | None:
     if place is None:
         return None
     handle, index, state, root = place
-    if root.rounds is not None:
-        sync_point_before_gather(root, state)
+    root.scheduler.before_single_gather(root, state)
     root.order.record(root, state.log_code | ALL_GATHER)
     root.communicator.announce(handle, "all-gather of a parameter")
     whole: torch.Tensor
@@ -366,7 +365,7 @@ class _Whole(torch.autograd.Function):
         state.check_versions(ctx.versions)
         if ctx.sharded.requires_grad:  # else it was frozen after that forward
             handle.pending_gradients.add_outside(index, grad)
-            backward.note_outside_grads()
+            backward.has_outside_grads = True
         return None, None
 
 

@@ -15,14 +15,13 @@ import torch.nn as nn
 
 from .._torch import backwards, current_graph_task_id, is_in_functional_call
 from ..errors import MisuseRuntimeError
-from ..flat import follow_profiler, is_stale
+from ..flat import follow_profiler
 from ..group import Root, _FSDPState, find_untied, state_of_hooked, states_to_run
 from .agreement import VersionsBefore
 from .backward import publish_from_inside
 from .functional_call import own_values
-from .group_ops import follow_requires_grad_writes_of_forward, note_all_gather
+from .group_ops import follow_requires_grad_writes_of_forward
 from .lazy_init import detect_again, initialise, take_over, tree
-from .optional import begin_forward as begin_optional
 from .recovery import is_running, recover, recover_backward
 
 _PACKAGE = __name__.partition(".")[0]
@@ -84,8 +83,7 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
     """Free gradients that the user dropped, gather again groups that stayed unsharded, and start a new record."""
     captured: list[_FSDPState] = []
     detector = root.detector
-    if root.rounds is not None:
-        begin_optional(root, root.rounds)
+    root.scheduler.begin_forward(root)
     may_release = detector is not None and not detector.has_grads()  # one check for all groups
     for state in root.live_states():
         for handle in state._handles:
@@ -99,20 +97,14 @@ def _begin_forward(root: Root, outermost: _FSDPState, is_given: bool) -> None:
             handle.gradient.release_if_dropped(may_release)
             if handle.pending_gradients.accumulation is not None:
                 handle.pending_gradients.accumulation.show()
-            if handle.unsharded.is_allocated and not handle.unsharded.never_freed and root.rounds is None:
-                follows = state.options.follows_writes() or handle.unsharded.follows_writes
-                if follows and handle.unsharded.left_by_forward and not is_stale(handle):
-                    continue
-                # Its shard may have been changed on some ranks only, or in ways that leave no trace.
-                note_all_gather(root, state, handle)
-                root.communicator.refresh(handle)
-                handle.unsharded.be_left(state.options.is_held)
+            if handle.unsharded.is_allocated and not handle.unsharded.never_freed:
+                root.scheduler.refresh_kept(root, state, handle)
         if state.persistent.captured is not None:
             state.persistent.captured.follow()
             captured.append(state)
     root.begin_forward(outermost.place.index, _caller(), is_given, current_graph_task_id(), backwards.count)
     if captured:
-        root.forward.record.note_captured(VersionsBefore(captured))
+        root.forward.record.captured = VersionsBefore(captured)
     root.order.compact()
 
 
@@ -187,12 +179,12 @@ def region(modules: Sequence[nn.Module]) -> Iterator[None]:
     try:
         for module in modules:
             root = enter(state_of_hooked(module), module)
-            if root.rounds is not None:
+            if root.scheduler.skips:
                 raise NotImplementedError(
                     "a compiled region contains a fully_shard'ed model with optional groups, but a graph cannot tell "
                     "which of them a rank will run. Compile modules inside the groups, or shard without optional=True"
                 )
-            root.forward.begin_region()
+            root.forward.is_region = True
             root.forward.enter(None)
             entered.append(root)
         yield

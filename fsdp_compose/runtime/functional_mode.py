@@ -55,7 +55,7 @@ def _refuse_extensions(state: _FSDPState) -> None:
 
 
 def _refuse_optional(root: Root, state: _FSDPState) -> None:
-    if root.rounds is not None:
+    if root.scheduler.skips:
         raise NotImplementedError(
             f"the fully_shard group {state.name} runs in functional mode (or in a torch.func transform, or with "
             "values of functional_call()) in a model with optional groups. Only the default mode can gather these on "

@@ -51,7 +51,7 @@ def can_capture(module: nn.Module) -> bool:
         or not root.forward.depth
         or (state.place.is_outermost and not root.forward.is_region)
         or options.is_functional
-        or root.rounds is not None  # a graph cannot tell which groups ranks will demand
+        or root.scheduler.skips  # a graph cannot tell which groups ranks will run
         or not is_capturable(state._handles)
         or caches_parameters(state.swap)
     ):
@@ -59,7 +59,7 @@ def can_capture(module: nn.Module) -> bool:
     if state.persistent.captured is None:
         allow_in_graph(gather_captured)
         allow_in_graph(refuse_written)
-        state.persistent.capture(CapturedGroup(state, functools.partial(_note_gradient, weakref.ref(state))))
+        state.persistent.captured = CapturedGroup(state, functools.partial(_note_gradient, weakref.ref(state)))
     for one in state.live_modules():
         one.__dict__[CAPTURED] = state.persistent.captured
     return True

@@ -1,7 +1,8 @@
 """The steps of one group: unshard, prefetch, reshard, reduce, and the response to changes of ``requires_grad``.
 
-Hooks and modes call these functions. Each one records the collectives that it issues in the log of the process group,
-and leaves streams and memory to ``Communicator``."""
+Hooks and modes call these functions, most of them through the root's scheduler: ``FixedOrder``, at the end of this
+file, or ``SkippingOrder`` if ranks may skip groups. Each function records the collectives that it issues in the log of
+the process group, and leaves streams and memory to ``Communicator``."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ from ..group import (
     REDUCE_SCATTER,
     SCATTER_ALONE,
     ForwardRecord,
+    GroupUse,
+    HookedUse,
     Modules,
     ParameterSwap,
     Root,
+    Scheduler,
     _FSDPState,
     entry_of_flags,
     get_state,
@@ -119,9 +123,8 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
     handles = state._handles
     if progress.num_early and not progress.is_reduced:
         handles = handles[progress.num_early :]
-    progress.reduce()
-    if state.persistent.has_unsynced is (is_synced and averages):
-        state.persistent.reduce(is_synced and averages)
+    progress.is_reduced = True
+    state.persistent.has_unsynced = not (is_synced and averages)
     if state.mesh.part_transport is not None:
         _drop_parts(state)
     communicator = root.communicator
@@ -134,11 +137,12 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
         elif is_synced:
             root.order.record(root, state.log_code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
             if has_earlier or not averages:
-                backward.add()  # before the earlier gradients are taken: if the reduction raises, they are lost
+                # Before the earlier gradients are taken: if the reduction raises, they are lost.
+                backward.has_added = True
             if communicator.reduce(handle, is_kept, averages):
-                backward.add()
+                backward.has_added = True
         else:
-            backward.add()
+            backward.has_added = True
             communicator.accumulate(handle, is_kept)
 
 
@@ -147,13 +151,13 @@ def reduce_early(root: Root, state: _FSDPState) -> None:
     unsharded."""
     backward, handle = root.backward, state._handles[state.backward.num_early]
     assert backward is not None
-    state.backward.reduce_early()
+    state.backward.num_early += 1
     if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
         root.order.record(root, state.log_code | REDUCE_SCATTER)
         if handle.pending_gradients.accumulation is not None:
-            backward.add()  # before the earlier gradients are taken, as in reduce()
+            backward.has_added = True  # before the earlier gradients are taken, as in reduce()
         if root.communicator.reduce(handle, True, True):
-            backward.add()
+            backward.has_added = True
 
 
 def hide_shown(root: Root, only: ParameterSwap | None = None) -> None:
@@ -188,7 +192,7 @@ def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
     count = requires_grad_writes.count
     if any([handle.was_toggled() for handle in state._handles]):
         follow_requires_grad(root, state)
-    state.persistent.follow_toggles(count)
+    state.persistent.num_toggles = count
 
 
 def follow_requires_grad_writes_before_backward(root: Root) -> None:
@@ -251,25 +255,6 @@ def prefetch_backward(
             start(root, previous)
 
 
-def following_in_forward(root: Root, state: _FSDPState) -> list[_FSDPState]:
-    """The groups that ``prefetch_forward`` would gather. Call it once in a forward of ``state``, too."""
-    found: list[_FSDPState] = []
-    prefetch_forward(root, state, lambda _, other: found.append(other))
-    return _mandatory(root, found)
-
-
-def following_in_backward(root: Root, state: _FSDPState, record: ForwardRecord, position: int) -> list[_FSDPState]:
-    """The groups that ``prefetch_backward`` would gather."""
-    found: list[_FSDPState] = []
-    prefetch_backward(root, state, record, position, lambda _, other: found.append(other))
-    return _mandatory(root, found)
-
-
-def _mandatory(root: Root, states: list[_FSDPState]) -> list[_FSDPState]:
-    """Only the groups that no rank may skip; the user may have named others for prefetch."""
-    return [state for state in states if root.rounds is None or state.place.index not in root.rounds.enclosing_groups]
-
-
 def _prefetch(root: Root, modules: Modules, start: Start) -> None:
     """Start the all-gathers of groups that the user wants gathered ahead; only groups of this root."""
     for ref in modules:
@@ -277,3 +262,83 @@ def _prefetch(root: Root, modules: Modules, start: Start) -> None:
         other = None if module is None else get_state(module)
         if other is not None and other.root is root:
             start(root, other)
+
+
+# ---- The scheduler of most roots
+
+
+class FixedOrder:
+    """The scheduler of a root whose groups all ranks run, in one order. See ``Scheduler`` for what each method is
+    for."""
+
+    skips = False
+
+    def reset(self) -> None: ...
+
+    def reset_backward(self) -> None: ...
+
+    def attach_root(self, root: Root) -> None: ...
+
+    def begin_forward(self, root: Root) -> None: ...
+
+    def refresh_kept(self, root: Root, state: _FSDPState, handle: FlatParamHandle) -> None:
+        follows = state.options.follows_writes() or handle.unsharded.follows_writes
+        if not (follows and handle.unsharded.left_by_forward) or is_stale(handle):
+            # Its shard may have been changed on some ranks only, or in ways that leave no trace.
+            note_all_gather(root, state, handle)
+            root.communicator.refresh(handle)
+            handle.unsharded.be_left(state.options.is_held)
+
+    def before_forward(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
+        # Counted before it gathers: if the gather raises, the iteration was interrupted, and all ranks recover from it.
+        root.forward.enter(use)
+        if use is not None and state.persistent.num_toggles != requires_grad_writes.count:
+            follow_requires_grad_writes(root, state)
+        unshard_for_use(root, state)
+        prefetch_forward(root, state)
+
+    def before_recomputation(self, root: Root, state: _FSDPState, use: HookedUse | None) -> None:
+        if state.backward.active_uses:
+            unshard_again(root, state)  # a backward of the group is already computing with the gathered parameters
+        else:
+            unshard_for_use(root, state)
+
+    def after_forward(self, root: Root, state: _FSDPState, use: GroupUse | None) -> bool:
+        left = state.progress.uses_left
+        left[use is None] -= 1
+        return not left[use is None]
+
+    def end_group(self, root: Root, state: _FSDPState) -> None: ...
+
+    def announce_failure(self, root: Root) -> None: ...
+
+    def begin_backward(self, root: Root) -> None: ...
+
+    def before_backward(self, root: Root, state: _FSDPState, record: ForwardRecord, position: int) -> None:
+        unshard_again(root, state)
+        prefetch_backward(root, state, record, position)
+
+    def ready_to_reduce(self, root: Root, state: _FSDPState) -> None:
+        reduce(root, state)
+
+    def end_backward(self, root: Root) -> None: ...
+
+    def unshard(self, root: Root, state: _FSDPState) -> None:
+        unshard(root, state)
+
+    def before_single_gather(self, root: Root, state: _FSDPState) -> None: ...
+
+    def serve_peers(self, root: Root) -> None: ...
+
+
+FIXED_ORDER: Scheduler = FixedOrder()
+
+
+def way_to_functional_mode(root: Root | None) -> str:
+    """What to do about an operation that only functional mode can do, as a sentence for errors."""
+    if root is None or not root.scheduler.skips:
+        return "run the forward in functional mode: with functional_mode(model): ..."
+    return (
+        "run the forward in functional mode (with functional_mode(model): ...) of a model without optional groups, "
+        "which that mode cannot run: shard it without optional=True, and let every rank run every group"
+    )

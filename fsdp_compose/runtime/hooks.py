@@ -36,7 +36,6 @@ from .group_ops import reshard, reshard_until_backward
 from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
 from .lazy_init import tree_has_changed, warn_of_different_inputs
 from .mode import Mode
-from .optional import announce_failure, end_group, leave_forward
 from .untracked_writes import look_for_writes, refuse_untracked_writes
 
 # ---- Forwards inside a backward: repetitions of an earlier forward, as in activation checkpointing, and others
@@ -108,7 +107,7 @@ def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     is_recomputed = task != -1 and is_recomputation(state, task)
     past, options = state.persistent, state.options
     if not is_recomputed and past.was_functional is not options.is_functional:
-        past.begin_use(options.is_functional)
+        past.was_functional = options.is_functional
     mode: Mode = DEFAULT
     if (past.was_functional and _is_grad_enabled()) or in_transform() or is_functional_call(state):
         mode = FunctionalMode(state)
@@ -142,23 +141,20 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     entered_with, use, is_recomputed = progress.running_forwards.pop()
     root = state.root
     assert root is not None
-    rounds, error = root.rounds, _exception_in_hand()
+    scheduler, error = root.scheduler, _exception_in_hand()
     has_failed = error is not None and error is not entered_with
     state.swap.show_sharded_after_forward()
     if is_recomputed:
         if use is not None:
-            root.forward.begin_use(use.outer)
+            root.forward.innermost = use.outer
     else:
         root.forward.leave(use)
-        progress.uses_left[use is None] -= 1
-        if rounds is not None:
-            leave_forward(rounds, state, use)
-        if not progress.uses_left[use is None]:
+        if scheduler.after_forward(root, state, use):
             look_for_writes(root, state, module, use)
     if not has_failed:
         try:
-            if rounds is not None and not is_recomputed:
-                end_group(root, rounds, state)
+            if not is_recomputed:
+                scheduler.end_group(root, state)
             if use is not None and use.has_check:
                 use.check()
             if root.forward.depth == 0 and not is_recomputed:
@@ -170,8 +166,8 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
             raise
     if has_failed:
         _abandon(root, state, use, is_recomputed)
-        if rounds is not None and root.forward.depth == 0 and not is_recomputed and isinstance(error, Exception):
-            announce_failure(root)
+        if root.forward.depth == 0 and not is_recomputed and isinstance(error, Exception):
+            scheduler.announce_failure(root)
         return None
     is_hooked = False
     if use is None:

@@ -65,7 +65,7 @@ from ..group import (
 )
 from .backward import watch_buckets
 from .group_ops import follow_requires_grad
-from .optional import check_optional, rounds_of, serve_beside_others
+from .optional import check_optional, scheduler_of
 from .recovery import is_running, recover
 from .start_values import compare_starts
 
@@ -415,7 +415,7 @@ def detect_again(root: Root) -> None:
     for part in root.parts:
         owner = part[0]()
         if owner is not None:
-            owner.set_detector(ChangeDetector([state for ref in part if (state := ref()) is not None]))
+            owner.detector = ChangeDetector([state for ref in part if (state := ref()) is not None])
 
 
 def _refuse_meta(states: list[_FSDPState]) -> None:
@@ -539,8 +539,8 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     num_params = sum(len(item.fqns) for item in handles)
     carrier = Carrier.of(mesh.peers) if mesh.has_peers else None
     exchange = ControlExchange(num_params, len(states), carrier)
-    forward_exchange = ControlExchange(num_params, len(states), carrier, end_of="forward")
-    rounds = rounds_of(states, carrier)
+    exchanges = exchange, ControlExchange(num_params, len(states), carrier, end_of="forward")
+    scheduler = scheduler_of(states, carrier)
     starts = dict(zip(handles, accumulate((len(handle.fqns) for handle in handles), initial=0), strict=False))
     for handle, start in starts.items():
         handle.pending_gradients.write_used_to(exchange.used[start : start + len(handle.fqns)])
@@ -551,10 +551,9 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     advise(mesh, states)
     parts = [part.states for part in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)
-    root = Root(parts, communicator, exchange, forward_exchange, tree.generation, order, number, num_forwards, rounds)
+    root = Root(parts, communicator, exchanges, tree.generation, order, number, num_forwards, scheduler)
     root.used_starts.update(starts)
-    if rounds is not None:
-        serve_beside_others(root)
+    scheduler.attach_root(root)
     if mesh.has_peers:
         count_steps(root)
     take_over(root, states)  # changes since fully_shard()
@@ -613,7 +612,7 @@ def _refuse_shared_memory(module: nn.Module, found: Sequence[tuple[_FSDPState, s
         fqns = {submodule: name for name, submodule in modules_to_run(module)}
         refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, ()), are_sharded=False)])
     for state, _ in found:
-        state.persistent.forget_regions()
+        state.persistent.regions = []
 
 
 def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:

@@ -165,6 +165,54 @@ class PlainWithProtocol(torch.Tensor):
         return weight.bfloat16().to(weight.dtype)
 
 
+class ShortForm(RowScales):
+    """``__tensor_unflatten__`` without the context, as the class of torch's own tests has it; it returns what is
+    inside."""
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        super().__init__(inner)
+        self.is_made_by_its_class = True
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        assert self.is_made_by_its_class
+        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, outer_size: Any, outer_stride: Any) -> Any:
+        return inner["_inner"]
+
+
+class OldForm(ShortForm):
+    """... as the first versions of torch had it."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any) -> Any:
+        return OldForm(inner["_inner"])
+
+
+class MethodWithoutContext(ShortForm):
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, *, outer_size: Any = None, outer_stride: Any = None) -> Any:
+        return cls(inner["_inner"])
+
+
+class StaticForm(ShortForm):
+    """Exactly what torch calls."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, outer_size: Any, outer_stride: Any) -> Any:
+        assert meta is None and inner["_inner"].shape == outer_size and inner["_inner"].stride() == outer_stride
+        return StaticForm(inner["_inner"])
+
+
+class Inside(ShortForm):
+    """Called as torch calls it, it returns what is inside."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, *_: Any) -> Any:
+        return inner["_inner"]
+
+
 def make(cls: Any, data: torch.Tensor) -> nn.Parameter:
     if cls is PlainWithProtocol:
         param = nn.Parameter(data.as_subclass(cls))
@@ -317,6 +365,35 @@ def test_training_equals_that_of_rounded_weights(name, way):
 def test_training_equals_that_of_rounded_weights_at_other_world_sizes(name):
     for way in ("plain", "uneven", "few rows", *(["hybrid"] if dist.get_world_size() == 4 else [])):
         check_training(CLASSES[name], **WAYS[way])
+
+
+@pytest.mark.parametrize("cls", [ShortForm, OldForm, MethodWithoutContext, StaticForm, Inside])
+@distributed(world_size=2)
+def test_any_form_of_tensor_unflatten(cls):
+    """FSDP2 never calls this method."""
+    check_training(cls, rows=5)
+    model, reference = nets(cls)
+    shard_layers(model)
+    assert type(model.layers[0].up.weight._local_tensor) is cls
+    model.double()
+    model(torch.randn(2, DIM, dtype=torch.float64)).sum().backward()
+    assert model.layers[0].up.weight._local_tensor.dtype == torch.float64
+    for name, param in get_model_state_dict(model).items():
+        assert torch.equal(param.full_tensor(), reference.get_parameter(name).double()), name
+
+
+@pytest.mark.parametrize("cls", [ShortForm, OldForm])
+@distributed(world_size=2)
+def test_any_form_of_tensor_unflatten_of_a_class_without_the_protocol(cls):
+    param_kind._warned.clear()
+    linear = nn.Linear(DIM, DIM)
+    reference = copy.deepcopy(linear)
+    weight = type("Without", (Wrapper,), {"__tensor_unflatten__": cls.__dict__["__tensor_unflatten__"]})
+    linear.weight = nn.Parameter(weight(linear.weight.detach()))
+    with pytest.warns(UserWarning, match="without the class"):
+        fully_shard(linear)
+    batch = torch.randn(4, DIM)
+    assert torch.equal(linear(batch), reference(batch))
 
 
 @pytest.mark.parametrize("name", CLASSES)

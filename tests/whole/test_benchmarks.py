@@ -164,6 +164,17 @@ def test_growth_measures_every_size(tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_calls_are_those_of_each_part_of_a_step(tmp_path):
+    (report,) = run("calls.py", tmp_path).values()
+    assert {(row["part"], row["system"]) for row in report["rows"]} == {
+        (part, system) for part in ("forward, backward", "step, zero_grad") for system in (FSDP2, OURS)
+    }
+    assert all(row["calls"] >= row["crossings"] for row in report["rows"])
+    ours = by_system(report, part="forward, backward")[OURS]
+    assert ours["num_files"] > 5 and ours["crossings"] > 5, "it counts hooks, gathers and reductions"
+
+
+@pytest.mark.timeout(300)
 def test_state_dicts_take_no_more_memory_than_those_of_fsdp2(tmp_path):
     (report,) = run("checkpoint.py", tmp_path).values()
     size = report["settings"]["parameter_bytes"] / 2**20
