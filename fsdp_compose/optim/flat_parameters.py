@@ -104,7 +104,7 @@ def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
         coupling = [name for name in _COUPLING if any([each.get(name) for each in settings])]
         if not coupling:
             return
-        raise TypeError(
+        raise MisuseTypeError(
             f"{kind.__name__} cannot {what} with its option {coupling[0]}, which makes the update of an element depend "
             f"on the rest of its parameter. {remedy}"
         )

@@ -193,7 +193,7 @@ class SkipProtocol:
             self.has_failed = True
             root.forward.has_failed = True
             what = f"needs {wanted[0].name}" if wanted else f"waits at {root.order.name_of(code or 0)}"
-            raise type(error)(
+            raise type(error)(  # of the exchange that failed
                 f"rank {root.mesh.peers.rank()} {what}, but another rank did not come to its next sync point: it died, "
                 "ran a different number of forwards or backwards, or waits for this rank in a collective that is not "
                 "fully_shard's. Call sync_optional_groups(model), on all ranks, before such a collective. Details: "
