@@ -169,7 +169,7 @@ class TensorParallel:
     def parameters(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """Make parameters over views of a whole flat parameter, as modules had them before; frozen."""
         return [
-            nn.Parameter(view, requires_grad=False) if spec is None else _parameter(view, spec)
+            own_counter(view) if spec is None else _parameter(view, spec)
             for view, spec in zip(views, self.specs, strict=True)
         ]
 
@@ -239,6 +239,12 @@ def _summed_dims(grad: torch.Tensor | None, spec: DTensorSpec) -> list[int]:
     if all(placements[dim].is_partial("sum") and spec.placements[dim].is_replicate() for dim in differing):
         return differing
     return []
+
+
+def own_counter(view: torch.Tensor) -> nn.Parameter:
+    """A frozen parameter with the memory of ``view`` and a version counter of its own, as parameters have in a module:
+    so a write to a neighbour is none to what autograd has saved of it."""
+    return nn.Parameter(view.data, requires_grad=False)
 
 
 def _parameter(view: torch.Tensor, spec: DTensorSpec) -> nn.Parameter:

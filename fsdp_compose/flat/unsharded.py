@@ -26,12 +26,12 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import memory_exchange, refuse_access, set_local_tensor
+from .._torch import PlainAttributes, memory_exchange, refuse_access, set_local_tensor
 from ..comm import DataParallelMesh, Label, Transport, Work
 from ..ragged import writes
 from .layout import FlatLayout, full_views
 from .sharded_param import restore_attributes
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import TensorParallel, own_counter
 
 # ---- Input of an all-gather: the shards of all ranks, or parts kept from an earlier all-gather
 #
@@ -246,7 +246,7 @@ class Unsharded:
     Attributes:
         dtype: as given.
         params: the unsharded parameters, in the order of the layout; usable while ``is_allocated``.
-        dtensors: the ones that are DTensors, over views of the memory.
+        counters: tensors whose version counters show every write to ``params``.
         memory: their memory.
         is_allocated: the memory exists (its all-gather may still be in flight).
         never_freed: there is nothing to gather, the unsharded parameters always exist.
@@ -260,7 +260,7 @@ class Unsharded:
     """
 
     __slots__ = (
-        "_shard", "_source", "_unedited", "dtensors", "dtype", "flags", "follows_writes", "gathered", "is_allocated",
+        "_shard", "_source", "_unedited", "counters", "dtype", "flags", "follows_writes", "gathered", "is_allocated",
         "keep", "left_by_forward", "memory", "never_freed", "params", "part", "work",
     )  # fmt: skip
 
@@ -289,10 +289,10 @@ class Unsharded:
             self.memory.show()
             views = full_views(layout, self.memory.shown)
             if tensor_parallel is None:
-                params = [nn.Parameter(view, requires_grad=False) for view in views]
+                params = [own_counter(view) for view in views]
             else:
                 params = tensor_parallel.parameters(views)
-        self._begin(params, [param for param in params if isinstance(param, DTensor)], self.never_freed)
+        self._begin(params, [*params, self.memory.shown] if tensor_parallel else params, self.never_freed)
         if may_free:
             self.memory.free()
 
@@ -308,9 +308,9 @@ class Unsharded:
     def _source_of(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> ShardSource:
         return ShardSource(shard, flat, mesh, label)
 
-    def _begin(self, params: list[nn.Parameter], dtensors: Sequence[nn.Parameter], is_allocated: bool) -> None:
-        """Set the parameters; ``dtensors`` count their own writes. Nothing is gathered yet."""
-        self.params, self.dtensors = params, dtensors
+    def _begin(self, params: list[nn.Parameter], counters: Sequence[torch.Tensor], is_allocated: bool) -> None:
+        """Set the parameters and their counters. Nothing is gathered yet."""
+        self.params, self.counters = params, counters
         self.forgive_write()
         self.flags = [False] * len(params)
         self.gathered: Gathered = (0, 0, 0)
@@ -446,9 +446,10 @@ class Unsharded:
         self._unedited = self.versions()
 
     def versions(self) -> list[int]:
-        """Numbers that change with every write. A DTensor counts its own: a write to it does not count at the view
-        inside."""
-        return [self.memory.shown._version, *map(_version_of, self.dtensors)]
+        """Numbers that change with every write. A write to a DTensor does not count at the view inside, nor a write to
+        that view at the DTensor."""
+        with PlainAttributes():
+            return [*map(_version_of, self.counters)]
 
     def has_grad(self) -> bool:
         """Whether autograd has left a gradient on an unsharded parameter that was not taken yet."""

@@ -62,6 +62,7 @@ from .iteration import Backward as Backward
 from .iteration import ForwardRecord as ForwardRecord
 from .iteration import GroupUse as GroupUse
 from .iteration import HookedUse as HookedUse
+from .iteration import registrations as registrations
 from .kept_tensors import ATOMS as ATOMS
 from .kept_tensors import BoundToModule as BoundToModule
 from .kept_tensors import search_object as search_object

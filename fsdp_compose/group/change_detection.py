@@ -25,8 +25,7 @@ from .replaced_params import remember_sharded_param
 from .state import ParameterDetector, _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
-_unsharded_version = attrgetter("unsharded.memory.shown._version")
-_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
+_grad, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 
 
 class ChangeDetector:
@@ -43,7 +42,7 @@ class ChangeDetector:
         self._unsharded_slots = Held([item for state in states for item in state.swap.unsharded_dicts()])
         self._handles = handles
         self._num_toggles = self._ended_backward = -1
-        self._dtensors = [param for handle in handles for param in handle.unsharded.dtensors]
+        self._counters = [tensor for handle in handles for tensor in handle.unsharded.counters]
         self._versions = self._present_versions()
         self._has_meta = any(handle.unsharded.is_meta for handle in handles)
         self._keepers = {id(state.swap.kept): weakref.ref(state) for state in states[1:]}
@@ -95,8 +94,8 @@ class ChangeDetector:
         return False
 
     def _present_versions(self) -> list[int]:
-        """Versions of the unsharded parameters; DTensors have version counters of their own."""
-        return [*map(_unsharded_version, self._handles), *[param._version for param in self._dtensors]]
+        """Versions of the unsharded parameters."""
+        return [*map(_version, self._counters)]
 
     def was_forward_unchanged(self) -> bool:
         """Whether no forward replaced, added, removed, froze, thawed or wrote to an unsharded parameter."""

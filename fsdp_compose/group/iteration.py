@@ -11,6 +11,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
 
 from .._torch import backwards
 from ..flat import FlatParamHandle, Region
@@ -199,6 +201,28 @@ class ForwardRecord:
     captured: CapturedVersions | None = None  # versions of groups that graphs may have run, if there are any
 
 
+class _Registrations:
+    """Counts the parameters that any module of this process was given under a name (``register_parameter``), from the
+    first ``note`` on. Forwards seldom give any; ``torch.nn.utils.parametrize`` does, and raises version counters
+    without a write."""
+
+    __slots__ = ("_handle", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._handle: RemovableHandle | None = None
+
+    def note(self) -> None:
+        if self._handle is None:
+            self._handle = register_module_parameter_registration_hook(self._add)
+
+    def _add(self, _module: torch.nn.Module, _name: str, _param: torch.nn.Parameter | None) -> None:
+        self.count += 1
+
+
+registrations = _Registrations()
+
+
 @dataclass(slots=True, eq=False)
 class Forward:
     """The current top-level forward, or the most recent one if none is running."""
@@ -215,6 +239,7 @@ class Forward:
     latest: dict[int, HookedUse] = field(default_factory=dict)
     is_region: bool = False  # it is a compiled region, whose graphs may contain the outermost group too
     has_failed: bool = False  # it has ended, or must end, in an exception that no enclosing forward handled
+    num_registrations: int = field(default_factory=lambda: registrations.count)  # when it began
     # For each flat parameter, the indexes of parameters that this rank has written to without raising a version;
     # ``None`` if it has not checked.
     written: dict[FlatParamHandle, set[int]] | None = None

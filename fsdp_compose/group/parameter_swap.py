@@ -286,7 +286,8 @@ class ParameterSwap:
         if not self._unsharded.is_same():
             changed = ", ".join(map(self.called, self._changed(self._unsharded)))
             self.rebuild()
-            raise MisuseRuntimeError(_LOST_CHANGE.format(f": {changed}"))
+            if changed:  # else one was taken out and put back, so only the order differs
+                raise MisuseRuntimeError(_LOST_CHANGE.format(f": {changed}"))
 
     def _reconcile(self) -> None:
         """Accept changes of entries that the group does not own and no optimizer would train; raise for others."""

@@ -229,6 +229,10 @@ class _FSDPState(ComposableState):
             for sharded, name in zip(handle.sharded_params, handle.names, strict=True):
                 mark_owner(sharded, self.name, name)
 
+    def was_unsharded_written(self) -> bool:
+        """Whether the version counter of an unsharded parameter has moved."""
+        return any([handle.unsharded.was_written() for handle in self._handles])
+
     def check_after_forward(self) -> None:
         """Raise if ``forward`` replaced, added or removed a parameter, or wrote to an unsharded one. Such a change
         would be lost when the group is resharded."""

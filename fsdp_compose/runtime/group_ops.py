@@ -23,6 +23,7 @@ from ..group import (
     _FSDPState,
     entry_of_flags,
     get_state,
+    registrations,
 )
 from ..ragged import requires_grad_writes
 
@@ -306,7 +307,9 @@ class FixedOrder:
     def after_forward(self, root: Root, state: _FSDPState, use: GroupUse | None) -> bool:
         left = state.progress.uses_left
         left[use is None] -= 1
-        return not left[use is None]
+        return not left[use is None] or (
+            registrations.count != root.forward.num_registrations and state.was_unsharded_written()
+        )
 
     def end_group(self, root: Root, state: _FSDPState) -> None: ...
 

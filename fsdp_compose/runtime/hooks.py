@@ -24,7 +24,7 @@ import torch.nn as nn
 from .._torch import current_graph_task_id, in_transform, is_checkpoint_recomputing, temporarily_clear_interpreter_stack
 from ..errors import MisuseRuntimeError
 from ..flat import explain_refused_access
-from ..group import GroupUse, Root, _FSDPState, never_traced, state_of_hooked, traced_inside_others
+from ..group import GroupUse, Root, _FSDPState, never_traced, registrations, state_of_hooked, traced_inside_others
 from . import graph_mode as captured
 from .backward import keep_unsharded
 from .default_mode import DEFAULT
@@ -36,7 +36,7 @@ from .group_ops import reshard, reshard_until_backward
 from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
 from .lazy_init import tree_has_changed, warn_of_different_inputs
 from .mode import Mode
-from .untracked_writes import look_for_writes, refuse_untracked_writes
+from .untracked_writes import forgive_versions, look_for_writes, refuse_untracked_writes
 
 # ---- Forwards inside a backward: repetitions of an earlier forward, as in activation checkpointing, and others
 
@@ -92,6 +92,7 @@ def drive(modules: Sequence[nn.Module]) -> None:
         module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(post_forward, always_call=True)
     notice_inputs()
+    registrations.note()
     tree_has_changed()
 
 
@@ -147,6 +148,8 @@ def post_forward(module: nn.Module, _args: Any, output: Any) -> Any:
     if is_recomputed:
         if use is not None:
             root.forward.innermost = use.outer
+        if registrations.count != root.forward.num_registrations and state.was_unsharded_written():
+            forgive_versions(state)
     else:
         root.forward.leave(use)
         if scheduler.after_forward(root, state, use):

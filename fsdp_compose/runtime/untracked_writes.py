@@ -25,7 +25,7 @@ from .._torch import in_transform, same_storage, without_modes
 from ..comm import is_on
 from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, ShardStorage, local_of
-from ..group import END_OF_FORWARD, GroupUse, Root, _FSDPState
+from ..group import END_OF_FORWARD, GroupUse, Root, _FSDPState, registrations
 from .agreement import begin_exchange, end_exchange, is_whole
 
 _MAX_GAP = 97  # uses between two checks; a prime, so that it does not stay out of phase with periodic writes
@@ -44,8 +44,9 @@ def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: Group
     if in_transform() or progress.pending_modules - {id(module)}:
         progress.uses_left[mode] = 1
         return
-    gap = progress.look_gaps[mode]
-    progress.uses_left[mode], progress.look_gaps[mode] = gap, 1 if is_on() else min(2 * gap, _MAX_GAP)
+    if not progress.uses_left[mode]:  # else a version counter has moved
+        gap = progress.look_gaps[mode]
+        progress.uses_left[mode], progress.look_gaps[mode] = gap, 1 if is_on() else min(2 * gap, _MAX_GAP)
     if state.mesh.is_simulated:
         return  # nothing is gathered
     root.forward.note_written()
@@ -53,6 +54,25 @@ def look_for_writes(root: Root, state: _FSDPState, module: nn.Module, use: Group
         found = writes_to_unsharded(state) if use is None else use.find_writes()
     for handle, indexes in found.items():
         root.forward.note_written(handle, indexes)
+    if registrations.count != root.forward.num_registrations and (use is None or not use.has_check):
+        _forgive(found)
+
+
+def forgive_versions(state: _FSDPState) -> None:
+    """Forgive version counters of ``state`` that moved without a write, in a repetition of a forward inside backward,
+    where ranks do not meet: each looks at its own slice."""
+    with torch.no_grad(), without_modes():
+        _forgive(writes_to_unsharded(state))
+
+
+def _forgive(found: dict[FlatParamHandle, list[int]]) -> None:
+    """Forgive what ``torch.nn.utils.parametrize`` does: it sets a parameter to its own memory, which raises the version
+    and writes nothing. Where the gathered memory cannot be compared with a shard, the version alone decides; but a
+    write of the only rank to its only copy is a write to the sharded parameter, as if unsharded."""
+    for handle, indexes in found.items():
+        is_only = handle.unsharded.never_freed and handle.mesh.data_world_size == 1
+        if not indexes and (is_only or _is_comparable(handle)):
+            handle.unsharded.forgive_write()
 
 
 def writes_to_unsharded(state: _FSDPState) -> dict[FlatParamHandle, list[int]]:
@@ -113,10 +133,14 @@ def _put_back(handle: FlatParamHandle) -> list[int]:
 
 
 def _written_to_memory(handle: FlatParamHandle) -> list[int]:
+    return written(handle, handle.unsharded.memory.shown) if _is_comparable(handle) else []
+
+
+def _is_comparable(handle: FlatParamHandle) -> bool:
+    """Whether its gathered memory is a copy of the shard, and has not been told apart from it by a write to the shard,
+    which is tracked and handled elsewhere."""
     segments = handle.segment_version() if handle.segments else handle.unsharded.gathered[1]
-    if handle.unsharded.never_freed or handle.unsharded.was_written_since_gather(segments):
-        return []  # it is the shard's own memory, or the write was tracked and is handled elsewhere
-    return written(handle, handle.unsharded.memory.shown)
+    return not (handle.unsharded.never_freed or handle.unsharded.was_written_since_gather(segments))
 
 
 def written(handle: FlatParamHandle, flat: torch.Tensor) -> list[int]:
