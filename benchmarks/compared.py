@@ -1351,6 +1351,20 @@ def per_rank_state(system: System) -> None:
     expect(found == dist.get_rank() + 1, f"rank {dist.get_rank()} has loaded {found:.0f}")
 
 
+@case("before the first forward, `module.weight = nn.Parameter(plain)`, equal on all ranks")
+def replaced_by_plain(system: System) -> None:
+    model = Net()
+    reference = copy.deepcopy(model)
+    shard_layers(system, model)
+    for item in (model, reference):
+        layer = item.layers[0]
+        layer.weight = nn.Parameter(torch.full(tuple(layer.weight.shape), 0.1))
+    for item, x in ((model, mine(batch())), (reference, batch())):
+        loss_of(item, x).backward()
+        torch.optim.SGD(item.parameters(), 0.1).step()
+    expect_equal(model, reference)
+
+
 # ---- running and judging
 
 

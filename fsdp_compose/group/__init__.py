@@ -15,7 +15,9 @@ the exchange compares the count of steps.
 """
 
 from .change_detection import ChangeDetector as ChangeDetector
+from .change_detection import Replacement as Replacement
 from .change_detection import detect_meta_buffers as detect_meta_buffers
+from .change_detection import find_replacements as find_replacements
 from .change_detection import find_untied as find_untied
 from .change_detection import is_sleeping as is_sleeping
 from .change_detection import put_to_sleep as put_to_sleep

@@ -8,20 +8,36 @@ never written after ``to_empty()``, and groups that sleep in host memory."""
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, is_
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
-from .._torch import PlainAttributes, backwards, non_persistent_buffers
+from .._torch import (
+    PlainAttributes,
+    backwards,
+    gradient_hooks,
+    local_tensor,
+    non_persistent_buffers,
+    post_accumulate_hooks,
+)
 from ..errors import MisuseError, MisuseRuntimeError
-from ..flat import handle_of, is_sharded_like, local_elements, note_write, take_content
+from ..flat import (
+    SHARDED_PARAM_ATTRIBUTE,
+    handle_of,
+    is_sharded_like,
+    local_elements,
+    note_write,
+    take_content,
+)
 from ..ragged import RaggedDTensor, requires_grad_writes
 from .kept_tensors import BatchedKeptTensors
 from .parameter_swap import Held, ParameterSwap
-from .replaced_params import remember_sharded_param
+from .replaced_params import make_proxy, remember_sharded_param
 from .state import ParameterDetector, _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
@@ -139,6 +155,9 @@ class _Memory:
 #
 # An assignment concerns one slot. If another slot still shows the group's own parameter, or a second parameter, the
 # assignment unties the two, and the next forward adds the assigned parameter to the group (``tied_params``).
+#
+# Before the first forward, when ranks still compare their models, a parameter in another layout may be assigned too: a
+# plain one, equal on all ranks, or a DTensor on the same mesh.
 
 
 _Places = list[tuple[dict[str, Any], str]]
@@ -167,15 +186,79 @@ def _assigned(swap: ParameterSwap) -> Iterator[tuple[nn.Parameter, _Places, nn.P
 def take_over_assigned(swap: ParameterSwap) -> None:
     """Take over the elements of assigned parameters in the modules of a group. Local."""
     for own, places, given, _ in [*_assigned(swap)]:
-        if given is None:
-            continue
-        take_content(own, given)
-        note_write(own)
-        own.requires_grad_(given.requires_grad)
-        remember_sharded_param(given, own)
-        for params, name in places:
-            if params.get(name) is given:
-                params[name] = own
+        if given is not None:
+            _take_over(own, given, places)
+
+
+def _take_over(own: nn.Parameter, given: nn.Parameter, places: _Places) -> None:
+    take_content(own, given)
+    note_write(own)
+    own.requires_grad_(given.requires_grad)
+    remember_sharded_param(given, own)
+    for params, name in places:
+        if params.get(name) is given:
+            params[name] = own
+
+
+class Replacement(NamedTuple):
+    """A parameter that replaces one of a group's own before the first forward, and is laid out otherwise.
+
+    Attributes:
+        own: the group's own parameter.
+        given: what replaces it: a plain parameter, whole on this rank, or a DTensor on the same mesh.
+        places: their slots.
+    """
+
+    own: nn.Parameter
+    given: nn.Parameter
+    places: _Places
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """What was given, if every rank has all of it."""
+        if not isinstance(self.given, DTensor):
+            return self.given.detach()
+        is_whole = all(placement.is_replicate() for placement in self.given.placements)
+        return local_tensor(self.given).detach() if is_whole else None
+
+    def take_over(self) -> None:
+        """Let the group's own parameter take over the elements, and return to its slots. Ranks: all of the mesh."""
+        _take_over(self.own, self.given, self.places)
+        if not isinstance(self.given, DTensor):
+            self.own.__dict__.update(self.given.__dict__)  # the attributes that the user has set
+        make_proxy(self.given, self.own)
+
+
+def find_replacements(swaps: Iterable[ParameterSwap], modules: Iterable[nn.Module]) -> list[Replacement]:
+    """The parameters that replace those of some groups, besides those that ``take_over_assigned`` takes over. Leaves
+    out parameters that ``modules`` show elsewhere too, because these would be new ties. Local."""
+    num_shown = Counter(value for module in {*modules} for value in module._parameters.values() if value is not None)
+    found = []
+    for swap in swaps:
+        owned: dict[nn.Parameter, _Places] = {}
+        for params, name, handle, index in swap.slots():
+            owned.setdefault(handle.sharded_params[index], []).append((params, name))
+        for own, places in owned.items():
+            given, *others = {params.get(name) for params, name in places}
+            if given is None or others or num_shown[given] > len(places):
+                continue
+            if _can_replace(given, own):
+                found.append(Replacement(own, given, places))
+    return found
+
+
+def _can_replace(given: nn.Parameter, own: nn.Parameter) -> bool:
+    if given is own or not isinstance(own, RaggedDTensor) or own.is_composite or given.is_meta:
+        return False
+    if (given.shape, given.dtype) != (own.shape, own.dtype) or handle_of(given) is not None:
+        return False
+    if given.grad is not None or gradient_hooks(given) or post_accumulate_hooks(given):
+        return False  # they would be lost
+    if not own.is_meta and given.device != own.device:
+        return False
+    if isinstance(given, DTensor):
+        return given.device_mesh == own.device_mesh
+    return type(given) is nn.Parameter and SHARDED_PARAM_ATTRIBUTE not in given.__dict__
 
 
 def find_untied(swap: ParameterSwap) -> dict[nn.Parameter, nn.Parameter]:

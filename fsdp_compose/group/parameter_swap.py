@@ -168,7 +168,8 @@ class ParameterSwap:
 
     def check_slots(self) -> None:
         """Raise if a parameter was replaced, added or removed since ``fully_shard``."""
-        if not self._sharded.is_same():
+        is_renamed = [*map(list, self._sharded.dicts)] != self._prepared_names  # perhaps to a name in the same place
+        if is_renamed or not self._sharded.is_same():
             self._reconcile()
 
     def is_overridden(self) -> bool:

@@ -43,6 +43,7 @@ from ..group import (
     CollectiveLog,
     LockstepCommunicator,
     Move,
+    Replacement,
     Root,
     _FSDPState,
     announce_first_forward,
@@ -50,6 +51,7 @@ from ..group import (
     contexts_of,
     count_steps,
     find_moves,
+    find_replacements,
     group_modules,
     judge_places,
     look_after_standstill,
@@ -67,7 +69,7 @@ from .backward import watch_buckets
 from .group_ops import follow_requires_grad
 from .optional import check_optional, scheduler_of
 from .recovery import is_running, recover
-from .start_values import compare_starts
+from .start_values import compare_starts, digest_of
 
 # ---- Check that the gradients of all groups below one root are averaged over the same ranks
 #
@@ -518,10 +520,13 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         known = {sharded for move in moves for sharded in move.sharded_params}
         moves += [move for move in find_moves(part.module, part.states) if known.isdisjoint(move.sharded_params)]
     rebind_live_optimizers()
+    below = [submodule for part in roots for _, submodule in modules_to_run(part.module)]
+    replacements = find_replacements((item.swap for item in states), below)
+    arriving = {param for move in moves for param in move.untied} | {item.given for item in replacements}
     for part in roots:
-        _check_everything_is_managed(part.module, part.states, {param for move in moves for param in move.untied})
+        _check_everything_is_managed(part.module, part.states, arriving)
         refuse_unwritten_buffers(modules_to_run(part.module))
-        _refuse_shared_memory(part.module, part.groups)
+        _refuse_shared_memory(part.module, part.groups, {item.given for item in replacements})
     mesh = mesh_of_root(found)
     for index, (item, name) in enumerate(found):
         item.set_position(name, index, is_outermost=item in owners)
@@ -531,8 +536,11 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
         order.serve(None, OTHER_MODEL)
     model = ""
     if mesh.has_peers:
-        model = _meet_first_forward(order, mesh, state, states, moves)
-        compare_starts(mesh, [item for item in states if item.root is None])
+        model = _meet_first_forward(order, mesh, state, states, moves, replacements)
+        compare_starts(mesh, [item for item in states if item.root is None], {item.own for item in replacements})
+    for replacement in replacements:
+        replacement.take_over()
+    rebind_live_optimizers()
     apply_moves(moves)
     _call_parameters(found, (part.module for part in roots))
     handles = [handle for item in states for handle in item._handles]
@@ -601,16 +609,20 @@ def _check_everything_is_managed(module: nn.Module, states: list[_FSDPState], ar
         )
 
 
-def _refuse_shared_memory(module: nn.Module, found: Sequence[tuple[_FSDPState, str]]) -> None:
-    """Raise if parameters of some group shared memory with each other or with other tensors."""
+def _refuse_shared_memory(
+    module: nn.Module, found: Sequence[tuple[_FSDPState, str]], arriving: Set[nn.Parameter]
+) -> None:
+    """Raise if parameters of some group, or those ``arriving`` in one, share memory with each other or with others."""
     regions = [
         replace(region, name=f"{name}.{region.name}" if name else region.name)
         for state, name in found
         for region in state.persistent.regions
     ]
-    if regions:
+    if regions or arriving:
         fqns = {submodule: name for name, submodule in modules_to_run(module)}
-        refuse_shared_memory([*regions, *regions_of(unsharded_tensors(fqns, ()), are_sharded=False)])
+        others = [*unsharded_tensors(fqns, ())]
+        regions += regions_of({id(item): (name, item) for name, item in others if item in arriving}.values(), True)
+        refuse_shared_memory([*regions, *regions_of([each for each in others if each[1] not in arriving], False)])
     for state, _ in found:
         state.persistent.regions = []
 
@@ -622,7 +634,12 @@ def _is_held(param: nn.Parameter, handles: set[FlatParamHandle]) -> bool:
 
 
 def _meet_first_forward(
-    order: CollectiveLog, mesh: DataParallelMesh, state: _FSDPState, states: list[_FSDPState], moves: list[Move]
+    order: CollectiveLog,
+    mesh: DataParallelMesh,
+    state: _FSDPState,
+    states: list[_FSDPState],
+    moves: list[Move],
+    replacements: list[Replacement],
 ) -> str:
     """Compare the models of all ranks. Returns a digest of the model."""
     lines = []
@@ -633,6 +650,14 @@ def _meet_first_forward(
     lines += [
         json.dumps({"group": move.target.name, "tied parameters": [*move.sharded_params.values()]}) for move in moves
     ]
+    for replacement in replacements:
+        own, given, _ = replacement
+        place = handle_of(own)
+        assert place is not None
+        kind = f"a DTensor, {given.placements}" if isinstance(given, DTensor) else "a plain parameter"
+        values = "" if replacement.whole is None else digest_of(replacement.whole)
+        fact = {"replaced": place[0].name_of(place[1]), "by": kind, "requires_grad": given.requires_grad}
+        lines.append(json.dumps({**fact, "digest": values}))
     details = "\n".join(lines)
 
     def explain(rank: int, ours: str, theirs: str) -> str:
@@ -647,8 +672,8 @@ def _meet_first_forward(
     digest = hashlib.sha256(details.encode()).hexdigest()
 
     announce_first_forward(mesh)
-    place = order.place_of(state, states, digest)
-    verdict = meet(mesh.peers, "first forward", digest, judge_places, details, explain, aside=place)
+    position = order.place_of(state, states, digest)
+    verdict = meet(mesh.peers, "first forward", digest, judge_places, details, explain, aside=position)
     if verdict:
         raise RanksDifferError(verdict)
     return digest

@@ -9,11 +9,12 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..comm import DataParallelMesh, meet
@@ -65,9 +66,18 @@ def _some(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return flat[:: num_elements // _NUM_SPREAD | 1], flat[-_NUM_LAST:]  # odd: not always the same column
 
 
-def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None:
+def digest_of(whole: torch.Tensor) -> str:
+    """A digest of some elements of a whole parameter; empty if ranks may start from different values."""
+    if os.environ.get(CHECK_ENV) == "0":
+        return ""
+    elements = torch.cat(_some(whole.reshape(-1))).cpu()
+    return hashlib.sha256(elements.view(torch.uint8).numpy().tobytes()).hexdigest()[:_DIGEST_LENGTH]
+
+
+def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState], replaced: Set[nn.Parameter]) -> None:
     """Check that the ranks of each shard group started from equal parameters. Parameters that have been written to
-    since ``fully_shard``, on any rank, are not compared: a checkpoint was loaded, or they were initialized there.
+    since ``fully_shard``, on any rank, are not compared: a checkpoint was loaded, or they were initialized there. Nor
+    are those that were ``replaced``.
 
     Ranks: all peers of ``mesh``, with equal groups.
 
@@ -78,7 +88,7 @@ def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None
     if not handles or mesh.is_simulated:
         return
     purpose, compares = "first forward: comparing the values that ranks start from", os.environ.get(CHECK_ENV) != "0"
-    found = [item for handle in handles for item in _digests(handle)] if compares else []
+    found = [item for handle in handles for item in _digests(handle, replaced)] if compares else []
     digest = hashlib.sha256(json.dumps([each for _, _, each in found]).encode()).hexdigest()
     if meet(mesh.peers, purpose, digest, lambda payloads: "differ" if len({*payloads}) > 1 else ""):
         verdict = meet(mesh.peers, purpose, json.dumps(found), _judge)
@@ -88,7 +98,7 @@ def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None
         _samples.pop(handle, None)
 
 
-def _digests(handle: FlatParamHandle) -> Iterator[tuple[str, str, str]]:
+def _digests(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[tuple[str, str, str]]:
     """For each parameter the ranks that share it, its name, and a digest of its start; empty if there is none now."""
     place = str(min(dist.get_process_group_ranks(handle.mesh.shard_group)))
     sample = _samples.get(handle)
@@ -97,9 +107,10 @@ def _digests(handle: FlatParamHandle) -> Iterator[tuple[str, str, str]]:
         return
     memory = sample.elements.cpu().contiguous().view(torch.uint8).numpy().tobytes()
     size, start = sample.elements.element_size(), 0
-    for name, num_elements in zip(handle.names, sample.sizes, strict=True):
+    for name, sharded, num_elements in zip(handle.names, handle.sharded_params, sample.sizes, strict=True):
         end = start + num_elements * size
-        yield place, name, hashlib.sha256(memory[start:end]).hexdigest()[:_DIGEST_LENGTH] if end > start else ""
+        is_compared = end > start and sharded not in replaced
+        yield place, name, hashlib.sha256(memory[start:end]).hexdigest()[:_DIGEST_LENGTH] if is_compared else ""
         start = end
 
 

@@ -416,7 +416,8 @@ def test_parameter_replaced_after_fully_shard(fake_group, after_a_forward):
     if after_a_forward:
         assert_trains(model)
     sharded = model.layers[1][0].weight
-    model.layers[1][0].weight = nn.Parameter(torch.ones(4, 4))
+    width = 4 if after_a_forward else 5  # before the first forward, one of the same shape is taken over
+    model.layers[1][0].weight = nn.Parameter(torch.ones(4, width))
     with refused((ValueError, RuntimeError), "layers.1.0.weight", "replaced", r"fully_shard\(\)", model=model):
         model(torch.ones(2, 4))
     model.layers[1][0].weight = sharded
