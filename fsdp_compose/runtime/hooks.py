@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -33,9 +33,8 @@ from .forward import abandon_forward, check_after_forward, end_forward, enter
 from .functional_call import is_functional_call
 from .functional_mode import FunctionalMode
 from .group_ops import reshard, reshard_until_backward
-from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
+from .inputs_outputs import InputWatcher, cast, has_parameter_memory, map_tensors, prepare_inputs
 from .lazy_init import tree_has_changed, warn_of_different_inputs
-from .mode import Mode
 from .untracked_writes import forgive_versions, look_for_writes, refuse_untracked_writes
 
 # ---- Forwards inside a backward: repetitions of an earlier forward, as in activation checkpointing, and others
@@ -76,6 +75,30 @@ def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
                 (reshard_until_backward if other.place.reshards_partially else reshard)(root, other)
         root.recomputed.clear()
     return root
+
+
+# ---- Modes
+#
+# A mode decides where the parameters of a forward come from, and how its backward finds the group. The hooks choose the
+# mode of each forward, in one place, and do what is common to all modes: they find the root, cast and alias the inputs,
+# check what forward has done, and reshard. A mode makes modules show full parameters and returns a use, whose methods
+# the hooks call to end the forward (see ``GroupUse``). Each mode is one file (``default_mode``, ``functional_mode``,
+# ``graph_mode``) and does not refer to the others.
+
+
+class Mode(Protocol):
+    """A way in which groups compute. May be an object made for one forward."""
+
+    def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[GroupUse | None, InputWatcher | None]:
+        """Make the modules of a group whose forward begins show full parameters (``ParameterSwap``).
+
+        A forward that is not ``is_recomputed`` is counted (``root.forward.enter``), but only after all checks that may
+        raise: if a counted forward raises before it has its use, the next forward sees an interrupted iteration.
+
+        Returns:
+            The use that ends the forward, or ``None`` if this mode has nothing to do at its end; and the watcher of
+            inputs that require grad, if there is one.
+        """
 
 
 # ---- Pre-forward and post-forward
