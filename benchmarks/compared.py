@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -1365,6 +1366,34 @@ def replaced_by_plain(system: System) -> None:
     expect_equal(model, reference)
 
 
+@case("one rank saves a checkpoint while the other trains on")
+def saves_alone(system: System) -> None:
+    folder = tempfile.mkdtemp()
+    model = shard_layers(system, Net())
+    loss_of(model, mine(batch())).backward()
+    if dist.get_rank() == 0:
+        if system.name == "FSDP2":
+            torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder)
+        else:
+            fsdp_compose.checkpoint.save(model.state_dict(), f"{folder}/checkpoint")
+    for _ in range(2):
+        loss_of(model, mine(batch())).backward()
+    raise WrongError("went on as if all ranks had done the same")
+
+
+@case("rank 0 alone evaluates a model of replicate(), ten times")
+def evaluates_replica(system: System) -> None:
+    model, reference = twins(Net())
+    (torch_replicate if system.name == "FSDP2" else fsdp_compose.replicate)(model)
+    train_both(model, reference)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            for _ in range(10):
+                model(batch())
+    train_both(model, reference)
+    expect_equal(model, reference)
+
+
 # ---- running and judging
 
 
@@ -1408,6 +1437,7 @@ def judge(symptom: str, system: System) -> tuple[str, str]:
 
 
 def cell(kind: str, text: str) -> str:
+    text = text.replace(f"{Path(__file__).resolve().parents[1]}/", "")
     text = text if len(text) <= 160 else text[:157] + "..."
     text = text.replace("|", "\\|").replace("\n", " ")
     words = {"right": "right", "wrong": "**wrong, silently**", "error": "error"}.get(kind, f"**{kind}**")
