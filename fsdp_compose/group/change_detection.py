@@ -41,7 +41,7 @@ from .replaced_params import make_proxy, remember_sharded_param
 from .state import ParameterDetector, _FSDPState
 
 _data_ptr = torch.Tensor.data_ptr
-_grad, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
+_grad, _requires_grad, _version_of = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 
 
 class ChangeDetector:
@@ -111,7 +111,7 @@ class ChangeDetector:
 
     def _present_versions(self) -> list[int]:
         """Versions of the unsharded parameters."""
-        return [*map(_version, self._counters)]
+        return [*map(_version_of, self._counters)]
 
     def was_forward_unchanged(self) -> bool:
         """Whether no forward replaced, added, removed, froze, thawed or wrote to an unsharded parameter."""
