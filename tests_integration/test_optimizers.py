@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fsdp_compose import flat_parameters, fully_shard
+from fsdp_compose.optim.flat_parameters import ELEMENTWISE_ELSEWHERE
 from tests.harness import distributed
 from tests.training import local_part, mean_over_ranks
 from tests_integration.optimizers import found, largest_error, model_for, short, three_steps
@@ -68,13 +69,7 @@ REFUSED = {
 
 # Let onto flat views, and right there. A class of no table must be refused there.
 ELEMENTWISE = {
-    "optimi": "Adam AdamW Adan Lion RAdam Ranger SGD",
-    "pytorch_optimizer": "ADOPT AdaBelief AdaBound AdaDelta AdaMax AdaPNM AdEMAMix Adan AggMo DiffGrad EXAdam LaProp "
-    "Lion MADGRAD PAdam PNM QHAdam QHM RAdam SGDW ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD SignSGD "
-    "SimplifiedAdEMAMix Tiger Yogi",
-    "schedulefree": "AdamWScheduleFree AdamWScheduleFreeClosure AdamWScheduleFreePaper AdamWScheduleFreeReference "
-    "RAdamScheduleFree RAdamScheduleFreeClosure SGDScheduleFree SGDScheduleFreeClosure SGDScheduleFreeReference",
-    "timm": "AdaBelief AdamWLegacy Adan Adopt LaProp Lion MADGRAD NAdamLegacy NAdamW RAdamLegacy RMSpropTF SGDW",
+    **ELEMENTWISE_ELSEWHERE,
     "torch": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
 }
 # torch has no rules on stock DTensors for some operators of these: they raise unless the flat views are local.

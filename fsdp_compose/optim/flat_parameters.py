@@ -47,7 +47,7 @@ _REFUSED: dict[type[Optimizer], str] = {
 
 # Optimizers of other packages whose formulas treat every element alike, unless one of the options below is on. They are
 # listed by name because none of these packages is a dependency. `tests_integration/test_optimizers.py` runs them.
-_ELSEWHERE = {
+ELEMENTWISE_ELSEWHERE = {
     "optimi": "Adam AdamW Adan Lion RAdam Ranger SGD",
     "pytorch_optimizer": "ADOPT AdaBelief AdaBound AdaDelta AdaMax AdaPNM AdEMAMix Adan AggMo DiffGrad EXAdam LaProp "
     "Lion MADGRAD PAdam PNM QHAdam QHM RAdam SGDW ScheduleFreeAdamW ScheduleFreeRAdam ScheduleFreeSGD SignSGD "
@@ -56,7 +56,7 @@ _ELSEWHERE = {
     "RAdamScheduleFree RAdamScheduleFreeClosure SGDScheduleFree SGDScheduleFreeClosure SGDScheduleFreeReference",
     "timm": "AdaBelief AdamWLegacy Adan Adopt LaProp Lion MADGRAD NAdamLegacy NAdamW RAdamLegacy RMSpropTF SGDW",
 }
-_elementwise_names = {f"{package}.{name}" for package, names in _ELSEWHERE.items() for name in names.split()}
+_elementwise_names = {f"{package}.{name}" for package, names in ELEMENTWISE_ELSEWHERE.items() for name in names.split()}
 # With these they scale updates by a norm or a mean over the parameter, or clip by the norm of all gradients.
 _COUPLING = ("adanorm", "caution", "cautious", "clipping_threshold", "max_grad_norm", "stable_adamw", "use_gc")
 

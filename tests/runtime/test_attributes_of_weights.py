@@ -149,7 +149,7 @@ def twins(note: Callable[..., None], checkpointed: bool = False) -> tuple[Noting
 
 
 def rows(step: int) -> torch.Tensor:
-    """The same on every rank, so that the mean over four ranks is exact."""
+    """A batch. Every rank gets the same one, so the mean over four ranks is exact."""
     return torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
 
 
