@@ -11,6 +11,8 @@ whether gloo's connections to the missing ranks are closed: then they have died.
 another rank waits for this one somewhere else.
 """
 
+from .context import all_kept as all_kept
+from .context import kept_for as kept_for
 from .control_exchange import Carrier as Carrier
 from .control_exchange import ControlExchange as ControlExchange
 from .control_exchange import maximum_of_all_ranks as maximum_of_all_ranks

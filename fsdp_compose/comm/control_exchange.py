@@ -27,6 +27,7 @@ import hashlib
 import struct
 import time
 import weakref
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ import torch.distributed as dist
 
 from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes, remember_connected
 from ..errors import RankLostError, RanksDifferError
+from .context import all_kept, forget_for, kept_for, known_for
 from .failure import Pending, carries, close_connections, give_up, limit_of, look_after_pending
 from .gloo import begin_maximum
 from .journal import Journal, difference_of, known_journal
@@ -138,9 +140,9 @@ class Flight:
         self._pending = pending
         try:
             if receives:
-                pending.add(messages.recv([self._incoming], partner, _TAG), partner)
+                pending.messages.append((messages.recv([self._incoming], partner, _TAG), partner))
             if sends:
-                pending.add(messages.send([self._tensor], partner, _TAG), partner)
+                pending.messages.append((messages.send([self._tensor], partner, _TAG), partner))
         except RuntimeError as error:
             raise PartnerLost(partner, self._index, error) from None
         self._num_begun = self._index + 1
@@ -176,33 +178,34 @@ _KINDS = {"backward": BACKWARD, "forward": FORWARD, ROUND: ROUND}  # by what an 
 _GRACE = timedelta(seconds=2)  # in which partners report whom they waited for, once an exchange has failed
 
 
-_control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-_destroyable: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # the keys of _control_groups that torch knew
+@dataclass(slots=True, eq=False)
+class _Control:
+    """The process group that carries the exchanges of another one."""
+
+    group: dist.ProcessGroup
+    is_destroyable: bool  # torch knew the other one
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The process group that carries the exchanges of ``group``; made once, by all ranks of ``group``. Its ``Carrier``
     makes its connections."""
-    control = _control_groups.get(group)
+    control = known_for(group, _Control)
     if control is None:
         _forget_destroyed()
-        if not is_destroyed(group):
-            _destroyable.add(group)
         store = dist.PrefixStore("control", own_store(group, "making the control group"))
-        control = make_gloo_group(group, store)
-        _control_groups[group] = control
-        carries(control, group)
-    return control
+        made = _Control(make_gloo_group(group, store), not is_destroyed(group))
+        control = kept_for(group, _Control, lambda: made)
+        carries(control.group, group)
+    return control.group
 
 
 def _forget_destroyed() -> None:
     """Close the control groups of destroyed process groups. torch's own caches may keep these forever, through the
     meshes of DTensors, and each control group has connections and threads."""
-    for group in [*_destroyable]:
-        if is_destroyed(group):
-            _destroyable.discard(group)
-            _control_groups.pop(group, None)
-            _carriers.pop(group, None)
+    for group, control in all_kept(_Control):
+        if control.is_destroyable and is_destroyed(group):
+            forget_for(group, _Control)
+            forget_for(group, Carrier)
 
 
 class Carrier:
@@ -236,10 +239,7 @@ class Carrier:
     @staticmethod
     def of(group: dist.ProcessGroup) -> Carrier:
         """The carrier of ``group``'s control group; see there."""
-        carrier = _carriers.get(group)
-        if carrier is None:
-            carrier = _carriers[group] = Carrier(group)
-        return carrier
+        return kept_for(group, Carrier, lambda: Carrier(group))
 
     def make_room(self, num_marks: int) -> None:
         """Make room for this many marks in every later exchange. Ranks: all, between the same two exchanges."""
@@ -304,7 +304,8 @@ class Carrier:
     def _finish(self, work: Work) -> None:
         journal = self._journal
         if journal is not None:
-            journal.wait(journal.count)
+            journal.waits_for = journal.count
+            journal.finish_dropped()
         try:
             work.wait()
         except RuntimeError as error:
@@ -323,7 +324,7 @@ class Carrier:
             raise failure from None
         finally:
             if journal is not None:
-                journal.go_on()
+                journal.waits_for = 0
 
     def _absent(self, error: RuntimeError) -> str:
         """Name the rank that held up this one. Its partner may itself have been waiting for another rank: ranks whose
@@ -351,9 +352,6 @@ def maximum_of_all_ranks(group: dist.ProcessGroup, tensor: torch.Tensor) -> None
     """Replace ``tensor``, on the CPU, by its elementwise maximum over ``group``, whose own backend does not take CPU
     tensors. Ranks: all of ``group``, between two exchanges."""
     Carrier.of(group)._doubling.begin(tensor).wait()
-
-
-_carriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Carrier] = weakref.WeakKeyDictionary()
 
 
 class ControlExchange:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -23,34 +24,39 @@ import torch.distributed as dist
 
 from .._torch import close_gloo_connections, group_timeout, has_closed, is_gloo_connection_closed, stop_waiting_for
 from ..errors import RankLostError, RanksDifferError
+from .context import kept_for, known_for
 
-# Weak in both directions: from a control group to its group, and from a group to its control group.
-_partners: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-# The process groups of one mesh: a rank that waits in one of them waits for ranks that wait in the others.
-_families: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[type[RuntimeError], str]] = weakref.WeakKeyDictionary()
+
+@dataclass(slots=True, eq=False)
+class _Fate:
+    """What a process group shares with others: they fail together."""
+
+    # The process group of the same ranks that carries its exchanges, or whose exchanges it carries.
+    partner: weakref.ref[dist.ProcessGroup] | None = None
+    # The process groups of one mesh: a rank that waits in one of them waits for ranks that wait in the others.
+    family: weakref.WeakSet[dist.ProcessGroup] = field(default_factory=weakref.WeakSet)
+    # The first failure of a collective: class and text, not the error, which holds the frames that it came through.
+    failure: tuple[type[RuntimeError], str] | None = None
 
 
 def carries(control: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
     """``control`` carries the exchanges of ``group``: they fail together."""
-    _partners[group] = weakref.ref(control)
-    _partners[control] = weakref.ref(group)
+    kept_for(group, _Fate).partner = weakref.ref(control)
+    kept_for(control, _Fate).partner = weakref.ref(group)
 
 
 def fail_together(groups: Sequence[dist.ProcessGroup]) -> None:
     """Once a collective of one of ``groups`` has failed, all of them are broken."""
     for group in groups:
-        _families.setdefault(group, weakref.WeakSet()).update(groups)
+        kept_for(group, _Fate).family.update(groups)
 
 
 def give_up(group: dist.ProcessGroup, error: RuntimeError) -> None:
     """Note that a collective of ``group`` has failed, and close the connections."""
-    if group in _failures:
+    if kept_for(group, _Fate).failure is not None:
         return
     for item in together(group):
-        _failures[item] = type(error), str(error)  # not the error, which holds the frames that it came through
+        kept_for(item, _Fate).failure = type(error), str(error)
     close_connections(group)
 
 
@@ -63,23 +69,26 @@ def close_connections(group: dist.ProcessGroup) -> None:
 def together(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     found = [group]
     for item in found:  # grows
-        found += [other for other in (*_same_ranks(item), *_families.get(item, ())) if other not in found]
+        found += [other for other in (*_same_ranks(item), *kept_for(item, _Fate).family) if other not in found]
     return found
 
 
 def _same_ranks(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    partner = _partners.get(group)
+    partner = kept_for(group, _Fate).partner
     return [item for item in (group, None if partner is None else partner()) if item is not None]
 
 
 def failure_of(group: dist.ProcessGroup) -> str:
     """How the first collective failed; empty if none did."""
-    return _failures[group][1] if group in _failures else ""
+    fate = known_for(group, _Fate)
+    return "" if fate is None or fate.failure is None else fate.failure[1]
 
 
 def class_of_failure(group: dist.ProcessGroup) -> type[RuntimeError]:
     """The class of the error of the first collective that failed."""
-    return _failures[group][0]
+    failure = kept_for(group, _Fate).failure
+    assert failure is not None, "the caller has asked"
+    return failure[0]
 
 
 def loss(what: str, difference: str, error: RuntimeError) -> RuntimeError:
@@ -222,20 +231,21 @@ class Message(Protocol):
 
 
 class Pending:
-    """The messages of one collective that are still to be waited for, and the ranks they come from and go to."""
+    """The messages of one collective that are still to be waited for.
 
-    __slots__ = ("_current", "_group", "_loss", "_messages", "_rest", "_suspect")
+    Attributes:
+        messages: each with the rank that it comes from or goes to. Whoever issues one appends it.
+    """
+
+    __slots__ = ("_current", "_group", "_loss", "_rest", "_suspect", "messages")
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)  # those that no one waits for may be kept for longer
-        self._messages: list[tuple[Message, int]] = []
-        self._rest = iter(self._messages)
+        self.messages: list[tuple[Message, int]] = []
+        self._rest = iter(self.messages)
         self._current: tuple[Message, int] | None = None  # the one that is waited for
         self._suspect: tuple[Message, int] | None = None  # the one that was, when the connection was closed already
         self._loss = ""
-
-    def add(self, message: Message, rank: int) -> None:
-        self._messages.append((message, rank))
 
     def fail(self, error: RuntimeError) -> None:
         """Mark all of them as failed, and tell the waiter why."""

@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import has_gloo_on_cpu
+from .context import kept_for, known_for
 from .failure import Pending, failure_of, give_up, gone, limit_of, look_after_pending, loss
 from .journal import difference_of, journal_of
 from .shared_memory import Descriptor, SharedMemory
@@ -44,12 +46,6 @@ _LONG_BYTES = 1 << 14  # sums from this size on go through shared memory, if all
 _TAG_BITS = 31
 MOST_RANKS = 16  # each rank sends to each: with many ranks, gloo's rings load a network less
 
-# Keyed by the owner of the journal, whose numbers it uses, and then by the process group, which lives equally long on
-# all ranks: a transport may be freed at different times.
-_known_memory: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None]
-] = weakref.WeakKeyDictionary()
-
 Message = tuple[int, torch.Tensor]
 """The other rank of the group, and the contiguous memory that is sent or received."""
 
@@ -62,6 +58,16 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, peers: dist.Pro
     if goes_direct and os.environ.get(TRANSPORT_ENV) != Transport.name:
         return Messages(group, peers)
     return Transport(group)
+
+
+@dataclass(slots=True, eq=False)
+class _MemoryOfRanks:
+    """Kept for the owner of a journal, whose numbers the memory uses."""
+
+    # By process group, which lives equally long on all ranks: a transport may be freed at different times.
+    by_group: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemory | None] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
 
 class Messages(Transport):
@@ -137,7 +143,7 @@ class Messages(Transport):
         if nbytes < _LONG_BYTES:
             return None
         if not self._has_met:
-            known = _known_memory.setdefault(self._owner, weakref.WeakKeyDictionary())
+            known = kept_for(self._owner, _MemoryOfRanks).by_group
             if self.group not in known:
                 known[self.group] = self._introduce(label)
             self._shared, self._has_met = known[self.group], True
@@ -203,14 +209,14 @@ class _InFlight:
 
     def issue(self, received: Iterable[Message], sent: Iterable[Message]) -> None:
         """Start receiving and sending all messages that are not empty. Errors are raised by ``wait()``."""
-        group, tag, pending = self._group, self._tag, self._pending
+        group, tag, messages = self._group, self._tag, self._pending.messages
         try:
             for rank, item in received:
                 if item.numel():
-                    pending.add(group.recv([item], rank, tag), rank)
+                    messages.append((group.recv([item], rank, tag), rank))
             for rank, item in sent:
                 if item.numel():
-                    pending.add(group.send([item], rank, tag), rank)
+                    messages.append((group.send([item], rank, tag), rank))
         except RuntimeError as error:  # the other rank has closed its connections
             self._fail(error)
 
@@ -221,14 +227,16 @@ class _InFlight:
 
     def wait(self) -> None:
         journal = self._journal
-        journal.wait(self._number)
+        journal.waits_for = self._number
+        if journal.dropped:
+            journal.finish_dropped()
         try:
             self._pending.wait()
         except RuntimeError as error:
             self._fail(error)
             raise
         finally:
-            journal.go_on()
+            journal.waits_for = 0
         journal.forget(self._number)
 
     def __del__(self) -> None:
@@ -294,8 +302,8 @@ def begin_maximum(group: dist.ProcessGroup, number: int, tag: int, tensor: torch
     """Start replacing ``tensor``, which is short, by its elementwise maximum over the ranks of ``group``; ``number``
     and ``tag`` are those of its journal entry. Return ``None`` if these ranks do not share memory, or have not found
     out yet."""
-    known = _known_memory.get(group)
-    shared = None if known is None else known.get(group)
+    known = known_for(group, _MemoryOfRanks)
+    shared = None if known is None else known.by_group.get(group)
     return None if shared is None else _Maximum(group, shared, number, tag, tensor)
 
 
@@ -333,8 +341,7 @@ class _Sum(_InFlight):
         group, peers = self._group, [peer for peer, _ in sent]
         tag = self._number << _TAG_BITS | self._tag  # tags of messages repeat, so the number goes in front
         self._notes = [_Note(group, shared, tag, peer) for peer in peers]
-        for note in self._notes:
-            self._pending.add(note, note.rank)
+        self._pending.messages.extend([(note, note.rank) for note in self._notes])
         try:
             shared.put(self._number, tag, sent, limit_of(group), partial(_failure_of, group, peers))
         except RuntimeError as error:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from .._torch import group_timeout
 from ..errors import RanksDifferError
+from .context import kept_for, known_for
 from .failure import (
     PERIOD,
     Meeting,
@@ -97,17 +98,6 @@ class Journal:
         what = hash((_KINDS[kind], nbytes)) & ((1 << _WHAT_BITS) - 1)  # a hash of integers is the same in every process
         return _FIRST_TAG | (self.count & ((1 << _NUMBER_BITS) - 1)) << _WHAT_BITS | what
 
-    def wait(self, number: int) -> None:
-        """Note that this rank waits for a collective. First finishes dropped collectives: the other ranks may wait for
-        those."""
-        self.waits_for = number
-        if self.dropped:
-            self.finish([*self.dropped])
-
-    def go_on(self) -> None:
-        """Note that this rank no longer waits."""
-        self.waits_for = 0
-
     def forget(self, number: int) -> None:
         """Drop a collective whose messages have all arrived, or never will."""
         self.under_way.pop(number, None)
@@ -120,6 +110,10 @@ class Journal:
             if pending is not None:
                 pending.wait()
             self.forget(number)
+
+    def finish_dropped(self) -> None:
+        """Called before this rank waits for another collective: the other ranks may wait for the dropped ones."""
+        self.finish([*self.dropped])
 
     def finish_all(self) -> None:
         """Wait for all messages, so that their memory may be freed."""
@@ -138,21 +132,18 @@ class Journal:
         ]
 
 
-_journals: weakref.WeakKeyDictionary[dist.ProcessGroup, Journal] = weakref.WeakKeyDictionary()
-
-
 def journal_of(group: dist.ProcessGroup) -> Journal:
     """The journal of ``group``; made at the first call, which all ranks make."""
-    journal = _journals.get(group)
+    journal = known_for(group, Journal)
     if journal is None:
-        journal = _journals[group] = Journal(group_timeout(group).total_seconds())
+        journal = kept_for(group, Journal, lambda: Journal(group_timeout(group).total_seconds()))
         _look_after(group, journal)
     return journal
 
 
 def known_journal(group: dist.ProcessGroup) -> Journal | None:
     """The journal of ``group``, if it has one."""
-    return _journals.get(group)
+    return known_for(group, Journal)
 
 
 # ---- Ranks that wait for each other

@@ -17,7 +17,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 
@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._torch import backend_name, concatenate_meshes, group_device_types, group_timeout, is_destroyed, make_group_of
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError, RankLostError
+from .context import kept_for
 from .failure import fail_together
 from .gloo import TRANSPORT_ENV, transport_of
 from .store import agree_on_name
@@ -44,9 +45,24 @@ from .transport import Transport
 
 _GRACE = timedelta(seconds=5)
 _numbers = itertools.count()
-_Made = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
-# Strong references: ranks that drop their models at different times must still agree on the same process groups.
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()
+
+
+@dataclass(slots=True, eq=False)
+class _Made:
+    """What was made once for a process group.
+
+    Meshes are referred to weakly: a mesh holds its process group, which has connections and threads."""
+
+    # By ranks and backends, process groups of other ranks. Strong references: ranks that drop their models at different
+    # times must still agree on the same process groups.
+    groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
+    alone: dist.ProcessGroup | None = None  # of this rank alone
+    joined: weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    # By type of device. All groups of a model share one mesh: making and comparing meshes takes time that grows with
+    # the number of ranks.
+    default_meshes: weakref.WeakValueDictionary[str, DeviceMesh] = field(default_factory=weakref.WeakValueDictionary)
 
 
 class _Gathering:
@@ -90,7 +106,7 @@ def group_of_ranks(
     for group in (world, *known) if like is None else ():
         if tuple(dist.get_process_group_ranks(group)) == wanted:
             return group
-    made = _made.setdefault(world, {})
+    made = kept_for(world, _Made).groups
     key = wanted, "gloo" if like is None else backend_name(like)
     if key not in made or is_destroyed(made[key]):
         made[key] = _make(wanted, world, like, is_simulated)
@@ -121,14 +137,6 @@ def _make(
 
 
 SIMULATED_ENV = "FSDP_COMPOSE_SIMULATED"
-
-# Weak references to meshes: a mesh holds its process group, which has connections and threads.
-_Joined = weakref.WeakValueDictionary[tuple[DeviceMesh, DeviceMesh], DeviceMesh]
-_joined: weakref.WeakKeyDictionary[dist.ProcessGroup, _Joined] = weakref.WeakKeyDictionary()
-
-# All groups of a model share one mesh: making and comparing meshes takes time that grows with the number of ranks.
-_DefaultMeshes = weakref.WeakValueDictionary[str, DeviceMesh]
-_default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, _DefaultMeshes] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -272,7 +280,7 @@ def joined_mesh(mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> DeviceMesh:
     Raises:
         RuntimeError: they are not parts of one mesh.
     """
-    known = _joined.setdefault(mesh.get_group(mesh.ndim - 1), weakref.WeakValueDictionary())
+    known = kept_for(mesh.get_group(mesh.ndim - 1), _Made).joined
     joined = known.get((mesh, tensor_mesh))
     if joined is None:
         joined = known[mesh, tensor_mesh] = concatenate_meshes([mesh, tensor_mesh])
@@ -419,10 +427,6 @@ def _transport(
     return Transport(group) if is_simulated else transport_of(group, device, peers)
 
 
-# The process group of this rank alone, by default process group.
-_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-
-
 def _with_own_dimension(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh with one dimension plus a second one, in which each rank is alone."""
     groups, ranks = [mesh.get_group(0), _group_of_this_rank()], [[rank] for rank in mesh.mesh.tolist()]
@@ -432,10 +436,11 @@ def _with_own_dimension(mesh: DeviceMesh) -> DeviceMesh:
 def _group_of_this_rank() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "there are process groups"
-    if world not in _alone or is_destroyed(_alone[world]):
+    made = kept_for(world, _Made)
+    if made.alone is None or is_destroyed(made.alone):
         # Local synchronization: the other ranks do not take part.
-        _alone[world] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return _alone[world]
+        made.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return made.alone
 
 
 def mesh_of_this_rank(device_type: str) -> DeviceMesh:
@@ -450,7 +455,7 @@ def default_mesh() -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type in group_device_types(world) and backend_name(world) != "gloo":
         device_type = accelerator.type
-    known = _default_meshes.setdefault(world, weakref.WeakValueDictionary())
+    known = kept_for(world, _Made).default_meshes
     mesh = known.get(device_type)
     if mesh is None:
         mesh = known[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))

@@ -23,9 +23,9 @@ import hashlib
 import os
 import secrets
 import time
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from .._torch import default_store, group_timeout
 from ..errors import RankLostError, RanksDifferError, class_of, name_of
+from .context import kept_for, known_for
 from .failure import TIMEOUT_ENV, Meeting, failure_of, give_up, gone
 
 # ---- The part of the key-value store that belongs to one initialization of a process group.
@@ -71,14 +72,24 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
 
-_namespaces: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.Store] = weakref.WeakKeyDictionary()
-_tokens: weakref.WeakKeyDictionary[Ranks, str] = weakref.WeakKeyDictionary()
+@dataclass(slots=True, eq=False)
+class _Rendezvous:
+    """What one rank knows of the rendezvous of a process group, or of ranks that are about to become one."""
+
+    # Tells this initialization of the ranks from earlier ones.
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    namespace: dist.Store | None = None  # the store that only this initialization writes to, once ranks have agreed
+    # By purpose, the number of the next round, as far as this rank knows; part of the keys.
+    next_rounds: Counter[str] = field(default_factory=Counter)
+    # By purpose, the keys of finished rounds; on the first rank.
+    leftovers: defaultdict[str, list[_Round]] = field(default_factory=lambda: defaultdict(list))
 
 
 def known_namespace(group: dist.ProcessGroup) -> dist.Store | None:
     """Return the store that only this initialization of ``group`` writes to; ``None`` before the ranks have agreed on
     it."""
-    return _namespaces.get(group)
+    known = known_for(group, _Rendezvous)
+    return None if known is None else known.namespace
 
 
 def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: timedelta, absence: Absence) -> dist.Store:
@@ -91,11 +102,10 @@ def agree_on_namespace(group: dist.ProcessGroup, timeout: timedelta, grace: time
     Raises:
         Exception: the one that ``absence`` returns for the ranks that did not arrive.
     """
-    namespace = _namespaces.get(group)
-    if namespace is None:
-        name = agree_on_name(group, timeout, grace, absence)
-        namespace = _namespaces[group] = dist.PrefixStore(name, default_store())
-    return namespace
+    known = kept_for(group, _Rendezvous)
+    if known.namespace is None:
+        known.namespace = dist.PrefixStore(agree_on_name(group, timeout, grace, absence), default_store())
+    return known.namespace
 
 
 def agree_on_name(ranks: Ranks, timeout: timedelta, grace: timedelta, absence: Absence) -> str:
@@ -103,9 +113,7 @@ def agree_on_name(ranks: Ranks, timeout: timedelta, grace: timedelta, absence: A
     ``agree_on_namespace``."""
     base = f"fsdp_compose/{ranks.group_name}"
     store = dist.PrefixStore(f"{base}/challenge", default_store())
-    token = _tokens.get(ranks)
-    if token is None:
-        token = _tokens[ranks] = secrets.token_hex(8)
+    token = kept_for(ranks, _Rendezvous).token
     if ranks.rank() == 0:
         name = token
         _challenge(store, token, ranks.size(), timeout, absence)
@@ -237,13 +245,6 @@ _OK = "ok"  # how a round ends if nothing is wrong
 
 class _RankGone(RuntimeError):
     pass
-
-
-# The number of the next round for each purpose, as far as this rank knows; part of the keys.
-_next_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-# The keys of finished rounds, by purpose; on the first rank.
-_Leftovers = dict[str, list["_Round"]]
-_leftovers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Leftovers] = weakref.WeakKeyDictionary()
 
 
 def meet(
@@ -381,7 +382,7 @@ def _meet(
 ) -> str:
     group = waits.group
     store = dist.PrefixStore(f"rendezvous/{waits.purpose}", own_store(group, waits.text, waits.timeout))
-    rounds = _next_rounds.setdefault(group, Counter())
+    rounds = kept_for(group, _Rendezvous).next_rounds
     if group.rank() == 0:
         this = _Round(store, rounds[waits.purpose])
         rounds[waits.purpose] += 1
@@ -461,7 +462,7 @@ def _preside(
         asides = [item.rpartition("\n")[2] for item in brought]
         text = judge(asides if any(asides) else [item.rpartition("\n")[0] for item in brought])
     store.set(this.verdict, f"{kind}:{missing}:{text}")
-    _leftovers.setdefault(group, defaultdict(list))[waits.purpose if missing else ""].append(this)
+    kept_for(group, _Rendezvous).leftovers[waits.purpose if missing else ""].append(this)
     return kind, text
 
 
@@ -483,7 +484,7 @@ def _ask(
     except RuntimeError as error:  # also: it did not answer
         kind, text = _kind_of(error), str(error)
     store.set(this.told, f"{kind}:{text}")
-    _leftovers.setdefault(waits.group, defaultdict(list))[""].append(this)
+    kept_for(waits.group, _Rendezvous).leftovers[""].append(this)
     return kind, text
 
 
@@ -494,7 +495,7 @@ def _kind_of(error: RuntimeError) -> str:
 def _tidy(group: dist.ProcessGroup, purpose: str) -> None:
     """Delete the keys of rounds that no rank can ask for any more, now that all ranks have arrived at one. The keys of
     a round that some ranks missed stay until all meet for the same purpose: those ranks count on from there."""
-    known = _leftovers.get(group, {})
+    known = kept_for(group, _Rendezvous).leftovers
     for this in (*known.pop("", []), *known.pop(purpose, [])):
         this.delete()
 

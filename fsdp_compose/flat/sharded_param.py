@@ -14,13 +14,12 @@ from operator import is_
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import DTensorSpec, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
-from ..comm import DataParallelMesh
+from ..comm import DataParallelMesh, kept_for
 from ..errors import MisuseError
 from ..ragged import (
     SHOWN_ATTRIBUTE,
@@ -65,11 +64,13 @@ local_elements = _itself if PLAIN_SHARDED_PARAMS else local_tensor
 """The local elements behind a sharded parameter: a view of the shard, unless it was given other memory."""
 
 _data_ptr = torch.Tensor.data_ptr
-# Keyed by process group, not by mesh: meshes are equal if their ranks are, even if one belongs to a process group that
-# is gone. Weak references to specs: a spec holds its mesh, the mesh holds the process group, and that has connections
-# and threads.
-_Specs = weakref.WeakValueDictionary[Any, RaggedSpec]
-_specs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Specs] = weakref.WeakKeyDictionary()
+
+
+class _Specs(weakref.WeakValueDictionary[Any, RaggedSpec]):
+    """The specs on the meshes of one process group.
+
+    Kept for the process group, not by mesh: meshes are equal if their ranks are, even if one belongs to a process group
+    that is gone. Weak: a spec holds its mesh, which holds the process group, which has connections and threads."""
 
 
 def sharded_spec(
@@ -81,7 +82,7 @@ def sharded_spec(
     row = param.row_numel
     is_rows = param.row_aligned and bool(param.shape) and row > 0
     placement = RaggedShard(counts.divided_by(row) if is_rows else counts, flat=not is_rows)
-    known = _specs.setdefault(mesh.shard_group, weakref.WeakValueDictionary())
+    known = kept_for(mesh.shard_group, _Specs)
     whole, placements, shape = mesh.mesh, mesh.placements(placement), param.shape
     if own is not None:
         whole, placements, shape = mesh.beside(own.mesh), (*placements, *own.placements), tuple(own.shape)

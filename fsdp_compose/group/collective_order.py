@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from ..comm import all_kept, kept_for
 from ..flat import FlatParamHandle
 
 _MAX_ENTRIES = 1 << 16  # collectives remembered between two exchanges; only a program without backward gets there
@@ -74,9 +75,6 @@ class Group(Protocol):
     def root(self) -> OrderedRoot | None: ...
 
 
-_orders: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = weakref.WeakKeyDictionary()
-
-
 class CollectiveLog:
     """The collectives that one process group has carried.
 
@@ -105,10 +103,7 @@ class CollectiveLog:
 
     @staticmethod
     def of(process_group: dist.ProcessGroup) -> CollectiveLog:
-        order = _orders.get(process_group)
-        if order is None:
-            order = _orders[process_group] = CollectiveLog()
-        return order
+        return kept_for(process_group, CollectiveLog)
 
     def record(self, root: OrderedRoot, entry: int) -> None:
         """Record a collective, which the caller issues next."""
@@ -146,7 +141,7 @@ class CollectiveLog:
     @staticmethod
     def known() -> list[tuple[dist.ProcessGroup, CollectiveLog]]:
         """Every process group that has an order."""
-        return [*_orders.items()]
+        return all_kept(CollectiveLog)
 
     def has_others_in_backward(self, root: OrderedRoot) -> bool:
         """Whether a root other than ``root`` has a backward that is running or still to come."""

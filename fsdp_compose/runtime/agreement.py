@@ -67,7 +67,8 @@ def raise_different_order(root: Root, code: int) -> None:
     digest = hashlib.sha256("\n".join(codes).encode()).hexdigest()
     journal = known_journal(group)
     if journal is not None:
-        journal.wait(journal.count)  # another rank may be waiting for a collective of ours: say what this rank entered
+        journal.waits_for = journal.count  # another rank may wait for a collective of ours: say what this rank entered
+        journal.finish_dropped()
     try:
         meet(group, "comparing collectives", digest, lambda _: "", details, explain)
     except RuntimeError:
@@ -76,7 +77,7 @@ def raise_different_order(root: Root, code: int) -> None:
         raise
     finally:
         if journal is not None:
-            journal.go_on()
+            journal.waits_for = 0
         root.order.close()  # all ranks know the difference: do not report it again for other models
     raise RanksDifferError("the ranks issued different collectives in this iteration; no gradient was published")
 

@@ -37,7 +37,8 @@ from fsdp_compose.checkpoint import (
     set_model_state_dict,
     set_state_dict,
 )
-from fsdp_compose.comm.control_exchange import _control_groups
+from fsdp_compose.comm.context import known_for
+from fsdp_compose.comm.control_exchange import _Control
 from fsdp_compose.group import debug as standstill
 from fsdp_compose.group.registry import _get_fsdp_states, get_state
 from fsdp_compose.strategies import STRATEGIES
@@ -541,7 +542,8 @@ def use_a_process_group(folder: Path, how: str, is_flat: bool) -> dict[str, weak
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     USES[how](folder, model, adamw(flat_parameters(model) if is_flat else model.parameters()))
-    found = {"process group": group, "mesh": mesh, "control group": _control_groups.get(group)}
+    control = known_for(group, _Control)
+    found = {"process group": group, "mesh": mesh, "control group": control and control.group}
     dist.barrier(group)
     dist.destroy_process_group(group)
     return {name: weakref.ref(item) for name, item in found.items() if item is not None}
