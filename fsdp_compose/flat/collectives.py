@@ -60,7 +60,7 @@ class AllGathers:
     def announce(self, handle: FlatParamHandle, what: str) -> None:
         """Called before a collective that the other methods do not issue."""
 
-    def announce_exchange(self, root: object, code: int) -> None:
+    def announce_exchange(self, root: object, place: object) -> None:
         """Called before a control exchange."""
 
     def announce_recovery(self, root: object) -> None:

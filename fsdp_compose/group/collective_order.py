@@ -12,7 +12,8 @@ import hashlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from enum import IntEnum
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -20,24 +21,77 @@ from ..comm import all_kept, kept_for
 from ..flat import FlatParamHandle
 
 _MAX_ENTRIES = 1 << 16  # collectives remembered between two exchanges; only a program without backward gets there
-ALL_GATHER, REDUCE_SCATTER, SCATTER_ALONE = 0, 1, 2  # the low bits of a code; the high bits say which group
-KIND_BITS = 2
-END_OF_BACKWARD = -1  # not a collective, but the reason for an exchange
-END_OF_FORWARD = 1 << 62  # likewise; a forward that has looked for untracked writes ends with an exchange
-START_OF_BACKWARD, SERVE = END_OF_FORWARD + 1, END_OF_FORWARD + 2  # sync points of roots with optional groups
-OTHER_MODEL = END_OF_FORWARD + 3  # likewise, where another root goes on
-_END_OF_GROUP = 1 << 61  # codes from here to END_OF_FORWARD: the end of a forward of a group
-ENDS = {
+FLAGS_CHANGED = "no collective but a change of requires_grad"
+
+
+class Kind(IntEnum):
+    """What an entry says. Integers, because Python salts the hashes of strings, and of other enums, in each process."""
+
+    # collectives of a group
+    ALL_GATHER = 0
+    REDUCE_SCATTER = 1
+    SCATTER_ALONE = 2  # a reduce-scatter whose result is not averaged over replicas
+    # others in the log
+    FLAGS = 3  # a change of ``requires_grad``, which one rank may make alone
+    FOLDED = 4  # many collectives
+    # where a rank is, in an exchange
+    END_OF_BACKWARD = 5
+    END_OF_FORWARD = 6  # a forward that has looked for untracked writes ends with an exchange
+    START_OF_BACKWARD = 7
+    END_OF_GROUP = 8  # of the forward of a group
+    SERVE = 9
+    OTHER_MODEL = 10  # where another root goes on
+
+
+class Entry(NamedTuple):
+    """A line of the log, or a place in the program. Equal on all ranks that do the same.
+
+    Attributes:
+        kind: what was done.
+        group: the number of the group, if it is about one.
+        detail: a hash of the rest.
+    """
+
+    kind: Kind
+    group: int = -1
+    detail: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind:d} {self.group} {self.detail}"
+
+
+END_OF_BACKWARD, END_OF_FORWARD, START_OF_BACKWARD = map(
+    Entry, (Kind.END_OF_BACKWARD, Kind.END_OF_FORWARD, Kind.START_OF_BACKWARD)
+)
+SERVE, OTHER_MODEL = Entry(Kind.SERVE), Entry(Kind.OTHER_MODEL)
+PLACES = {
     END_OF_BACKWARD: "the end of backward",
     END_OF_FORWARD: "the end of forward",
     START_OF_BACKWARD: "the start of backward",
     SERVE: "sync_optional_groups()",
     OTHER_MODEL: "the start or end of another model's forward or backward",
 }
-FLAGS_CHANGED = "no collective but a change of requires_grad"
-_MAX_GROUPS = 1 << 24  # codes below END_OF_BACKWARD: a hash of requires_grad flags, and the group that has them
-_FOLDED = 1 << 63  # codes from here on: a hash of many codes
-_KINDS = ("all-gather", "reduce-scatter", "reduce-scatter without all-reduce")
+
+
+class GroupEntries:
+    """The entries of one group, made once."""
+
+    __slots__ = ("all_gather", "end_of_forward", "reduce_scatter", "scatter_alone")
+
+    def __init__(self, number: int) -> None:
+        """``number``: the group's; -1 before it has one."""
+        self.all_gather = Entry(Kind.ALL_GATHER, number)
+        self.reduce_scatter = Entry(Kind.REDUCE_SCATTER, number)
+        self.scatter_alone = Entry(Kind.SCATTER_ALONE, number)
+        self.end_of_forward = Entry(Kind.END_OF_GROUP, number)
+
+    def change_of_flags(self, text: str) -> Entry:
+        """The entry of a change of ``requires_grad``; ``text`` says which parameter and flags."""
+        digest = hashlib.sha256(text.encode()).digest()
+        return Entry(Kind.FLAGS, self.all_gather.group, int.from_bytes(digest[:6], "little"))
+
+
+UNNUMBERED = GroupEntries(-1)
 
 
 class OrderedRoot(Protocol):
@@ -60,7 +114,7 @@ class OrderedRoot(Protocol):
 class Group(Protocol):
     """The part of an ``_FSDPState`` that the order uses."""
 
-    log_code: int
+    log: GroupEntries
 
     @property
     def serial(self) -> int: ...
@@ -79,10 +133,10 @@ class CollectiveLog:
     """The collectives that one process group has carried.
 
     Attributes:
-        entries: codes of the collectives issued since the last exchange.
+        entries: the collectives issued since the last exchange.
         num_collectives: how many were issued before that.
         num_roots: how many roots have run.
-        serve: called with a root and a code before that root issues the collective of this code, if a root on the
+        serve: called with a root and an entry before that root issues the collective of this entry, if a root on the
             process group has optional groups: ranks may request these until all are at this collective.
     """
 
@@ -92,10 +146,10 @@ class CollectiveLog:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.entries: list[int] = []
+        self.entries: list[Entry] = []
         self.num_collectives = 0
         self.num_roots = 0
-        self.serve: Callable[[OrderedRoot | None, int], None] | None = None
+        self.serve: Callable[[OrderedRoot | None, Entry], None] | None = None
         self._next_number = 0
         self._states: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._serials: defaultdict[str, list[int]] = defaultdict(list)  # serials of roots that have run, by model
@@ -105,7 +159,7 @@ class CollectiveLog:
     def of(process_group: dist.ProcessGroup) -> CollectiveLog:
         return kept_for(process_group, CollectiveLog)
 
-    def record(self, root: OrderedRoot, entry: int) -> None:
+    def record(self, root: OrderedRoot, entry: Entry) -> None:
         """Record a collective, which the caller issues next."""
         if self.serve is not None:
             self.serve(root, entry)
@@ -119,11 +173,11 @@ class CollectiveLog:
     def _num_entries(self) -> int:
         """How many entries are collectives; the others are ``requires_grad`` changes, which one rank
         may make alone."""
-        return len([code for code in self.entries if code > END_OF_BACKWARD])
+        return len([entry for entry in self.entries if entry.kind != Kind.FLAGS])
 
-    def hash(self, root: OrderedRoot, code: int) -> int:
-        """A hash of the collectives since the last exchange and of ``code``, which ``root`` is about to do."""
-        return order_hash((code, *self.entries), root.number)
+    def hash(self, root: OrderedRoot, place: Entry) -> int:
+        """A hash of the collectives since the last exchange and of the ``place`` that ``root`` is at."""
+        return order_hash((place, *self.entries), root.number)
 
     def close(self) -> None:
         """Forget the entries, after all ranks have compared it or given it up."""
@@ -134,7 +188,7 @@ class CollectiveLog:
         """Replace a long list of entries by its hash."""
         if len(self.entries) > _MAX_ENTRIES:
             self.num_collectives += self._num_entries() - 1
-            self.entries[:] = [_FOLDED + (order_hash(self.entries, 0) & (_FOLDED - 1))]
+            self.entries[:] = [Entry(Kind.FOLDED, detail=order_hash(self.entries, 0))]
 
     # ---- Models
 
@@ -164,8 +218,8 @@ class CollectiveLog:
         """Number the groups of a root at its first forward, the same way on all ranks. Returns the root's number."""
         for state in states:
             self._waiting.discard(state)
-            if state.log_code < 0:
-                state.log_code = self._next_number << KIND_BITS
+            if state.log is UNNUMBERED:
+                state.log = GroupEntries(self._next_number)
                 self._states[self._next_number] = state
                 self._next_number += 1
         previous = root.root
@@ -175,69 +229,63 @@ class CollectiveLog:
         self.num_roots += 1
         return self.num_roots
 
-    def entries_as_text(self, root: OrderedRoot, code: int) -> list[str]:
-        """The entries since the last exchange and what ``root`` is about to do, a line each: code, meaning, model.
+    def entries_as_text(self, root: OrderedRoot, place: Entry) -> list[str]:
+        """The entries since the last exchange and the ``place`` that ``root`` is at, a line each: entry, meaning,
+        model.
 
-        Only the codes say whether ranks differ: a model may be gone on some ranks only, and then has no name there."""
-        now = f"{ENDS[code]}\t{root.label}" if code in ENDS else self._as_text(code)
-        return [*(f"{item}\t{self._as_text(item)}" for item in self.entries), f"{code} {root.number}\t{now}"]
+        Only the entries say whether ranks differ: a model may be gone, and have no name, on some ranks only."""
+        now = f"{PLACES[place]}\t{root.label}" if place in PLACES else self._as_text(place)
+        return [*(f"{item}\t{self._as_text(item)}" for item in self.entries), f"{place} {root.number}\t{now}"]
 
     def last_as_text(self) -> str:
         """The last collective, if it was issued since the last exchange; may be called in another thread."""
         last = self.entries[-1:]
         return self._as_text(last[0]).replace("\t", " of ") if last else ""
 
-    def name_of(self, code: int) -> str:
-        """The meaning of a code, as text."""
-        return ENDS[code] if code in ENDS else self._as_text(code).partition("\t")[0]
+    def name_of(self, entry: Entry) -> str:
+        """The meaning of an entry, as text."""
+        return PLACES[entry] if entry in PLACES else self._as_text(entry).partition("\t")[0]
 
     def roots(self) -> list[OrderedRoot]:
         """The roots that have run and are still alive."""
         return [*{id(root): root for state in [*self._states.values()] if (root := state.root) is not None}.values()]
 
-    def _as_text(self, code: int) -> str:
-        if code >= _FOLDED:
+    def _as_text(self, entry: Entry) -> str:
+        if entry.kind == Kind.FOLDED:
             return "the last of many collectives that are no longer remembered"
-        is_end = code >= _END_OF_GROUP
-        code -= is_end * _END_OF_GROUP
-        number = (-2 - code) % _MAX_GROUPS if code < END_OF_BACKWARD else code >> KIND_BITS
-        state = self._states.get(number)
+        state = self._states.get(entry.group)
         root = None if state is None else state.root
         name = "a group that is gone\t" if state is None or root is None else f"{state.name}\t{root.label}"
-        if code < END_OF_BACKWARD:
+        if entry.kind == Kind.FLAGS:
             frozen = [] if state is None else [item for handle in state._handles for item in _frozen(handle)]
             now = f"{', '.join(frozen[:3]) or 'nothing'}{' ...' if len(frozen) > 3 else ''}"
             group, _, label = name.partition("\t")
             return f"{FLAGS_CHANGED} in {group} (now frozen: {now})\t{label}"
-        if is_end:
+        if entry.kind == Kind.END_OF_GROUP:
             return f"the end of the forward of {name}"
-        kind = code & 3
-        if kind == REDUCE_SCATTER and state is not None and any([item.mesh.has_whole for item in state._handles]):
+        is_whole = state is not None and any([item.mesh.has_whole for item in state._handles])
+        if entry.kind == Kind.REDUCE_SCATTER and is_whole:
             return f"the all-reduce of {name}"
-        return f"the {_KINDS[kind]} of {name}"
+        return f"the {_COLLECTIVES[entry.kind]} of {name}"
+
+
+_COLLECTIVES = {
+    Kind.ALL_GATHER: "all-gather",
+    Kind.REDUCE_SCATTER: "reduce-scatter",
+    Kind.SCATTER_ALONE: "reduce-scatter without all-reduce",
+}
 
 
 def _frozen(handle: FlatParamHandle) -> list[str]:
     return [name for name, flag in zip(handle.names, handle.unsharded.flags, strict=True) if not flag]
 
 
-def entry_of_flags(code: int, text: str) -> int:
-    """The code of a change of ``requires_grad`` in the group of ``code``; ``text`` says which parameter and flags."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - (code >> KIND_BITS)
-
-
-def entry_of_end(code: int) -> int:
-    """The code of the end of a forward of the group of ``code``."""
-    return _END_OF_GROUP + code
-
-
 def first_difference_of_entries(ours: str, theirs: str) -> tuple[int, str, str] | None:
     """The first position where the entries of two ranks differ, with both entries as messages show them."""
     both = [dict(enumerate(text.split("\n"))) for text in (ours, theirs)]
     for position in range(max(map(len, both))):
-        (a_code, _, a), (b_code, _, b) = (entries.get(position, "\tnothing").partition("\t") for entries in both)
-        if a_code != b_code:
+        (a_entry, _, a), (b_entry, _, b) = (entries.get(position, "\tnothing").partition("\t") for entries in both)
+        if a_entry != b_entry:
             return position, *_name_models(a, b)
     return None
 
@@ -270,7 +318,7 @@ def judge_places(places: Sequence[str]) -> str:
     return ""
 
 
-def order_hash(entries: Sequence[int], seed: int) -> int:
-    """A hash of a sequence of integers. It is the same in every process: Python salts the hashes of strings, not of
+def order_hash(entries: Sequence[Entry], seed: int) -> int:
+    """A hash of a sequence of entries. It is the same in every process: Python salts the hashes of strings, not of
     integers."""
     return hash((seed, len(entries), *entries))

@@ -48,7 +48,7 @@ from ..comm import (
 )
 from ..errors import MisuseError, RanksDifferError
 from ..flat import Communicator, FlatParamHandle, Reduction
-from .collective_order import ENDS, CollectiveLog
+from .collective_order import PLACES, CollectiveLog, Entry
 from .optimizer_steps import STEPS_DIFFER, name_ranks, num_steps, restart_counts
 from .state import Root, state_of
 
@@ -133,11 +133,11 @@ class LockstepCommunicator(Communicator):
                 root.forward.has_failed = True
             raise
 
-    def announce_exchange(self, root: object, code: int) -> None:
-        assert isinstance(root, Root)
+    def announce_exchange(self, root: object, place: object) -> None:
+        assert isinstance(root, Root) and isinstance(place, Entry)
         mesh = root.mesh
         if mesh.has_peers:
-            what = ENDS.get(code, "a reduction in functional mode")
+            what = PLACES.get(place, "a reduction in functional mode")
             try:
                 _agree(mesh.peers, f"{what} of {root.label}", root)
             except RuntimeError:

@@ -23,7 +23,7 @@ from .._torch import ComposableState
 from ..comm import ControlExchange, DataParallelMesh, Names
 from ..errors import MisuseRuntimeError
 from ..flat import Communicator, FlatParamHandle, Region, mark_owner, segment_owners
-from .collective_order import CollectiveLog
+from .collective_order import UNNUMBERED, CollectiveLog
 from .iteration import (
     NOWHERE,
     Backward,
@@ -56,7 +56,7 @@ class _FSDPState(ComposableState):
         root: the data shared by all groups below one root; ``None`` before the first forward.
         place: the group's position below that root.
         detector: change detector of the whole root; only on the root's own state.
-        code: the group's number in the order of collectives, shifted by ``KIND_BITS``; negative before it has one.
+        log: the group's entries in the order of collectives.
         serial: increases from group to group in the order in which this process makes them; copies keep it.
         progress: state in the running iteration.
         backward: state in the running backward.
@@ -66,10 +66,10 @@ class _FSDPState(ComposableState):
     __slots__ = (
         "_handles",
         "backward",
-        "code",
         "detector",
         "fqn",
         "ignored",
+        "log",
         "mesh",
         "modules",
         "options",
@@ -92,7 +92,7 @@ class _FSDPState(ComposableState):
         self.root: Root | None = None
         self.place = NOWHERE
         self.detector: ParameterDetector | None = None
-        self.log_code = -1
+        self.log = UNNUMBERED
         self.serial = next(_serials)
         self.persistent = PersistentState()
         self.reset()

@@ -20,6 +20,7 @@ from ..flat import summary_of
 from ..group import (
     FLAGS_CHANGED,
     OTHER_MODEL,
+    Entry,
     GraphPlan,
     Root,
     _FSDPState,
@@ -33,20 +34,20 @@ from ..group import (
 # ---- The error that all ranks raise together when they have issued different collectives
 
 
-def raise_different_order(root: Root, code: int) -> None:
+def raise_different_order(root: Root, place: Entry) -> None:
     """Raise, on every rank, an error that names the first collective that differs. Ranks: all know of the difference
     and call this.
 
     Args:
-        code: what this rank is about to do.
+        place: where this rank is.
     """
     group = root.mesh.peers
     lasts = last_of_every_rank(group)
-    lines = root.order.entries_as_text(root, code)
+    lines = root.order.entries_as_text(root, place)
 
     def explain(rank: int, ours: str, theirs: str) -> str:
         difference = first_difference_of_entries(ours, theirs)
-        assert difference is not None, "digests of the codes differ"
+        assert difference is not None, "digests of the entries differ"
         position, a, b = difference
         if FLAGS_CHANGED in a or FLAGS_CHANGED in b:
             return (
@@ -63,8 +64,8 @@ def raise_different_order(root: Root, code: int) -> None:
         )
 
     details = "\n".join(lines)
-    codes = [line.partition("\t")[0] for line in lines]  # names may differ: a model may be gone on some ranks only
-    digest = hashlib.sha256("\n".join(codes).encode()).hexdigest()
+    entries = [line.partition("\t")[0] for line in lines]  # names may differ: a model may be gone on some ranks only
+    digest = hashlib.sha256("\n".join(entries).encode()).hexdigest()
     journal = known_journal(group)
     if journal is not None:
         journal.waits_for = journal.count  # another rank may wait for a collective of ours: say what this rank entered
@@ -96,15 +97,15 @@ def is_whole(root: Root) -> bool:
     )
 
 
-def begin_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
-    """Send what this rank has done, and what it is about to do (``code``). Ranks: all."""
+def begin_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
+    """Send what this rank has done, and the ``place`` that it is at. Ranks: all."""
     if root.order.serve is not None:
         root.order.serve(root, OTHER_MODEL)
-    root.communicator.announce_exchange(root, code)
-    exchange.start(root.order.hash(root, code), steps_to_compare(root))
+    root.communicator.announce_exchange(root, place)
+    exchange.start(root.order.hash(root, place), steps_to_compare(root))
 
 
-def end_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
+def end_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
     """Wait for the other ranks.
 
     Raises:
@@ -117,7 +118,7 @@ def end_exchange(root: Root, exchange: ControlExchange, code: int) -> None:
         root.order.close()  # as on the other ranks
         raise
     if not is_same:
-        raise_different_order(root, code)
+        raise_different_order(root, place)
     if not exchange.steps_agree:
         raise_different_steps(root)
     root.order.close()

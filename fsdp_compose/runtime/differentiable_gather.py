@@ -35,7 +35,7 @@ from ..flat import (
     make_gradient,
     sharded_param_of,
 )
-from ..group import ALL_GATHER, END_OF_BACKWARD, REDUCE_SCATTER, Backward, Root, _FSDPState, captured_leaves, state_of
+from ..group import END_OF_BACKWARD, Backward, Entry, Root, _FSDPState, captured_leaves, state_of
 from ..ragged import RaggedDTensor, gather_local_shards, gather_parameter, scatter_average
 from .agreement import begin_exchange, end_exchange
 from .backward import begin_backward
@@ -74,10 +74,10 @@ class Gather:
         """Gather every parameter from its sharded parts; a missing part (``None``) counts as zeros."""
         whole: list[torch.Tensor] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
-            self._root.order.record(self._root, self._state.log_code | ALL_GATHER)
+            self._root.order.record(self._root, self._state.log.all_gather)
             shard = _shard_of(handle, parts[start:stop])
             storage = self._root.communicator.all_gather_copy(handle, shard).untyped_storage()
-            # Tensors over the storage, not views: if any code writes to the base, autograd refuses to use its views,
+            # Tensors over the storage, not views: if any place writes to the base, autograd refuses to use its views,
             # with an error that names no parameter.
             whole += [
                 torch.empty(0, dtype=handle.unsharded.dtype, device=storage.device).set_(storage, p.offset, p.shape)  # type: ignore[call-overload]
@@ -95,7 +95,7 @@ class Gather:
         result: list[torch.Tensor | None] = []
         for handle, start, stop in zip(self._handles, self._bounds, self._bounds[1:]):
             if any(used[start:stop]):
-                self._root.order.record(self._root, self._state.log_code | REDUCE_SCATTER)
+                self._root.order.record(self._root, self._state.log.reduce_scatter)
                 reduced = self._reduce_scatter(handle, grads[start:stop])
                 result += [
                     make_gradient(reduced[i:j].view(shape), sharded) if is_used else None
@@ -184,7 +184,7 @@ class _RootExchange:
             place = slice(self._starts[id(handle)], self._starts[id(handle)] + stop - start)
             used[place] = bytes(grad is not None for grad in grads[start:stop])
             places.append(place)
-        self._meet(state.log_code | REDUCE_SCATTER)
+        self._meet(state.log.reduce_scatter)
         return b"".join(bytes(used[place]) for place in places)
 
     def end(self) -> None:
@@ -198,13 +198,13 @@ class _RootExchange:
         if root is not None:
             root.fail_backward(Backward(has_added=True))
 
-    def _meet(self, code: int) -> None:
-        """Check that all ranks have done the same and are about to do ``code``."""
+    def _meet(self, place: Entry) -> None:
+        """Check that all ranks have done the same and are at ``place``."""
         root = self._root()
         assert root is not None
-        begin_exchange(root, self._exchange, code)
+        begin_exchange(root, self._exchange, place)
         try:
-            end_exchange(root, self._exchange, code)
+            end_exchange(root, self._exchange, place)
         except RuntimeError:
             root.forward.has_failed = True
             raise
@@ -320,7 +320,7 @@ def _gather(sharded: RaggedDTensor) -> torch.Tensor | None:
         return None
     handle, index, state, root = place
     root.scheduler.before_single_gather(root, state)
-    root.order.record(root, state.log_code | ALL_GATHER)
+    root.order.record(root, state.log.all_gather)
     root.communicator.announce(handle, "all-gather of a parameter")
     whole: torch.Tensor
     if state.options.is_functional or state.persistent.was_functional:

@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 from ..flat import FlatParamHandle, is_stale
 from ..group import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    SCATTER_ALONE,
+    Entry,
     ForwardRecord,
     GroupUse,
     HookedUse,
@@ -21,7 +19,6 @@ from ..group import (
     Root,
     Scheduler,
     _FSDPState,
-    entry_of_flags,
     get_state,
     registrations,
 )
@@ -32,7 +29,7 @@ def note_all_gather(root: Root, state: _FSDPState, handle: FlatParamHandle) -> N
     """Record the all-gather of a flat parameter, which the caller issues next. One that is whole on every rank is not
     gathered: ranks may use it unequally often."""
     if not handle.mesh.has_whole:
-        root.order.record(root, state.log_code | ALL_GATHER)
+        root.order.record(root, state.log.all_gather)
 
 
 def unshard(root: Root, state: _FSDPState) -> None:
@@ -136,7 +133,7 @@ def reduce(root: Root, state: _FSDPState, with_frozen: bool = False) -> None:
             if not is_kept:
                 communicator.reshard(handle)
         elif is_synced:
-            root.order.record(root, state.log_code | (REDUCE_SCATTER if averages else SCATTER_ALONE))
+            root.order.record(root, state.log.reduce_scatter if averages else state.log.scatter_alone)
             if has_earlier or not averages:
                 # Before the earlier gradients are taken: if the reduction raises, they are lost.
                 backward.has_added = True
@@ -154,7 +151,7 @@ def reduce_early(root: Root, state: _FSDPState) -> None:
     assert backward is not None
     state.backward.num_early += 1
     if handle.pending_gradients.is_trainable or handle.pending_gradients.accumulation is not None:
-        root.order.record(root, state.log_code | REDUCE_SCATTER)
+        root.order.record(root, state.log.reduce_scatter)
         if handle.pending_gradients.accumulation is not None:
             backward.has_added = True  # before the earlier gradients are taken, as in reduce()
         if root.communicator.reduce(handle, True, True):
@@ -184,7 +181,7 @@ def follow_requires_grad(root: Root, state: _FSDPState) -> None:
     that ranks differ at the end of backward if one rank changes it alone."""
     for handle in state._handles:
         handle.follow_requires_grad()
-        root.order.entries.append(_code_of_flags(state, handle))
+        root.order.entries.append(_entry_of_flags(state, handle))
 
 
 def follow_requires_grad_writes(root: Root, state: _FSDPState) -> None:
@@ -212,11 +209,11 @@ def follow_requires_grad_writes_of_forward(root: Root, states: list[_FSDPState])
         for handle in state._handles:
             if handle.unsharded.was_toggled():
                 handle.follow_unsharded_requires_grad()
-                root.order.entries.append(_code_of_flags(state, handle))
+                root.order.entries.append(_entry_of_flags(state, handle))
 
 
-def _code_of_flags(state: _FSDPState, handle: FlatParamHandle) -> int:
-    return entry_of_flags(state.log_code, f"{handle.name_of(0)}{handle.unsharded.flags}")
+def _entry_of_flags(state: _FSDPState, handle: FlatParamHandle) -> Entry:
+    return state.log.change_of_flags(f"{handle.name_of(0)}{handle.unsharded.flags}")
 
 
 # ---- Prefetch: the all-gather of the next group starts while this one computes.

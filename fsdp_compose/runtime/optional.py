@@ -36,12 +36,12 @@ from .._torch import backwards, current_graph_task_id
 from ..comm import Carrier
 from ..flat import FlatParamHandle
 from ..group import (
-    ALL_GATHER,
     END_OF_BACKWARD,
     END_OF_FORWARD,
     OTHER_MODEL,
     SERVE,
     START_OF_BACKWARD,
+    Entry,
     ForwardRecord,
     GroupUse,
     HookedUse,
@@ -49,7 +49,6 @@ from ..group import (
     Root,
     Scheduler,
     _FSDPState,
-    entry_of_end,
 )
 from ..ragged import requires_grad_writes
 from .group_ops import (
@@ -140,7 +139,7 @@ class SkippingOrder(FixedOrder):
         ahead = self._following_in_forward(root, state)
         needed = [state, *ahead]
         if self.running:
-            self.protocol.sync_point(root, state.log_code | ALL_GATHER, needed)
+            self.protocol.sync_point(root, state.log.all_gather, needed)
         else:
             self.protocol.gather(root, [item for item in root.live_states() if item in needed], needed)
         self.running.append(state.place.index)
@@ -168,7 +167,7 @@ class SkippingOrder(FixedOrder):
         if root.forward.depth == 0:
             self.protocol.sync_point(root, END_OF_FORWARD)
         elif state.place.index in self.enclosing_groups.values():
-            self.protocol.sync_point(root, entry_of_end(state.log_code))
+            self.protocol.sync_point(root, state.log.end_of_forward)
 
     def announce_failure(self, root: Root) -> None:
         self.protocol.announce_failure(root)
@@ -301,12 +300,12 @@ class SkippingOrder(FixedOrder):
             self.protocol.request_unshard(root, state)
         else:
             if root.forward.depth or root.backward is not None:
-                self.protocol.sync_point(root, state.log_code | ALL_GATHER, [state])
+                self.protocol.sync_point(root, state.log.all_gather, [state])
             unshard(root, state)
 
     def before_single_gather(self, root: Root, state: _FSDPState) -> None:
         if root.forward.depth or root.backward is not None:
-            self.protocol.sync_point(root, state.log_code | ALL_GATHER)
+            self.protocol.sync_point(root, state.log.all_gather)
 
     def serve_peers(self, root: Root) -> None:
         self.protocol.sync_point(root, SERVE)
@@ -343,14 +342,14 @@ class _Server:
                     found.append((root, protocol))
         return found
 
-    def __call__(self, root: OrderedRoot | None, code: int) -> None:
+    def __call__(self, root: OrderedRoot | None, place: Entry) -> None:
         """Make a sync point of each root that makes rounds now, before all ranks issue a collective of ``root``.
 
         A root that makes rounds itself has sync points enough."""
         running = self.running()
         if not any([other is root for other, _ in running]):
             for other, protocol in running:
-                protocol.sync_point(other, code)
+                protocol.sync_point(other, place)
 
 
 def _running_beside(root: Root) -> list[tuple[Root, SkipProtocol]]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..comm import Carrier
 from ..flat import is_stale
-from ..group import ALL_GATHER, END_OF_BACKWARD, OTHER_MODEL, HookedUse, Root, _FSDPState
+from ..group import END_OF_BACKWARD, OTHER_MODEL, Entry, HookedUse, Root, _FSDPState
 from .agreement import raise_different_order
 from .group_ops import reduce, reshard
 
@@ -86,15 +86,15 @@ class SkipProtocol:
 
     # ---- Sync points and requests
 
-    def sync_point(self, root: Root, code: int, needed: Sequence[_FSDPState] = ()) -> None:
-        """Serve the other ranks until all are at this point, which ``code`` names. Then gather the groups that all
+    def sync_point(self, root: Root, place: Entry, needed: Sequence[_FSDPState] = ()) -> None:
+        """Serve the other ranks until all are at this place. Then gather the groups that all
         need.
 
         Raises:
             RuntimeError: on every rank, if ranks are at different points, if one has failed, or if one did not come.
         """
         if self.is_on:
-            while self._make_round(root, code, needed=needed):
+            while self._make_round(root, place, needed=needed):
                 pass
 
     def request_unshard(self, root: Root, state: _FSDPState, ahead: Sequence[_FSDPState] = ()) -> None:
@@ -131,7 +131,7 @@ class SkipProtocol:
             for handle in state._handles:
                 if handle.unsharded.never_freed:
                     continue
-                root.order.entries.append(state.log_code | ALL_GATHER)
+                root.order.entries.append(state.log.all_gather)
                 if handle.unsharded.is_allocated:
                     root.communicator.wait(handle)
                     root.communicator.refresh(handle)  # mostly with the same elements again
@@ -159,7 +159,7 @@ class SkipProtocol:
     def _make_round(
         self,
         root: Root,
-        code: int | None,
+        place: Entry | None,
         *,
         wanted: Sequence[_FSDPState] = (),
         needed: Sequence[_FSDPState] = (),
@@ -178,7 +178,7 @@ class SkipProtocol:
             [self._is_pending(state) for state in states],
             [state.place.index in self.ready for state in states],
         )
-        if code == OTHER_MODEL:
+        if place == OTHER_MODEL:
             is_live = any([self._may_request(state) for state in states])
         else:
             # A forward that cannot be hooked leaves its group unsharded, to be reduced at the end; maybe on this rank
@@ -186,13 +186,13 @@ class SkipProtocol:
             is_live = bool(self.live) or any(
                 [state.persistent.has_unsynced or state.persistent.is_unhooked for state in states]
             )
-        digest = None if code is None else root.order.hash(root, code)
+        digest = None if place is None else root.order.hash(root, place)
         try:
             is_same = self._exchange(digest, is_live, marks)
         except RuntimeError as error:
             self.has_failed = True
             root.forward.has_failed = True
-            what = f"needs {wanted[0].name}" if wanted else f"waits at {root.order.name_of(code or 0)}"
+            what = f"needs {wanted[0].name}" if place is None else f"waits at {root.order.name_of(place)}"
             raise type(error)(  # of the exchange that failed
                 f"rank {root.mesh.peers.rank()} {what}, but another rank did not come to its next sync point: it died, "
                 "ran a different number of forwards or backwards, or waits for this rank in a collective that is not "
@@ -204,12 +204,12 @@ class SkipProtocol:
         if not is_same:  # gather nothing that was requested: a rank cannot know which others would gather it
             self.has_failed = True
             root.forward.has_failed = True
-            raise_different_order(root, wanted[0].log_code | ALL_GATHER if code is None else code)
+            raise_different_order(root, wanted[0].log.all_gather if place is None else place)
         is_last = not any(self.marks.requested)
         marked = self.marks.missing if is_last else self.marks.requested
         self.gather(root, [item for item in states if marked[item.place.index]], states if is_last else wanted)
         if root.backward is not None and self.is_on:
-            self._reduce_ready(root, states, is_end=is_last and code == END_OF_BACKWARD)
+            self._reduce_ready(root, states, is_end=is_last and place == END_OF_BACKWARD)
         return not is_last
 
     def _exchange(self, digest: int | None, is_live: bool, marks: Marks, failed: int | None = None) -> bool:

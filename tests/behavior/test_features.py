@@ -35,7 +35,6 @@ from fsdp_compose import (
     unshard,
 )
 from fsdp_compose.flat.accumulation import UnreducedGradient
-from fsdp_compose.group.collective_order import KIND_BITS
 from fsdp_compose.group.registry import get_state
 from tests.harness import distributed, fake_process_group
 from tests.internals import Collectives, states_of, unsharded_bytes
@@ -1870,7 +1869,7 @@ class Events(TorchDispatchMode):
         if function.namespace == "c10d":
             root = get_state(self.model).root
             kind = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
-            self.note(f"    {kind[function._schema.name]} {root.states[root.order.entries[-1] >> KIND_BITS]().name}")
+            self.note(f"    {kind[function._schema.name]} {root.states[root.order.entries[-1].group]().name}")
         return result
 
 
