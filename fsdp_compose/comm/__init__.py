@@ -12,7 +12,9 @@ another rank waits for this one somewhere else.
 """
 
 from .context import all_kept as all_kept
+from .context import forget_for as forget_for
 from .context import kept_for as kept_for
+from .context import known_for as known_for
 from .control_exchange import Carrier as Carrier
 from .control_exchange import ControlExchange as ControlExchange
 from .control_exchange import maximum_of_all_ranks as maximum_of_all_ranks

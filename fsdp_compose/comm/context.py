@@ -1,4 +1,5 @@
-"""What this package keeps for a process group: all of it in one place, and no longer than the process group exists."""
+"""What this package keeps for a process group, or for another object that it does not own: all of it in one place, and
+no longer than the object exists."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ _contexts: weakref.WeakKeyDictionary[object, dict[type, Any]] = weakref.WeakKeyD
 
 
 def kept_for(group: object, kind: type[_Record], make: Callable[[], _Record] | None = None) -> _Record:
-    """Return the record of class ``kind`` that is kept for ``group`` (a process group, or ranks that are about to
-    become one). The first call makes it, with ``make`` if that is given. A record must not refer to its ``group``
-    strongly."""
+    """Return the record of class ``kind`` that is kept for ``group`` (a process group, ranks that are about to become
+    one, or a ``Root``). The first call makes it, with ``make`` if that is given. A record must not refer to its
+    ``group`` strongly."""
     records = _contexts.setdefault(group, {})
     record: _Record | None = records.get(kind)
     if record is None:

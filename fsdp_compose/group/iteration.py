@@ -5,6 +5,7 @@ The runtime drives these objects, and each lives as long as what it describes. `
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -175,6 +176,16 @@ class PersistentState:
 
 
 # ---- The forward and the backward of a root
+
+
+class StepCounts:
+    """Optimizer steps on one root's parameters: the total, and the count of each optimizer since the last exchange."""
+
+    __slots__ = ("recent", "total")
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.recent: Counter[int] = Counter()
 
 
 class CapturedVersions(Protocol):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -27,6 +26,7 @@ from ..errors import RanksDifferError
 from ..flat import FLAT_ATTRIBUTE, SHARDED_PARAM_ATTRIBUTE, segment_owners, sharded_param_owners
 from ..ragged import OWNER_ATTRIBUTE
 from .hook_decorators import never_traced
+from .iteration import StepCounts
 from .registry import get_state
 from .state import Root, state_of
 
@@ -79,21 +79,10 @@ _unused = count()
 _numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # instead of ids, which are reused
 
 
-class _Steps:
-    """Optimizer steps on one root's parameters: the total, and the count of each optimizer since the last exchange."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.recent: Counter[int] = Counter()
-
-
-_steps: weakref.WeakKeyDictionary[Root, _Steps] = weakref.WeakKeyDictionary()
-
-
 def count_steps(root: Root) -> None:
     """From now on count the steps of optimizers of the root's sharded parameters and flat views."""
     global _counts
-    _steps[root] = _Steps()
+    root.steps = StepCounts()
     if not _counts:
         _counts = True
         after_every_step(_count)
@@ -102,7 +91,7 @@ def count_steps(root: Root) -> None:
 def _count(optimizer: Optimizer) -> None:
     number = None
     for root in {_root_of(group["params"]) for group in optimizer.param_groups}:
-        steps = None if root is None else _steps.get(root)
+        steps = None if root is None else root.steps
         if steps is not None:
             if number is None:
                 number = _numbers.get(optimizer)
@@ -159,18 +148,18 @@ def _is_managed(param: torch.Tensor) -> bool:
 
 def num_steps(root: Root) -> int | None:
     """The number of steps so far; ``None`` if this rank has nothing to train, and so may have no optimizer."""
-    return _steps[root].total if holds_elements(root) else None
+    return root.steps.total if root.steps is not None and holds_elements(root) else None
 
 
 def restart_counts(root: Root) -> None:
     """Count from zero."""
-    _steps[root] = _Steps()
+    root.steps = StepCounts()
 
 
 def steps_to_compare(root: Root) -> int | None:
     """The largest number of steps of one optimizer since the last exchange, at most 255; ``None`` as in
     ``num_steps``."""
-    steps = _steps.get(root)
+    steps = root.steps
     if steps is None or not holds_elements(root):
         return None
     return min(255, max(steps.recent.values(), default=0))
@@ -178,7 +167,7 @@ def steps_to_compare(root: Root) -> int | None:
 
 def steps_were_compared(root: Root) -> None:
     """Restart the count after all ranks have compared it or given it up."""
-    steps = _steps.get(root)
+    steps = root.steps
     if steps is not None and steps.recent:
         steps.recent.clear()
 

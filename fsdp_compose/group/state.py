@@ -34,6 +34,7 @@ from .iteration import (
     GroupUse,
     HookedUse,
     PersistentState,
+    StepCounts,
     TreePosition,
 )
 from .options import GroupOptions
@@ -429,12 +430,14 @@ class Root:
         failed_backward: a backward that ended in an exception, until its remains are discarded.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
         scheduler: when the groups gather and reduce.
+        steps: of optimizers; ``None`` before they are counted.
+        compared_graphs: digests of the captured graphs that all ranks have compared.
     """
 
     __slots__ = (
-        "__weakref__", "backward", "communicator", "exchange", "failed_backward", "forward", "forward_exchange",
-        "generation", "num_forwards", "number", "order", "parts", "recomputed", "records", "scheduler", "states",
-        "used_starts",
+        "__weakref__", "backward", "communicator", "compared_graphs", "exchange", "failed_backward", "forward",
+        "forward_exchange", "generation", "num_forwards", "number", "order", "parts", "recomputed", "records",
+        "scheduler", "states", "steps", "used_starts",
     )  # fmt: skip
 
     def __init__(
@@ -465,6 +468,8 @@ class Root:
         nothing = ForwardRecord(num_forwards, self.states)
         self.forward = Forward(nothing, nothing)
         self.recomputed: list[_FSDPState] = []
+        self.steps: StepCounts | None = None
+        self.compared_graphs: set[str] = set()
 
     def reset(self) -> None:
         """Forget the iteration that was going on."""

@@ -132,9 +132,6 @@ def end_exchange(root: Root, exchange: ControlExchange, place: Entry) -> None:
 # shapes are not compared, because ranks may compile those at different times.
 
 
-_compared: weakref.WeakKeyDictionary[Root, set[str]] = weakref.WeakKeyDictionary()
-
-
 class VersionsBefore:
     """Parameter versions of groups that graphs may run, taken before they run."""
 
@@ -217,8 +214,7 @@ def _compare() -> None:
         return
     lines = [_line(state, graph_plan_of(key, index), has_grad) for state, key, index, has_grad in capture.groups]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    known = _compared.setdefault(root, set())
-    if digest in known:
+    if digest in root.compared_graphs:
         return
 
     def explain(rank: int, ours: str, theirs: str) -> str:
@@ -232,7 +228,7 @@ def _compare() -> None:
         )
 
     meet(root.mesh.peers, "comparing captured graphs", digest, lambda _: "", "\n".join(lines), explain)
-    known.add(digest)
+    root.compared_graphs.add(digest)
 
 
 def _check_complete(capture: _Capture) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .._torch import in_forward_ad, intercept_backward_inputs, queue_end_of_backward
-from ..comm import Carrier, ControlExchange
+from ..comm import Carrier, ControlExchange, kept_for
 from ..errors import MisuseRuntimeError
 from ..flat import (
     FlatParamHandle,
@@ -156,10 +156,7 @@ class _RootExchange:
 
     @staticmethod
     def of(root: Root) -> _RootExchange:
-        known = _exchanges.get(root)
-        if known is None:
-            known = _exchanges[root] = _RootExchange(root)
-        return known
+        return kept_for(root, _RootExchange, lambda: _RootExchange(root))
 
     def begin(self) -> None:
         """Called before each reduction; the first one in a backward registers the callback at its end."""
@@ -208,9 +205,6 @@ class _RootExchange:
         except RuntimeError:
             root.forward.has_failed = True
             raise
-
-
-_exchanges: weakref.WeakKeyDictionary[Root, _RootExchange] = weakref.WeakKeyDictionary()
 
 
 class _EndOfBackward:

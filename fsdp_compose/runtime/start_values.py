@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import weakref
 from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from ..comm import DataParallelMesh, meet
+from ..comm import DataParallelMesh, forget_for, kept_for, known_for, meet
 from ..errors import RanksDifferError
 from ..flat import CompositeExtension, FlatParamHandle, ManagedParameter, plain_tensor
 from ..group import _FSDPState, name_ranks
@@ -33,9 +32,6 @@ class _Sample(NamedTuple):
     elements: torch.Tensor
     sizes: list[int]
     version: int
-
-
-_samples: weakref.WeakKeyDictionary[FlatParamHandle, _Sample] = weakref.WeakKeyDictionary()
 
 
 def sample_start(managed: Sequence[ManagedParameter], handle: FlatParamHandle) -> None:
@@ -56,7 +52,8 @@ def sample_start(managed: Sequence[ManagedParameter], handle: FlatParamHandle) -
                 parts += _some(plain_tensor(item.parameter).detach().reshape(-1))
             sizes.append(sum([part.numel() for part in parts[before:]]))
         if parts:
-            _samples[handle] = _Sample(torch.cat(parts), sizes, shard._version)
+            sample = _Sample(torch.cat(parts), sizes, shard._version)
+            kept_for(handle, _Sample, lambda: sample)
 
 
 def _some(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -95,13 +92,13 @@ def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState], replace
         if verdict:
             raise RanksDifferError(verdict)
     for handle in handles:
-        _samples.pop(handle, None)
+        forget_for(handle, _Sample)
 
 
 def _digests(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[tuple[str, str, str]]:
     """For each parameter the ranks that share it, its name, and a digest of its start; empty if there is none now."""
     place = str(min(dist.get_process_group_ranks(handle.mesh.shard_group)))
-    sample = _samples.get(handle)
+    sample = known_for(handle, _Sample)
     if sample is None or sample.version != handle.shard._version or handle.was_moved():
         yield from ((place, name, "") for name in handle.names)
         return
