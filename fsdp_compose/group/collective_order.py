@@ -35,7 +35,9 @@ ENDS = {
     OTHER_MODEL: "the start or end of another model's forward or backward",
 }
 FLAGS_CHANGED = "no collective but a change of requires_grad"
-_MAX_GROUPS = 1 << 24  # codes below END_OF_BACKWARD: a hash of requires_grad flags, and the group that has them
+LOADED = "no collective but a load_state_dict() of whole tensors"
+# Codes below END_OF_BACKWARD: a hash of requires_grad flags, or of loaded values, and the group that has them.
+_MAX_GROUPS, _LOADS = 1 << 24, 1 << 48
 _FOLDED = 1 << 63  # codes from here on: a hash of many codes
 _KINDS = ("all-gather", "reduce-scatter", "reduce-scatter without all-reduce")
 
@@ -117,8 +119,8 @@ class CollectiveLog:
         return self.num_collectives + self._num_entries()
 
     def _num_entries(self) -> int:
-        """How many entries are collectives; the others are ``requires_grad`` changes, which one rank
-        may make alone."""
+        """How many entries are collectives; the others are ``requires_grad`` changes and loads, which one rank may make
+        alone."""
         return len([code for code in self.entries if code > END_OF_BACKWARD])
 
     def hash(self, root: OrderedRoot, code: int) -> int:
@@ -205,9 +207,12 @@ class CollectiveLog:
         root = None if state is None else state.root
         name = "a group that is gone\t" if state is None or root is None else f"{state.name}\t{root.label}"
         if code < END_OF_BACKWARD:
+            group, _, label = name.partition("\t")
+            kind = (-2 - code) // _MAX_GROUPS
+            if kind >= _LOADS:
+                return f"{LOADED} into {group} (a digest of them: {kind - _LOADS:012x})\t{label}"
             frozen = [] if state is None else [item for handle in state._handles for item in _frozen(handle)]
             now = f"{', '.join(frozen[:3]) or 'nothing'}{' ...' if len(frozen) > 3 else ''}"
-            group, _, label = name.partition("\t")
             return f"{FLAGS_CHANGED} in {group} (now frozen: {now})\t{label}"
         if is_end:
             return f"the end of the forward of {name}"
@@ -223,8 +228,16 @@ def _frozen(handle: FlatParamHandle) -> list[str]:
 
 def entry_of_flags(code: int, text: str) -> int:
     """The code of a change of ``requires_grad`` in the group of ``code``; ``text`` says which parameter and flags."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return -2 - int.from_bytes(digest[:6], "little") * _MAX_GROUPS - (code >> KIND_BITS)
+    return -2 - _hash_of(text) * _MAX_GROUPS - (code >> KIND_BITS)
+
+
+def entry_of_load(code: int, text: str) -> int:
+    """The code of a ``load_state_dict()`` of whole tensors into the group of ``code``; ``text`` says which values."""
+    return -2 - (_LOADS + _hash_of(text)) * _MAX_GROUPS - (code >> KIND_BITS)
+
+
+def _hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")  # below _LOADS
 
 
 def entry_of_end(code: int) -> int:
