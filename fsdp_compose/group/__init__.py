@@ -36,11 +36,11 @@ from .collective_order import REDUCE_SCATTER as REDUCE_SCATTER
 from .collective_order import SCATTER_ALONE as SCATTER_ALONE
 from .collective_order import SERVE as SERVE
 from .collective_order import START_OF_BACKWARD as START_OF_BACKWARD
+from .collective_order import UNSHARDED_DIFFER as UNSHARDED_DIFFER
 from .collective_order import CollectiveLog as CollectiveLog
 from .collective_order import OrderedRoot as OrderedRoot
 from .collective_order import entry_of_end as entry_of_end
-from .collective_order import entry_of_flags as entry_of_flags
-from .collective_order import entry_of_load as entry_of_load
+from .collective_order import entry_of_note as entry_of_note
 from .collective_order import first_difference_of_entries as first_difference_of_entries
 from .collective_order import judge_places as judge_places
 from .debug import HANG_SECONDS_ENV as HANG_SECONDS_ENV

@@ -36,8 +36,9 @@ ENDS = {
 }
 FLAGS_CHANGED = "no collective but a change of requires_grad"
 LOADED = "no collective but a load_state_dict() of whole tensors"
-# Codes below END_OF_BACKWARD: a hash of requires_grad flags, or of loaded values, and the group that has them.
-_MAX_GROUPS, _LOADS = 1 << 24, 1 << 48
+UNSHARDED_DIFFER = "no collective but a look at the unsharded parameters that a parametrization was put on"
+# Codes below END_OF_BACKWARD: what it is, a hash of it, and the group that it concerns.
+_NOTES, _MAX_HASH, _MAX_GROUPS = (FLAGS_CHANGED, LOADED, UNSHARDED_DIFFER), 1 << 48, 1 << 24
 _FOLDED = 1 << 63  # codes from here on: a hash of many codes
 _KINDS = ("all-gather", "reduce-scatter", "reduce-scatter without all-reduce")
 
@@ -119,8 +120,8 @@ class CollectiveLog:
         return self.num_collectives + self._num_entries()
 
     def _num_entries(self) -> int:
-        """How many entries are collectives; the others are ``requires_grad`` changes and loads, which one rank may make
-        alone."""
+        """How many entries are collectives; the others are notes (``requires_grad`` changes, loads), which one rank
+        may make alone."""
         return len([code for code in self.entries if code > END_OF_BACKWARD])
 
     def hash(self, root: OrderedRoot, code: int) -> int:
@@ -208,9 +209,9 @@ class CollectiveLog:
         name = "a group that is gone\t" if state is None or root is None else f"{state.name}\t{root.label}"
         if code < END_OF_BACKWARD:
             group, _, label = name.partition("\t")
-            kind = (-2 - code) // _MAX_GROUPS
-            if kind >= _LOADS:
-                return f"{LOADED} into {group} (a digest of them: {kind - _LOADS:012x})\t{label}"
+            kind, digest = divmod((-2 - code) // _MAX_GROUPS, _MAX_HASH)
+            if _NOTES[kind] is not FLAGS_CHANGED:
+                return f"{_NOTES[kind]} of {group} (a digest: {digest:012x})\t{label}"
             frozen = [] if state is None else [item for handle in state._handles for item in _frozen(handle)]
             now = f"{', '.join(frozen[:3]) or 'nothing'}{' ...' if len(frozen) > 3 else ''}"
             return f"{FLAGS_CHANGED} in {group} (now frozen: {now})\t{label}"
@@ -226,18 +227,11 @@ def _frozen(handle: FlatParamHandle) -> list[str]:
     return [name for name, flag in zip(handle.names, handle.unsharded.flags, strict=True) if not flag]
 
 
-def entry_of_flags(code: int, text: str) -> int:
-    """The code of a change of ``requires_grad`` in the group of ``code``; ``text`` says which parameter and flags."""
-    return -2 - _hash_of(text) * _MAX_GROUPS - (code >> KIND_BITS)
-
-
-def entry_of_load(code: int, text: str) -> int:
-    """The code of a ``load_state_dict()`` of whole tensors into the group of ``code``; ``text`` says which values."""
-    return -2 - (_LOADS + _hash_of(text)) * _MAX_GROUPS - (code >> KIND_BITS)
-
-
-def _hash_of(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")  # below _LOADS
+def entry_of_note(note: str, code: int, text: str) -> int:
+    """The code of something that is no collective but must be the same on all ranks: what it is, in the group of
+    ``code``, and a text that says how it came out."""
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")  # below _MAX_HASH
+    return -2 - (_NOTES.index(note) * _MAX_HASH + digest) * _MAX_GROUPS - (code >> KIND_BITS)
 
 
 def entry_of_end(code: int) -> int:

@@ -21,6 +21,7 @@ from ..group import (
     FLAGS_CHANGED,
     LOADED,
     OTHER_MODEL,
+    UNSHARDED_DIFFER,
     GraphPlan,
     Root,
     _FSDPState,
@@ -60,6 +61,14 @@ def raise_different_order(root: Root, code: int) -> None:
                 f"requires_grad of a parameter has changed on some ranks only: instead of collective {position} of "
                 f"this iteration there was {a} on rank 0 and {b} on rank {rank}. No gradient was published. Freeze and "
                 "thaw the same parameters, at the same place of the program, on every rank"
+            )
+        if UNSHARDED_DIFFER in a or UNSHARDED_DIFFER in b:
+            return (
+                "in a forward that puts a parametrization on parameters of a fully_shard group, some ranks have "
+                f"modified unsharded parameters in place, or put none on: instead of collective {position} of this "
+                f"iteration there was {a} on rank 0 and {b} on rank {rank}. The writes are lost when the group is "
+                "resharded, and no gradient was published. Let every rank do the same, and modify parameters outside "
+                "forward"
             )
         if LOADED in a or LOADED in b:
             return (

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from ..flat import FlatParamHandle, is_stale
 from ..group import (
     ALL_GATHER,
+    FLAGS_CHANGED,
     REDUCE_SCATTER,
     SCATTER_ALONE,
     ForwardRecord,
@@ -21,7 +22,7 @@ from ..group import (
     Root,
     Scheduler,
     _FSDPState,
-    entry_of_flags,
+    entry_of_note,
     get_state,
     registrations,
 )
@@ -216,7 +217,7 @@ def follow_requires_grad_writes_of_forward(root: Root, states: list[_FSDPState])
 
 
 def _code_of_flags(state: _FSDPState, handle: FlatParamHandle) -> int:
-    return entry_of_flags(state.log_code, f"{handle.name_of(0)}{handle.unsharded.flags}")
+    return entry_of_note(FLAGS_CHANGED, state.log_code, f"{handle.name_of(0)}{handle.unsharded.flags}")
 
 
 # ---- Prefetch: the all-gather of the next group starts while this one computes.

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import DataParallelMesh, meet
 from ..errors import RanksDifferError
 from ..flat import CompositeExtension, FlatParamHandle, ManagedParameter, handle_of, plain_tensor
-from ..group import _FSDPState, entry_of_load, load_listeners, name_ranks, state_of
+from ..group import LOADED, _FSDPState, entry_of_note, load_listeners, name_ranks, state_of
 from .agreement import LOAD_REMEDY
 
 CHECK_ENV = "FSDP_COMPOSE_COMPARE_STARTS"
@@ -111,7 +111,7 @@ class _Loads:
                 _loads.setdefault(handle, _Load()).digests.update(digests)
             elif any(digests.values()):
                 text = " ".join(f"{handle.name_of(i)}:{digest}" for i, digest in digests.items())
-                state.root.order.entries.append(entry_of_load(state.log_code, text))
+                state.root.order.entries.append(entry_of_note(LOADED, state.log_code, text))
 
     def after_load(self, params: Iterable[nn.Parameter]) -> None:
         for sharded in params:
