@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from .._torch import composable_registry, data_parallelism_of_torch, flatten_mesh, fsdp2
+from ..checkpoint import extend_transformers_loader
 from ..comm import check_mesh, data_parallel_mesh, device_of_mesh, replicated_mesh
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import (
@@ -93,6 +94,7 @@ def make_group(modules: list[nn.Module], mesh: DeviceMesh, options: GroupOptions
             _annotate_modules_for_dynamo(item, set(item.modules()) - fqns.keys(), use_orig_params=True)
 
     register_state(modules, install)
+    extend_transformers_loader()
     if ties:  # after registering: torch's registry refuses a call that changes FQNs, and a tie removes one
         for item, name, sharded in ties:
             item._parameters[name] = sharded

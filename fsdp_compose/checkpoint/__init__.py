@@ -33,6 +33,7 @@ from .state_dict import (
     set_state_dict,
 )
 from .storage import load, save
+from .transformers_loading import extend_transformers_loader as extend_transformers_loader
 
 __all__ = [
     "LoadPlanner",

@@ -103,10 +103,6 @@ def _of_others() -> dict[int, Any]:
         id(of_pipelines.of_inputs): of_pipelines.stage_backward_input,
         id(of_pipelines.of_weights): of_pipelines.stage_backward_weight,
     }
-    if "transformers" in sys.modules and find_spec("transformers.distributed.sharding_utils") is not None:
-        from . import transformers_patch as of_loading
-
-        ours[id(of_loading.Original)] = of_loading.DtensorShardOperation
     if "verl" in sys.modules and _has("verl.utils.fsdp_utils", "fsdp2_sharded_load_from_cpu"):
         from . import verl_patch as verl_restoring
 

@@ -92,6 +92,7 @@ from .sharded_param import is_sharded_like as is_sharded_like
 from .sharded_param import like_sharded_param as like_sharded_param
 from .sharded_param import local_elements as local_elements
 from .sharded_param import make_gradient as make_gradient
+from .sharded_param import refuse_meta_content as refuse_meta_content
 from .sharded_param import restore_attributes as restore_attributes
 from .sharded_param import sharded_param_of as sharded_param_of
 from .sharded_param import take_content as take_content

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import DTensorSpec, dtensor_spec, is_wrapper, local_tensor, make_dtensor, set_local_tensor
 from ..comm import DataParallelMesh, kept_for
-from ..errors import MisuseError
+from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import (
     SHOWN_ATTRIBUTE,
     RaggedDTensor,
@@ -151,22 +151,33 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
 NOT_COPIED = {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE}
 
 
+def refuse_meta_content(sharded: nn.Parameter, source: Any, name: str) -> None:
+    """Raise RuntimeError if ``load_state_dict()`` is given a plain tensor without values for a parameter."""
+    if isinstance(source, torch.Tensor) and not isinstance(source, DTensor) and source.is_meta and not sharded.is_meta:
+        raise MisuseRuntimeError(
+            f"load_state_dict(): the tensor for the sharded parameter {name} of shape {tuple(sharded.shape)} is on the "
+            "meta device, so it has no values. Give every rank the whole tensors; or, if only the first rank has them, "
+            "call fsdp_compose.checkpoint.set_model_state_dict(model, state_dict, options=StateDictOptions("
+            "full_state_dict=True, broadcast_from_rank0=True)) on all ranks"
+        )
+
+
 def check_content(sharded: nn.Parameter, source: Any, name: str) -> None:
     """Raise ValueError if ``take_content`` cannot take ``source``."""
-    # Every rank has a number: torch's setters do not shard it.
-    is_number = isinstance(source, torch.Tensor) and not source.dim()
-    if not (isinstance(source, DTensor) or is_number) or source.shape != sharded.shape:
-        kind = "DTensor" if isinstance(source, DTensor) else "plain tensor"
+    if not isinstance(source, torch.Tensor) or source.shape != sharded.shape:
+        found = (
+            type(source).__name__ if not isinstance(source, torch.Tensor) else f"tensor of shape {tuple(source.shape)}"
+        )
         raise MisuseError(
             f"load_state_dict(assign=True): the sharded parameter {name} of shape {tuple(sharded.shape)} was given a "
-            f"{kind} of shape {tuple(source.shape)}: pass a DTensor of its shape (see distribute_ragged()), or load "
-            "full tensors with torch.distributed.checkpoint.state_dict.set_model_state_dict()"
+            f"{found}: pass a tensor of its shape, whole and the same on every rank, or a DTensor"
         )
 
 
 def take_content(sharded: nn.Parameter, source: torch.Tensor) -> None:
     """Give ``sharded`` the elements, dtype and memory of a tensor that would replace it; it keeps its identity and its
-    attributes. Its gradient is dropped, as it would be with the parameter.
+    attributes. Its gradient is dropped, as it would be with the parameter. Of a plain tensor, which is whole and the
+    same on every rank, each rank copies its own part.
 
     Ranks: if ``source`` is sharded in another way, all ranks of the mesh (it is redistributed).
     """

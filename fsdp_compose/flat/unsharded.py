@@ -479,16 +479,28 @@ def error_of_late_access(rank: int, label: Label) -> str:
 
 
 def explain_refused_access(error: BaseException | None) -> None:
-    """Add a note to a torch error that may not say so: it is about parameters that were read too late."""
-    if isinstance(error, RuntimeError) and _ERROR_OF_TORCH in str(error) and not hasattr(error, "__notes__"):
-        add_note = getattr(error, "add_note", None)  # Python 3.11
-        if add_note is not None:
-            add_note(_NOTE)
+    """Add a note to a torch error that may not say so: it is about parameters that were read too late, or that
+    functional mode shows."""
+    for cls, text, note in _EXPLAINED:
+        if isinstance(error, cls) and text in str(error) and not hasattr(error, "__notes__"):
+            add_note = getattr(error, "add_note", None)  # Python 3.11
+            if add_note is not None:
+                add_note(note)
 
 
-_ERROR_OF_TORCH = "Cannot access data pointer of Storage that is invalid"
-_NOTE = (
-    "fsdp_compose: if this tensor is (a view of) a parameter of a fully_shard'ed module, it was used while the module "
-    "is sharded. Inside forward, clone() any parameter that you keep, and do not compute with a parameter outside the "
-    "forward of its module"
+_EXPLAINED: Sequence[tuple[type[Exception], str, str]] = (
+    (
+        RuntimeError,
+        "Cannot access data pointer of Storage that is invalid",
+        "fsdp_compose: if this tensor is (a view of) a parameter of a fully_shard'ed module, it was used while the "
+        "module is sharded. Inside forward, clone() any parameter that you keep, and do not compute with a parameter "
+        "outside the forward of its module",
+    ),
+    (
+        ValueError,
+        "Cannot assign non-leaf Tensor to parameter",
+        "fsdp_compose: in functional mode, the parameters that forward sees are results of a gather that autograd "
+        "differentiates. torch registers only leaves as parameters, so torch.nn.utils.parametrize cannot be put on "
+        "inside forward: put it on before fully_shard(), or leave functional_mode()",
+    ),
 )

@@ -29,11 +29,14 @@ from .change_detection import wake as wake
 from .collective_order import END_OF_BACKWARD as END_OF_BACKWARD
 from .collective_order import END_OF_FORWARD as END_OF_FORWARD
 from .collective_order import FLAGS_CHANGED as FLAGS_CHANGED
+from .collective_order import LOADED as LOADED
 from .collective_order import OTHER_MODEL as OTHER_MODEL
 from .collective_order import SERVE as SERVE
 from .collective_order import START_OF_BACKWARD as START_OF_BACKWARD
+from .collective_order import UNSHARDED_DIFFER as UNSHARDED_DIFFER
 from .collective_order import CollectiveLog as CollectiveLog
 from .collective_order import Entry as Entry
+from .collective_order import Kind as Kind
 from .collective_order import OrderedRoot as OrderedRoot
 from .collective_order import first_difference_of_entries as first_difference_of_entries
 from .collective_order import judge_places as judge_places
@@ -85,6 +88,7 @@ from .parameter_swap import SlotView as SlotView
 from .parameter_swap import before_load as before_load
 from .parameter_swap import caches_parameters as caches_parameters
 from .parameter_swap import guard_state_dict as guard_state_dict
+from .parameter_swap import load_listeners as load_listeners
 from .parameter_swap import sharded_parameters as sharded_parameters
 from .registry import _get_fsdp_states as _get_fsdp_states
 from .registry import contexts_of as contexts_of

@@ -22,6 +22,8 @@ from ..flat import FlatParamHandle
 
 _MAX_ENTRIES = 1 << 16  # collectives remembered between two exchanges; only a program without backward gets there
 FLAGS_CHANGED = "no collective but a change of requires_grad"
+LOADED = "no collective but a load_state_dict() of whole tensors"
+UNSHARDED_DIFFER = "no collective but a look at the unsharded parameters that a parametrization was put on"
 
 
 class Kind(IntEnum):
@@ -31,16 +33,18 @@ class Kind(IntEnum):
     ALL_GATHER = 0
     REDUCE_SCATTER = 1
     SCATTER_ALONE = 2  # a reduce-scatter whose result is not averaged over replicas
-    # others in the log
-    FLAGS = 3  # a change of ``requires_grad``, which one rank may make alone
-    FOLDED = 4  # many collectives
+    FOLDED = 3  # many collectives
+    # notes: no collectives, but things that must be the same on all ranks
+    FLAGS = 4  # a change of ``requires_grad``
+    LOADED = 5  # a ``load_state_dict()`` of whole tensors
+    UNSHARDED = 6  # what the ranks have gathered
     # where a rank is, in an exchange
-    END_OF_BACKWARD = 5
-    END_OF_FORWARD = 6  # a forward that has looked for untracked writes ends with an exchange
-    START_OF_BACKWARD = 7
-    END_OF_GROUP = 8  # of the forward of a group
-    SERVE = 9
-    OTHER_MODEL = 10  # where another root goes on
+    END_OF_BACKWARD = 7
+    END_OF_FORWARD = 8  # a forward that has looked for untracked writes ends with an exchange
+    START_OF_BACKWARD = 9
+    END_OF_GROUP = 10  # of the forward of a group
+    SERVE = 11
+    OTHER_MODEL = 12  # where another root goes on
 
 
 class Entry(NamedTuple):
@@ -85,10 +89,10 @@ class GroupEntries:
         self.scatter_alone = Entry(Kind.SCATTER_ALONE, number)
         self.end_of_forward = Entry(Kind.END_OF_GROUP, number)
 
-    def change_of_flags(self, text: str) -> Entry:
-        """The entry of a change of ``requires_grad``; ``text`` says which parameter and flags."""
+    def note(self, kind: Kind, text: str) -> Entry:
+        """The entry of a note; ``text`` says how it came out."""
         digest = hashlib.sha256(text.encode()).digest()
-        return Entry(Kind.FLAGS, self.all_gather.group, int.from_bytes(digest[:6], "little"))
+        return Entry(kind, self.all_gather.group, int.from_bytes(digest[:6], "little"))
 
 
 UNNUMBERED = GroupEntries(-1)
@@ -171,9 +175,8 @@ class CollectiveLog:
         return self.num_collectives + self._num_entries()
 
     def _num_entries(self) -> int:
-        """How many entries are collectives; the others are ``requires_grad`` changes, which one rank
-        may make alone."""
-        return len([entry for entry in self.entries if entry.kind != Kind.FLAGS])
+        """How many entries are collectives; the others are notes, which one rank may make alone."""
+        return len([entry for entry in self.entries if entry.kind <= Kind.FOLDED])
 
     def hash(self, root: OrderedRoot, place: Entry) -> int:
         """A hash of the collectives since the last exchange and of the ``place`` that ``root`` is at."""
@@ -256,6 +259,9 @@ class CollectiveLog:
         state = self._states.get(entry.group)
         root = None if state is None else state.root
         name = "a group that is gone\t" if state is None or root is None else f"{state.name}\t{root.label}"
+        if entry.kind in _NOTES:
+            group, _, label = name.partition("\t")
+            return f"{_NOTES[entry.kind]} of {group} (a digest: {entry.detail:012x})\t{label}"
         if entry.kind == Kind.FLAGS:
             frozen = [] if state is None else [item for handle in state._handles for item in _frozen(handle)]
             now = f"{', '.join(frozen[:3]) or 'nothing'}{' ...' if len(frozen) > 3 else ''}"
@@ -269,6 +275,7 @@ class CollectiveLog:
         return f"the {_COLLECTIVES[entry.kind]} of {name}"
 
 
+_NOTES = {Kind.LOADED: LOADED, Kind.UNSHARDED: UNSHARDED_DIFFER}
 _COLLECTIVES = {
     Kind.ALL_GATHER: "all-gather",
     Kind.REDUCE_SCATTER: "reduce-scatter",

@@ -13,17 +13,17 @@ the next iteration, a change inside forward at the end of the outermost forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 
 from ..comm import IN_GROUP, Names
 from ..errors import MisuseRuntimeError
-from ..flat import FlatParamHandle, ManagedParameter, check_content, note_write, take_content
+from ..flat import FlatParamHandle, ManagedParameter, check_content, note_write, refuse_meta_content, take_content
 from ..ragged import RaggedDTensor
 from .hook_decorators import MARKS, ends_forward
 from .kept_tensors import KeptTensors, Namespace
@@ -330,6 +330,19 @@ SHARDED_PARAMS, _ASIDE, _OWN = "_fsdp_compose_sharded_params", "_fsdp_compose_as
 _OWN_ATTRIBUTES = (SHARDED_PARAMS, _ASIDE, _OWN, *MARKS)
 
 
+class LoadListener(Protocol):
+    """Notices what ``load_state_dict()`` gives to sharded parameters of one module."""
+
+    def before_load(self, given: Sequence[tuple[nn.Parameter, Any]]) -> None:
+        """Called with the parameters that are about to be written to, and the value for each."""
+
+    def after_load(self, params: Iterable[nn.Parameter]) -> None:
+        """Called when the module's sharded parameters, all of ``params``, and its submodules' are loaded."""
+
+
+load_listeners: list[LoadListener] = []
+
+
 def guard_state_dict(module: nn.Module, fqn: str) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded parameters at all times, including
     inside forward and after a KeyboardInterrupt (which skips post-forward hooks)."""
@@ -337,7 +350,7 @@ def guard_state_dict(module: nn.Module, fqn: str) -> None:
         module.register_state_dict_pre_hook(_show_sharded)
         module.register_state_dict_post_hook(_show_what_was)
         module.register_load_state_dict_pre_hook(before_load)
-        module.register_load_state_dict_post_hook(_show_what_was)
+        module.register_load_state_dict_post_hook(_after_load)
     module.__dict__[SHARDED_PARAMS] = module._parameters
     sharded_params = {name: param for name, param in module._parameters.items() if isinstance(param, RaggedDTensor)}
     module.__dict__[_OWN] = (fqn, sharded_params)
@@ -347,15 +360,26 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, meta
     """With ``assign=True``, let the sharded parameters take over the values that would replace them, and keep their
     slots. So optimizers keep training the parameters that the modules use."""
     fqn, sharded_params = module.__dict__[_OWN]
-    if metadata.get("assign_to_params_buffers"):
-        given = {name: state_dict[prefix + name] for name in sharded_params if prefix + name in state_dict}
-        for name, value in given.items():
+    given = {name: state_dict[prefix + name] for name in sharded_params if prefix + name in state_dict}
+    is_assigned = bool(metadata.get("assign_to_params_buffers"))
+    for name, value in given.items():
+        refuse_meta_content(sharded_params[name], value, _join(fqn, name))
+        if is_assigned:
             check_content(sharded_params[name], value, _join(fqn, name))
+    for listener in load_listeners:
+        listener.before_load([(sharded_params[name], value) for name, value in given.items()])
+    if is_assigned:
         for name, value in given.items():
             take_content(sharded_params[name], value)
             note_write(sharded_params[name])
             state_dict[prefix + name] = sharded_params[name]  # load_state_dict() works on a copy of the user's dict
     _show_sharded(module)
+
+
+def _after_load(module: nn.Module, *_: Any) -> None:
+    for listener in load_listeners:
+        listener.after_load(module.__dict__[_OWN][1].values())
+    _show_what_was(module)
 
 
 def sharded_parameters(module: nn.Module) -> Mapping[str, nn.Parameter | None]:

@@ -19,7 +19,9 @@ from ..errors import MisuseRuntimeError, RanksDifferError
 from ..flat import summary_of
 from ..group import (
     FLAGS_CHANGED,
+    LOADED,
     OTHER_MODEL,
+    UNSHARDED_DIFFER,
     Entry,
     GraphPlan,
     Root,
@@ -29,6 +31,12 @@ from ..group import (
     raise_different_steps,
     steps_to_compare,
     steps_were_compared,
+)
+
+LOAD_REMEDY = (
+    "Each rank has kept its own part of what it was given, so the model is a mixture: load it again, with the same "
+    "tensors on every rank, or, if only the first rank has them, with fsdp_compose.checkpoint.set_model_state_dict("
+    "model, state_dict, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)) on all ranks"
 )
 
 # ---- The error that all ranks raise together when they have issued different collectives
@@ -54,6 +62,20 @@ def raise_different_order(root: Root, place: Entry) -> None:
                 f"requires_grad of a parameter has changed on some ranks only: instead of collective {position} of "
                 f"this iteration there was {a} on rank 0 and {b} on rank {rank}. No gradient was published. Freeze and "
                 "thaw the same parameters, at the same place of the program, on every rank"
+            )
+        if UNSHARDED_DIFFER in a or UNSHARDED_DIFFER in b:
+            return (
+                "in a forward that puts a parametrization on parameters of a fully_shard group, some ranks have "
+                f"modified unsharded parameters in place, or put none on: instead of collective {position} of this "
+                f"iteration there was {a} on rank 0 and {b} on rank {rank}. The writes are lost when the group is "
+                "resharded, and no gradient was published. Let every rank do the same, and modify parameters outside "
+                "forward"
+            )
+        if LOADED in a or LOADED in b:
+            return (
+                "load_state_dict() got other whole tensors on some ranks, or ran on some ranks only: instead of "
+                f"collective {position} of this iteration there was {a} on rank 0 and {b} on rank {rank}. No gradient "
+                f"was published. {LOAD_REMEDY}"
             )
         return (
             f"the ranks issued different collectives in this iteration: collective {position} was {a} on "

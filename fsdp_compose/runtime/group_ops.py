@@ -14,6 +14,7 @@ from ..group import (
     ForwardRecord,
     GroupUse,
     HookedUse,
+    Kind,
     Modules,
     ParameterSwap,
     Root,
@@ -213,7 +214,7 @@ def follow_requires_grad_writes_of_forward(root: Root, states: list[_FSDPState])
 
 
 def _entry_of_flags(state: _FSDPState, handle: FlatParamHandle) -> Entry:
-    return state.log.change_of_flags(f"{handle.name_of(0)}{handle.unsharded.flags}")
+    return state.log.note(Kind.FLAGS, f"{handle.name_of(0)}{handle.unsharded.flags}")
 
 
 # ---- Prefetch: the all-gather of the next group starts while this one computes.

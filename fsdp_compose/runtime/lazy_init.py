@@ -70,6 +70,7 @@ from .group_ops import follow_requires_grad
 from .optional import check_optional, scheduler_of
 from .recovery import is_running, recover
 from .start_values import compare_starts, digest_of
+from .untracked_writes import checksum
 
 # ---- Check that the gradients of all groups below one root are averaged over the same ranks
 #
@@ -141,10 +142,7 @@ def _check_data_ranks(handle: FlatParamHandle, name: str, data: frozenset[int]) 
 # forward together, are compared too.
 
 
-_CHUNK = 1 << 20  # elements processed at a time, so that temporaries stay small
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _DIGEST_LENGTH = 32  # characters
-_PERIOD = 65_521  # the weights of elements repeat after this many; they make the checksum depend on the order
 
 
 def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> None:
@@ -159,7 +157,7 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
         return
     sums: dict[str, list[list[int]]] = {}
     for place, handle, ranges, _ in parts:
-        sums.setdefault(place, []).extend(_checksum(handle.shard[start:stop]) for start, stop in ranges)
+        sums.setdefault(place, []).extend(checksum(handle.shard[start:stop]) for start, stop in ranges)
     purpose = "first forward: comparing replicas"
     digests = [(place, _digest(found)) for place, found in sums.items()]
     difference = meet(mesh.peers, purpose, json.dumps(digests), _first_difference)
@@ -170,7 +168,7 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
     for place, handle, _, indices in parts if mesh.rank in differing else ():
         views = handle.views_of(handle.shard)
         for i in indices if place == where else ():
-            each[handle.name_of(i)] = _checksum(views[i])
+            each[handle.name_of(i)] = checksum(views[i])
     difference = meet(mesh.peers, purpose, json.dumps([*each.items()]), _first_difference)
     name, first, other = json.loads(difference)
     raise RanksDifferError(
@@ -257,7 +255,7 @@ def warn_of_different_inputs(root: Root, args: tuple[Any, ...], kwargs: dict[str
     if not mesh.has_peers or mesh.peers.size() == mesh.data_world_size or in_transform():
         return
     given = [
-        _checksum(leaf)
+        checksum(leaf)
         for leaf in tree_leaves((args, kwargs))
         if type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_meta
     ]
@@ -283,24 +281,6 @@ def _first_difference(payloads: list[str]) -> str:
             if value != expected:
                 return json.dumps([place, first, rank])
     return ""
-
-
-def _checksum(elements: torch.Tensor) -> list[int]:
-    """Two sums over the bits of ``elements``, one of them weighted by position."""
-    total, weighed = 0, 0
-    with torch.no_grad():
-        for chunk in _integers(elements):
-            total += int(chunk.sum())
-            weights = torch.ones_like(chunk).cumsum_(0).remainder_(_PERIOD)
-            weighed = weighed * 31 + int(weights.mul_(chunk).sum())
-    mask = (1 << 64) - 1
-    return [total & mask, weighed & mask]
-
-
-def _integers(elements: torch.Tensor) -> Iterator[torch.Tensor]:
-    bits = elements.detach().reshape(-1).view(_INTEGERS[elements.element_size()])
-    for chunk in bits.split(_CHUNK):
-        yield chunk.long()
 
 
 # ---- Advice at the first forward with very many ranks: groups whose collectives are dominated by their start-up time

@@ -1,15 +1,20 @@
 """Did all ranks start from the same values? ``fully_shard`` keeps each rank's own, so other seeds train a mixture.
 
 At ``fully_shard`` every rank still has whole parameters and keeps a few elements of each. The first forward compares
-these samples within each shard group, and then forgets them. (``lazy_init`` compares replicas, element by element.)"""
+these samples within each shard group, and then forgets them. (``lazy_init`` compares replicas, element by element.)
+
+``load_state_dict()`` of whole tensors writes each rank's own part of them, without communication. So it is a start too:
+the same few elements of what it is given are compared, at the first forward, or, if that is over, in the next exchange.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import DataParallelMesh, forget_for, kept_for, known_for, meet
 from ..errors import RanksDifferError
-from ..flat import CompositeExtension, FlatParamHandle, ManagedParameter, plain_tensor
-from ..group import _FSDPState, name_ranks
+from ..flat import CompositeExtension, FlatParamHandle, ManagedParameter, handle_of, plain_tensor
+from ..group import Kind, _FSDPState, load_listeners, name_ranks, state_of
+from .agreement import LOAD_REMEDY
 
 CHECK_ENV = "FSDP_COMPOSE_COMPARE_STARTS"
 _NUM_SPREAD, _NUM_LAST = 32, 32  # the last ones, because rows that were added to a vocabulary are at the end
@@ -32,6 +38,15 @@ class _Sample(NamedTuple):
     elements: torch.Tensor
     sizes: list[int]
     version: int
+
+
+@dataclass(slots=True)
+class _Load:
+    """Digests of the whole tensors that parameters of a flat parameter were last loaded from, by index, and the shard's
+    version after that."""
+
+    digests: dict[int, str] = field(default_factory=dict)
+    version: int = -1
 
 
 def sample_start(managed: Sequence[ManagedParameter], handle: FlatParamHandle) -> None:
@@ -63,18 +78,62 @@ def _some(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return flat[:: num_elements // _NUM_SPREAD | 1], flat[-_NUM_LAST:]  # odd: not always the same column
 
 
-def digest_of(whole: torch.Tensor) -> str:
-    """A digest of some elements of a whole parameter; empty if ranks may start from different values."""
+def digest_of(whole: torch.Tensor, dtype: torch.dtype | None = None) -> str:
+    """A digest of some elements of a whole parameter, in ``dtype`` if it is given; empty if ranks may start from
+    different values."""
     if os.environ.get(CHECK_ENV) == "0":
         return ""
-    elements = torch.cat(_some(whole.reshape(-1))).cpu()
+    elements = torch.cat(_some(whole.reshape(-1))).to(dtype or whole.dtype).cpu()
     return hashlib.sha256(elements.view(torch.uint8).numpy().tobytes()).hexdigest()[:_DIGEST_LENGTH]
 
 
+class _Loads:
+    """Notices loads of whole tensors. Composite parameters are left out: their own class reads what they are given."""
+
+    def before_load(self, given: Sequence[tuple[nn.Parameter, Any]]) -> None:
+        by_handle: dict[FlatParamHandle, dict[int, str]] = {}
+        for sharded, value in given:
+            place = handle_of(sharded)
+            if place is None or place[0].mesh.peers.size() == 1 or place[0].mesh.is_simulated:
+                continue
+            handle, index = place
+            if _is_whole(value, sharded) and not isinstance(handle.kind.extension, CompositeExtension):
+                by_handle.setdefault(handle, {})[index] = digest_of(plain_tensor(value).detach(), sharded.dtype)
+            elif (load := known_for(handle, _Load)) is not None:
+                load.digests.pop(index, None)
+        for handle, digests in by_handle.items():
+            state = state_of(handle)
+            if state is None or state.root is None:
+                kept_for(handle, _Load).digests.update(digests)
+            elif any(digests.values()):
+                text = " ".join(f"{handle.name_of(i)}:{digest}" for i, digest in digests.items())
+                state.root.order.entries.append(state.log.note(Kind.LOADED, text))
+
+    def after_load(self, params: Iterable[nn.Parameter]) -> None:
+        for sharded in params:
+            place = handle_of(sharded)
+            load = None if place is None else known_for(place[0], _Load)
+            if place is not None and load is not None:
+                load.version = place[0].shard._version
+
+
+load_listeners.append(_Loads())
+
+
+def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
+    """Whether ``value`` is all of the parameter, with values."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and not value.is_meta
+        and value.numel() == sharded.numel()
+    )
+
+
 def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState], replaced: Set[nn.Parameter]) -> None:
-    """Check that the ranks of each shard group started from equal parameters. Parameters that have been written to
-    since ``fully_shard``, on any rank, are not compared: a checkpoint was loaded, or they were initialized there. Nor
-    are those that were ``replaced``.
+    """Check that the ranks of each shard group started from equal parameters, or have loaded equal ones. Parameters
+    that have been written to otherwise since ``fully_shard``, on any rank, are not compared: a sharded checkpoint was
+    loaded, or they were initialized there. Nor are those that were ``replaced``.
 
     Ranks: all peers of ``mesh``, with equal groups.
 
@@ -86,17 +145,29 @@ def compare_starts(mesh: DataParallelMesh, states: Sequence[_FSDPState], replace
         return
     purpose, compares = "first forward: comparing the values that ranks start from", os.environ.get(CHECK_ENV) != "0"
     found = [item for handle in handles for item in _digests(handle, replaced)] if compares else []
-    digest = hashlib.sha256(json.dumps([each for _, _, each in found]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([each for _, _, *each in found]).encode()).hexdigest()
     if meet(mesh.peers, purpose, digest, lambda payloads: "differ" if len({*payloads}) > 1 else ""):
         verdict = meet(mesh.peers, purpose, json.dumps(found), _judge)
         if verdict:
             raise RanksDifferError(verdict)
     for handle in handles:
         forget_for(handle, _Sample)
+        forget_for(handle, _Load)
 
 
-def _digests(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[tuple[str, str, str]]:
-    """For each parameter the ranks that share it, its name, and a digest of its start; empty if there is none now."""
+def _digests(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[tuple[str, str, str, bool]]:
+    """For each parameter the ranks that share it, its name, a digest of its start, empty if there is none now, and
+    whether it was loaded from a whole tensor."""
+    load = known_for(handle, _Load)
+    for i, (place, name, digest) in enumerate(_digests_at_start(handle, replaced)):
+        if load is not None and i in load.digests:
+            is_last = load.version == handle.shard._version and handle.sharded_params[i] not in replaced
+            yield place, name, load.digests[i] if is_last else "", True
+        else:
+            yield place, name, digest, False
+
+
+def _digests_at_start(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[tuple[str, str, str]]:
     place = str(min(dist.get_process_group_ranks(handle.mesh.shard_group)))
     sample = known_for(handle, _Sample)
     if sample is None or sample.version != handle.shard._version or handle.was_moved():
@@ -112,16 +183,29 @@ def _digests(handle: FlatParamHandle, replaced: Set[nn.Parameter]) -> Iterator[t
 
 
 def _judge(payloads: list[str]) -> str:
-    ranks: dict[tuple[str, str], dict[str, list[int]]] = {}
+    starts: dict[tuple[str, str], dict[str, list[int]]] = {}
+    loaded: dict[tuple[str, str], set[str]] = {}  # digests of loads
     for rank, payload in enumerate(payloads):
-        for place, name, digest in json.loads(payload):
-            ranks.setdefault((place, name), {}).setdefault(digest, []).append(rank)
-    differing = {name: list(by_value.values()) for (_, name), by_value in ranks.items() if _differs(by_value)}
+        for place, name, digest, is_loaded in json.loads(payload):
+            starts.setdefault((place, name), {}).setdefault(
+                _ELSEWHERE if is_loaded and not digest else digest, []
+            ).append(rank)
+            if is_loaded:
+                loaded.setdefault((place, name), set()).add(digest)
+    differing = [key for key, by_value in starts.items() if _differs(by_value, loaded.get(key, set()))]
     if not differing:
         return ""
-    name, (first, *others) = next(iter(differing.items()))
+    name = differing[0][1]
+    first, *others = starts[differing[0]].values()
     rest = sorted(rank for ranks_of_value in others for rank in ranks_of_value)
-    more = f" ({len(differing)} parameters differ in all)" if len(differing) > 1 else ""
+    num = len({name for _, name in differing})
+    more = f" ({num} parameters differ in all)" if num > 1 else ""
+    if differing[0] in loaded:
+        return (
+            f"first forward: load_state_dict() gave {name} other values on {name_ranks(rest)} than on "
+            f"{name_ranks(first)}, or loaded it on some ranks only{more}. {LOAD_REMEDY}. If you want the mixture, set "
+            f"{CHECK_ENV}=0 on all ranks"
+        )
     return (
         f"first forward: when fully_shard() was called, {name} had other values on {name_ranks(rest)} than "
         f"on {name_ranks(first)}{more}. Each rank has kept its own part, so the ranks would train a mixture of several "
@@ -131,5 +215,12 @@ def _judge(payloads: list[str]) -> str:
     )
 
 
-def _differs(by_value: dict[str, list[int]]) -> bool:
-    return len(by_value) > 1 and "" not in by_value
+_ELSEWHERE = "-"  # loaded, but written to since
+
+
+def _differs(by_value: dict[str, list[int]], loaded: set[str]) -> bool:
+    """Whether ranks have different digests. A rank without one may have been written to in a way that is right; but not
+    if others have just loaded whole tensors, and it has not."""
+    if _ELSEWHERE in by_value:
+        return False
+    return len(by_value) > 1 and ("" not in by_value or bool(loaded - {""}))

@@ -5,7 +5,8 @@ raises torch's version counter, ``ChangeDetector`` sees it. A write through ``.d
 batch, weight clipping of a critic, codebooks from moving averages) changes only memory, and an assignment to ``.data``
 silently gives the parameter other memory. Both are found by checking where the parameters are, and whether this rank's
 slice of the gathered memory still equals its shard bit for bit. Together, the slices of all ranks cover all elements.
-The check misses a write that one rank makes alone to elements that other ranks hold.
+The check misses a write that one rank makes alone to elements that other ranks hold, unless forward also puts on a
+parametrization: then the exchange compares what the ranks have gathered.
 
 The check reads a shard, so it does not run at every use of a group. It runs at the 1st, 2nd, 4th, 8th, ... use and
 later at every ``_MAX_GAP``-th, counted separately with and without grad mode, and at all uses if
@@ -25,11 +26,20 @@ from .._torch import in_transform, same_storage, without_modes
 from ..comm import is_on
 from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, ShardStorage, local_of
-from ..group import END_OF_FORWARD, GroupUse, Root, _FSDPState, registrations
+from ..group import (
+    END_OF_FORWARD,
+    GroupUse,
+    Kind,
+    Root,
+    _FSDPState,
+    registrations,
+    state_of,
+)
 from .agreement import begin_exchange, end_exchange, is_whole
 
 _MAX_GAP = 97  # uses between two checks; a prime, so that it does not stay out of phase with periodic writes
 _CHUNK = 1 << 20  # elements compared at a time, so that temporaries stay small
+_PERIOD = 65_521  # the weights of elements repeat after this many; they make the checksum depend on the order
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -71,8 +81,19 @@ def _forgive(found: dict[FlatParamHandle, list[int]]) -> None:
     write of the only rank to its only copy is a write to the sharded parameter, as if unsharded."""
     for handle, indexes in found.items():
         is_only = handle.unsharded.never_freed and handle.mesh.data_world_size == 1
-        if not indexes and (is_only or _is_comparable(handle)):
-            handle.unsharded.forgive_write()
+        if is_only or _is_comparable(handle):
+            _note_memory(handle)
+            if not indexes:
+                handle.unsharded.forgive_write()
+
+
+def _note_memory(handle: FlatParamHandle) -> None:
+    """Let the next exchange compare what the ranks have gathered: each rank has compared its own slice with its shard,
+    but it may have written to the others. Tensor parallelism gives ranks other memory."""
+    state = state_of(handle)
+    if state is not None and state.root is not None and state.root.mesh.has_peers and handle.tensor_parallel is None:
+        text = str(checksum(handle.unsharded.memory.shown))
+        state.root.order.entries.append(state.log.note(Kind.UNSHARDED, f"{handle.name_of(0)}{text}"))
 
 
 def writes_to_unsharded(state: _FSDPState) -> dict[FlatParamHandle, list[int]]:
@@ -170,3 +191,21 @@ def _differ(own: torch.Tensor, shard: torch.Tensor, storage: ShardStorage) -> It
         else:
             both_nan = mine.isnan() & expected.isnan()
             yield bool(((mine.view(bits) != expected.view(bits)) & ~both_nan).any())
+
+
+def checksum(elements: torch.Tensor) -> list[int]:
+    """Two sums over the bits of ``elements``, one of them weighted by position."""
+    total, weighed = 0, 0
+    with torch.no_grad():
+        for chunk in _integers(elements):
+            total += int(chunk.sum())
+            weights = torch.ones_like(chunk).cumsum_(0).remainder_(_PERIOD)
+            weighed = weighed * 31 + int(weights.mul_(chunk).sum())
+    mask = (1 << 64) - 1
+    return [total & mask, weighed & mask]
+
+
+def _integers(elements: torch.Tensor) -> Iterator[torch.Tensor]:
+    bits = elements.detach().reshape(-1).view(_INTEGERS[elements.element_size()])
+    for chunk in bits.split(_CHUNK):
+        yield chunk.long()

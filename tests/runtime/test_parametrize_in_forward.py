@@ -15,7 +15,8 @@ import torch.nn as nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compose import MixedPrecisionPolicy, fully_shard
+from fsdp_compose import MixedPrecisionPolicy, fully_shard, functional_mode
+from fsdp_compose.errors import RanksDifferError
 from tests.harness import distributed
 from tests.training import full_parameters
 
@@ -235,3 +236,62 @@ def test_a_write_to_a_neighbour_is_none_to_what_autograd_has_saved():
     with pytest.raises(RuntimeError, match=ERROR):
         model(batch(0, 0))
     assert versions == [0]
+
+
+def write_as_first_rank(base: nn.Linear) -> None:
+    if dist.get_rank() == 0:
+        base.weight[-1].mul_(1.5)  # which the last rank holds
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@distributed(world_size=(2, 3))
+def test_a_write_of_one_rank_to_elements_of_another_raises_on_every_rank(checkpointed, first):
+    model = model_of(Lora, checkpointed)
+    for layer in model[1:]:
+        fully_shard(layer)
+    fully_shard(model)
+    for step in range(first):
+        model(batch(step, dist.get_rank())).square().mean().backward()
+    lora = model[1].inner if checkpointed else model[1]
+    lora.write = write_as_first_rank
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="some ranks have modified unsharded parameters in place"):
+        model(batch(first, dist.get_rank())).square().mean().backward()
+    assert all(param.grad is None for param in model.parameters())
+    lora.write = None
+    model(batch(first, dist.get_rank())).square().mean().backward()
+
+
+class Sometimes(Lora):
+    """Puts its parametrization on where ``is_on``."""
+
+    is_on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.is_on else self.base(x) + 0 * self.delta.sum()
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@distributed(world_size=(2, 3))
+def test_a_parametrization_that_one_rank_alone_puts_on_is_one_error_on_every_rank(first):
+    model = model_of(Sometimes)
+    for layer in model[1:]:
+        fully_shard(layer)
+    fully_shard(model)
+    for step in range(first):
+        model(batch(step, dist.get_rank())).square().mean().backward()
+    model[1].is_on = dist.get_rank() == 0
+    with pytest.raises(RanksDifferError, match="or put none on|run different programs"):
+        model(batch(first, dist.get_rank())).square().mean().backward()
+
+
+@distributed(world_size=2)
+def test_in_functional_mode_the_error_names_the_mode():
+    model = fully_shard(model_of(Lora))
+    with functional_mode(model), pytest.raises(ValueError, match="non-leaf Tensor") as caught:
+        model(batch(0, 0))
+    assert any("leave functional_mode()" in note for note in getattr(caught.value, "__notes__", [])) or not hasattr(
+        caught.value, "add_note"
+    )
+    model(batch(0, 0)).sum().backward()
