@@ -153,6 +153,7 @@ __all__ = [
     "was_written_in_graph",
     "watched_storages",
     "with_versions",
+    "without_dispatch",
     "without_modes",
     "wrapped_child",
     "wrapper_under_construction",
@@ -172,6 +173,9 @@ foreach_zero_ = torch._foreach_zero_
 # While entered, reading an attribute of a tensor subclass does not look for a ``__torch_function__`` of its class: not
 # half the host time, in passes over thousands of parameters. DTensors use none.
 PlainAttributes = torch._C.DisableTorchFunctionSubclass
+
+# While entered, an operation on a wrapper is that of the wrapper, without its class: changes of its shape in place.
+without_dispatch = torch._C._DisableTorchDispatch
 
 AllgatherOptions = _c10d.AllgatherOptions
 AllreduceOptions = _c10d.AllreduceOptions

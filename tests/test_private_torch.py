@@ -805,6 +805,13 @@ def test_PlainAttributes():
     assert Tensor.asked > 0
 
 
+def test_without_dispatch():
+    two = TwoTensor(torch.ones(2, 3), torch.ones(2, 3))
+    with _torch.without_dispatch():
+        torch.ops.aten.t_(two)
+    assert two.shape == (3, 2) and two.a.shape == (2, 3)
+
+
 def test_skip_frame():
     from torch._dynamo.testing import CompileCounter
 

@@ -26,46 +26,22 @@ NOT_RUN = {
 
 # What the error says of classes that raise on sharded parameters, and why they do.
 _SECOND_ORDER = "create_graph=True"  # it differentiates gradients, which the default mode cannot
-_COMMUNICATES = "c10d"  # it calls collectives on gradients itself, as for DDP
-_MIXES = "mixed a? ?torch.Tensor"  # it keeps plain tensors, such as sums of rows, beside whole results of sharded ones
-_WRITES = "cannot write a sharded tensor"  # it writes a product of gradients into a plain tensor
-_PLAIN_SCALAR = "^$"  # it writes a norm to a plain scalar: stock DTensor's AssertionError, without a text
-_NO_RULE = "does not have a sharding strategy"  # stock DTensor's, on the norms of parameters
+_COMMUNICATES = r"c10d.*to_local\(\)"  # it calls collectives on gradients itself, as for DDP
+_ADDRESS = r"data_ptr\(\) of the parameter"  # it asks whether reshape() has made a view of the parameter or a copy
 REFUSED = {
-    "timm": {"Adahessian": _SECOND_ORDER, "Kron": _MIXES, "NvNovoGrad": _PLAIN_SCALAR},
+    "timm": {"Adahessian": _SECOND_ORDER},
     "pytorch_optimizer": {
-        "A2Grad": _MIXES,
-        "ASGD": _PLAIN_SCALAR,
-        "AdaFactor": _NO_RULE,
         "AdaHessian": _SECOND_ORDER,
-        "AdaLOMO": _MIXES,
-        "AdaNorm": _MIXES,
-        "AdamMini": _PLAIN_SCALAR,
-        "Alice": _PLAIN_SCALAR,
-        "CAME": _MIXES,
-        "DAdaptAdaGrad": _PLAIN_SCALAR,
-        "DAdaptAdam": _PLAIN_SCALAR,
-        "DAdaptAdan": _PLAIN_SCALAR,
-        "DAdaptLion": _PLAIN_SCALAR,
-        "DAdaptSGD": _PLAIN_SCALAR,
-        "DASH": _WRITES,
-        "EmoFact": _MIXES,
+        "DASH": _ADDRESS,
         "GSAM": _COMMUNICATES,
-        "Kron": _MIXES,
-        "Magma": _PLAIN_SCALAR,
-        "Prodigy": _PLAIN_SCALAR,
-        "RACS": _PLAIN_SCALAR,
-        "SM3": _WRITES,
-        "SOAP": _MIXES,
-        "SPlus": _MIXES,
-        "SWATS": _PLAIN_SCALAR,
-        "Shampoo": _WRITES,
         "SophiaH": _SECOND_ORDER,
-        "StableSPAM": _PLAIN_SCALAR,
-        "TRAC": _MIXES,
         "WSAM": _COMMUNICATES,
     },
 }
+
+# Ranks are given equal batches. Two halves of a batch have the same mean gradient but for rounding, and the bases of
+# null spaces, which these optimizers compute with, depend on that: in one process too.
+WHOLE_BATCH = {"pytorch_optimizer.SOAP"}
 
 # Let onto flat views, and right there. A class of no table must be refused there.
 ELEMENTWISE = {
@@ -108,7 +84,8 @@ def train(name: str, way: str, **options: Any) -> None:
     fully_shard(model)
     params = [*model.parameters()] if way == "sharded" else flat_parameters(model, local=way == "local")
     with torch.compiler.set_stance("force_eager"):
-        three_steps(name, model, params, local_part, mean_over_ranks, **options)
+        part = torch.Tensor.clone if name in WHOLE_BATCH else local_part
+        three_steps(name, model, params, part, mean_over_ranks, **options)
         three_steps(name, reference, [*reference.parameters()], lambda x: x, torch.Tensor.detach, **options)
     error, fqn = largest_error(model, reference, start)
     assert error < (1e-6 if next(model.parameters()).dtype == torch.float64 else 1e-4), (error, fqn)
@@ -119,7 +96,7 @@ def test_the_tables_name_what_there_is():
     tables = [f"{package}.{name}" for package, classes in ELEMENTWISE.items() for name in classes.split()]
     tables += [f"{package}.{name}" for package, classes in REFUSED.items() for name in classes]
     assert not {*tables, *NOT_RUN} - names
-    assert not ({*ONLY_LOCAL, *COUPLING} | _OTHERWISE) - {*found()}
+    assert not ({*ONLY_LOCAL, *COUPLING, *WHOLE_BATCH} | _OTHERWISE) - {*found()}
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -129,7 +106,7 @@ def test_three_steps_on_sharded_parameters(name):
     if refused is None:
         train(name, "sharded")
     else:
-        with pytest.raises((RuntimeError, NotImplementedError, AssertionError), match=refused):
+        with pytest.raises((RuntimeError, NotImplementedError), match=refused):
             train(name, "sharded")
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import dtensor_spec, is_wrapper, local_tensor, make_dtensor
 from ..comm import Messages
 from ..flat import FlatParamHandle, gather_flat, local_of
-from ..ragged import CompositeDTensor, RaggedDTensor, with_local
+from ..ragged import CompositeDTensor, RaggedDTensor, ReplicatedDTensor, with_local
 from .fqns import Path, Place, leaves_of, map_leaves
 
 Key = tuple[Any, ...]
@@ -254,7 +254,8 @@ def _with_local(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.T
     if isinstance(tensor, RaggedDTensor):
         return with_local(tensor, function(local_tensor(tensor).detach()))
     if isinstance(tensor, DTensor):
-        made: torch.Tensor = make_dtensor(DTensor, function(local_tensor(tensor).detach()), dtensor_spec(tensor))
+        kind = ReplicatedDTensor if isinstance(tensor, ReplicatedDTensor) else DTensor
+        made: torch.Tensor = make_dtensor(kind, function(local_tensor(tensor).detach()), dtensor_spec(tensor))
         return made
     plain = function(tensor.detach())
     if says_what_it_holds(tensor):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .._torch import dtensor_spec, local_tensor, make_dtensor
 from ..comm import as_transferable
-from ..ragged import CompositeDTensor, RaggedDTensor, distribute_ragged, with_local
+from ..ragged import CompositeDTensor, RaggedDTensor, ReplicatedDTensor, distribute_ragged, with_local
 from .fqns import Place, map_leaves
 from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
 
@@ -54,6 +54,15 @@ def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
 
     Ranks: if ``movement`` is not empty, all ranks of the meshes of ``value`` and of the target.
     """
+    placed = _in_placements(value, target)
+    if isinstance(target.like, ReplicatedDTensor) and isinstance(placed, DTensor):
+        # Of its class, too: a stock DTensor would not compute with the optimizer's plain tensors.
+        replicated: torch.Tensor = make_dtensor(ReplicatedDTensor, local_tensor(placed), dtensor_spec(placed))
+        return replicated
+    return placed
+
+
+def _in_placements(value: torch.Tensor, target: Target) -> torch.Tensor:
     like = target.like
     if not isinstance(value, DTensor):
         return shard_whole(value, target) if isinstance(like, DTensor) else value.to(target.device)

@@ -175,7 +175,7 @@ class GradientHooks:
             for hook in [*self.on_gradient.get(index, {}).values()]:
                 try:
                     result = hook(gradient)
-                except MixedOperandsError:  # on every rank, because it depends on types only
+                except MixedOperandsError:  # on every rank: it depends on types, and on what the ranks compare
                     whole = gradient.full_tensor()  # type: ignore[attr-defined]
                     result = hook(whole)
                     result = whole if result is None else result  # the hook may have changed it in place

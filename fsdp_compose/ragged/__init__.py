@@ -33,6 +33,7 @@ from .dtensor import known_as as known_as
 from .dtensor import rebind as rebind
 from .dtensor import scatter_average as scatter_average
 from .dtensor import shard_inner as shard_inner
+from .ops.operands import ReplicatedDTensor as ReplicatedDTensor
 from .ops.reductions import accurate_dtype as accurate_dtype
 from .ops.reductions import combine_norms as combine_norms
 from .ops.reductions import finish_norm as finish_norm

@@ -83,7 +83,8 @@ class OwnedDTensor(DTensor):
             ".to_local(), and no rank the whole. To save a model as whole tensors (save_pretrained(), safetensors), "
             "gather them on all ranks: inside summon_full_params(model, writeback=False), or with "
             "fsdp_compose.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
-            "whose result you pass to the saving function as its state_dict"
+            "whose result you pass to the saving function as its state_dict. An optimizer that compares addresses "
+            "cannot train sharded parameters"
         )
 
     def share_memory_(self) -> NoReturn:

@@ -120,6 +120,46 @@ def test_state_becomes_what_the_optimizer_keeps_for_parameters_of_another_dtype(
     steps(other, its, 1)
 
 
+class Rows(torch.optim.Optimizer):
+    """Keeps whole results of sharded tensors, and computes with them and with plain tensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state, grad, shape = self.state[param], param.grad, param.shape[-1:]
+                if not state:
+                    state.update(length=torch.zeros(()), mean=torch.zeros(shape), weights=torch.ones(shape))
+                    state["rows"], state["norm"] = grad.abs().mean(-1, keepdim=True), grad.norm()
+                state["length"].add_(grad.norm())
+                state["mean"].add_(grad.reshape(-1, *shape).mean(0))
+                state["rows"].mul_(0.5).add_(grad.abs().mean(-1, keepdim=True))
+                state["norm"].lerp_(grad.norm(), 0.5)
+                state["weights"].mul_(1 + state["rows"].mean() * state["norm"])
+                scale = state["rows"] * state["weights"] + state["length"]
+                param.addcdiv_(grad - state["mean"], scale, value=-group["lr"])
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("how", ["full", "disk", "disk and full"])
+@distributed(world_size=2)
+def test_state_of_whole_results_goes_on_with_plain_tensors(how, steps_before):
+    model, other = stack(0), stack(1)
+    optimizer, its = Rows(model.parameters()), Rows(other.parameters())
+    steps(model, optimizer, 2)
+    steps(other, its, steps_before)
+    if how == "full":
+        set_state(other, its, state_of(model, optimizer, FULL))
+    else:
+        through_a_folder(model, optimizer, other, its, FULL if "full" in how else None)
+    for trained, by in ((model, optimizer), (other, its)):
+        steps(trained, by, 2)
+    assert_equal(snapshot(other, its), snapshot(model, optimizer))
+
+
 class Numbered(torch.optim.SGD):
     """Keeps its state by numbers."""
 

@@ -1,18 +1,22 @@
 """The operands of an operation as local tensors of one layout, and its local result as a tensor of that layout.
 
 Every handler in ``ops`` begins and ends here. The file also reads an operator's schema (which arguments it writes to)
-and has ``GatheredView``, a view of a ``RaggedDTensor`` where no ragged view exists."""
+and has the two other kinds of results: ``ReplicatedDTensor``, complete on every rank, and ``GatheredView``, a view of a
+``RaggedDTensor`` where no ragged view exists."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor
+from ..._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor, without_dispatch
 from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, shard_whole
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedSpec
@@ -72,6 +76,235 @@ def map_tensors(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     if type(value) is dict:
         return {key: map_tensors(kind, function, item) for key, item in value.items()}
     return value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``value`` (in lists, tuples and dicts)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def pick(value: Any, indices: Sequence[int], num: int) -> Any:
+    """Pick the elements that belong to some of the tensors, from lists and from 1-D tensors of scalars."""
+    if isinstance(value, (list, tuple)) and len(value) == num:
+        return [value[i] for i in indices]
+    if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == num:
+        return value[list(indices)]
+    return value
+
+
+def is_own(tensor: torch.Tensor) -> bool:
+    """Whether this is a plain tensor that may differ between ranks. Scalars are taken to be equal, such as step counts
+    and learning rates: as stock DTensor does."""
+    return not isinstance(tensor, DTensor) and tensor.dim() > 0 and not (tensor.dim() == 1 and tensor.numel() == 1)
+
+
+# ---- Do the ranks agree?
+
+
+def refuse_collectives(func: Any) -> None:
+    """Refuse a collective: on whole copies it would be wrong for all of them."""
+    if "c10d" in func.namespace:
+        raise NotImplementedError(
+            f"{func} of a sharded tensor: call the collective on its to_local(). Gradients are averaged over the ranks "
+            "already"
+        )
+
+
+def check_generators(func: Any, spec: Any, dims: Iterable[int], generator: Any) -> None:
+    """Ranks along ``dims`` of the mesh must draw the same numbers."""
+    dims = [dim for dim in dims if spec.mesh.size(dim) > 1]
+    device = torch.device(spec.mesh.device_type)
+    if not dims or device.type == "meta":
+        return
+    if generator is not None:
+        state = generator.get_state()
+    else:
+        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state()
+    own = zlib.crc32(state.cpu().numpy().tobytes())
+    bounds = torch.tensor([own, -own], dtype=torch.float64, device=device)
+    for dim in dims:
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=spec.mesh.get_group(dim))
+    if bounds[0] != -bounds[1]:
+        raise RuntimeError(
+            f"{func} on a sharded tensor of shape {tuple(spec.shape)}: the random generators of the ranks differ, so "
+            "replicas of the result would differ too. Call torch.manual_seed() with the same seed on all ranks first"
+        )
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_equal(func: Any, tensor: torch.Tensor, mesh: DeviceMesh, other: str) -> torch.Tensor:
+    """Return a plain tensor that is the same on all ranks, bit by bit; raise on all ranks if it is not. ``other``: what
+    it is mixed with, for the error. Ranks: all ranks of the mesh."""
+    if torch.compiler.is_compiling():
+        raise MixedOperandsError(
+            f"{func}: got mixed a torch.Tensor of shape {tuple(tensor.shape)}, which ranks cannot compare inside "
+            f"torch.compile, and {other}"
+        )
+    if tensor.is_meta:
+        return tensor
+    flat = tensor.detach()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    # Each element is mixed with its place: sums or exclusive ors alone would not tell permuted elements.
+    mixed = (bits + torch.arange(1, len(bits) + 1, device=bits.device) * 0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 31)) * 0x14D049BB133111EB
+    digest = (mixed ^ (mixed >> 29)).sum()
+    bounds = torch.stack([digest, ~digest])
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    if bounds[0] != ~bounds[1]:
+        raise MixedOperandsError(
+            f"{func}: got mixed a torch.Tensor of shape {tuple(tensor.shape)}, which differs between the ranks, and "
+            f"{other}"
+        )
+    return tensor
+
+
+# ---- ``ReplicatedDTensor``: a result that every rank has whole
+
+
+class ReplicatedDTensor(DTensor):
+    """A DTensor that every rank has whole: a norm, a sum over rows, a gathered copy of a ``RaggedDTensor``.
+
+    Its operations run on the whole values, so none needs a rule of stock DTensor:
+
+    - among its own kind, with numbers and with 0-dim tensors, they give a ``ReplicatedDTensor``;
+    - with other plain tensors, a plain tensor, because those may differ between ranks. While autograd records, this
+      raises: the gradient of what is replicated would differ too;
+    - a plain tensor that is written to it must be the same on all ranks, which compare;
+    - with a ``RaggedDTensor`` they are operations of that one, and with any other DTensor those of stock DTensor.
+
+    Ranks: like any replicated DTensor, all ranks of the mesh do the same with it.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        sharded = next((kind for kind in types if issubclass(kind, RaggedDTensor)), None)
+        if sharded is not None:
+            return sharded.__torch_dispatch__(func, types, args, kwargs)
+        operands = [*tensors_in((args, kwargs))]
+        if func._schema.name.startswith("aten::_foreach_") and len({*map(type, operands)}) > 1:
+            num = len(next(item for item in args if is_tensors(item)))
+            if num > 1:
+                return _one_by_one(func, args, kwargs, num)
+        whole = [item for item in operands if isinstance(item, ReplicatedDTensor)]
+        mesh = whole[0].device_mesh
+        if any(isinstance(item, DTensor) and not isinstance(item, ReplicatedDTensor) for item in operands) or any(
+            item.device_mesh != mesh for item in whole
+        ):
+            return _by_stock_rules(func, args, kwargs)
+        _check_replicated(func, args, kwargs, whole, operands)
+        return _on_whole(func, args, kwargs, dtensor_spec(whole[0]), any(map(is_own, operands)))
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, outer_size: Any, outer_stride: Any) -> DTensor:
+        placements, meta, *_, requires_grad = context
+        spec = DTensorSpec(inner["device_mesh"], placements, TensorMeta(outer_size, outer_stride, meta.dtype))
+        result: DTensor = make_dtensor(ReplicatedDTensor, inner["_local_tensor"], spec, requires_grad)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return make_dtensor(DTensor, local_tensor(self), dtensor_spec(self)).__reduce_ex__(protocol)
+
+
+# As for ``RaggedDTensor``.
+ReplicatedDTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[method-assign]
+
+
+_RESHAPE_IN_PLACE = {"aten::t_", "aten::transpose_", "aten::squeeze_", "aten::unsqueeze_", "aten::detach_"}
+
+
+def _one_by_one(func: Any, args: Args, kwargs: Kwargs, num: int) -> Any:
+    """Run an operation on lists of tensors of several kinds."""
+    results = []
+    for i in range(num):
+        part = [pick(item, [i], num) for item in args]
+        results.append(func(*part, **{key: pick(item, [i], num) for key, item in kwargs.items()}))
+    return None if results[0] is None else [result[0] for result in results]
+
+
+def _by_stock_rules(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    back: dict[int, ReplicatedDTensor] = {}
+
+    def stock(tensor: ReplicatedDTensor) -> DTensor:
+        result: DTensor = make_dtensor(DTensor, local_tensor(tensor), dtensor_spec(tensor))
+        back[id(result)] = tensor
+        return result
+
+    args, kwargs = map_tensors(ReplicatedDTensor, stock, args), map_tensors(ReplicatedDTensor, stock, kwargs)
+    return map_tensors(DTensor, lambda item: back.get(id(item), item), func(*args, **kwargs))
+
+
+def _check_replicated(
+    func: Any, args: Args, kwargs: Kwargs, whole: Sequence[ReplicatedDTensor], operands: Sequence[torch.Tensor]
+) -> None:
+    """Raise for what would make a replicated tensor differ between ranks, or from its own memory."""
+    refuse_collectives(func)
+    if torch.Tag.inplace_view in func.tags and func._schema.name not in _RESHAPE_IN_PLACE:
+        raise NotImplementedError(
+            f"{func} of a replicated tensor of shape {tuple(whole[0].shape)} is not supported: it would get other "
+            "memory. Compute with its full_tensor()"
+        )
+    mesh = whole[0].device_mesh
+    own = [item for item in operands if is_own(item)]
+    if own:
+        targets = written(func, args, kwargs)
+        other = f"a replicated one of shape {tuple(whole[0].shape)}, the result of an operation on a sharded tensor"
+        is_written = any(isinstance(item, ReplicatedDTensor) for item in targets)
+        if torch.is_grad_enabled() and (is_written or any(item.requires_grad for item in whole)):
+            raise MixedOperandsError(
+                f"{func}: got mixed a torch.Tensor of shape {tuple(own[0].shape)} and {other}: compute with its "
+                ".full_tensor(), or under torch.no_grad()"
+            )
+        for item in own if is_written else ():
+            check_equal(func, item, mesh, f"{other}, which it would be written to")
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        check_generators(func, dtensor_spec(whole[0]), range(mesh.ndim), kwargs.get("generator"))
+
+
+def _on_whole(func: Any, args: Args, kwargs: Kwargs, spec: DTensorSpec, is_plain: bool) -> Any:
+    back: dict[int, ReplicatedDTensor] = {}
+
+    def local(tensor: ReplicatedDTensor) -> torch.Tensor:
+        back[id(tensor._local_tensor)] = tensor
+        return tensor._local_tensor
+
+    outs = {
+        item.name: kwargs[item.name]
+        for item in func._schema.arguments
+        if item.is_out and isinstance(kwargs.get(item.name), ReplicatedDTensor)
+    }
+    local_kwargs = map_tensors(ReplicatedDTensor, local, kwargs)
+    for name, target in outs.items():
+        local_kwargs[name] = torch.empty_like(target._local_tensor)  # torch may give it another shape
+        back[id(local_kwargs[name])] = target
+    result = func(*map_tensors(ReplicatedDTensor, local, args), **local_kwargs)
+    for name, target in outs.items():
+        if local_kwargs[name].shape != target.shape:
+            raise RuntimeError(
+                f"{func}: the result has shape {tuple(local_kwargs[name].shape)}, but the replicated tensor that it "
+                f"would be written to has shape {tuple(target.shape)}"
+            )
+        target._local_tensor.copy_(local_kwargs[name])
+    if torch.Tag.inplace_view in func.tags:
+        with without_dispatch():
+            func(*args, **kwargs)  # to the wrapper, too
+        args[0]._spec = dtensor_spec(on_all_ranks(result, spec))
+
+    def wrap(item: torch.Tensor) -> torch.Tensor:
+        return back[id(item)] if id(item) in back else item if is_plain else on_all_ranks(item, spec)
+
+    return map_tensors(torch.Tensor, wrap, result)
 
 
 # ---- ``GatheredView``: a view of a ``RaggedDTensor`` where no ragged view exists
@@ -152,10 +385,11 @@ class GatheredView(DTensor):
     def __deepcopy__(self, memo: Any) -> DTensor:
         return self.plain().clone()  # type: ignore[return-value]
 
-    def plain(self) -> DTensor:
-        """Return this view as a plain DTensor that shares its memory, outside autograd."""
+    def plain(self) -> ReplicatedDTensor:
+        """Return this view as a replicated DTensor that shares its memory, outside autograd."""
         self.check()
-        return make_dtensor(DTensor, local_tensor(self), dtensor_spec(self))
+        result: ReplicatedDTensor = make_dtensor(ReplicatedDTensor, local_tensor(self), dtensor_spec(self))
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -252,20 +486,33 @@ def operand(func: Any, tensor: torch.Tensor, spec: RaggedSpec, read: RaggedDTens
         return scalar_operand(tensor)
     tensor = tensor.plain() if isinstance(tensor, GatheredView) else tensor
     if not isinstance(tensor, DTensor):
-        raise MixedOperandsError(
-            f"{func}: got mixed a torch.Tensor of shape {tuple(tensor.shape)} and, of shape {tuple(spec.shape)}, "
-            f"{describe_owner(read)}"
-        )
+        other = f"of shape {tuple(spec.shape)}, {describe_owner(read)}"
+        if not may_mix(read):
+            raise MixedOperandsError(f"{func}: got mixed a torch.Tensor of shape {tuple(tensor.shape)} and, {other}")
+        if torch.broadcast_shapes(tensor.shape, spec.shape) != spec.shape:
+            raise Larger
+        check_equal(func, tensor, spec.mesh, other)
+        return shard_whole(tensor.expand(spec.shape), spec)
     if tensor.shape != spec.shape:
         if torch.broadcast_shapes(tensor.shape, spec.shape) != spec.shape:
             raise Larger
         tensor = plain_dtensor(tensor).expand(spec.shape)
+    if isinstance(tensor, ReplicatedDTensor) and tensor.device_mesh == spec.mesh:
+        return shard_whole(tensor._local_tensor, spec)
     return local_tensor(distribute_ragged(tensor, spec.mesh, spec.placements))
+
+
+def may_mix(read: torch.Tensor | None) -> bool:
+    """Whether a sharded tensor may be computed with plain ones: without autograd, as in the step of an optimizer, and
+    if what is only read is no parameter of a group. A parameter is read in a forward, which should run in its group."""
+    return not torch.is_grad_enabled() and not hasattr(read, OWNER_ATTRIBUTE)
 
 
 def scalar_operand(tensor: torch.Tensor) -> torch.Tensor:
     """A 0-dim operand as a plain tensor, complete on every rank."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor._local_tensor if isinstance(tensor, ReplicatedDTensor) else tensor.full_tensor()
 
 
 def plain_dtensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -294,9 +541,15 @@ def from_scalar(result: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:
     return wrap_local_shard(result.reshape(1)[: spec.local_shape[0]].clone(), spec)
 
 
-def replicated(result: torch.Tensor, spec: RaggedSpec) -> DTensor:
+def replicated(result: torch.Tensor, spec: RaggedSpec) -> ReplicatedDTensor:
     """Wrap a tensor that is the same on every rank in a DTensor."""
     meta = TensorMeta(result.shape, result.stride(), result.dtype)
-    plain = DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta)
-    tensor: DTensor = make_dtensor(DTensor, result, plain)
+    return on_all_ranks(result, DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta))
+
+
+def on_all_ranks(result: torch.Tensor, like: DTensorSpec) -> ReplicatedDTensor:
+    """The same, for the ranks of another replicated tensor, whose layout it shares if it can."""
+    meta = TensorMeta(result.shape, result.stride(), result.dtype)
+    spec = like if like.tensor_meta == meta else DTensorSpec(like.mesh, like.placements, meta)
+    tensor: ReplicatedDTensor = make_dtensor(ReplicatedDTensor, result, spec)
     return tensor

@@ -5,16 +5,15 @@ Handlers, registered in the table of ``ops/dispatch``."""
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from ..._torch import DTensorSpec, TensorMeta, local_tensor, make_dtensor
+from ..._torch import local_tensor
 from ..dtensor import RaggedDTensor, shard_whole
 from ..ownership import note_write_of_all_ranks
 from ..placement import RaggedSpec
@@ -23,17 +22,21 @@ from .operands import (
     Args,
     Kwargs,
     Larger,
+    ReplicatedDTensor,
     as_scalar,
+    check_generators,
     from_scalar,
     is_tensors,
     operand,
+    pick,
+    replicated,
     scalar_operand,
     touch,
     wrap_local_shard,
     written,
     written_positions,
 )
-from .views import first_ragged, gather_all, gathered_with_warning, write_elsewhere
+from .views import as_in, first_ragged, gather_all, write_elsewhere
 
 
 def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -174,8 +177,8 @@ def per_element(func: Any, args: Args, kwargs: Kwargs) -> Any:
     for indices in (ragged, scalars, others):
         if not indices:
             continue
-        part = [_pick(item, indices, num) for item in args]
-        part_kwargs = {key: _pick(item, indices, num) for key, item in kwargs.items()}
+        part = [pick(item, indices, num) for item in args]
+        part_kwargs = {key: pick(item, indices, num) for key, item in kwargs.items()}
         if indices is not others:
             found = _on_locals(func, tuple(part), part_kwargs, part[lead])
         else:
@@ -193,23 +196,16 @@ def _like_leaders(func: Any, tensors: Sequence[torch.Tensor], leaders: Sequence[
     result = []
     for tensor, leader in zip(tensors, leaders, strict=True):
         if isinstance(tensor, RaggedDTensor):
-            if not isinstance(leader, DTensor):
+            if not isinstance(leader, DTensor) and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{func}: a torch.Tensor of shape {tuple(leader.shape)} and a sharded tensor cannot be used "
-                    "together: use .full_tensor() or .to_local() of the sharded one"
+                    "together: use .full_tensor() or .to_local() of the sharded one, or torch.no_grad()"
                 )
-            tensor = gathered_with_warning(func)(tensor).redistribute(placements=leader.placements)
+            tensor = as_in(leader, func)(tensor)
+            if isinstance(leader, DTensor) and not isinstance(leader, ReplicatedDTensor):
+                tensor = tensor.redistribute(placements=leader.placements)  # type: ignore[attr-defined]
         result.append(tensor)
     return result
-
-
-def _pick(value: Any, indices: Sequence[int], num: int) -> Any:
-    """Pick the elements that belong to some of the tensors, from lists and from 1-D tensors of scalars."""
-    if isinstance(value, (list, tuple)) and len(value) == num:
-        return [value[i] for i in indices]
-    if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == num:
-        return value[list(indices)]
-    return value
 
 
 def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDTensor]) -> Any:
@@ -316,7 +312,7 @@ def new(func: Any, args: Args, kwargs: Kwargs) -> Any:
     spec = tensor._spec
     if tuple(size) == tuple(spec.shape):
         return wrap_local_shard(func(tensor._local_tensor, spec.local_shape, *rest, **kwargs), spec)
-    return _replicated(func(tensor._local_tensor, size, *rest, **kwargs), spec)
+    return replicated(func(tensor._local_tensor, size, *rest, **kwargs), spec)
 
 
 def new_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -326,13 +322,7 @@ def new_strided(func: Any, args: Args, kwargs: Kwargs) -> Any:
     spec = tensor._spec
     if tuple(size) == tuple(spec.shape):
         return wrap_local_shard(tensor._local_tensor.new_empty(spec.local_shape, **kwargs), spec)
-    return _replicated(func(tensor._local_tensor, size, stride, **kwargs), spec)
-
-
-def _replicated(local: torch.Tensor, spec: RaggedSpec) -> DTensor:
-    meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    tensor: DTensor = make_dtensor(DTensor, local, DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta))
-    return tensor
+    return replicated(func(tensor._local_tensor, size, stride, **kwargs), spec)
 
 
 def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -343,13 +333,13 @@ def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
     is_in_place = name.endswith("_")
     if not isinstance(tensor, RaggedDTensor) or not (is_in_place or name.endswith("_like")):
         spec = first_ragged((*args, *kwargs.values()))._spec
-        _check_generators(func, spec, range(spec.mesh.ndim), kwargs.get("generator"))
+        check_generators(func, spec, range(spec.mesh.ndim), kwargs.get("generator"))
         return gather_all(func, args, kwargs)
     if any(isinstance(item, torch.Tensor) for item in args[1:]):
         raise RuntimeError(f"{func} with tensors as arguments is not supported on a sharded tensor")
     spec, local = tensor._spec, tensor._local_tensor
-    replicated = [i for i, item in enumerate(spec.placements) if item.is_replicate()]
-    _check_generators(func, spec, replicated, kwargs.get("generator"))
+    replicas = [i for i, item in enumerate(spec.placements) if item.is_replicate()]
+    check_generators(func, spec, replicas, kwargs.get("generator"))
     whole = torch.empty(spec.shape, dtype=local.dtype, device=local.device)
     drawn = func(whole, *args[1:], **kwargs)
     drawn_shard = shard_whole(drawn, spec)
@@ -358,27 +348,6 @@ def random(func: Any, args: Args, kwargs: Kwargs) -> Any:
         note_write_of_all_ranks(local)
         return tensor
     return wrap_local_shard(drawn_shard, spec)
-
-
-def _check_generators(func: Any, spec: RaggedSpec, dims: Iterable[int], generator: Any) -> None:
-    """Ranks along ``dims`` of the mesh must draw the same numbers."""
-    dims = [dim for dim in dims if spec.mesh.size(dim) > 1]
-    device = torch.device(spec.mesh.device_type)
-    if not dims or device.type == "meta":
-        return
-    if generator is not None:
-        state = generator.get_state()
-    else:
-        state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state()
-    own = zlib.crc32(state.cpu().numpy().tobytes())
-    bounds = torch.tensor([own, -own], dtype=torch.float64, device=device)
-    for dim in dims:
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=spec.mesh.get_group(dim))
-    if bounds[0] != -bounds[1]:
-        raise RuntimeError(
-            f"{func} on a sharded tensor of shape {tuple(spec.shape)}: the random generators of the ranks differ, so "
-            "replicas of the result would differ too. Call torch.manual_seed() with the same seed on all ranks first"
-        )
 
 
 def make_out(func: Any, args: Args, kwargs: Kwargs) -> Any:

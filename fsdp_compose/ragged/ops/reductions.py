@@ -18,7 +18,7 @@ from ..._torch import DTensorSpec, TensorMeta, foreach_norm, make_dtensor
 from ...comm import all_reduce, device_for, noticing_loss
 from ..dtensor import Handler, RaggedDTensor
 from ..placement import RaggedSpec
-from .operands import Args, Kwargs, operand, replicated, scalar_operand
+from .operands import Args, Kwargs, ReplicatedDTensor, operand, replicated, scalar_operand
 from .views import gather_all
 
 # ---- Norms and extremes of tensors that are spread over ranks: a part on each rank, one collective, then the whole
@@ -200,7 +200,7 @@ def _norms(
         combine_norms(partial, order, spec.mesh.get_group(dim))
     norms = finish_norm(partial, order).to(_norm_dtype(tensors[0].dtype, dtype)).unbind()
     scalar = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, TensorMeta(norms[0].shape, (), norms[0].dtype))
-    return [make_dtensor(DTensor, norm, scalar) for norm in norms]
+    return [make_dtensor(ReplicatedDTensor, norm, scalar) for norm in norms]
 
 
 def extreme_handler(is_max: bool) -> Handler:

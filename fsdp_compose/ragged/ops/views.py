@@ -18,7 +18,20 @@ from ..._torch import current_graph_task_id, local_tensor, share_versions, wrapp
 from ..dtensor import RaggedDTensor, gathered, inference_mode_of, make_view, shard_whole
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedShard, RaggedSpec
-from .operands import Args, GatheredView, Kwargs, map_tensors, replicated, writes_by_index, written
+from .operands import (
+    Args,
+    GatheredView,
+    Kwargs,
+    ReplicatedDTensor,
+    check_equal,
+    map_tensors,
+    may_mix,
+    refuse_collectives,
+    replicated,
+    tensors_in,
+    writes_by_index,
+    written,
+)
 
 # ---- The fallback: operations without a handler run on whole, plain tensors on every rank, with a warning
 #
@@ -30,17 +43,18 @@ _aten = torch.ops.aten
 
 
 def gather_all(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run the operation on the whole tensors; tensors in its result are replicated."""
+    """Run the operation on the whole tensors; tensors in its result are replicated, or plain if they come from plain
+    ones, which may differ between ranks."""
     refuse_collectives(func)
     _refuse_wrappers()
     targets = written(func, args, kwargs)
     if targets:
         return write_through(func, args, kwargs)
     warn_gathers(func)
-    _refuse_plain_tensors(func, args, kwargs)
+    own = _own_tensors(func, args, kwargs)
     spec = first_ragged((*args, *kwargs.values()))._spec
     result = func(*map_tensors(DTensor, _whole, args), **map_tensors(DTensor, _whole, kwargs))
-    return map_tensors(torch.Tensor, lambda item: replicated(item, spec), result)
+    return result if own else map_tensors(torch.Tensor, lambda item: replicated(item, spec), result)
 
 
 def look_up(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -74,7 +88,8 @@ def write_through(func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise _unknown_write(func)
     warn_gathers(func)
     if not writes_by_index(func):
-        _refuse_plain_tensors(func, args, kwargs)
+        for plain in _own_tensors(func, args, kwargs):
+            check_equal(func, plain, first_ragged(targets)._spec.mesh, describe_owner(first_ragged(targets)))
     wholes = {id(item): gathered(item).full_tensor() for item in targets}  # type: ignore[arg-type]
 
     def whole(item: DTensor) -> torch.Tensor:
@@ -104,16 +119,26 @@ def _unknown_write(func: Any) -> NotImplementedError:
 
 
 def write_elsewhere(func: Any, target: torch.Tensor, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse a write to a plain tensor that is computed with a ragged one."""
-    if not isinstance(target, DTensor):
+    """Handle a write to a tensor that is not ragged, with ragged ones among the operands: with the whole of those."""
+    if not isinstance(target, DTensor) and torch.is_grad_enabled():
         raise RuntimeError(
             f"{func} cannot write a sharded tensor to a torch.Tensor: use .full_tensor() or .to_local() of the sharded "
-            "one"
+            "one, or torch.no_grad()"
         )
-    return func(
-        *map_tensors(RaggedDTensor, lambda item: gathered(item), args),
-        **map_tensors(RaggedDTensor, lambda item: gathered(item), kwargs),
-    )
+    kind: Any = RaggedDTensor if isinstance(target, DTensor) else DTensor
+    like = as_in(target, func)
+    return func(*map_tensors(kind, like, args), **map_tensors(kind, like, kwargs))
+
+
+def as_in(target: torch.Tensor, func: Any) -> Callable[[Any], torch.Tensor]:
+    """How to convert operands of an operation that writes to ``target``, which is not ragged: to whole tensors of its
+    kind, which is plain, replicated or that of stock DTensor."""
+    warn_gathers(func)
+    if not isinstance(target, DTensor):
+        return _whole
+    if isinstance(target, ReplicatedDTensor):
+        return lambda item: replicated(_whole(item), item._spec)
+    return gathered
 
 
 def item(func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -137,12 +162,6 @@ def gathered_with_warning(func: Any) -> Callable[[RaggedDTensor], DTensor]:
     return gather
 
 
-def refuse_collectives(func: Any) -> None:
-    """Refuse a collective: on whole copies it would be wrong for all of them."""
-    if "c10d" in func.namespace:
-        raise NotImplementedError(f"{func} of a sharded tensor: call the collective on its to_local()")
-
-
 def _refuse_wrappers() -> None:
     """Raise if a data-parallel wrapper is being put around a sharded model: it flattens the parameters first."""
     found = wrapper_under_construction()
@@ -157,20 +176,23 @@ def _refuse_wrappers() -> None:
         )
 
 
-def _refuse_plain_tensors(func: Any, args: Args, kwargs: Kwargs) -> None:
-    """Allow plain tensors that are the same on every rank: indices or masks, and those that autograd makes (zeros for
-    parts of a tensor that got no gradient). Refuse others, which may hold a rank's own part of something."""
-
-    def check(item: torch.Tensor) -> torch.Tensor:
-        if not isinstance(item, DTensor) and item.dim() and (item.is_floating_point() or item.is_complex()):
-            raise MixedOperandsError(
-                f"{func}: got mixed a torch.Tensor of shape {tuple(item.shape)} and "
-                f"{describe_owner(first_ragged((*args, *kwargs.values())))}"
-            )
-        return item
-
-    if not (func in _JOINS and current_graph_task_id() != -1):
-        map_tensors(torch.Tensor, check, (args, kwargs))
+def _own_tensors(func: Any, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    """The plain tensors among the arguments that may hold a rank's own part of something; raise where they may not be
+    mixed with sharded ones. Others are the same on every rank: indices or masks, and those that autograd makes (zeros
+    for parts of a tensor that got no gradient)."""
+    if func in _JOINS and current_graph_task_id() != -1:
+        return []
+    tensors = [*tensors_in((args, kwargs))]
+    own = [t for t in tensors if not isinstance(t, DTensor) and t.dim() and (t.is_floating_point() or t.is_complex())]
+    if own:
+        targets = written(func, args, kwargs)
+        for item in tensors:
+            is_read = all(item is not target for target in targets)
+            if isinstance(item, RaggedDTensor) and not may_mix(item if is_read else None):
+                raise MixedOperandsError(
+                    f"{func}: got mixed a torch.Tensor of shape {tuple(own[0].shape)} and {describe_owner(item)}"
+                )
+    return own
 
 
 # Called by the backward of unbind(), split() and chunk().
