@@ -174,8 +174,8 @@ def per_element(func: Any, args: Args, kwargs: Kwargs) -> Any:
     for indices in (ragged, scalars, others):
         if not indices:
             continue
-        part = [_pick(item, indices, num) for item in args]
-        part_kwargs = {key: _pick(item, indices, num) for key, item in kwargs.items()}
+        part = [pick(item, indices, num) for item in args]
+        part_kwargs = {key: pick(item, indices, num) for key, item in kwargs.items()}
         if indices is not others:
             found = _on_locals(func, tuple(part), part_kwargs, part[lead])
         else:
@@ -203,7 +203,7 @@ def _like_leaders(func: Any, tensors: Sequence[torch.Tensor], leaders: Sequence[
     return result
 
 
-def _pick(value: Any, indices: Sequence[int], num: int) -> Any:
+def pick(value: Any, indices: Sequence[int], num: int) -> Any:
     """Pick the elements that belong to some of the tensors, from lists and from 1-D tensors of scalars."""
     if isinstance(value, (list, tuple)) and len(value) == num:
         return [value[i] for i in indices]
