@@ -180,8 +180,7 @@ def _new_composite_handle(
 ) -> FlatParamHandle:
     if offload is not None:
         raise _refuse_offload(item.fqn, extension)
-    # The rows of FSDP2, not aligned: the class has cut its tensors at the same rows.
-    layout = plan_equal_rows(item.fqn, tuple(extension.shape), mesh.shard_world_size, 1)
+    layout = plan_equal_rows(item.fqn, tuple(extension.shape), mesh.shard_world_size)
     local_shards = [(0, layout.local_shard(0, mesh.shard_rank).numel, layout.local_shape(0, mesh.shard_rank))]
     return CompositeFlatParamHandle(layout, mesh, replace(item.kind, extension=extension), local_shards)
 
@@ -233,7 +232,7 @@ def _plan(
     alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
     if kind.extension is not None:
         assert len(managed) == 1, "its class gathers it by itself"
-        return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size, alignment)
+        return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size)
     specs, shapes = [], []
     for item, spec in zip(managed, own, strict=True):
         granule = granularity(item.fqn, item.parameter) if granularity is not None else None
