@@ -89,9 +89,9 @@ class _Summoned:
                 first = handle.layout.local_shard(i, handle.mesh.shard_rank).param_start
                 if isinstance(sharded, CompositeDTensor):
                     sharded.copy_(param.detach())
-                    continue
-                whole = _inner_of(param.detach(), sharded)
-                local_elements(sharded).copy_(whole.reshape(-1)[first : first + stop - start].view(shape))
+                else:
+                    whole = _inner_of(param.detach(), sharded)
+                    local_elements(sharded).copy_(whole.reshape(-1)[first : first + stop - start].view(shape))
                 if not with_grads:
                     continue
                 if param.grad is None:
@@ -265,7 +265,7 @@ def _summon(
     flat = gather_flat(handle, handle.shard.detach(), rank0_only, to_cpu)
     flat_grad = None
     if with_grads and any(grad is not None for grad in grads):
-        shard_grad = torch.zeros_like(handle.shard, dtype=handle.gradient.dtype)
+        shard_grad = handle.shard.new_zeros(handle.layout.shard_numel, dtype=handle.gradient.dtype)
         for grad, (start, stop, shape) in zip(grads, handle.local_shards, strict=True):
             if grad is not None:
                 shard_grad[start:stop].view(shape).copy_(local_elements(grad))

@@ -121,7 +121,7 @@ def shard_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
     """Return this rank's part of a whole tensor, which may share its memory. No communication."""
     like, whole = target.like, whole.detach()
     assert isinstance(like, DTensor)
-    if isinstance(like, CompositeDTensor):
+    if isinstance(like, CompositeDTensor) and like.takes(whole):
         return like.part_of(whole.to(target.device))
     if not isinstance(like, RaggedDTensor):
         placements = dtensor_spec(like).placements

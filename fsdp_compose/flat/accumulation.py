@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from .._torch import DTensorSpec, PlainAttributes, TensorMeta, dtensor_spec, foreach_add_
 from ..errors import MisuseRuntimeError
 from ..ragged import RaggedDTensor, RaggedSpec
-from .param_kind import own_grad_dtype
+from .param_kind import own_grad_dtype, plain_gradient
 from .reduction import AVERAGE, Reduction
 from .tensor_parallel import AddUp, TensorParallel
 
@@ -201,7 +201,12 @@ class Accumulation:
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients that a backward has left on the unsharded parameters."""
-        present = [(view, grad) for view, grad in zip(self._views, grads, strict=True) if grad is not None]
+        # A gradient of a class that holds several tensors would be added once for each of them.
+        present = [
+            (view, grad if type(grad) is torch.Tensor else plain_gradient(grad, name))
+            for view, grad, name in zip(self._views, grads, self._names, strict=True)
+            if grad is not None
+        ]
         if present:
             foreach_add_([view for view, _ in present], [grad for _, grad in present])
 

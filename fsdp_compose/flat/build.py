@@ -20,8 +20,8 @@ from ..comm import DataParallelMesh, Label
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import CompositeDTensor, RaggedSpec, hook_owners, note_write_of_all_ranks, writes
 from .cpu_offload import OffloadedFlatParamHandle
-from .extensions import PART_ALIGNMENT_BYTES, CompositeExtension, cut
-from .flat_param import FlatParamHandle, LocalShards, handle_of
+from .extensions import CompositeExtension, Extension, cut
+from .flat_param import CompositeFlatParamHandle, FlatParamHandle, LocalShards, handle_of
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
 from .param_kind import ParameterKind, plain_tensor
@@ -91,14 +91,11 @@ def _shard_composite(
         return flat
 
     parts, shard = cut(original, fqn, (num_ranks, mesh.shard_rank), mesh.device, gather)
-    kind = replace(item.kind, extension=replace(extension, parts=parts))
-    layout = plan_equal_rows(fqn, (mesh.shard_world_size, parts.nbytes), mesh.shard_world_size, PART_ALIGNMENT_BYTES)
-    handle = _new_handle(layout, mesh, kind, [(0, parts.nbytes, (parts.nbytes,))], None, offload)
-    rows = plan_equal_rows(fqn, tuple(original.shape), mesh.shard_world_size, 1)
-    spec = sharded_spec(rows, 0, mesh, original.dtype)
+    handle = _new_composite_handle(item, replace(extension, parts=parts), mesh, offload)
+    spec = sharded_spec(handle.layout, 0, mesh, original.dtype)
     with torch.inference_mode(False), torch.no_grad():
-        (local,) = handle.views_of(shard)
-        sharded = nn.Parameter(CompositeDTensor.made(local, spec, parts), requires_grad=False)
+        (local,) = handle.locals_of(shard)
+        sharded = nn.Parameter(CompositeDTensor.made(local, spec, parts), requires_grad=original.requires_grad)
         set_local_tensor(sharded, local)
         copy_attributes(original, sharded, not_copied=class_attributes(original))
     params = [sharded]
@@ -155,10 +152,7 @@ def _shard_composite_again(
             f"the parameter {item.fqn} is a {parts.name} that is tied across groups on different meshes: shard both "
             "groups on one mesh"
         )
-    layout = plan_equal_rows(
-        item.fqn, (mesh.shard_world_size, parts.nbytes), mesh.shard_world_size, PART_ALIGNMENT_BYTES
-    )
-    handle = _new_handle(layout, mesh, item.kind, [(0, parts.nbytes, (parts.nbytes,))], None, offload)
+    handle = _new_composite_handle(item, extension, mesh, offload)
     handle.hold([sharded], GradientHooks([sharded], [hook_owners.get(id(sharded))], owner=handle))
     handle.set_shard(handle.flatten())
     return handle
@@ -175,14 +169,27 @@ def _new_handle(
     if offload is None:
         return FlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
     if kind.extension is not None:
-        raise MisuseError(
-            f"fully_shard(offload_policy=...): the parameter {layout.params[0].fqn} is a "
-            f"{kind.extension.cls.__name__}, which is gathered in another form, on the device: leave it out with "
-            "ignored_params, or shard it without offload"
-        )
+        raise _refuse_offload(layout.params[0].fqn, kind.extension)
     handle = OffloadedFlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
     home = HostShardStorage if offload.parameters else HostGradientStorage
     return handle.live_in(home(offload, mesh.device))
+
+
+def _new_composite_handle(
+    item: ManagedParameter, extension: CompositeExtension, mesh: DataParallelMesh, offload: CPUOffloadPolicy | None
+) -> FlatParamHandle:
+    if offload is not None:
+        raise _refuse_offload(item.fqn, extension)
+    layout = plan_equal_rows(item.fqn, tuple(extension.shape), mesh.shard_world_size)
+    local_shards = [(0, layout.local_shard(0, mesh.shard_rank).numel, layout.local_shape(0, mesh.shard_rank))]
+    return CompositeFlatParamHandle(layout, mesh, replace(item.kind, extension=extension), local_shards)
+
+
+def _refuse_offload(fqn: str, extension: Extension) -> MisuseError:
+    return MisuseError(
+        f"fully_shard(offload_policy=...): the parameter {fqn} is a {extension.name}, which is gathered in another "
+        "form, on the device: leave it out with ignored_params, or shard it without offload"
+    )
 
 
 def _own_spec(sharded: nn.Parameter) -> DTensorSpec | None:
@@ -225,7 +232,7 @@ def _plan(
     alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
     if kind.extension is not None:
         assert len(managed) == 1, "its class gathers it by itself"
-        return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size, alignment)
+        return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size)
     specs, shapes = [], []
     for item, spec in zip(managed, own, strict=True):
         granule = granularity(item.fqn, item.parameter) if granularity is not None else None
@@ -252,14 +259,15 @@ def reflatten(handle: FlatParamHandle) -> None:
     """
     locals_ = [local_elements(sharded) for sharded in handle.sharded_params]
     first = f"{handle.name_of(0)}"
-    for fqn, local, (_, _, shape) in zip(handle.fqns, locals_, handle.local_shards, strict=True):
+    shapes = [view.shape for view in handle.locals_of(handle.shard)]
+    for fqn, local, shape in zip(handle.fqns, locals_, shapes, strict=True):
         if (local.dtype, local.device) != (locals_[0].dtype, locals_[0].device):
             raise MisuseError(
                 f"the parameters of one fully_shard group no longer agree: {handle.label.names(fqn)} is {local.dtype} "
                 f"on {local.device}, {first} is {locals_[0].dtype} on {locals_[0].device}; convert or move the whole "
                 "sharded module, or give the part that differs a fully_shard() call of its own"
             )
-        if tuple(local.shape) != tuple(shape):
+        if local.shape != shape:
             raise MisuseError(
                 f"the sharded parameter {handle.label.names(fqn)} was given data of shape {tuple(local.shape)} on "
                 f"rank {handle.mesh.rank}, but its local shard there has shape {tuple(shape)}: assign data of that "

@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch import is_wrapper, make_wrapper
+from .._torch import is_wrapper, make_wrapper, same_storage
 from ..errors import MisuseError
 from .policy import MixedPrecisionPolicy
 
@@ -96,10 +96,6 @@ class Extension:
     def over_shard(self, shard: torch.Tensor) -> Any:
         """Make an instance of the class over all of a shard."""
         return self.over(shard.view(-1, *self.shape[1:]))
-
-    def whole_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Make the parameter from everything that its ranks store."""
-        return whole
 
     def own_attributes(self, instance: Any) -> dict[str, Any]:
         """The attributes that were set on an instance, besides its elements."""
@@ -235,6 +231,11 @@ def check_protocol(param: torch.Tensor, fqn: str) -> None:
 #
 # So putting the parts together again gives the original, bit for bit. If the class has an all-gather of its own, the
 # parameter is gathered by that; otherwise tensor by tensor, and forward sees the original again.
+#
+# Rows that the ranks cannot share evenly are cut as FSDP2 cuts them, if every tensor has the parameter's rows: the last
+# ranks hold fewer. Their bytes are filled up with zeros, and the class gathers equally many rows of every rank.
+#
+# It can train if all its tensors are cut; the gradient is a plain tensor of its shape and dtype, sharded by rows.
 
 
 PART_ALIGNMENT_BYTES = 16  # alignment of each tensor in the bytes, and of the whole
@@ -246,6 +247,7 @@ class InnerTensor:
 
     Attributes:
         name: the attribute.
+        shape: its shape on a rank that has the most rows, as every rank stores it.
         start: the position of its first byte.
         is_cut: the ranks' tensors, one after the other along dim 0, form the whole one; otherwise every rank has the
             whole one.
@@ -295,19 +297,65 @@ class Parts:
     def name(self) -> str:
         return self.cls.__name__
 
+    @property
+    def most_rows(self) -> int:
+        """The number of rows that every rank stores, some of which may be padding."""
+        return -(-self.shape[0] // self.num_ranks)
+
+    @property
+    def rows(self) -> range:
+        """This rank's rows."""
+        return _rows_of(self.shape, self.num_ranks, self.rank)
+
+    @property
+    def uncut(self) -> list[str]:
+        """The names of the tensors that are the same on every rank."""
+        return [item.name for item in self.inner if not item.is_cut and self.num_ranks > 1]
+
     def is_like(self, other: Any) -> bool:
         """Whether both have the same bytes for the same instance."""
         return (self.cls, self.shape, self.dtype, self.inner) == (other.cls, other.shape, other.dtype, other.inner)
 
+    def padded(self, local: torch.Tensor) -> Any:
+        """An instance over all rows that this rank stores, sharing the memory of the bytes."""
+        tensors = {item.name: item.view(local) for item in self.inner}
+        shape = torch.Size([self.most_rows, *self.shape[1:]])
+        return _instance(self.cls, tensors, self.context, shape)
+
     def over(self, local: torch.Tensor) -> Any:
         """An instance over this rank's rows, sharing the memory of the bytes."""
-        tensors = {item.name: item.view(local) for item in self.inner}
-        return _instance(self.cls, tensors, self.context, _rows(self.shape, self.num_ranks))
+        instance, num_rows = self.padded(local), len(self.rows)
+        return instance if num_rows == self.most_rows else _first_rows(instance, num_rows)
 
     def part_in_own_memory(self, local: torch.Tensor) -> Any:
         """Like ``over``, but the tensors are copies, each in memory of its own."""
-        tensors = {item.name: item.view(local).clone() for item in self.inner}
-        return _instance(self.cls, tensors, self.context, _rows(self.shape, self.num_ranks))
+        instance = self.over(local)
+        tensors = {name: tensor.clone() for name, tensor in inner_tensors(instance).items()}
+        return _instance(self.cls, tensors, context_of(instance), instance.shape)
+
+    def take_in(self, local: torch.Tensor, instance: Any) -> None:
+        """Copy the tensors of an instance over this rank's rows, unless they are already there, into the bytes.
+
+        Raises:
+            ValueError: they have other shapes or dtypes.
+        """
+        own = inner_tensors(self.over(local))
+        for name, tensor in own.items():
+            given = getattr(instance, name, None)
+            if not isinstance(given, torch.Tensor) or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+                raise MisuseError(
+                    f"an operation on the sharded {self.name} of shape {tuple(self.shape)} made {name} "
+                    f"{describe_part(given)} of {tensor.dtype} {tuple(tensor.shape)}: its class must keep shapes and "
+                    "dtypes, or return plain tensors"
+                )
+        for name, tensor in own.items():
+            given = getattr(instance, name)
+            if given.numel() and (given.data_ptr(), given.stride()) != (tensor.data_ptr(), tensor.stride()):
+                tensor.copy_(given)
+
+    def agreed(self, instance: Any) -> torch.Tensor | None:
+        """See ``common_tensor``."""
+        return common_tensor(instance)
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Make a whole instance from whole tensors."""
@@ -319,10 +367,17 @@ class Parts:
         tensors = {}
         for item in self.inner:
             if item.is_cut:
-                tensors[item.name] = torch.cat([item.view(local) for local in locals_])
+                num_rows = self._whole_shape(item)[0]
+                tensors[item.name] = torch.cat([item.view(local) for local in locals_])[:num_rows]
             else:
                 tensors[item.name] = item.view(locals_[0]).clone()
         return self.whole(tensors)
+
+    def _whole_shape(self, item: InnerTensor) -> torch.Size:
+        if not item.is_cut:
+            return item.shape
+        num_padded = self.num_ranks * self.most_rows - self.shape[0]  # only if it has the parameter's rows
+        return torch.Size([item.shape[0] * self.num_ranks - num_padded, *item.shape[1:]])
 
     def gather(self, local: torch.Tensor) -> Any:
         """Make a whole instance from this rank's bytes. Ranks: all of the shard group."""
@@ -337,17 +392,19 @@ class Parts:
         whole = whole.detach()
         for item in self.inner:
             tensor = getattr(whole, item.name, None)
-            expected = _times(item.shape, self.num_ranks) if item.is_cut else item.shape
+            expected = self._whole_shape(item)
             if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype) != (expected, item.dtype):
                 raise MisuseError(
-                    f"got a {self.name} of shape {tuple(self.shape)} with {item.name} {_describe(tensor)}, but the "
+                    f"got a {self.name} of shape {tuple(self.shape)} with {item.name} {describe_part(tensor)}, but the "
                     f"sharded one has {item.dtype} {tuple(expected)}: quantize it the same way"
                 )
         for item in self.inner:
             tensor = getattr(whole, item.name)
             if item.is_cut:
                 tensor = tensor[self.rank * item.shape[0] : (self.rank + 1) * item.shape[0]]
-            item.view(local).copy_(tensor)
+                item.view(local)[: tensor.shape[0]].copy_(tensor)
+            else:
+                item.view(local).copy_(tensor)
 
     def write_rows(self, local: torch.Tensor, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Write this rank's part into ``local``, from pieces of a whole that was cut for another number of ranks.
@@ -358,8 +415,7 @@ class Parts:
         Raises:
             ValueError: their tensors cannot be cut for these ranks.
         """
-        num_rows = self.shape[0] // self.num_ranks
-        begin = self.rank * num_rows
+        num_rows, own = self.most_rows, self.rows
         written = []
         for item in self.inner:
             tensors = [getattr(piece, item.name) for _, piece in pieces]
@@ -368,18 +424,20 @@ class Parts:
                 written.append(first)  # the same on every rank
                 continue
             length = item.shape[0] if item.shape else 0
-            start, rest = divmod((begin - pieces[0][0]) * length, num_rows)
-            part = torch.cat(tensors)[start : start + length] if first.dim() else first
+            wanted = torch.Size([length * len(own) // num_rows, *item.shape[1:]]) if item.shape else item.shape
+            start, rest = divmod((own.start - pieces[0][0]) * length, num_rows)
+            part = torch.cat(tensors)[start : start + wanted[0]] if first.dim() and wanted else first
             is_whole = not rest and first.dim() and first.shape[0] * num_rows == length * rows
-            if not is_whole or (part.shape, part.dtype) != (item.shape, item.dtype):
+            if not is_whole or (part.shape, part.dtype) != (wanted, item.dtype):
                 raise MisuseError(
-                    f"{item.name} of a {self.name} of shape {tuple(self.shape)} was saved as {_describe(first)} for "
-                    f"{rows} rows, from which no rank of {self.num_ranks} can get its {item.dtype} "
+                    f"{item.name} of a {self.name} of shape {tuple(self.shape)} was saved as {describe_part(first)} "
+                    f"for {rows} rows, from which no rank of {self.num_ranks} can get its {item.dtype} "
                     f"{tuple(item.shape)}: load it on as many ranks as saved it"
                 )
             written.append(part)
         for item, tensor in zip(self.inner, written, strict=True):
-            item.view(local).copy_(tensor)
+            view = item.view(local)
+            (view[: tensor.shape[0]] if tensor.dim() else view).copy_(tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -409,10 +467,11 @@ class CompositeExtension(Extension):
         return self.bytes.over(local)
 
     def over_shard(self, shard: torch.Tensor) -> Any:
-        return self.bytes.over(shard)
+        return self.bytes.padded(shard)
 
-    def whole_of(self, whole: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.bytes.whole_of(whole)
+    def whole_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Make the parameter from the bytes of all ranks."""
+        result: torch.Tensor = self.bytes.whole_of(flat)
         return result
 
     def own_attributes(self, instance: Any) -> dict[str, Any]:
@@ -473,7 +532,7 @@ def inner_tensors(param: Any) -> dict[str, Any]:
 
 def refusal(param: torch.Tensor, fqn: str, why: str) -> MisuseError:
     """The error about a parameter that cannot be cut."""
-    parts = ", ".join(f"{name}: {_describe(tensor)}" for name, tensor in inner_tensors(param).items())
+    parts = ", ".join(f"{name}: {describe_part(tensor)}" for name, tensor in inner_tensors(param).items())
     return MisuseError(
         f"fully_shard(): the parameter {fqn} is a {type(param).__name__} of shape {tuple(param.shape)} and "
         f"{param.dtype}, which is stored as ({parts}) and cannot be sharded: {why}. Or leave it out with "
@@ -485,10 +544,6 @@ def check_composite(param: nn.Parameter, fqn: str, is_gathered: bool) -> None:
     """Raise ValueError if a composite parameter is refused for reasons that show before it is cut."""
     if not is_gathered:
         raise refusal(param, fqn, "replicate() gathers nothing: shard it with fully_shard()")
-    if param.requires_grad:
-        raise refusal(param, fqn, "it is trainable, but its parts cannot train: freeze it, .requires_grad_(False)")
-    if param.is_meta:
-        raise refusal(param, fqn, "it is on the meta device: materialize it first")
     if not param.is_contiguous():
         raise refusal(param, fqn, "it is not contiguous: make it contiguous")
     for name, tensor in inner_tensors(param).items():
@@ -511,19 +566,25 @@ def cut(
         gather_bytes: see ``Parts``.
 
     Raises:
-        ValueError: its class cannot cut its rows in equal parts for these ranks.
+        ValueError: its class cannot cut its rows for these ranks, or it cannot train.
     """
     num_ranks, rank = ranks
     with torch.no_grad():
-        whole = param.detach() if param.device == device else param.detach().to(device)
-        part = whole if num_ranks == 1 else _part(whole, fqn, num_ranks, rank)
-        tensors, wholes = inner_tensors(part), inner_tensors(whole)
+        whole = param.detach() if param.device == device or param.is_meta else param.detach().to(device)
+        wholes, num_rows = inner_tensors(whole), whole.shape[0] if whole.dim() else 0
+        has_rows = all(tensor.dim() and tensor.shape[0] == num_rows for tensor in wholes.values())
+        is_uneven = num_ranks > 1 and num_rows > 0 and num_rows % num_ranks != 0 and has_rows
+        # Parts of fewer rows are made from the first one, which has the most.
+        index = 0 if is_uneven else rank
+        part = whole if num_ranks == 1 else _part(whole, fqn, num_ranks, index, is_uneven)
+        tensors = inner_tensors(part)
         inner, start = [], 0
         for name, tensor in tensors.items():
-            is_cut = num_ranks > 1 and tensor.shape != wholes[name].shape
+            is_cut = is_uneven or (num_ranks > 1 and tensor.shape != wholes[name].shape)
             if is_cut:
-                own = wholes[name][rank * tensor.shape[0] : (rank + 1) * tensor.shape[0]] if tensor.dim() else tensor
-                is_right = _times(tensor.shape, num_ranks) == wholes[name].shape and _are_equal(own, tensor)
+                own = wholes[name][index * tensor.shape[0] : (index + 1) * tensor.shape[0]] if tensor.dim() else tensor
+                has_all = is_uneven or _times(tensor.shape, num_ranks) == wholes[name].shape
+                is_right = has_all and _are_equal(own, tensor)
             else:
                 is_right = _are_equal(tensor, wholes[name])
             if not is_right:
@@ -537,23 +598,52 @@ def cut(
             start += -(-inner[-1].nbytes // PART_ALIGNMENT_BYTES) * PART_ALIGNMENT_BYTES
         contexts = context_of(part), context_of(whole)
         parts = Parts(type(param), param.shape, param.dtype, tuple(inner), start, *contexts, *ranks, gather_bytes)
-        local = torch.zeros(start, dtype=torch.uint8, device=device)
-        for item in inner:
-            item.view(local).copy_(tensors[item.name])
+        if param.requires_grad and parts.uncut:
+            raise refusal(
+                param,
+                fqn,
+                f"it is trainable, but {', '.join(parts.uncut)} is the same on every rank, and each would train a copy "
+                "of its own: freeze it, .requires_grad_(False)",
+            )
+        local = torch.zeros(start, dtype=torch.uint8, device=whole.device)
+        if is_uneven:
+            _check_first_rows(parts, local, whole, fqn)
+        parts.write(local, whole)
     return parts, local
 
 
-def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int) -> torch.Tensor:
-    """One rank's rows, cut by the class."""
+def _check_first_rows(parts: Parts, local: torch.Tensor, whole: torch.Tensor, fqn: str) -> None:
+    """Raise, on every rank, if the class cannot leave out rows at the end of a part."""
+    num_rows, storage = len(_rows_of(parts.shape, parts.num_ranks, parts.num_ranks - 1)), local.untyped_storage()
+    try:
+        part = _first_rows(parts.padded(local), num_rows)
+    except Exception as error:  # whatever a class raises if it cannot cut
+        what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    else:
+        views = inner_tensors(part).values() if type(part) is type(whole) else ()
+        are_views = [same_storage(view.untyped_storage(), storage) and view.shape[0] == num_rows for view in views]
+        if are_views and all(are_views):
+            return
+        what = f"a {type(part).__name__} of shape {tuple(part.shape)}, not a view"
+    raise refusal(
+        whole,
+        fqn,
+        f"its {parts.shape[0]} rows are not a multiple of the {parts.num_ranks} ranks, and its class cannot leave out "
+        f"rows at the end of a part (aten.slice: {what}). Choose a number of ranks that divides them",
+    )
+
+
+def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int, is_uneven: bool) -> torch.Tensor:
+    """One rank's rows, cut by the class; if the cut is uneven, only the first ranks' are asked for."""
     num_rows = whole.shape[0] if whole.dim() else 0
-    if not num_rows or num_rows % num_ranks:
+    if not num_rows or (num_rows % num_ranks and not is_uneven):
         raise refusal(
             whole,
             fqn,
             f"its {num_rows} rows are not a multiple of the {num_ranks} ranks. Choose a number of ranks that divides "
             "them",
         )
-    rows, answers = num_rows // num_ranks, list[str]()
+    rows, answers = -(-num_rows // num_ranks), list[str]()
     for how in ("split", "narrow"):
         try:
             part = whole.split(rows)[rank] if how == "split" else whole.narrow(0, rank * rows, rows)
@@ -561,7 +651,7 @@ def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int) -> torch.Ten
             first_line = str(error).strip().partition("\n")[0]
             answers.append(f"{how}(): {type(error).__name__}: {first_line[:200]}")
             continue
-        if type(part) is type(whole) and part.shape == _rows(whole.shape, num_ranks):
+        if type(part) is type(whole) and part.shape == torch.Size([rows, *whole.shape[1:]]):
             return part
         answers.append(f"{how}(): a {type(part).__name__} of shape {tuple(part.shape)}")
     raise refusal(
@@ -572,15 +662,29 @@ def _part(whole: torch.Tensor, fqn: str, num_ranks: int, rank: int) -> torch.Ten
     )
 
 
+def _first_rows(instance: Any, num_rows: int) -> Any:
+    """Views of the first rows. (Inside a dispatch, narrow() would not become this operator, which classes have.)"""
+    return torch.ops.aten.slice.Tensor(instance, 0, 0, num_rows)
+
+
+def common_tensor(instance: Any) -> torch.Tensor | None:
+    """The plain tensor that all tensors inside an instance equal, if there is one, of its shape and dtype."""
+    first, *others = inner_tensors(instance).values()
+    is_plain = not is_wrapper(first) and (first.shape, first.dtype) == (instance.shape, instance.dtype)
+    return first if is_plain and all(_are_equal(first, other) for other in others) else None
+
+
 def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal, bit for bit."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return a.is_meta or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def _rows(shape: torch.Size, num_ranks: int) -> torch.Size:
-    return torch.Size([shape[0] // num_ranks, *shape[1:]])
+def _rows_of(shape: torch.Size, num_ranks: int, rank: int) -> range:
+    """The rows of one rank: equally many on each, but that the last ranks may have fewer."""
+    most = -(-shape[0] // num_ranks)
+    return range(min(rank * most, shape[0]), min((rank + 1) * most, shape[0]))
 
 
 def _times(shape: torch.Size, num_ranks: int) -> torch.Size:
@@ -592,5 +696,5 @@ def _instance(cls: Any, tensors: Mapping[str, torch.Tensor], context: Any, shape
     return remade(cls, tensors, context, shape, stride)
 
 
-def _describe(part: object) -> str:
+def describe_part(part: object) -> str:
     return f"{part.dtype} {tuple(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__

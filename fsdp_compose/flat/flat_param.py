@@ -33,6 +33,7 @@ from ..comm import DataParallelMesh, Label, Names, Transport
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import OWNER_ATTRIBUTE, note_write_of_all_ranks
 from .accumulation import PendingGradients
+from .extensions import CompositeExtension
 from .flat_views import FlatSegment, check_segments_agree
 from .gradient import ShardedGradient
 from .gradient_hooks import GradientHooks
@@ -155,16 +156,17 @@ class FlatParamHandle:
         """Adopt ``shard``, of which the sharded parameters already are views, and build the other parts."""
         self.shard = shard
         self.unsharded, self.gradient = self._build(shard)
-        self.pending_gradients.restart(self.kind.reduction_dtype(shard.dtype))
+        self.pending_gradients.restart(self.kind.reduction_dtype(self.kind.dtype_of(shard)))
         self.unsharded.take_attributes(self.sharded_params)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()
 
     def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
-        kind, arguments = self.kind, (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
-        dtype, own = kind.compute_dtype(kind.dtype_of(shard)), self.tensor_parallel
-        unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, dtype, self.label, own)
-        return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(shard.dtype))
+        kind, dtype, own = self.kind, self.kind.dtype_of(shard), self.tensor_parallel
+        compute = kind.compute_dtype(dtype)
+        unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, compute, self.label, own)
+        arguments = (self.sharded_params, self.local_shards, self.elements_of(shard), self.hooks, self.segments)
+        return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(dtype))
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
         """Name the parameters: ``names`` turns names in the group into names in the root, ``whole_group`` is as in
@@ -209,9 +211,25 @@ class FlatParamHandle:
         """The parameters' names, relative to the root."""
         return [self.label.names(param.fqn) for param in self.layout.params]
 
-    def views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Views of ``shard``, with the shapes of the local shards."""
-        return [shard[start:stop].view(shape) for start, stop, shape in self.local_shards]
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a tensor with the shard's elements, such as the flat gradient, with the shapes of the local
+        shards."""
+        return [flat[start:stop].view(shape) for start, stop, shape in self.local_shards]
+
+    # ---- How the shard stores the elements (the class for parameters of several tensors overrides this)
+
+    @property
+    def shard_numel(self) -> int:
+        """The length of a shard."""
+        return self.layout.shard_numel
+
+    def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a shard: the local tensors of the sharded parameters."""
+        return self.views_of(shard)
+
+    def elements_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """A tensor with the number, dtype and device of a shard's elements."""
+        return shard
 
     def full_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of ``flat``, a whole flat parameter, with the parameters' shapes."""
@@ -227,8 +245,8 @@ class FlatParamHandle:
         """Make a new shard from the current elements of the sharded parameters, which become views of it."""
         locals_ = [local_elements(sharded) for sharded in self.sharded_params]
         with torch.inference_mode(False), torch.no_grad():
-            shard = self.storage.zeros(self.layout.shard_numel, locals_[0].dtype, locals_[0].device)
-            for sharded, view, local in zip(self.sharded_params, self.views_of(shard), locals_, strict=True):
+            shard = self.storage.zeros(self.shard_numel, locals_[0].dtype, locals_[0].device)
+            for sharded, view, local in zip(self.sharded_params, self.locals_of(shard), locals_, strict=True):
                 view.copy_(local)
                 rebind_sharded_param(sharded, view)
         return shard
@@ -332,6 +350,28 @@ class FlatParamHandle:
             f"FlatParamHandle({len(self.layout.params)} parameters, {self.layout.shard_numel} elements of "
             f"{self.shard.dtype} on each of {self.layout.world_size} ranks)"
         )
+
+
+class CompositeFlatParamHandle(FlatParamHandle):
+    """The flat parameter of one parameter that is stored as several tensors. The shard holds their bytes; layout, local
+    shards and gradient are those of the elements that the parameter stands for: equal rows on every rank."""
+
+    __slots__ = ()
+
+    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
+        return CompositeFlatParamHandle(self.layout, mesh, self.kind, self.local_shards)
+
+    @property
+    def shard_numel(self) -> int:
+        assert isinstance(self.kind.extension, CompositeExtension)
+        return self.kind.extension.bytes.nbytes
+
+    def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        return [shard]
+
+    def elements_of(self, shard: torch.Tensor) -> torch.Tensor:
+        one = torch.empty((), dtype=self.kind.dtype_of(shard), device=shard.device)
+        return one.expand(self.layout.shard_numel)  # nobody reads it
 
 
 Owners = dict[int, tuple["weakref.ref[FlatParamHandle]", int]]
@@ -475,8 +515,8 @@ def check_segments(handle: FlatParamHandle) -> None:
 def wholes_of(handle: FlatParamHandle, flat: torch.Tensor) -> list[torch.Tensor]:
     """The whole parameters in ``flat``, a whole flat parameter: views of it, unless their class builds something else
     from it."""
-    views, extension = handle.full_views_of(flat), handle.kind.extension
-    return views if extension is None else [extension.whole_of(view) for view in views]
+    extension = handle.kind.extension
+    return [extension.whole_of(flat)] if isinstance(extension, CompositeExtension) else handle.full_views_of(flat)
 
 
 def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:
@@ -485,13 +525,13 @@ def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, 
     mesh, numel, shard_bytes = handle.mesh, shard.numel(), shard.element_size()
     if rank0_only and not mesh.is_first_replica:
         if mesh.shard_world_size > 1 and numel:
-            mesh.transport.skip(handle.layout.flat_numel * shard_bytes, handle.label)
+            mesh.transport.skip(numel * mesh.shard_world_size * shard_bytes, handle.label)
         return None
     with torch.no_grad():
         shard = handle.storage.on_device(shard)
         flat = None
         if not rank0_only or mesh.shard_rank == 0:
-            flat = shard.new_empty(handle.layout.flat_numel)
+            flat = shard.new_empty(numel * mesh.shard_world_size)
         if mesh.shard_world_size > 1 and numel:
             ranges = [(rank * numel, rank * numel + numel) for rank in range(mesh.shard_world_size)]
             mesh.transport.gather(flat, shard, ranges, not rank0_only, handle.label)

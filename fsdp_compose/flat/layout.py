@@ -226,16 +226,15 @@ class FlatLayout:
         return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
 
 
-def plan_equal_rows(fqn: str, shape: tuple[int, ...], world_size: int, alignment: int) -> FlatLayout:
+def plan_equal_rows(fqn: str, shape: tuple[int, ...], world_size: int) -> FlatLayout:
     """Plan one parameter by itself, with equally many rows of dim 0 on every rank; what is missing at the end is
-    padding. `alignment`: every shard is a multiple of this many elements.
+    padding. Shards are not aligned: classes that gather such a parameter compute how many rows a rank has.
 
         5 rows of 4 elements on 3 ranks    |aaaaaaaa|aaaaaaaa|aaaa....|
     """
     row = row_numel(shape)
-    num_rows = _round_up(-(-shape[0] // world_size), alignment // math.gcd(row, alignment))
     placement = ParamPlacement(fqn, shape, math.prod(shape), 0, row, row_aligned=True)
-    return FlatLayout(world_size, alignment, num_rows * row, (placement,), 0)
+    return FlatLayout(world_size, 1, -(-shape[0] // world_size) * row, (placement,), 0)
 
 
 def plan_layout(

@@ -14,17 +14,21 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import is_wrapper
-from ..errors import MisuseError
+from ..errors import MisuseError, MisuseRuntimeError
 from .extensions import (
     Extension,
     check_composite,
     check_protocol,
+    common_tensor,
     composite_extension_of,
+    describe_part,
     extension_of,
     has_protocol,
+    inner_tensors,
     is_composite,
 )
 from .policy import MixedPrecisionPolicy
@@ -132,6 +136,25 @@ _warned: set[type] = set()
 def plain_tensor(param: torch.Tensor) -> torch.Tensor:
     """The tensor with the elements of ``param``, outside autograd."""
     return _inner(param) if is_wrapper(param) else param.detach()
+
+
+def plain_gradient(gradient: torch.Tensor, label: object) -> torch.Tensor:
+    """The elements of a gradient that may be of a class.
+
+    Raises:
+        RuntimeError: it has several tensors that differ.
+    """
+    if not is_wrapper(gradient) or isinstance(gradient, DTensor):
+        return gradient
+    plain = common_tensor(gradient)
+    if plain is None:
+        parts = ", ".join(f"{name}: {describe_part(tensor)}" for name, tensor in inner_tensors(gradient).items())
+        raise MisuseRuntimeError(
+            f"the gradient of {label} is a {type(gradient).__name__} of several different tensors ({parts}), but the "
+            "gradient of a sharded parameter is one plain tensor, from which its class steps: let the class return a "
+            "plain gradient, or equal tensors"
+        )
+    return plain
 
 
 def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None:

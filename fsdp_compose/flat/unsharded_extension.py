@@ -11,6 +11,7 @@ memory comes and goes. Other flat parameters use plain ``Unsharded`` and never r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..errors import MisuseError
 from ..ragged import show_as, writes
 from .extensions import RELEASES, Extension
 from .layout import FlatLayout
+from .param_kind import plain_gradient
 from .sharded_param import NOT_COPIED, share_attributes
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, UnshardedMemory, error_of_late_access
@@ -145,7 +147,7 @@ class _Form:
         self._num_padded = layout.flat_numel // layout.params[0].row_numel
         self._instance = extension.over_shard(shard)
         self._face: Any = None
-        self.bearer = nn.Parameter(shard.new_empty(0), requires_grad=False)
+        self.bearer = nn.Parameter(shard.new_empty(0, dtype=dtype), requires_grad=False)
         self._inner: list[tuple[torch.Tensor, int]] = []  # the result's own memory, with its size in bytes
         if shard.is_meta:  # replaced before anything is gathered
             self._inputs, self._metadata = [shard], None
@@ -267,7 +269,7 @@ class ExtendedUnsharded(Unsharded):
         shard, layout, mesh, dtype, label: as for ``Unsharded``; the layout has equal rows on every rank.
     """
 
-    __slots__ = ("form",)
+    __slots__ = ("_gradient_hook", "_label", "form")
 
     shows_shards = False
 
@@ -281,6 +283,8 @@ class ExtendedUnsharded(Unsharded):
         label: Label,
     ) -> None:
         self.dtype, self._shard, self.part, self.never_freed = dtype, shard, None, False
+        self._label = label
+        self._gradient_hook: Any = None
         with torch.inference_mode(False), torch.no_grad():
             self.form = _Form(extension, shard, layout, mesh, dtype, label)
             self.memory = self.form.memory
@@ -293,6 +297,11 @@ class ExtendedUnsharded(Unsharded):
     def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
         show_as(sharded_params[0], self.form.extension)
         self.form.belong_to(sharded_params[0])
+
+    def set_flags(self, flags: list[bool]) -> None:
+        super().set_flags(flags)
+        if flags[0] and self._gradient_hook is None:  # what is computed with a class may give gradients of the class
+            self._gradient_hook = self.params[0].register_hook(partial(plain_gradient, label=self._label))
 
     def gather_on(self, mesh: DataParallelMesh) -> None:
         self.form.mesh = mesh

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -111,6 +111,10 @@ def _flat_parameter(handle: FlatParamHandle, names: _Names, holders: _Holders) -
     itemsize, num_shards = shard.element_size(), layout.world_size
     counts = [tuple(layout.counts(index)) for index in range(len(layout.params))]
     is_plain = kind.extension is None and not unsharded.never_freed
+    held = tuple(sum(count[shard] for count in counts) * itemsize for shard in range(num_shards))
+    padding = layout.padding_numel * itemsize
+    if kind.extension is not None and kind.extension.is_composite:  # bytes of several tensors fill each shard
+        held, padding = (handle.shard_numel,) * num_shards, 0
     return FlatParameterFacts(
         dtype=_dtype(shard.dtype),
         compute=_dtype(unsharded.dtype),
@@ -119,10 +123,10 @@ def _flat_parameter(handle: FlatParamHandle, names: _Names, holders: _Holders) -
         gathered_by=None if kind.extension is None else kind.extension.name,
         home="host memory" if handle.storage.is_host else str(shard.device),
         num_shards=num_shards,
-        shard_numel=layout.shard_numel,
-        shard_bytes=layout.shard_numel * itemsize,
-        held_bytes=tuple(sum(count[shard] for count in counts) * itemsize for shard in range(num_shards)),
-        padding_bytes=layout.padding_numel * itemsize,
+        shard_numel=handle.shard_numel,
+        shard_bytes=handle.shard_numel * itemsize,
+        held_bytes=held,
+        padding_bytes=padding,
         unsharded_bytes=layout.flat_numel * unsharded.dtype.itemsize if is_plain else None,
         parameters=tuple(_parameter(handle, index, names, holders) for index in range(len(layout.params))),
     )
@@ -143,7 +147,7 @@ def _parameter(handle: FlatParamHandle, index: int, names: _Names, holders: _Hol
         offset=placed.offset,
         granule=placed.granule,
         placements=tuple(map(str, getattr(param, "placements", ()))),
-        parts=tuple(_parts_of_bytes(param, layout, holders) if is_composite else _parts(layout, index, holders)),
+        parts=tuple(_parts_of_bytes(handle, holders) if is_composite else _parts(layout, index, holders)),
     )
 
 
@@ -156,13 +160,10 @@ def _parts(layout: FlatLayout, index: int, holders: _Holders) -> Iterator[Part]:
         yield Part(holders[shard], start, stop, rows, local.shard_start, local.shard_start + local.numel)
 
 
-def _parts_of_bytes(param: nn.Parameter, layout: FlatLayout, holders: _Holders) -> Iterator[Part]:
-    """Yield the shards of a parameter that consists of several tensors: equal rows on all ranks, as bytes that fill
-    the shard."""
-    row, rows = param.numel() // param.shape[0], param.shape[0] // layout.world_size
-    for shard, ranks in enumerate(holders):
-        first, last = shard * rows, (shard + 1) * rows
-        yield Part(ranks, first * row, last * row, (first, last), 0, layout.shard_numel)
+def _parts_of_bytes(handle: FlatParamHandle, holders: _Holders) -> Iterator[Part]:
+    """Yield the shards of a parameter that consists of several tensors: rows, as bytes that fill the shard."""
+    for part in _parts(handle.layout, 0, holders):
+        yield replace(part, shard_start=0, shard_stop=handle.shard_numel)
 
 
 def _policy(options: GroupOptions) -> dict[str, str]:

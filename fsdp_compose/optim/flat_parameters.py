@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import (
+    CompositeExtension,
     FlatParamHandle,
     add_segment,
     are_untouched,
@@ -177,8 +178,8 @@ def flat_parameters(
 
     Raises:
         TypeError: ``model`` is not a module, or ``where`` is not callable.
-        ValueError: nothing below ``model`` is sharded, or a parameter is already in a flat view that an earlier call
-            made from another selection.
+        ValueError: nothing below ``model`` is sharded; a parameter is already in a flat view that an earlier call made
+            from another selection; or a selected one consists of several tensors (quantized weights that train).
         RuntimeError: called inside ``forward``.
 
     Example::
@@ -230,6 +231,12 @@ def _select(
             continue
         if handle is None:
             chosen[param] = set()
+        elif isinstance(handle.kind.extension, CompositeExtension):
+            raise MisuseError(
+                f"flat_parameters(): {fqn} is a {handle.kind.extension.name}, which consists of several tensors that "
+                "its class steps, so it has no flat view: leave it out (where=lambda fqn, param: ...), and give the "
+                "optimizer the parameter itself"
+            )
         else:
             chosen.setdefault(handle, set()).add(
                 next(i for i, sharded in enumerate(handle.sharded_params) if sharded is param)

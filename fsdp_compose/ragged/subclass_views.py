@@ -3,8 +3,9 @@ same memory, so functions that look for such an instance, and set attributes on 
 computes with the plain local tensor, from ``local_tensor()``.
 
 There are two kinds. In a ``ClassedDTensor``, the class has its elements in one tensor of its own shape, and every
-operation is that of the elements. In a ``CompositeDTensor``, the class has several tensors of other shapes, and
-element-wise operations would be meaningless; its plain local tensor holds their bytes, one after the other.
+operation is that of the elements. In a ``CompositeDTensor``, the class has several tensors, maybe of other shapes; its
+plain local tensor holds their bytes, one after the other. Element-wise operations are those of the class, on an
+instance over each rank's rows, if these are all that the class needs: so optimizers can train it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from .._torch import allow_in_foreach, is_swapping_tensors, local_tensor, make_dtensor, set_local_tensor
 from .dtensor import RaggedDTensor
+from .ops.dispatch import choose
+from .ops.operands import is_tensors, operand, wrap_local_shard, written
+from .ops.pointwise import divide, per_element, pick, pointwise, random
 from .ownership import OWNER_ATTRIBUTE, SHOWN_ATTRIBUTE, note_write_of_all_ranks
 from .placement import RaggedSpec
 
@@ -37,6 +42,16 @@ class CompositeClass(LocalClass, Protocol):
     @property
     def name(self) -> str:
         """The name of the class."""
+
+    @property
+    def uncut(self) -> list[str]:
+        """The names of the tensors that are the same on every rank: with any, it cannot train."""
+
+    def take_in(self, local: torch.Tensor, instance: Any) -> None:
+        """Copy the tensors of an instance over this rank's rows into the bytes ``local``, if they are elsewhere."""
+
+    def agreed(self, instance: Any) -> torch.Tensor | None:
+        """The plain tensor that all tensors inside an instance equal, if there is one."""
 
     def gather(self, local: torch.Tensor) -> Any:
         """Gather the whole instance, in memory of its own. Ranks: all that have parts."""
@@ -109,6 +124,8 @@ class ClassedDTensor(RaggedDTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if CompositeDTensor in types:
+            return CompositeDTensor.__torch_dispatch__(func, types, args, kwargs)
         kwargs = {key: _plain(value) for key, value in (kwargs or {}).items()}
         return RaggedDTensor.__torch_dispatch__(func, types, _plain(args), kwargs)
 
@@ -137,8 +154,9 @@ def show_as(tensor: torch.Tensor, local_class: LocalClass) -> None:
 
 
 class CompositeDTensor(RaggedDTensor):
-    """A sharded tensor of a class that holds several tensors; every rank has equally many rows. Its parts can be
-    copied, gathered, and saved to checkpoints; it cannot train, and operations cannot compute with it."""
+    """A sharded tensor of a class that holds several tensors, cut by rows. Its parts can be copied, gathered, and saved
+    to checkpoints. If all its tensors are cut, its class computes element-wise operations on each rank's rows: an
+    optimizer can step it, and may have states of the class. No other operation can compute with it."""
 
     __module__ = "fsdp_compose"
     is_composite = True
@@ -163,6 +181,11 @@ class CompositeDTensor(RaggedDTensor):
     def with_local(self, local: torch.Tensor) -> CompositeDTensor:
         return CompositeDTensor.made(local, self._spec, self.composite)
 
+    def takes(self, whole: torch.Tensor) -> bool:
+        """Whether values may come from ``whole`` only as from an instance of the class. A class that can train also
+        takes plain elements, and optimizers may have plain states beside it."""
+        return type(whole).__name__ == self.composite.name or bool(self.composite.uncut)
+
     def part_of(self, whole: torch.Tensor) -> CompositeDTensor:
         """This rank's part of a whole instance of the class, sharded like this one.
 
@@ -178,6 +201,24 @@ class CompositeDTensor(RaggedDTensor):
         with torch.no_grad():
             self.composite.write(local, whole.detach())
         return self.with_local(local)
+
+    def made_of(self, func: Any, result: Any) -> torch.Tensor:
+        """The sharded tensor with the local result of an operation of the class, which may be plain."""
+        if isinstance(result, torch.Tensor) and tuple(result.shape) == tuple(self._spec.local_shape):
+            if type(result) is torch.Tensor:
+                return wrap_local_shard(result, self._spec)
+            if type(result).__name__ == self.composite.name and result.dtype == self.dtype:
+                local = torch.zeros_like(local_tensor(self))
+                self.composite.take_in(local, result)
+                return self.with_local(local)
+            plain = self.composite.agreed(result) if type(result).__name__ == self.composite.name else None
+            if plain is not None:  # a comparison
+                return wrap_local_shard(plain, self._spec)
+        what = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, torch.Tensor) else ""
+        raise NotImplementedError(
+            f"{func} of {self._what()}: its class returned a {type(result).__name__} {what}, expected one of its own "
+            f"in {self.dtype}, or plain elements, for this rank's rows, {tuple(self._spec.local_shape)}"
+        )
 
     def _what(self) -> str:
         owner = self.__dict__.get(OWNER_ATTRIBUTE)
@@ -208,8 +249,11 @@ class CompositeDTensor(RaggedDTensor):
     # ---- Attributes
 
     def _set_requires_grad(self, value: bool) -> None:
-        if value:
-            raise NotImplementedError(f"{self._what()} cannot train: it stays frozen (requires_grad=False)")
+        if value and self.composite.uncut:
+            raise NotImplementedError(
+                f"{self._what()} cannot train: {', '.join(self.composite.uncut)} is the same on every rank, and each "
+                "would train a copy of its own. It stays frozen (requires_grad=False)"
+            )
         super()._set_requires_grad(value)
 
     requires_grad = property(torch.Tensor.requires_grad.__get__, _set_requires_grad)  # type: ignore[attr-defined]
@@ -236,6 +280,7 @@ class CompositeDTensor(RaggedDTensor):
         twin: Any = memo.get(id(self))
         if twin is None:
             twin = self.with_local(local_tensor(self).detach().clone())
+            twin.requires_grad = self.requires_grad
             memo[id(self)] = twin
             for key, value in self.__dict__.items():
                 twin.__dict__.setdefault(key, value)
@@ -295,15 +340,18 @@ class CompositeDTensor(RaggedDTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        args, kwargs = _plain(args), {key: _plain(item) for key, item in (kwargs or {}).items()}
         handler = _HANDLERS.get(func)
-        first = args[0] if args else None
-        if handler is None or not isinstance(first, CompositeDTensor):
-            own = next(item for item in _flattened((args, kwargs or {})) if isinstance(item, CompositeDTensor))
+        if handler is not None and isinstance(args[0], CompositeDTensor):
+            return handler(*args, **kwargs)
+        own = next(item for item in _flattened((args, kwargs)) if isinstance(item, CompositeDTensor))
+        handler = None if own.composite.uncut else _BY_KIND.get(choose(func))
+        if handler is None:
             raise NotImplementedError(
                 f"{func} of {own._what()}: only the forward of its module can compute with it. Elsewhere, use "
                 ".full_tensor(), or this rank's part, .to_local()"
             )
-        return handler(first, *args[1:], **(kwargs or {}))
+        return handler(own, func, args, kwargs)
 
 
 def with_local(tensor: RaggedDTensor, local: torch.Tensor) -> RaggedDTensor:
@@ -341,10 +389,16 @@ def _converted(tensor: CompositeDTensor, **options: Any) -> CompositeDTensor:
 
 
 def _empty_like(tensor: CompositeDTensor, **options: Any) -> CompositeDTensor:
+    device = torch.device(options.get("device") or tensor.device)
+    if tensor.is_meta and (options.get("dtype") or tensor.dtype) == tensor.dtype:  # to_empty()
+        return tensor.with_local(torch.zeros_like(local_tensor(tensor), device=device))
     return _converted(tensor, **options)
 
 
-def _copy_into(target: CompositeDTensor, source: torch.Tensor, *_: Any) -> CompositeDTensor:
+def _copy_into(target: CompositeDTensor, source: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if type(source) is RaggedDTensor and not target.composite.uncut:
+        result: torch.Tensor = _pointwise(target, aten.copy_.default, (target, source, *rest), {})
+        return result
     given = source if target._is_alike(source) else target.part_of(source)
     local = local_tensor(target)
     local.copy_(local_tensor(given))
@@ -359,6 +413,80 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _converted,
     aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy_into,
+}
+
+
+# ---- Operations of a class that can train: its own, element by element, on an instance over each rank's rows. Other
+# operands are sharded by the same rows; some are plain (gradients, and states that the class makes plain)
+
+
+def _compute(own: CompositeDTensor, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on local tensors; for one that writes, return what it has written to."""
+
+    def local(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return [*map(local, item)]
+        if isinstance(item, CompositeDTensor) and item._spec.is_sharded_like(own._spec):
+            return item._local_tensor
+        return operand(func, item, own._spec, own) if isinstance(item, torch.Tensor) else item
+
+    result = func(*map(local, args), **{key: local(item) for key, item in kwargs.items()})
+    targets = [item for item in written(func, args, kwargs) if isinstance(item, RaggedDTensor)]
+    for target in targets:
+        if isinstance(target, CompositeDTensor):  # the class may have replaced the tensors inside
+            target.composite.take_in(local_tensor(target), target._local_tensor)
+        note_write_of_all_ranks(local_tensor(target))  # nothing else counts it inside a dispatch
+    if targets:
+        return targets
+    return (
+        [own.made_of(func, item) for item in result] if isinstance(result, (list, tuple)) else own.made_of(func, result)
+    )
+
+
+def _pointwise(own: CompositeDTensor, func: Any, args: Any, kwargs: Any) -> Any:
+    result = _compute(own, func, args, kwargs)
+    return result[0] if isinstance(result, list) else result
+
+
+def _per_element(_own: CompositeDTensor, func: Any, args: Any, kwargs: Any) -> Any:
+    """Handle ``_foreach_*`` and ``_fused_*``: one call for each tensor of a class, and one for all others."""
+    lists = [item for item in args if is_tensors(item)]
+    num = len(lists[0])
+    owns = [next((each[i] for each in lists if isinstance(each[i], CompositeDTensor)), None) for i in range(num)]
+    results: list[Any] = [None] * num
+
+    def part(indices: Sequence[int]) -> tuple[Any, Any]:
+        return [pick(item, indices, num) for item in args], {k: pick(item, indices, num) for k, item in kwargs.items()}
+
+    others = [i for i in range(num) if owns[i] is None]
+    if others:
+        part_args, part_kwargs = part(others)
+        for i, result in zip(others, func(*part_args, **part_kwargs) or (), strict=False):
+            results[i] = result
+    is_in_place = func._schema.name.endswith("_")
+    for i, own in enumerate(owns):
+        if own is not None:
+            found = _compute(own, func, *part([i]))
+            if is_in_place:
+                increment_version(found)  # as for other sharded tensors in lists
+            else:
+                (results[i],) = found
+    return None if is_in_place else results
+
+
+def _draw(own: CompositeDTensor, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Draw the elements that a tensor of the class stands for, as a plain tensor, from which the class takes them."""
+    spec = own._spec
+    empty = torch.zeros(spec.local_shape, dtype=own.dtype, device=local_tensor(own).device)
+    drawn: torch.Tensor = func(wrap_local_shard(empty, spec), *args[1:], **kwargs)
+    return _copy_into(own, drawn) if func._schema.name.endswith("_") else drawn
+
+
+_BY_KIND: dict[Any, Callable[..., Any]] = {
+    pointwise: _pointwise,
+    divide: _pointwise,
+    per_element: _per_element,
+    random: _draw,
 }
 
 allow_in_foreach(ClassedDTensor)

@@ -166,7 +166,7 @@ def compare_replicas(mesh: DataParallelMesh, states: Sequence[_FSDPState]) -> No
     where, *differing = json.loads(difference)
     each = {}
     for place, handle, _, indices in parts if mesh.rank in differing else ():
-        views = handle.views_of(handle.shard)
+        views = handle.locals_of(handle.shard)
         for i in indices if place == where else ():
             each[handle.name_of(i)] = checksum(views[i])
     difference = meet(mesh.peers, purpose, json.dumps([*each.items()]), _first_difference)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -426,6 +427,54 @@ def test_the_method_is_given_the_mesh_the_whole_shape_the_module_and_the_policy(
         clone = copy.deepcopy(model)
         clone(torch.randn(2, DIM))
         assert RowScales.seen[0][3] is clone.layers[0].up
+
+
+class PadsItself(Wrapper):
+    """As FSDP2 wants it: a part with fewer rows is filled up to those of the other ranks, whose number is known; and
+    what is made from an instance is one."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = tree_map_only(cls, lambda item: item._inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, func(*plain[0], **plain[1]))
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        if outer_size[0] % mesh.size() == 0:
+            return (self._inner.to(torch.bfloat16),), None
+        sent = torch.zeros(-(-outer_size[0] // mesh.size()), *outer_size[1:], dtype=torch.bfloat16)
+        sent[: self._inner.shape[0]].copy_(self._inner)
+        return (sent,), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        (data,) = outputs
+        if out is None:
+            result = data.to(param_dtype)
+            return result, (data, result)
+        out.copy_(data[: out.shape[0]])  # FSDP2 passes padding too
+        return None
+
+
+@distributed(world_size=(2, 3, 4))
+def test_rows_are_those_of_fsdp2_whatever_their_length():
+    """A row of three elements is no multiple of 16 bytes."""
+    found = []
+    for how in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 3))
+        for linear in (model[0], model[2]):
+            linear.weight = nn.Parameter(PadsItself(linear.weight.detach()))
+        how(model, reshard_after_forward=False)
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(3):
+            batch = torch.randn(12, 3, generator=torch.Generator().manual_seed(step))
+            losses.append(mean_square_in_float(model, local_part(batch)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((torch.stack(losses), [model[i].weight.to_local().shape for i in (0, 2)]))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 @distributed(world_size=2)

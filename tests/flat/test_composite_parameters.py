@@ -508,7 +508,9 @@ def test_what_cannot_be_cut_is_refused_with_its_sizes():
     refused(made(Misleading), r"cuts packed into 2 parts of shape \(64,\), which together are not the whole")
     model = made()
     model.layers[0].weight.requires_grad_(True)
-    refused(model, "it is trainable, but its parts cannot train: freeze it")
+    refused(
+        model, "it is trainable, but mean is the same on every rank, and each would train a copy of its own: freeze"
+    )
     with fake_process_group(rank=0, world_size=2), pytest.raises(ValueError, match="replicate.. gathers nothing"):
         replicate(made())
 
