@@ -164,7 +164,7 @@ def _place(position: Position) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {_list(ranks)}:"
+    return f"{_them(ranks)}:"
 
 
 def _them(ranks: Sequence[int]) -> str:
