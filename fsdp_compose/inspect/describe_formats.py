@@ -150,21 +150,6 @@ COLUMNS = ("parameter", "shape", "dtype", "elements", "offset", "held by")
 _RIGHT = ("elements", "offset")
 
 
-def title_of(facts: ModelFacts) -> str:
-    flat, groups, params = len(facts.flat_parameters), len(facts.groups), facts.num_parameters
-    return (
-        f"{facts.name}: {count(groups, 'group')}, {count(flat, 'flat parameter')}, {count(params, 'parameter')} of "
-        f"{count(facts.numel, 'element')}"
-    )
-
-
-def sizes_of(facts: ModelFacts) -> str:
-    return (
-        f"rank {facts.rank} of {facts.world_size} keeps {bytes_of(facts.kept_bytes)} of {bytes_of(facts.flat_bytes)}, "
-        f"of which {bytes_of(facts.padding_bytes)} are padding"
-    )
-
-
 EqualGroups = Sequence[GroupFacts]
 """One group, or several that differ in names alone: a form of a description shows the first."""
 
@@ -291,9 +276,18 @@ def report_of(facts: ModelFacts, all_groups: bool) -> Report:
             sections.append(Section(flat_title(flat), COLUMNS, rows, _RIGHT, frozen, is_part=True, picture=drawn))
     others = [f"{other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}" for other in facts.others]
     if others:
-        title = "in no group, whole on every rank; see find_unreduced_parameters(model)"
-        sections.append(Section(title, items=others))
-    return Report(facts.name, [title_of(facts), sizes_of(facts)], sections)
+        where = "in no group, whole on every rank; see find_unreduced_parameters(model)"
+        sections.append(Section(where, items=others))
+    num_flat, params = len(facts.flat_parameters), facts.num_parameters
+    title = (
+        f"{facts.name}: {count(len(facts.groups), 'group')}, {count(num_flat, 'flat parameter')}, "
+        f"{count(params, 'parameter')} of {count(facts.numel, 'element')}"
+    )
+    sizes = (
+        f"rank {facts.rank} of {facts.world_size} keeps {bytes_of(facts.kept_bytes)} of {bytes_of(facts.flat_bytes)}, "
+        f"of which {bytes_of(facts.padding_bytes)} are padding"
+    )
+    return Report(facts.name, [title, sizes], sections)
 
 
 # ---- The picture of a flat parameter

@@ -129,6 +129,10 @@ class WorldFacts:
         """The peak memory of a step."""
         return max(self.moments, key=lambda moment: moment.nbytes)
 
+    @property
+    def gathers(self) -> list[CollectiveFacts]:
+        return [item for item in self.collectives if item.kind == "all-gather"]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -316,7 +320,7 @@ def advise(facts: WorldFacts) -> WorldFacts:
 
 def _small_shards(facts: WorldFacts) -> Iterator[Advice]:
     parts: dict[str, int] = {}
-    gathers = [item for item in facts.collectives if item.kind == "all-gather" and item.num_ranks > 1]
+    gathers = [item for item in facts.gathers if item.num_ranks > 1]
     for item in gathers:
         parts[item.group] = max(parts.get(item.group, 0), item.part_bytes)
     small = {name: part for name, part in parts.items() if part < SMALL_PART}
@@ -357,27 +361,23 @@ def _state_bytes(facts: WorldFacts) -> int:
 
 
 def _replicas(facts: WorldFacts) -> Iterator[Advice]:
-    num_ranks = max((item.num_ranks for item in facts.collectives if item.kind == "all-gather"), default=1)
+    num_ranks = max((item.num_ranks for item in facts.gathers), default=1)
     whole = _state_bytes(facts) * num_ranks
     if num_ranks > 1 and whole <= _SMALL_STATE * facts.peak.nbytes:
-        num_gathers = sum(item.kind == "all-gather" for item in facts.collectives)
         yield Advice(
             "replicate",
             f"parameters, gradients and optimizer state would take {bytes_of(whole)} on every rank unsharded, and the "
             f"peak is {bytes_of(facts.peak.nbytes)}: replicate over the dimension of {num_ranks} ranks (replicate(), "
-            f"or another --mesh), which saves {num_gathers} all-gathers a step.",
+            f"or another --mesh), which saves {len(facts.gathers)} all-gathers a step.",
         )
 
 
 def _large_group(facts: WorldFacts) -> Iterator[Advice]:
     groups = facts.layout.groups
     sizes = [sum(flat.flat_bytes for flat in group.flat_parameters) for group in groups]
-    gathered: dict[str, int] = {}
-    for item in facts.collectives:
-        if item.kind == "all-gather":
-            gathered[item.group] = max(gathered.get(item.group, 0), item.nbytes)
     for group, nbytes in zip(groups, sizes, strict=True):
-        share, held = nbytes / max(1, sum(sizes)), gathered.get(group.name, 0)
+        share = nbytes / max(1, sum(sizes))
+        held = max((item.nbytes for item in facts.gathers if item.group == group.name), default=0)
         if share > _LARGE_GROUP and held > _LARGE_SHARE * facts.peak.nbytes:
             yield Advice(
                 "one large group",

@@ -39,10 +39,11 @@ class Report:
 def as_text(report: Report) -> str:
     lines = [*report.heading]
     for section in report.sections:
-        indent = "  " if section.is_part else ""
-        below = [section.details] if section.details else []
-        lines += [f"{indent}{section.title}"] if section.is_part else ["", section.title]
-        lines += [f"{indent}  {line}" for line in (*below, *_aligned(section), *section.items)]
+        indent, details = "  " if section.is_part else "", [section.details] if section.details else []
+        if not section.is_part:
+            lines.append("")
+        lines.append(f"{indent}{section.title}")
+        lines += [f"{indent}  {line}" for line in (*details, *_aligned(section), *section.items)]
     return "\n".join(lines)
 
 

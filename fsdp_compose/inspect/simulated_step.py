@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -67,14 +67,6 @@ class _Item:
     has_values: bool = True
 
 
-@dataclass
-class _Chapter:
-    """One phase of the run: the storages that changed, each with the bytes it grew by."""
-
-    name: str
-    changes: list[tuple[_Item, int]] = field(default_factory=list)
-
-
 class Ledger:
     """Tracks the storages of a run.
 
@@ -84,18 +76,13 @@ class Ledger:
 
     def __init__(self) -> None:
         self._items: dict[int, _Item] = {}
-        self._chapters = [_Chapter("")]
+        self._phases: list[tuple[str, list[tuple[_Item, int]]]] = [("", [])]  # with what changed, by how many bytes
         self._kind = OTHER
         self.has_recomputed = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated now."""
-        return sum(item.nbytes for item in self._items.values())
-
     def begin(self, name: str, kind: str) -> None:
         """Begin the phase ``name``. New storages are of ``kind`` until ``label`` says otherwise."""
-        self._chapters.append(_Chapter(name))
+        self._phases.append((name, []))
         self._kind = kind
 
     # ---- storages
@@ -156,7 +143,7 @@ class Ledger:
     def _change(self, item: _Item, growth: int) -> None:
         if growth:
             item.nbytes += growth
-            self._chapters[-1].changes.append((item, growth))
+            self._phases[-1][1].append((item, growth))
 
     # ---- afterwards
 
@@ -164,15 +151,15 @@ class Ledger:
         """Return the peak of each phase, by kind, in order; among equal peaks, the first."""
         found = []
         now: Counter[str] = Counter()
-        for chapter in self._chapters:
+        for name, changes in self._phases:
             most, best = sum(now.values()), dict(now)
             total = most
-            for item, growth in chapter.changes:
+            for item, growth in changes:
                 now[item.kind] += growth
                 total += growth
                 if total > most:
                     most, best = total, dict(now)
-            found.append(Moment(chapter.name, {kind: best.get(kind, 0) for kind in KINDS}))
+            found.append(Moment(name, {kind: best.get(kind, 0) for kind in KINDS}))
         return found
 
 
@@ -418,14 +405,7 @@ class _Done:
 
 
 class NothingMoves(Transport):
-    """Records the collectives of one ``fully_shard`` group and moves no data.
-
-    Args:
-        group: the process group.
-        name: the name of the ``fully_shard`` group.
-        ledger: tracks storages.
-        take: called with each collective.
-    """
+    """Records the collectives of the ``fully_shard`` group ``name`` and moves no data. ``take`` is called with each."""
 
     name = "nothing moves"
 

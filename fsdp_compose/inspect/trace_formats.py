@@ -81,9 +81,6 @@ def _end_before(event: TraceEvent, around: list[TraceEvent]) -> None:
 # ---- A trace as text: one line for each event, in program order.
 
 
-_INDENT = "  "
-
-
 def as_text(events: Sequence[TraceEvent], has_times: bool) -> str:
     """Format the lines, indented inside forwards and backwards; a wait's line comes where it is over.
 
@@ -95,7 +92,7 @@ def as_text(events: Sequence[TraceEvent], has_times: bool) -> str:
     for event in sorted(events, key=_place):
         running = [item for item in running if item.ends > _place(event)]
         times = f"{event.start * 1e3:10.3f} {event.seconds * 1e3:9.3f}  " if has_times else ""
-        lines.append(times + _INDENT * len(running) + line_of(event))
+        lines.append(times + "  " * len(running) + line_of(event))
         if event.track == COMPUTE and event.what not in (WAIT, "reshard"):
             running.append(event)
     if has_times:
@@ -178,8 +175,6 @@ _COLORS = {
 }
 _MOST_INCHES = 40.0
 
-Row = tuple[str, list[TraceEvent]]
-
 
 def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
     """Write the picture in the format of ``path``'s suffix.
@@ -201,7 +196,11 @@ def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
     longest = max((item.stop for item in events), default=0.0)
     for place, (_, lane) in enumerate(found):
         for event in lane:
-            _draw(axes, event, place, longest)
+            start, length, color = event.start * 1e3, event.seconds * 1e3, _COLORS[event.what]
+            axes.barh(place, length, left=start, height=0.8, color=color, edgecolor="white", linewidth=0.3)
+            if event.seconds > longest * 0.012 * len(event.group):  # there is room for the name
+                middle = start + length / 2
+                axes.text(middle, place, event.group, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(found)), [name for name, _ in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.set_xlabel("ms")
@@ -212,9 +211,9 @@ def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
     figure.savefig(path)
 
 
-def rows(events: Sequence[TraceEvent]) -> list[Row]:
-    """Return the rows from the top: compute, outermost events first; then each track of collectives."""
-    found: list[Row] = []
+def rows(events: Sequence[TraceEvent]) -> list[tuple[str, list[TraceEvent]]]:
+    """Return the rows from the top, with titles: compute, outermost events first; then each track of collectives."""
+    found: list[tuple[str, list[TraceEvent]]] = []
     for track in TRACKS:
         in_lanes = lanes(item for item in events if item.track == track)
         if track == COMPUTE:
@@ -234,10 +233,3 @@ def _levels(lane: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
         found[len(around)].append(event)
         around.append(event)
     return found
-
-
-def _draw(axes: Any, event: TraceEvent, place: int, longest: float) -> None:
-    start, length = event.start * 1e3, event.seconds * 1e3
-    axes.barh(place, length, left=start, height=0.8, color=_COLORS[event.what], edgecolor="white", linewidth=0.3)
-    if event.seconds > longest * 0.012 * len(event.group):
-        axes.text(start + length / 2, place, event.group, ha="center", va="center", fontsize=7, clip_on=True)
