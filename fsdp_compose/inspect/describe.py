@@ -69,7 +69,7 @@ def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
 
 
 _Holders = Sequence[tuple[int, ...]]  # for each shard the ranks that hold it
-_Names = Mapping[int, tuple[str, ...]]  # of a parameter, by its id: all that the model has for it
+_Names = Mapping[int, Sequence[str]]  # of a parameter, by its id: all that the model has for it
 
 
 def collect(model: nn.Module) -> ModelFacts:
@@ -80,16 +80,15 @@ def collect(model: nn.Module) -> ModelFacts:
     """
     states = [state for state, _ in states_to_run(model)]
     _refuse_summoned(states)
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     module_names: dict[nn.Module, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         module_names.setdefault(module, prefix)
         for name, param in sharded_parameters(module).items():
             if param is not None:
-                found.setdefault(id(param), []).append(f"{prefix}.{name}" if prefix else name)
+                names.setdefault(id(param), []).append(f"{prefix}.{name}" if prefix else name)
                 params[id(param)] = param
-    names = {key: tuple(value) for key, value in found.items()}
     managed = {id(param) for state in states for handle in state._handles for param in handle.sharded_params}
     return ModelFacts(
         name=type(model).__name__,
