@@ -56,6 +56,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(args: argparse.Namespace) -> int:
     """Print a plan. Errors of the arguments, the factory and the model are reported in a few lines on stderr."""
     progress = _Progress(sys.stderr, args.quiet)
+
+    def failed(status: int, text: str) -> int:
+        progress.clear()
+        print(text, file=sys.stderr)
+        return status
+
     try:
         world_sizes, options = world_sizes_of(args.world_size), _options_of(args)
         if args.plot is not None:
@@ -63,25 +69,17 @@ def run_plan(args: argparse.Namespace) -> int:
         progress.note(f"importing {args.model}")
         factory = load_factory(args.model)
     except (ValueError, ImportError) as error:
-        progress.clear()
-        print(_located(error), file=sys.stderr)
-        return USAGE
+        return failed(USAGE, _located(error))
     except Exception as error:
-        progress.clear()
-        print(f"--model {args.model}: {_located(error)}", file=sys.stderr)
-        return FAILURE
+        return failed(FAILURE, f"--model {args.model}: {_located(error)}")
     try:
         found = plan(partial(factory, **_settings_of(args.set)), world_sizes, note=progress.note, **options)
         if args.plot is not None:
             found.save(args.plot)
     except KeyboardInterrupt:
-        progress.clear()
-        print(f"interrupted ({progress.doing}): nothing was written", file=sys.stderr)
-        return INTERRUPTED
+        return failed(INTERRUPTED, f"interrupted ({progress.doing}): nothing was written")
     except Exception as error:
-        progress.clear()
-        print(f"{progress.doing}: {_located(error)}", file=sys.stderr)
-        return FAILURE
+        return failed(FAILURE, f"{progress.doing}: {_located(error)}")
     progress.clear()
     print(found.json() if args.json else found)
     if args.plot is not None:
@@ -90,10 +88,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """
-    Raises:
-        ValueError: an option is invalid.
-    """
+    """Return the options as arguments of ``plan()``. Raises ValueError for an invalid one."""
     compute, reduce = dtype_of(args.dtype, "--dtype"), dtype_of(args.reduce_dtype, "--reduce-dtype")
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     _settings_of(args.set)  # invalid settings raise here, before the factory is imported

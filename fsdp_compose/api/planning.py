@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..errors import MisuseError, MisuseTypeError
 from ..flat import MixedPrecisionPolicy
 from ..group import states_to_run
-from ..inspect import Plan, advise, mesh_shape_of, simulate
+from ..inspect import LossOf, MakeOptimizer, Plan, advise, mesh_shape_of, simulate
 from .shard import fully_shard
-
-LossOf = Callable[[nn.Module], torch.Tensor]
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 ADAMW: MakeOptimizer = partial(torch.optim.AdamW, foreach=True)
 
@@ -88,16 +84,9 @@ def plan(
     given = {name: value for name, value in options.items() if value is not None}
     worlds = []
     for size, shape in zip(sizes, shapes, strict=True):
-        asked = _Asked(factory, shape if mesh is not None else None, wrap, given, (batch, seq), optimizer)
-        facts = simulate(asked, size, note or _nothing)
-        worlds.append(advise(facts))
-    return Plan(
-        optimizer=_name_of(optimizer), batch="" if batch is None else f"{batch} x {seq} tokens", worlds=(*worlds,)
-    )
-
-
-def _nothing(_: str) -> None:
-    """Ignore progress notes."""
+        build = partial(_build, factory, shape if mesh is not None else None, wrap, given, batch, seq)
+        worlds.append(advise(simulate(build, optimizer, size, note or (lambda _: None))))
+    return Plan(_name_of(optimizer), "" if batch is None else f"{batch} x {seq} tokens", (*worlds,))
 
 
 def _name_of(optimizer: MakeOptimizer | None) -> str:
@@ -107,59 +96,53 @@ def _name_of(optimizer: MakeOptimizer | None) -> str:
     return getattr(made_by, "__name__", "an optimizer")
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """Builds the model and the optimizer as the caller asked.
-
-    ``mesh`` is the mesh's shape, or ``None``; ``options`` holds only the options that were given.
-    """
-
-    factory: Callable[[], Any]
-    mesh: tuple[int, ...] | None
-    wrap: Sequence[str] | None
-    options: dict[str, Any]
-    tokens: tuple[int | None, int | None]
-    make_optimizer: MakeOptimizer | None
-
-    def build(self) -> tuple[nn.Module, LossOf]:
-        made = self.factory()
-        model, loss_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-        if not isinstance(model, nn.Module) or not (loss_of is None or callable(loss_of)):
-            raise MisuseTypeError(
-                "the factory must return a model, or (model, loss_of), where loss_of(model) returns the loss of a "
-                f"batch; got {_what(made)}"
-            )
-        batch, seq = self.tokens
-        if (loss_of is None) == (batch is None):
+def _build(
+    factory: Callable[[], Any],
+    mesh: tuple[int, ...] | None,
+    wrap: Sequence[str] | None,
+    options: dict[str, Any],
+    batch: int | None,
+    seq: int | None,
+) -> tuple[nn.Module, LossOf]:
+    """Make the model, sharded, and the function that returns its loss. ``options`` holds those that were given."""
+    made = factory()
+    model, loss_of = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module) or not (loss_of is None or callable(loss_of)):
+        raise MisuseTypeError(
+            "the factory must return a model, or (model, loss_of), where loss_of(model) returns the loss of a "
+            f"batch; got {_what(made)}"
+        )
+    if loss_of is not None and batch is not None:
+        raise MisuseError(
+            "--batch and --seq: the factory returns a loss function, which makes its own batch; leave them out"
+        )
+    if loss_of is None:
+        if batch is None or seq is None:
             raise MisuseError(
                 "the factory returns no loss function: give --batch and --seq to run it on token ids, or let it return "
                 "(model, loss_of)"
-                if loss_of is None
-                else "--batch and --seq: the factory returns a loss function, which makes its own batch; leave them out"
             )
-        if batch is not None and seq is not None:
-            loss_of = _TokenLoss(batch, seq)
-        assert loss_of is not None
-        self._shard(model)
-        return model, loss_of
+        loss_of = partial(_token_loss, torch.zeros(batch, seq, dtype=torch.int64))
+    _shard(model, mesh, wrap, options)
+    return model, loss_of
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        params = [param for param in model.parameters() if param.requires_grad]
-        return None if self.make_optimizer is None else self.make_optimizer(params)
 
-    def _shard(self, model: nn.Module) -> None:
-        options = self.options | ({} if self.mesh is None else {"mesh": self.mesh})
-        if states_to_run(model):
-            if options or self.wrap is not None:
-                given = ", ".join([*options, *(["wrap"] if self.wrap is not None else [])])
-                raise MisuseError(f"{given}: the factory returns an already sharded model; leave these options out")
-            return
-        mesh = None
-        if self.mesh is not None:
-            mesh = init_device_mesh("cpu", self.mesh, mesh_dim_names=("replicate", "shard")[-len(self.mesh) :])
-        modules = modules_to_wrap(model, self.wrap)
-        for module in (*modules, *([] if model in modules else [model])):
-            fully_shard(module, mesh=mesh, **self.options)
+def _shard(
+    model: nn.Module, mesh_shape: tuple[int, ...] | None, wrap: Sequence[str] | None, options: dict[str, Any]
+) -> None:
+    if states_to_run(model):
+        given = [*options, *(["mesh"] if mesh_shape is not None else []), *(["wrap"] if wrap is not None else [])]
+        if given:
+            raise MisuseError(
+                f"{', '.join(given)}: the factory returns an already sharded model; leave these options out"
+            )
+        return
+    mesh = None
+    if mesh_shape is not None:
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
+    modules = modules_to_wrap(model, wrap)
+    for module in (*modules, *([] if model in modules else [model])):
+        fully_shard(module, mesh=mesh, **options)
 
 
 def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Module]:
@@ -169,9 +152,7 @@ def modules_to_wrap(model: nn.Module, wrap: Sequence[str] | None) -> list[nn.Mod
         ValueError: ``model`` contains no module of one of these classes.
     """
     if wrap is None:
-        return [
-            child for parent in _outermost_lists(model) for child in parent if any(True for _ in child.parameters())
-        ]
+        return [child for parent in _outermost_lists(model) for child in parent if _has_parameters(child)]
     classes = {type(module).__name__ for module in model.modules()}
     missing = [name for name in wrap if name not in classes]
     if missing:
@@ -193,36 +174,28 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
             yield from _outermost_lists(child)
 
 
-class _TokenLoss:
-    """Computes the loss of a batch of token ids, which also serve as labels.
-
-    The loss is the model's own, if its result has one; else the cross entropy of its logits; else, for a model that
-    does not return logits for each token, the mean of its output.
-    """
-
-    def __init__(self, batch: int, seq: int) -> None:
-        self._ids = torch.zeros(batch, seq, dtype=torch.int64)
-
-    def __call__(self, model: nn.Module) -> torch.Tensor:
-        ids = self._ids
-        names = inspect.signature(model.forward).parameters
-        if "labels" in names and "input_ids" in names:
-            output = model(input_ids=ids, labels=ids)
-        else:
-            output = model(ids)
-        loss = getattr(output, "loss", None)
-        if loss is not None:
-            return loss
-        for name in ("logits", "last_hidden_state"):
-            output = getattr(output, name, output)
-        if not isinstance(output, torch.Tensor):
-            raise MisuseTypeError(
-                f"called with token ids, {type(model).__name__} returns {_what(output)}: expected logits, or an object "
-                "with a loss; let the factory return (model, loss_of) for other models"
-            )
-        if output.ndim == 3 and output.shape[:2] == ids.shape:
-            return F.cross_entropy(output.flatten(0, 1), ids.flatten())
-        return output.float().mean()
+def _token_loss(ids: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Compute the loss of a batch of token ids, which also serve as labels: the model's own, if its result has one;
+    else the cross entropy of its logits; else, for a model that does not return logits for each token, the mean of its
+    output."""
+    names = inspect.signature(model.forward).parameters
+    if "labels" in names and "input_ids" in names:
+        output = model(input_ids=ids, labels=ids)
+    else:
+        output = model(ids)
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    for name in ("logits", "last_hidden_state"):
+        output = getattr(output, name, output)
+    if not isinstance(output, torch.Tensor):
+        raise MisuseTypeError(
+            f"called with token ids, {type(model).__name__} returns {_what(output)}: expected logits, or an object "
+            "with a loss; let the factory return (model, loss_of) for other models"
+        )
+    if output.ndim == 3 and output.shape[:2] == ids.shape:
+        return F.cross_entropy(output.flatten(0, 1), ids.flatten())
+    return output.float().mean()
 
 
 def _what(value: object) -> str:

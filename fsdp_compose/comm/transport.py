@@ -323,7 +323,7 @@ class Collective:
         return f"{self.kind} {self.label} ({self.numel} x {dtype} among {self.num_ranks} ranks)"
 
 
-class CollectiveNotes(Protocol):
+class CollectiveNotes:
     """Receives these calls for each collective, in this order; if the collective fails, the later ones are missing."""
 
     def issue(self, collective: Collective) -> None:

@@ -44,6 +44,7 @@ from .debug import HANG_SECONDS_ENV as HANG_SECONDS_ENV
 from .debug import POSITION_MARK as POSITION_MARK
 from .debug import LockstepCommunicator as LockstepCommunicator
 from .debug import announce_first_forward as announce_first_forward
+from .debug import as_ranges as as_ranges
 from .debug import look_after_standstill as look_after_standstill
 from .graph import CAPTURED as CAPTURED
 from .graph import CapturedGroup as CapturedGroup

@@ -25,9 +25,9 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from itertools import repeat
+from itertools import groupby, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -353,7 +353,7 @@ def position(group: dist.ProcessGroup, order: CollectiveLog, phases: list[str], 
     return {
         "rank": group.rank(),
         "size": group.size(),
-        "ranks": _as_ranges(dist.get_process_group_ranks(group)),
+        "ranks": as_ranges(dist.get_process_group_ranks(group)),
         "number": order.count,
         "last": order.last_as_text(),
         "phase": ", ".join(phases),
@@ -402,15 +402,11 @@ def _place(frame: FrameType | None, is_own: bool) -> str:
     return ""
 
 
-def _as_ranges(ranks: list[int]) -> str:
-    """Ranks as text such as ``0-3,8``."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and ranges[-1][1] == rank - 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)
+def as_ranges(numbers: Iterable[int], separator: str = ",") -> str:
+    """Numbers, for example of ranks, as text such as ``0-3,8``."""
+    runs = groupby(enumerate(numbers), lambda item: item[1] - item[0])  # the same while numbers are adjacent
+    texts = [[str(number) for _, number in run] for _, run in runs]
+    return separator.join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in texts)
 
 
 _watcher: _Watcher | None = None

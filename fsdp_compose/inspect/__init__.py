@@ -1,17 +1,18 @@
 """Questions that a user can ask a model.
 
-Each question has one file that reads a model and one with the answer as plain data and its forms: ``describe`` and
-``describe_formats``, ``trace`` and ``trace_formats``, ``simulated_step`` and ``plan_report``.
+Each question has one file that reads a model and one with the answer as plain data: ``describe`` and
+``describe_formats``, ``trace`` and ``trace_formats``, ``simulated_step`` and ``plan_report``. Descriptions and plans
+are shown by ``report``.
 """
 
+from .describe import FSDPGroup as FSDPGroup
 from .describe import describe as describe
+from .describe import fsdp_groups as fsdp_groups
 from .diagnose import UnreducedParameter as UnreducedParameter
 from .diagnose import explain_hang as explain_hang
 from .diagnose import explain_logs as explain_logs
 from .diagnose import find_unreduced_parameters as find_unreduced_parameters
 from .diagnose import positions_in as positions_in
-from .groups import FSDPGroup as FSDPGroup
-from .groups import fsdp_groups as fsdp_groups
 from .plan_report import Plan as Plan
 from .plan_report import advise as advise
 from .plan_report import check_picture as check_picture
@@ -19,6 +20,8 @@ from .plan_report import dtype_of as dtype_of
 from .plan_report import load_factory as load_factory
 from .plan_report import mesh_shape_of as mesh_shape_of
 from .plan_report import world_sizes_of as world_sizes_of
+from .simulated_step import LossOf as LossOf
+from .simulated_step import MakeOptimizer as MakeOptimizer
 from .simulated_step import simulate as simulate
 from .trace import Trace as Trace
 from .trace import record_collectives as record_collectives

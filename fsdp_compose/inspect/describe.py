@@ -1,7 +1,7 @@
-"""``describe(model)``: which rank holds what, and in how many bytes.
+"""``describe(model)``: which rank holds what, and in how many bytes; and ``fsdp_groups(model)``.
 
-The facts are read off the model's groups: nothing is computed, changed or communicated. ``describe_formats`` shows
-them without knowing any model."""
+The facts are read off the model's groups: nothing is computed, changed or communicated. ``describe_formats`` puts
+them into a report without knowing any model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import json
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ..comm import DataParallelMesh
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatLayout, FlatParamHandle
 from ..group import GroupOptions, _FSDPState, sharded_parameters, states_to_run
@@ -27,17 +26,50 @@ from .describe_formats import (
     OtherParameter,
     ParameterFacts,
     Part,
-    as_page,
-    as_terminal_text,
-    as_text,
-    can_use_terminal,
+    report_of,
 )
+from .report import as_page, for_stdout
 
-# ---- The facts of a model are read off its groups: nothing is computed, changed or communicated.
+# ---- ``fsdp_groups``: a model's groups, for programs
+
+
+class FSDPGroup(NamedTuple):
+    """One ``fully_shard`` or ``replicate`` call.
+
+    Attributes:
+        module: the module that was given to the call; of a list, the first one that is found in the model.
+        name: the FQN of ``module`` in the model, "" for the model itself.
+        parameters: the sharded parameters that the call manages; calls on submodules manage their own.
+    """
+
+    module: nn.Module
+    name: str
+    parameters: list[nn.Parameter]
+
+
+def fsdp_groups(model: nn.Module) -> Iterator[FSDPGroup]:
+    """Iterate over the groups of ``model``: depth first, a module before its submodules, each group once. Local::
+
+        for module, name, parameters in fsdp_groups(model):
+            print(name or "(root)", sum(param.to_local().numel() for param in parameters), "elements on this rank")
+
+    Args:
+        model: any module. The iterator is empty if neither the module nor a submodule is sharded.
+
+    Yields:
+        The module, its name, and its group's parameters; the list is empty if the group has none.
+    """
+    for state, name in states_to_run(model):
+        yield FSDPGroup(
+            model.get_submodule(name), name, [param for handle in state._handles for param in handle.sharded_params]
+        )
+
+
+# ---- The facts of a model are read off its groups
 
 
 _Holders = Sequence[tuple[int, ...]]  # for each shard the ranks that hold it
-_Names = Mapping[int, tuple[str, ...]]  # of a parameter, by its id: all that the model has for it
+_Names = Mapping[int, Sequence[str]]  # of a parameter, by its id: all that the model has for it
 
 
 def collect(model: nn.Module) -> ModelFacts:
@@ -48,16 +80,15 @@ def collect(model: nn.Module) -> ModelFacts:
     """
     states = [state for state, _ in states_to_run(model)]
     _refuse_summoned(states)
-    found: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     module_names: dict[nn.Module, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         module_names.setdefault(module, prefix)
         for name, param in sharded_parameters(module).items():
             if param is not None:
-                found.setdefault(id(param), []).append(f"{prefix}.{name}" if prefix else name)
+                names.setdefault(id(param), []).append(f"{prefix}.{name}" if prefix else name)
                 params[id(param)] = param
-    names = {key: tuple(value) for key, value in found.items()}
     managed = {id(param) for state in states for handle in state._handles for param in handle.sharded_params}
     return ModelFacts(
         name=type(model).__name__,
@@ -78,14 +109,14 @@ def _refuse_summoned(states: Sequence[_FSDPState]) -> None:
 
 
 def _other(fqn: str, param: nn.Parameter) -> OtherParameter:
-    numel = param.numel()
-    dtype, requires_grad = _dtype(param.dtype), param.requires_grad
-    return OtherParameter(fqn, tuple(param.shape), numel, dtype, requires_grad, numel * param.element_size())
+    nbytes = param.numel() * param.element_size()
+    return OtherParameter(fqn, tuple(param.shape), param.numel(), _dtype(param.dtype), param.requires_grad, nbytes)
 
 
 def _group(state: _FSDPState, names: _Names, module_names: Mapping[nn.Module, str]) -> GroupFacts:
     modules, mesh = state.live_modules(), state.mesh.mesh
-    holders = shard_ranks(state.mesh)
+    by_replica = mesh.mesh.reshape(-1, state.mesh.shard_world_size)
+    holders = tuple(map(tuple, by_replica.T.tolist()))
     return GroupFacts(
         names=tuple(module_names.get(module, "?") for module in modules),
         classes=tuple(type(module).__name__ for module in modules),
@@ -98,12 +129,6 @@ def _group(state: _FSDPState, names: _Names, module_names: Mapping[nn.Module, st
         options=_options(state, module_names),
         flat_parameters=tuple(_flat_parameter(handle, names, holders) for handle in state._handles),
     )
-
-
-def shard_ranks(mesh: DataParallelMesh) -> tuple[tuple[int, ...], ...]:
-    """For each shard the ranks that hold it."""
-    by_replica = mesh.mesh.mesh.reshape(-1, mesh.shard_world_size)
-    return tuple(tuple(by_replica[:, shard].tolist()) for shard in range(mesh.shard_world_size))
 
 
 def _flat_parameter(handle: FlatParamHandle, names: _Names, holders: _Holders) -> FlatParameterFacts:
@@ -244,14 +269,8 @@ def describe(model: nn.Module, format: str = "text", *, all_groups: bool = False
     if format not in FORMATS:
         raise MisuseError(f"describe(format={format!r}): expected one of {', '.join(map(repr, FORMATS))}")
     facts = collect(model)
-    if format == "html":
-        return as_page(facts, all_groups)
     if format == "json":
-        totals = {
-            "numel": facts.numel,
-            "kept_bytes": facts.kept_bytes,
-            "padding_bytes": facts.padding_bytes,
-            "flat_bytes": facts.flat_bytes,
-        }
+        totals = {name: getattr(facts, name) for name in ("numel", "kept_bytes", "padding_bytes", "flat_bytes")}
         return json.dumps({**asdict(facts), "totals": totals}, indent=1)
-    return as_terminal_text(facts, all_groups) if can_use_terminal() else as_text(facts, all_groups)
+    report = report_of(facts, all_groups)
+    return as_page(report) if format == "html" else for_stdout(report)

@@ -1,93 +1,63 @@
-"""The facts of a model's layout as plain data, and their forms: text, the terminal, one HTML page.
+"""The facts of a model's layout as plain data, and the report of them.
 
 The data says which rank holds what of each parameter, in how many bytes. It consists of numbers and names only, so it
 can be printed, written and compared; ``describe`` reads it off a model."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
-from io import StringIO
+
+from .report import Report, Section, bytes_of, count, ranges_of
 
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of a parameter in one shard.
+    """The elements of a parameter in one shard."""
 
-    Attributes:
-        ranks: that hold the shard, by their numbers in the default process group: one, or one of each replica.
-        start, stop: of the elements, in the flattened parameter.
-        rows: the same as indices of dim 0, where shard boundaries lie between these; else ``None``.
-        shard_start, shard_stop: where they are, in elements of the shard.
-    """
-
-    ranks: tuple[int, ...]
-    start: int
+    ranks: tuple[int, ...]  # that hold the shard, by their numbers in the default process group: one of each replica
+    start: int  # in the flattened parameter
     stop: int
-    rows: tuple[int, int] | None
-    shard_start: int
+    rows: tuple[int, int] | None  # start and stop as indices of dim 0, if shard boundaries lie between these
+    shard_start: int  # in elements of the shard
     shard_stop: int
 
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One parameter of a flat parameter.
-
-    Attributes:
-        fqn: its name in the model; ``tied``: its other names there.
-        shape, numel: of the whole parameter.
-        local_shape: of what this rank's flat parameter has of it, and ``parts`` count in: less than ``shape`` where
-            tensor parallelism has cut it.
-        dtype: that it is kept in.
-        offset: of its first element, in elements of the flat parameter.
-        granule: so many consecutive elements no shard boundary divides.
-        placements: of the sharded parameter on its mesh.
-        parts: those that are not empty, by shard.
-    """
+    """One parameter of a flat parameter."""
 
     fqn: str
-    tied: tuple[str, ...]
+    tied: tuple[str, ...]  # its other names in the model
     shape: tuple[int, ...]
     numel: int
-    local_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]  # what ``parts`` count in: less than ``shape`` if tensor parallelism has cut it
     dtype: str
     requires_grad: bool
-    offset: int
-    granule: int
-    placements: tuple[str, ...]
-    parts: tuple[Part, ...]
+    offset: int  # of its first element in the flat parameter, in elements
+    granule: int  # so many consecutive elements are never in two shards
+    placements: tuple[str, ...]  # on the mesh of the sharded parameter
+    parts: tuple[Part, ...]  # by shard, without empty ones
 
 
 @dataclass(frozen=True)
 class FlatParameterFacts:
-    """One flat parameter. Bytes and elements are those of one replica.
+    """One flat parameter. Bytes and elements are those of one replica."""
 
-    Attributes:
-        dtype: of the shards; ``compute``: of the unsharded parameters; ``reduce``: of the reduction; ``gradient``: of
-            the sharded gradients.
-        gathered_by: the class of its only parameter, if that class gathers it in a form of its own.
-        home: where the shards live.
-        num_shards, shard_numel, shard_bytes: of how many shards it consists, and how long each is, padding included.
-        held_bytes: of parameters in each shard, without padding.
-        padding_bytes: in all shards.
-        unsharded_bytes: while it is gathered; ``None``: its class decides, or there is nothing to gather.
-    """
-
-    dtype: str
-    compute: str
+    dtype: str  # of the shards
+    compute: str  # of the unsharded parameters
     reduce: str
-    gradient: str
-    gathered_by: str | None
-    home: str
+    gradient: str  # of the sharded gradients
+    gathered_by: str | None  # the class of its only parameter, if that class gathers it in a form of its own
+    home: str  # where the shards live
     num_shards: int
-    shard_numel: int
+    shard_numel: int  # with padding, as in the next line
     shard_bytes: int
-    held_bytes: tuple[int, ...]
-    padding_bytes: int
-    unsharded_bytes: int | None
+    held_bytes: tuple[int, ...]  # by shard, without padding
+    padding_bytes: int  # in all shards
+    unsharded_bytes: int | None  # ``None``: its class decides, or there is nothing to gather
     parameters: tuple[ParameterFacts, ...]
 
     @property
@@ -98,31 +68,21 @@ class FlatParameterFacts:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What one call of ``fully_shard`` or ``replicate`` manages.
+    """What one call of ``fully_shard`` or ``replicate`` manages."""
 
-    Attributes:
-        names: of the modules given to it; ``classes``: theirs.
-        is_replicated: ``replicate`` made it.
-        mesh_shape, mesh_dims: of its mesh; ``device``: where it computes.
-        shard_ranks: for each shard, the ranks that hold it, by their numbers in the default process group.
-        policy: dtypes that the user chose.
-        options: what else he did, where it is not the default; and ``reshard_after_forward``.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the modules that were given to it
     classes: tuple[str, ...]
-    is_replicated: bool
+    is_replicated: bool  # ``replicate`` made it
     mesh_shape: tuple[int, ...]
     mesh_dims: tuple[str, ...]
-    device: str
-    shard_ranks: tuple[tuple[int, ...], ...]
-    policy: dict[str, str]
-    options: dict[str, str]
+    device: str  # where it computes
+    shard_ranks: tuple[tuple[int, ...], ...]  # for each shard the ranks that hold it, as in ``Part``
+    policy: dict[str, str]  # dtypes that the user chose
+    options: dict[str, str]  # others that are not the default, and ``reshard_after_forward``
     flat_parameters: tuple[FlatParameterFacts, ...]
 
     @property
     def name(self) -> str:
-        """The name of the group."""
         return ", ".join(name or "(root)" for name in self.names)
 
 
@@ -140,14 +100,9 @@ class OtherParameter:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model.
+    """A model, as one rank sees it."""
 
-    Attributes:
-        name: its class.
-        rank, world_size: of the process that looks.
-    """
-
-    name: str
+    name: str  # of its class
     rank: int
     world_size: int
     groups: tuple[GroupFacts, ...]
@@ -158,14 +113,18 @@ class ModelFacts:
         return [flat for group in self.groups for flat in group.flat_parameters]
 
     @property
+    def parameters(self) -> list[ParameterFacts]:
+        """Those of groups."""
+        return [param for flat in self.flat_parameters for param in flat.parameters]
+
+    @property
     def num_parameters(self) -> int:
-        return sum(len(flat.parameters) for flat in self.flat_parameters) + len(self.others)
+        return len(self.parameters) + len(self.others)
 
     @property
     def numel(self) -> int:
         """The elements of all parameters, whole."""
-        managed = sum(param.numel for flat in self.flat_parameters for param in flat.parameters)
-        return managed + sum(other.numel for other in self.others)
+        return sum(param.numel for param in self.parameters) + sum(other.numel for other in self.others)
 
     @property
     def kept_bytes(self) -> int:
@@ -186,24 +145,9 @@ class ModelFacts:
 
 
 _MOST_PARTS = 4  # of a parameter, in words
-_MOST_DIGITS = 10_000  # above it, the next unit
 
 COLUMNS = ("parameter", "shape", "dtype", "elements", "offset", "held by")
-
-
-def title_of(facts: ModelFacts) -> str:
-    flat, groups, params = len(facts.flat_parameters), len(facts.groups), facts.num_parameters
-    return (
-        f"{facts.name}: {_count(groups, 'group')}, {_count(flat, 'flat parameter')}, {_count(params, 'parameter')} of "
-        f"{_count(facts.numel, 'element')}"
-    )
-
-
-def sizes_of(facts: ModelFacts) -> str:
-    return (
-        f"rank {facts.rank} of {facts.world_size} keeps {bytes_of(facts.kept_bytes)} of {bytes_of(facts.flat_bytes)}, "
-        f"of which {bytes_of(facts.padding_bytes)} are padding"
-    )
+_RIGHT = ("elements", "offset")
 
 
 EqualGroups = Sequence[GroupFacts]
@@ -212,17 +156,10 @@ EqualGroups = Sequence[GroupFacts]
 
 def collapsed(groups: Sequence[GroupFacts], all_groups: bool) -> list[EqualGroups]:
     """Equal groups together, where the first of them is; with ``all_groups`` each alone."""
-    if all_groups:
-        return [[group] for group in groups]
-    found: list[tuple[GroupFacts, list[GroupFacts]]] = []
-    for group in groups:
-        nameless = _without_names(group)
-        equal = next((members for facts, members in found if facts == nameless), None)
-        if equal is None:
-            found.append((nameless, [group]))
-        else:
-            equal.append(group)
-    return [members for _, members in found]
+    found: dict[object, list[GroupFacts]] = {}
+    for number, group in enumerate(groups):
+        found.setdefault(number if all_groups else repr(_without_names(group)), []).append(group)
+    return [*found.values()]
 
 
 def _without_names(group: GroupFacts) -> GroupFacts:
@@ -232,13 +169,10 @@ def _without_names(group: GroupFacts) -> GroupFacts:
         prefixes = ((f"{name}.", number) for number, name in enumerate(group.names))
         return next((f"{number}.{fqn[len(prefix) :]}" for prefix, number in prefixes if fqn.startswith(prefix)), fqn)
 
-    flats = []
-    for flat in group.flat_parameters:
-        params = [
-            replace(param, fqn=in_module(param.fqn), tied=tuple(map(in_module, param.tied)))
-            for param in flat.parameters
-        ]
-        flats.append(replace(flat, parameters=tuple(params)))
+    def renamed(param: ParameterFacts) -> ParameterFacts:
+        return replace(param, fqn=in_module(param.fqn), tied=tuple(map(in_module, param.tied)))
+
+    flats = [replace(flat, parameters=tuple(map(renamed, flat.parameters))) for flat in group.flat_parameters]
     return replace(group, names=(), flat_parameters=tuple(flats))
 
 
@@ -287,7 +221,7 @@ def flat_title(flat: FlatParameterFacts) -> str:
         unsharded = f", gathered as {flat.gathered_by}"
     padding = f"{bytes_of(flat.padding_bytes)} of padding in all" if flat.padding_bytes else "no padding"
     return (
-        f"{', '.join([*dtypes, *home])}: {_count(flat.num_shards, 'shard')} of {bytes_of(flat.shard_bytes)}, "
+        f"{', '.join([*dtypes, *home])}: {count(flat.num_shards, 'shard')} of {bytes_of(flat.shard_bytes)}, "
         f"{padding}{unsharded}"
     )
 
@@ -329,146 +263,43 @@ def range_of(part: Part) -> str:
     return str(first) if stop == first + 1 else f"{first}-{stop - 1}"
 
 
-def ranges_of(numbers: Sequence[int]) -> str:
-    """``0-3, 7`` for 0, 1, 2, 3 and 7."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def bytes_of(nbytes: int) -> str:
-    if nbytes < _MOST_DIGITS:
-        return f"{nbytes:,} B"
-    size, unit = nbytes / 1024, "KiB"
-    for larger in ("MiB", "GiB"):
-        if size >= _MOST_DIGITS:
-            size, unit = size / 1024, larger
-    return f"{size:,.1f} {unit}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-# ---- A description as plain text.
-
-
-_TO_THE_RIGHT = ("elements", "offset")
-
-
-def as_text(facts: ModelFacts, all_groups: bool) -> str:
-    lines = [title_of(facts), sizes_of(facts)]
+def report_of(facts: ModelFacts, all_groups: bool) -> Report:
+    """The description of a model, with a picture of each flat parameter."""
+    sections = []
     for groups in collapsed(facts.groups, all_groups):
         group = groups[0]
-        lines += ["", group_title(groups), f"  {group_details(group)}"]
+        sections.append(Section(group_title(groups), details=group_details(group)))
         for flat in group.flat_parameters:
-            lines.append(f"  {flat_title(flat)}")
-            lines += [f"    {line}" for line in table([row_of(param, facts.rank) for param in flat.parameters])]
-    if facts.others:
-        lines += ["", "in no group, whole on every rank; see find_unreduced_parameters(model)"]
-        lines += [f"  {other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}" for other in facts.others]
-    return "\n".join(lines)
+            rows = [row_of(param, facts.rank) for param in flat.parameters]
+            frozen = [number for number, param in enumerate(flat.parameters) if not param.requires_grad]
+            drawn = partial(picture, flat, group)
+            sections.append(Section(flat_title(flat), COLUMNS, rows, _RIGHT, frozen, is_part=True, picture=drawn))
+    others = [f"{other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}" for other in facts.others]
+    if others:
+        where = "in no group, whole on every rank; see find_unreduced_parameters(model)"
+        sections.append(Section(where, items=others))
+    num_flat, params = len(facts.flat_parameters), facts.num_parameters
+    title = (
+        f"{facts.name}: {count(len(facts.groups), 'group')}, {count(num_flat, 'flat parameter')}, "
+        f"{count(params, 'parameter')} of {count(facts.numel, 'element')}"
+    )
+    sizes = (
+        f"rank {facts.rank} of {facts.world_size} keeps {bytes_of(facts.kept_bytes)} of {bytes_of(facts.flat_bytes)}, "
+        f"of which {bytes_of(facts.padding_bytes)} are padding"
+    )
+    return Report(facts.name, [title, sizes], sections)
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of aligned cells, below ``COLUMNS``."""
-    cells = [COLUMNS, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in _TO_THE_RIGHT else cell.ljust(width)
-            for cell, width, column in zip(row, widths, COLUMNS, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
-
-
-# ---- A description as text with colours and ruled tables, made by ``rich``, as wide as the terminal.
-
-
-def can_use_terminal() -> bool:
-    """Whether output goes to a terminal, and ``rich`` is installed."""
-    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
-
-
-def as_terminal_text(facts: ModelFacts, all_groups: bool) -> str:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=StringIO(), force_terminal=True)
-    with console.capture() as capture:
-        console.print(Text(title_of(facts), style="bold"))
-        console.print(Text(sizes_of(facts)))
-        for groups in collapsed(facts.groups, all_groups):
-            group = groups[0]
-            console.print()
-            console.print(Text(group_title(groups), style="bold cyan"))
-            console.print(Text(group_details(group), style="dim"))
-            for table in _tables(group, facts.rank):
-                console.print(table)
-        if facts.others:
-            console.print(
-                Text("\nin no group, whole on every rank; see find_unreduced_parameters(model)", style="bold yellow")
-            )
-            for other in facts.others:
-                console.print(Text(f"{other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}"))
-    return capture.get().rstrip("\n")
-
-
-def _tables(group: GroupFacts, rank: int) -> list[object]:
-    from rich.table import Table
-    from rich.text import Text
-
-    tables: list[object] = []
-    for flat in group.flat_parameters:
-        table = Table(title=Text(flat_title(flat)), title_justify="left")
-        for column in COLUMNS:
-            table.add_column(column, justify="right" if column in ("elements", "offset") else "left")
-        for param in flat.parameters:
-            table.add_row(*map(Text, row_of(param, rank)), style="" if param.requires_grad else "dim")
-        tables.append(table)
-    return tables
-
-
-# ---- A description as one HTML page, with a picture of each flat parameter; it loads nothing from anywhere.
+# ---- The picture of a flat parameter
 #
-# A picture has a bar for each shard, as long as the shard, in which the parameters have colours and padding has none::
+# It has a bar for each shard, as long as the shard, in which the parameters have colors and padding has none::
 #
 #     rank 0   |aaaaaaaaaaaa|
 #     rank 1   |aaaaaaaabbb.|
 
 
-_STYLE = """\
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em; color: #222 }
-h2 { font-size: 1.1em; margin: 2em 0 0 } h3 { font-size: 1em; font-weight: normal; margin: 1em 0 .3em }
-table { border-collapse: collapse; margin: .5em 0 } th, td { text-align: left; padding: .1em .8em .1em 0 }
-th { border-bottom: 1px solid #999; font-weight: 600 } td { border-bottom: 1px solid #eee }
-.details { color: #666; margin: 0 } svg text { font: 11px system-ui, sans-serif }"""
-
 _WIDTH, _HEIGHT, _STEP, _LABEL = 900, 18, 24, 110  # pixels: of a bar, its height, from bar to bar, left of the bars
 _MOST_BARS = 16
-
-
-def as_page(facts: ModelFacts, all_groups: bool) -> str:
-    body = [f"<h1>{escape(title_of(facts))}</h1>", f"<p>{escape(sizes_of(facts))}</p>"]
-    for groups in collapsed(facts.groups, all_groups):
-        group = groups[0]
-        body += [f"<h2>{escape(group_title(groups))}</h2>", f'<p class="details">{escape(group_details(group))}</p>']
-        for flat in group.flat_parameters:
-            body += [f"<h3>{escape(flat_title(flat))}</h3>", picture(flat, group), _table(flat, facts.rank)]
-    if facts.others:
-        body.append("<h2>in no group, whole on every rank</h2><ul>")
-        for other in facts.others:
-            text = f"{other.fqn} {other.shape} {other.dtype}, {bytes_of(other.nbytes)}"
-            body.append(f"<li>{escape(text)}</li>")
-        body.append("</ul>")
-    title = escape(facts.name)
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-    return "\n".join(['<!DOCTYPE html><html lang="en">', f"<head>{head}</head><body>", *body, "</body></html>\n"])
 
 
 def picture(flat: FlatParameterFacts, group: GroupFacts) -> str:
@@ -504,9 +335,3 @@ def _piece(param: ParameterFacts, index: int, ranks: tuple[int, ...], shard_nume
     if width > 7 * len(param.fqn):
         label = f'<text x="{x + 4:.2f}" y="{y + 13}" pointer-events="none">{escape(param.fqn)}</text>'
     return f'<rect {frame} fill="{color}" stroke="#666" stroke-width="0.5"><title>{title}</title></rect>{label}'
-
-
-def _table(flat: FlatParameterFacts, rank: int) -> str:
-    rows = [("th", COLUMNS), *(("td", row_of(param, rank)) for param in flat.parameters)]
-    lines = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) for tag, cells in rows]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

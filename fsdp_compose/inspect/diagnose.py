@@ -164,16 +164,13 @@ def _place(position: Position) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {_list(ranks)}:"
+    return f"{_them(ranks)}:"
 
 
 def _them(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_list(ranks)}"
-
-
-def _list(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:16]))
-    return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
 
 
 def explain_logs(paths: Sequence[Path]) -> str:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from ..errors import MisuseError
-from .describe_formats import ModelFacts, bytes_of
+from .describe_formats import ModelFacts
+from .report import Report, Section, as_text, bytes_of
 
 PARAMETERS, GATHERED, GRADIENTS, REDUCTIONS, OPTIMIZER, ACTIVATIONS, TEMPORARY, OTHER = KINDS = (
     "parameters",
@@ -128,10 +129,14 @@ class WorldFacts:
         """The peak memory of a step."""
         return max(self.moments, key=lambda moment: moment.nbytes)
 
+    @property
+    def gathers(self) -> list[CollectiveFacts]:
+        return [item for item in self.collectives if item.kind == "all-gather"]
+
 
 @dataclass(frozen=True)
-class PlanFacts:
-    """A plan.
+class Plan:
+    """The result of ``plan()``. Print it, or read the figures in ``worlds``; docs/planning.md explains them.
 
     Attributes:
         optimizer, batch: descriptions of the optimizer and the batch.
@@ -142,46 +147,66 @@ class PlanFacts:
     batch: str
     worlds: tuple[WorldFacts, ...]
 
+    def text(self) -> str:
+        """Format the plan as tables of memory, collectives and layout, with advice."""
+        return as_text(report_of(self))
 
-# ---- A plan as plain text, and as JSON.
+    def json(self) -> str:
+        """Return everything as JSON, for programs."""
+        worlds = []
+        for world in self.worlds:
+            facts = asdict(world) | {"peak": {"doing": world.peak.doing, "nbytes": world.peak.nbytes}}
+            for moment in (*facts["moments"], facts["building"]):
+                moment["nbytes"] = sum(moment["bytes_by_kind"].values())
+            worlds.append(facts)
+        return json.dumps({"optimizer": self.optimizer, "batch": self.batch, "worlds": worlds}, indent=1)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Draw the memory by kind for each number of ranks, and write it to a ``.png``, ``.svg`` or ``.pdf`` file.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: the name has another suffix, or there is no such folder.
+        """
+        save_picture(self, Path(path))
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+# ---- The report of a plan: tables with a row for each number of ranks
 
 
 _COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
-def as_text(plan: PlanFacts) -> str:
+def report_of(plan: Plan) -> Report:
     layout = plan.worlds[0].layout
     batch = f"; {plan.batch} on each rank" if plan.batch else ""
-    lines = [
+    heading = (
         f"{layout.name}: {layout.num_parameters:,} parameters of {layout.numel:,} elements, {len(layout.groups)} "
-        f"groups; {plan.optimizer}{batch}",
-        "",
-        "peak memory of one rank in a step",
-        *_table([_memory_heading(), *map(_memory_row, plan.worlds)]),
-        "",
-        "collectives in a step: count and total bytes",
-        *_table([_collective_heading(), *map(_collective_row, plan.worlds)]),
-        "",
-        "layout",
-        *_table([_layout_heading(), *map(_layout_row, plan.worlds)]),
+        f"groups; {plan.optimizer}{batch}"
+    )
+    memory = ("ranks", "mesh", "peak", "in", *KINDS, "building")
+    collectives = ("ranks", *(f"{kind}s" for kind in _COLLECTIVES), "sent by a rank", "least part")
+    flat = ("ranks", "flat parameters", "kept by a rank", "padding of all", "in rows", "in elements")
+    sections = [
+        _table("peak memory of one rank in a step", memory, map(_memory_row, plan.worlds)),
+        _table("collectives in a step: count and total bytes", collectives, map(_collective_row, plan.worlds)),
+        _table("layout", flat, map(_layout_row, plan.worlds)),
     ]
     said: dict[str, list[str]] = {}
     for world in plan.worlds:
         for item in world.advice:
             said.setdefault(item.text, []).append(f"{world.world_size:,}")
-    advice = [f"  {', '.join(sizes)} ranks: {text}" for text, sizes in said.items()]
-    return "\n".join([*lines, *(["", "advice", *advice] if advice else [])])
+    if said:
+        advice = [f"{', '.join(sizes)} ranks: {text}" for text, sizes in said.items()]
+        sections.append(Section("advice", items=advice))
+    return Report(layout.name, [heading], sections)
 
 
-def as_json(plan: PlanFacts) -> str:
-    """Return all facts and the peaks as JSON."""
-    worlds = []
-    for world in plan.worlds:
-        facts = asdict(world)
-        for moment, found in zip((*facts["moments"], facts["building"]), (*world.moments, world.building), strict=True):
-            moment["nbytes"] = found.nbytes
-        worlds.append(facts | {"peak": {"doing": world.peak.doing, "nbytes": world.peak.nbytes}})
-    return json.dumps({"optimizer": plan.optimizer, "batch": plan.batch, "worlds": worlds}, indent=1)
+def _table(title: str, columns: Sequence[str], rows: Iterable[list[str]]) -> Section:
+    return Section(title, columns, [*rows], right=columns)
 
 
 def mesh_of(world: WorldFacts) -> str:
@@ -190,19 +215,11 @@ def mesh_of(world: WorldFacts) -> str:
     return ", ".join(sorted(shapes)) or "-"
 
 
-def _memory_heading() -> list[str]:
-    return ["ranks", "mesh", "peak", "in", *KINDS, "building"]
-
-
 def _memory_row(world: WorldFacts) -> list[str]:
     peak = world.peak
     kinds = [bytes_of(peak.bytes_by_kind[kind]) if peak.bytes_by_kind[kind] else "-" for kind in KINDS]
     start = [f"{world.world_size:,}", mesh_of(world), bytes_of(peak.nbytes), peak.doing]
     return [*start, *kinds, bytes_of(world.building.nbytes)]
-
-
-def _collective_heading() -> list[str]:
-    return ["ranks", *(f"{kind}s" for kind in _COLLECTIVES), "sent by a rank", "least part"]
 
 
 def _collective_row(world: WorldFacts) -> list[str]:
@@ -216,27 +233,12 @@ def _collective_row(world: WorldFacts) -> list[str]:
     return [*cells, bytes_of(sent), bytes_of(min(item.part_bytes for item in world.collectives))]
 
 
-def _layout_heading() -> list[str]:
-    return ["ranks", "flat parameters", "kept by a rank", "padding of all", "in rows", "in elements"]
-
-
 def _layout_row(world: WorldFacts) -> list[str]:
-    layout = world.layout
-    params = [param for flat in layout.flat_parameters for param in flat.parameters]
+    layout, params = world.layout, world.layout.parameters
     in_elements = sum(any(part.rows is None for part in param.parts) for param in params)
+    counts = len(params) - in_elements, in_elements
     sizes = bytes_of(layout.kept_bytes), bytes_of(layout.padding_bytes)
-    return [
-        f"{world.world_size:,}",
-        f"{len(layout.flat_parameters):,}",
-        *sizes,
-        f"{len(params) - in_elements:,}",
-        f"{in_elements:,}",
-    ]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [f"{world.world_size:,}", f"{len(layout.flat_parameters):,}", *sizes, *map("{:,}".format, counts)]
 
 
 # ---- A plan as a picture, by matplotlib: for each number of ranks a bar of the memory at the peak, by kind.
@@ -261,7 +263,7 @@ def check_picture(path: Path) -> None:
         raise MisuseError(f"--plot {path}: there is no folder {path.parent}")
 
 
-def save_picture(plan: PlanFacts, path: Path) -> None:
+def save_picture(plan: Plan, path: Path) -> None:
     """Write the picture, completely or not at all. Raises the errors of ``check_picture``."""
     check_picture(path)
     from matplotlib.figure import Figure
@@ -297,34 +299,6 @@ def save_picture(plan: PlanFacts, path: Path) -> None:
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
-# ---- ``Plan``, which ``plan()`` returns.
-
-
-@dataclass(frozen=True)
-class Plan(PlanFacts):
-    """The result of ``plan()``. Print it, or read the figures in ``worlds``; docs/planning.md explains them."""
-
-    def text(self) -> str:
-        """Format the plan as tables of memory, collectives and layout, with advice."""
-        return as_text(self)
-
-    def json(self) -> str:
-        """Return everything as JSON, for programs."""
-        return as_json(self)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Draw the memory by kind for each number of ranks, and write it to a ``.png``, ``.svg`` or ``.pdf`` file.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: the name has another suffix, or there is no such folder.
-        """
-        save_picture(self, Path(path))
-
-    def __str__(self) -> str:
-        return self.text()
-
-
 # ---- Advice: each rule is a function of the facts for one number of ranks, and quotes the figures it uses.
 
 
@@ -346,7 +320,7 @@ def advise(facts: WorldFacts) -> WorldFacts:
 
 def _small_shards(facts: WorldFacts) -> Iterator[Advice]:
     parts: dict[str, int] = {}
-    gathers = [item for item in facts.collectives if item.kind == "all-gather" and item.num_ranks > 1]
+    gathers = [item for item in facts.gathers if item.num_ranks > 1]
     for item in gathers:
         parts[item.group] = max(parts.get(item.group, 0), item.part_bytes)
     small = {name: part for name, part in parts.items() if part < SMALL_PART}
@@ -387,27 +361,23 @@ def _state_bytes(facts: WorldFacts) -> int:
 
 
 def _replicas(facts: WorldFacts) -> Iterator[Advice]:
-    num_ranks = max((item.num_ranks for item in facts.collectives if item.kind == "all-gather"), default=1)
+    num_ranks = max((item.num_ranks for item in facts.gathers), default=1)
     whole = _state_bytes(facts) * num_ranks
     if num_ranks > 1 and whole <= _SMALL_STATE * facts.peak.nbytes:
-        num_gathers = sum(item.kind == "all-gather" for item in facts.collectives)
         yield Advice(
             "replicate",
             f"parameters, gradients and optimizer state would take {bytes_of(whole)} on every rank unsharded, and the "
             f"peak is {bytes_of(facts.peak.nbytes)}: replicate over the dimension of {num_ranks} ranks (replicate(), "
-            f"or another --mesh), which saves {num_gathers} all-gathers a step.",
+            f"or another --mesh), which saves {len(facts.gathers)} all-gathers a step.",
         )
 
 
 def _large_group(facts: WorldFacts) -> Iterator[Advice]:
     groups = facts.layout.groups
     sizes = [sum(flat.flat_bytes for flat in group.flat_parameters) for group in groups]
-    gathered: dict[str, int] = {}
-    for item in facts.collectives:
-        if item.kind == "all-gather":
-            gathered[item.group] = max(gathered.get(item.group, 0), item.nbytes)
     for group, nbytes in zip(groups, sizes, strict=True):
-        share, held = nbytes / max(1, sum(sizes)), gathered.get(group.name, 0)
+        share = nbytes / max(1, sum(sizes))
+        held = max((item.nbytes for item in facts.gathers if item.group == group.name), default=0)
         if share > _LARGE_GROUP and held > _LARGE_SHARE * facts.peak.nbytes:
             yield Advice(
                 "one large group",

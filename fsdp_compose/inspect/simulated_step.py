@@ -10,11 +10,10 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,14 +67,6 @@ class _Item:
     has_values: bool = True
 
 
-@dataclass
-class _Chapter:
-    """One phase of the run: the storages that changed, each with the bytes it grew by."""
-
-    name: str
-    changes: list[tuple[_Item, int]] = field(default_factory=list)
-
-
 class Ledger:
     """Tracks the storages of a run.
 
@@ -85,18 +76,13 @@ class Ledger:
 
     def __init__(self) -> None:
         self._items: dict[int, _Item] = {}
-        self._chapters = [_Chapter("")]
+        self._phases: list[tuple[str, list[tuple[_Item, int]]]] = [("", [])]  # with what changed, by how many bytes
         self._kind = OTHER
         self.has_recomputed = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated now."""
-        return sum(item.nbytes for item in self._items.values())
-
     def begin(self, name: str, kind: str) -> None:
         """Begin the phase ``name``. New storages are of ``kind`` until ``label`` says otherwise."""
-        self._chapters.append(_Chapter(name))
+        self._phases.append((name, []))
         self._kind = kind
 
     # ---- storages
@@ -105,9 +91,10 @@ class Ledger:
         """Track the storage of a tensor that an operation returned."""
         self._item(tensor.untyped_storage())
 
-    def label(self, tensor: torch.Tensor, kind: str) -> None:
-        """Set the kind of a tensor's storages, for their whole lives."""
-        for inner in plain_tensors(tensor):
+    def label(self, kind: str, *tensors: torch.Tensor | None) -> None:
+        """Set the kind of the tensors' storages, for their whole lives."""
+        plain = (inner for tensor in tensors if tensor is not None for inner in plain_tensors(tensor))
+        for inner in plain:
             storage = inner.untyped_storage()
             if inner.device.type != "meta" and storage_id(storage) in self._items:
                 self._items[storage_id(storage)].kind = kind
@@ -150,13 +137,13 @@ class Ledger:
         return ACTIVATIONS
 
     def _died(self, key: int, _: object) -> None:
-        self._change(self._items.pop(key), None)
+        item = self._items.pop(key)
+        self._change(item, -item.nbytes)
 
-    def _change(self, item: _Item, growth: int | None) -> None:
-        growth = -item.nbytes if growth is None else growth
+    def _change(self, item: _Item, growth: int) -> None:
         if growth:
             item.nbytes += growth
-            self._chapters[-1].changes.append((item, growth))
+            self._phases[-1][1].append((item, growth))
 
     # ---- afterwards
 
@@ -164,15 +151,15 @@ class Ledger:
         """Return the peak of each phase, by kind, in order; among equal peaks, the first."""
         found = []
         now: Counter[str] = Counter()
-        for chapter in self._chapters:
+        for name, changes in self._phases:
             most, best = sum(now.values()), dict(now)
             total = most
-            for item, growth in chapter.changes:
+            for item, growth in changes:
                 now[item.kind] += growth
                 total += growth
                 if total > most:
                     most, best = total, dict(now)
-            found.append(Moment(chapter.name, {kind: best.get(kind, 0) for kind in KINDS}))
+            found.append(Moment(name, {kind: best.get(kind, 0) for kind in KINDS}))
         return found
 
 
@@ -186,12 +173,6 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         inner = getattr(tensor, name)
         if isinstance(inner, torch.Tensor):  # a DTensor counts its mesh too
             yield from plain_tensors(inner)
-
-
-def label_all(ledger: Ledger, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-    for tensor in tensors:
-        if tensor is not None:
-            ledger.label(tensor, kind)
 
 
 # ---- Operations without their kernels: results have shapes, strides and storages, but nothing is computed into them.
@@ -221,27 +202,16 @@ class Undecided(RuntimeError):
 
 @dataclass(frozen=True)
 class _Operation:
-    """Properties of an operation, read from its schema.
+    """Properties of an operation, read from its schema."""
 
-    Attributes:
-        is_view: it makes or changes views and computes nothing.
-        written: position and name of each argument that it may write to.
-        results: for each result, the index in ``written`` of the argument that it is; ``None`` for a new tensor.
-        has_out: the results are ``out`` arguments, which it resizes.
-        is_in_place: all results are arguments, which keep their shapes.
-        is_composite: it is composed of other operations.
-        needs_elements: its result, or the shape of it, depends on elements of its arguments.
-        placing: its arguments for a device, pinned memory or a random generator.
-    """
-
-    is_view: bool
-    written: tuple[tuple[int, str], ...]
-    results: tuple[int | None, ...]
-    has_out: bool
-    is_in_place: bool
-    is_composite: bool
-    needs_elements: bool
-    placing: tuple[str, ...]
+    is_view: bool  # it makes or changes views and computes nothing
+    written: tuple[tuple[int, str], ...]  # position and name of each argument that it may write to
+    results: tuple[int | None, ...]  # for each, the index in ``written`` of the argument that it is; None: a new tensor
+    has_out: bool  # the results are ``out`` arguments, which it resizes
+    is_in_place: bool  # all results are arguments, which keep their shapes
+    is_composite: bool  # it is composed of other operations
+    needs_elements: bool  # its result, or the shape of it, depends on elements of its arguments
+    placing: tuple[str, ...]  # its arguments for a device, pinned memory or a random generator
 
 
 @cache
@@ -289,7 +259,7 @@ class DryRun(DispatchMode):
         kwargs = kwargs or {}
         if any(item.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for item in types):
             return NotImplemented  # DTensors and the like: operations on their inner tensors come back here
-        tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
+        tensors = _tensors((args, kwargs))
         if any(item.is_meta for item in tensors) or _is_meta(kwargs.get("device")):
             return func(*args, **kwargs)  # meta tensors have no memory
         self._num_operations += 1
@@ -382,17 +352,12 @@ def _shapes_of(func: Any, operation: _Operation, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map(_without_elements, (args, {**kwargs, **on_meta}))
     if func._schema.name not in _HALF_ON_META:
         return func(*args, **kwargs)
-    dtypes = {item.dtype for item in _tensors(args) if item.is_floating_point()}
-    args, kwargs = tree_map(lambda item: _cast(item, torch.bfloat16), (args, kwargs))
-    return tree_map(lambda item: _cast(item, *dtypes), func(*args, **kwargs))
+    (dtype,) = {item.dtype for item in _tensors(args) if item.is_floating_point()}
+    args, kwargs = tree_map(partial(_without_elements, dtype=torch.bfloat16), (args, kwargs))
+    return tree_map(partial(_without_elements, dtype=dtype), func(*args, **kwargs))
 
 
 _HALF_ON_META = {"aten::_grouped_mm"}  # supported on the CPU in all dtypes, but on meta only in bfloat16
-
-
-def _cast(item: Any, dtype: torch.dtype) -> Any:
-    is_float = isinstance(item, torch.Tensor) and item.is_floating_point()
-    return torch.empty_strided(item.shape, item.stride(), dtype=dtype, device="meta") if is_float else item
 
 
 def _is_meta(device: Any) -> bool:
@@ -408,10 +373,12 @@ def _are_small(tensors: Sequence[torch.Tensor]) -> bool:
     return sum(item.numel() * item.element_size() for item in tensors) <= most
 
 
-def _without_elements(item: Any) -> Any:
-    if isinstance(item, torch.Tensor):
-        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
-    return item
+def _without_elements(item: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a meta tensor like ``item``, of ``dtype`` if it has floating-point elements; other objects as they are."""
+    if not isinstance(item, torch.Tensor):
+        return item
+    dtype = dtype if dtype is not None and item.is_floating_point() else item.dtype
+    return torch.empty_strided(item.shape, item.stride(), dtype=dtype, device="meta")
 
 
 _INDEXING = {"aten::index", "aten::_unsafe_index"}
@@ -438,14 +405,7 @@ class _Done:
 
 
 class NothingMoves(Transport):
-    """Records the collectives of one ``fully_shard`` group and moves no data.
-
-    Args:
-        group: the process group.
-        name: the name of the ``fully_shard`` group.
-        ledger: tracks storages.
-        take: called with each collective.
-    """
+    """Records the collectives of the ``fully_shard`` group ``name`` and moves no data. ``take`` is called with each."""
 
     name = "nothing moves"
 
@@ -459,16 +419,15 @@ class NothingMoves(Transport):
         return self
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
-        self._ledger.label(whole, GATHERED)
+        self._ledger.label(GATHERED, whole)
         return self._note(ALL_GATHER, whole.nbytes, whole)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor, is_average: bool, label: Label) -> Work:
-        self._ledger.label(whole, REDUCTIONS)
-        self._ledger.label(shard, REDUCTIONS)  # relabelled if it becomes a gradient
+        self._ledger.label(REDUCTIONS, whole, shard)  # the shard is relabelled if it becomes a gradient
         return self._note(REDUCE_SCATTER, whole.nbytes, shard)
 
     def all_reduce(self, tensor: torch.Tensor, is_average: bool, label: Label) -> Work:
-        self._ledger.label(tensor, REDUCTIONS)
+        self._ledger.label(REDUCTIONS, tensor)
         return self._note(ALL_REDUCE, tensor.nbytes, tensor)
 
     def gather(
@@ -495,33 +454,21 @@ class NothingMoves(Transport):
 NUM_STEPS = 2  # in the first one, groups learn their order, and the optimizer's state is made
 
 
-class Trained(Protocol):
-    """Builds the model and optimizer to simulate, anew for each number of ranks."""
-
-    def build(self) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-        """Return the sharded model, and a function from the model to a loss."""
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """Return the optimizer of the model's parameters, if there is one."""
+LossOf = Callable[[nn.Module], torch.Tensor]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # of a list of parameters
+Build = Callable[[], tuple[nn.Module, LossOf]]
 
 
-def simulate(trained: Trained, world_size: int, note: Callable[[str], None]) -> WorldFacts:
+def simulate(
+    build: Build, make_optimizer: MakeOptimizer | None, world_size: int, note: Callable[[str], None]
+) -> WorldFacts:
     """Build the model as the first of ``world_size`` ranks, and train it for some steps.
 
     Args:
-        trained: builds the model and the optimizer.
+        build: returns the sharded model, and a function from the model to a loss. Runs in a process group whose
+            collectives move no data.
+        make_optimizer: makes the optimizer of the trainable parameters, if there is one.
         note: called with a line of text about the progress.
-    """
-    with one_of_many(world_size):
-        try:
-            return _Simulation(world_size, note).run(trained)
-        finally:
-            gc.collect()  # models are cycles: the memory is needed for the next
-
-
-@contextmanager
-def one_of_many(world_size: int) -> Iterator[None]:
-    """Make this process the first rank of a process group whose collectives move no data.
 
     Raises:
         RuntimeError: there is a process group already.
@@ -534,8 +481,9 @@ def one_of_many(world_size: int) -> Iterator[None]:
     excepthook = sys.excepthook  # torch's writes the rank before each line, once more for each process group
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
-        yield
+        return _Simulation(world_size, note).run(build, make_optimizer)
     finally:
+        gc.collect()  # models are cycles: the memory is needed for the next
         dist.destroy_process_group()
         sys.excepthook = excepthook
 
@@ -549,23 +497,25 @@ class _Simulation:
         self._began = time.monotonic()
         self._collectives: list[CollectiveFacts] = []
 
-    def run(self, trained: Trained) -> WorldFacts:
+    def run(self, build: Build, make_optimizer: MakeOptimizer | None) -> WorldFacts:
         ledger = self._ledger
         refuse_access(torch.empty(0).untyped_storage(), "")  # probes torch once per process, which needs real kernels
         with watched_storages(ledger.resized, ledger.exchanged), torch.compiler.set_stance("force_eager"), self._mode:
             self._begin("building", OTHER)
-            model, loss_of = trained.build()
+            model, loss_of = build()
             self._materialize(model)
-            optimizer = trained.optimizer(model)
+            optimizer = None
+            if make_optimizer is not None:
+                optimizer = make_optimizer([param for param in model.parameters() if param.requires_grad])
             self._listen(model)
             layout, unreduced = collect(model), tuple(map(str, find_unreduced_parameters(model)))
-            label_all(ledger, model.parameters(), PARAMETERS)
+            ledger.label(PARAMETERS, *model.parameters())
             recomputes = False
             for number in range(1, NUM_STEPS + 1):
                 gc.collect()
                 self._collectives.clear()
                 recomputes = self._step(model, loss_of, optimizer, f"step {number} of {NUM_STEPS}: ")
-            label_all(ledger, model.parameters(), PARAMETERS)
+            ledger.label(PARAMETERS, *model.parameters())
         moments = ledger.peaks()
         return WorldFacts(
             world_size=self._world_size,
@@ -603,13 +553,7 @@ class _Simulation:
                     )
                 )
 
-    def _step(
-        self,
-        model: nn.Module,
-        loss_of: Callable[[nn.Module], torch.Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        prefix: str,
-    ) -> bool:
+    def _step(self, model: nn.Module, loss_of: LossOf, optimizer: torch.optim.Optimizer | None, prefix: str) -> bool:
         """Run a training step. Return whether its backward recomputed forwards."""
         self._begin("forward", ACTIVATIONS, prefix)
         loss = loss_of(model)
@@ -621,7 +565,7 @@ class _Simulation:
         self._begin("backward", TEMPORARY, prefix)
         loss.backward()
         del loss
-        label_all(self._ledger, (param.grad for param in model.parameters()), GRADIENTS)
+        self._ledger.label(GRADIENTS, *(param.grad for param in model.parameters()))
         self._begin("optimizer", TEMPORARY, prefix)
         if optimizer is None:
             for param in model.parameters():
@@ -629,7 +573,7 @@ class _Simulation:
         else:
             optimizer.step()
             for state in optimizer.state.values():
-                label_all(self._ledger, (item for item in state.values() if isinstance(item, torch.Tensor)), OPTIMIZER)
+                self._ledger.label(OPTIMIZER, *(item for item in state.values() if isinstance(item, torch.Tensor)))
             optimizer.zero_grad()
         return self._ledger.has_recomputed
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,16 @@ from .trace_formats import ALL_GATHERS, COMPUTE, REDUCTIONS, WAIT, TraceEvent, a
 # ---- Clocks: host time, or time on a device's stream.
 
 
-class Clock(Protocol):
-    """Makes marks. After ``stop()``, ``seconds()`` converts a mark to the seconds since the clock was made."""
+class Clock:
+    """Makes marks. This one's are times of the host, and a collective counts as complete when the wait for it
+    returns."""
+
+    def __init__(self) -> None:
+        self._began = self.mark()
 
     def mark(self) -> Any:
         """Mark the current time; on an accelerator, the time when the current stream reaches this point."""
+        return time.perf_counter_ns()
 
     def mark_end(self, work: Work) -> Any:
         """Mark the completion of a collective issued on the current stream; ``None`` if only waiting for it can
@@ -41,29 +46,12 @@ class Clock(Protocol):
     def stop(self) -> None:
         """End marking; ``seconds()`` may be called from here on."""
 
-    def seconds(self, mark: Any) -> float: ...
-
-
-class HostClock:
-    """The host's clock. A collective counts as complete when the wait for it returns."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter_ns()
-
-    def mark(self) -> int:
-        return time.perf_counter_ns()
-
-    def mark_end(self, work: Work) -> None:
-        return None
-
-    def stop(self) -> None:
-        """Marks are numbers already."""
-
-    def seconds(self, mark: int) -> float:
+    def seconds(self, mark: Any) -> float:
+        """Convert a mark to the seconds since the clock was made."""
         return (mark - self._began) / 1e9
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """An accelerator's clock. Marks are events on streams, so times say when the device did the work, not when the host
     launched it. The clock synchronizes with the device when it is made and when it stops.
 
@@ -76,7 +64,7 @@ class DeviceClock:
         self._device = device
         self._beside = self._module.Stream(device)
         self._module.synchronize(device)
-        self._began = self.mark()
+        super().__init__()
 
     def mark(self) -> Any:
         event = self._module.Event(enable_timing=True)
@@ -94,10 +82,6 @@ class DeviceClock:
 
     def seconds(self, mark: Any) -> float:
         return float(self._began.elapsed_time(mark)) / 1e3
-
-
-def clock_of(device: torch.device) -> Clock:
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
 # ---- Recording the collectives of groups: every observer in this file uses ``recorded()``.
@@ -124,7 +108,7 @@ _RANGES = ("forward", "recomputation", "backward", "reshard")
 
 @dataclass
 class _Span:
-    """An event that may not have ended yet. ``start`` and ``stop`` are marks of the clock."""
+    """A ``TraceEvent`` that may not have ended yet. ``start`` and ``stop`` are marks of the clock."""
 
     what: str
     group: str
@@ -135,14 +119,11 @@ class _Span:
     nbytes: int = 0
     stop: Any = None
     ends: int | None = None
+    was_cut: bool = False
 
 
 class Notebook:
-    """The events recorded so far.
-
-    Args:
-        clock: makes the marks.
-    """
+    """The events recorded so far."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -154,47 +135,42 @@ class Notebook:
         self._spans.append(span)
         return span
 
-    def end(self, span: _Span, stop: Any = None) -> None:
-        """End ``span`` now, or at ``stop``, a mark made before."""
+    def end(self, span: _Span) -> None:
+        """End ``span``; if its ``stop`` has no mark yet, now."""
         if span.ends is None:
-            span.stop, span.ends = self.clock.mark() if stop is None else stop, self._count()
+            span.stop, span.ends = self.clock.mark() if span.stop is None else span.stop, self._count()
 
     def close(self) -> list[TraceEvent]:
         """End recording and return all events, in the order in which they began."""
-        open_spans = [span for span in self._spans if span.ends is None]
-        for span in reversed(open_spans):
+        cut = [span for span in self._spans if span.ends is None]
+        for span in reversed(cut):
+            span.was_cut, span.stop = True, None
             self.end(span)
         self.clock.stop()
-        cut = {id(span) for span in open_spans}
-        return [self._event(span, id(span) in cut) for span in self._spans]
-
-    def _event(self, span: _Span, was_cut: bool) -> TraceEvent:
-        start, stop = self.clock.seconds(span.start), self.clock.seconds(span.stop)
-        assert span.ends is not None
-        places = span.begins, span.ends
-        return TraceEvent(span.what, span.group, span.track, start, stop, *places, span.detail, span.nbytes, was_cut)
+        for span in self._spans:
+            span.start, span.stop = self.clock.seconds(span.start), self.clock.seconds(span.stop)
+        return [TraceEvent(**vars(span)) for span in self._spans]
 
     def _count(self) -> int:
         self._num_marks += 1
         return self._num_marks
 
 
-class _GroupNotes:
+class _GroupNotes(CollectiveNotes):
     """Records the collectives of one group."""
 
     def __init__(self, notebook: Notebook, state: _FSDPState) -> None:
         self._notebook, self._state = notebook, state
-        self._under_way: dict[Collective, tuple[_Span, Any]] = {}  # with the mark of its end, if the clock has one
+        self._under_way: dict[Collective, _Span] = {}
         self._waits: dict[Collective, _Span] = {}
 
     def issue(self, collective: Collective) -> None:
         track = ALL_GATHERS if collective.kind in (ALL_GATHER, GATHER) else REDUCTIONS
-        about = str(collective), collective.nbytes
-        self._under_way[collective] = self._notebook.begin(collective.kind, self._state.name, track, *about), None
+        about = collective.kind, self._state.name, track, str(collective), collective.nbytes
+        self._under_way[collective] = self._notebook.begin(*about)
 
     def under_way(self, collective: Collective, work: Work) -> None:
-        span, _ = self._under_way[collective]
-        self._under_way[collective] = span, self._notebook.clock.mark_end(work)
+        self._under_way[collective].stop = self._notebook.clock.mark_end(work)
 
     def wait(self, collective: Collective) -> None:
         if collective.kind != GATHER and collective in self._under_way:
@@ -204,7 +180,7 @@ class _GroupNotes:
         if collective in self._waits:
             self._notebook.end(self._waits.pop(collective))
         if collective in self._under_way:
-            self._notebook.end(*self._under_way.pop(collective))
+            self._notebook.end(self._under_way.pop(collective))
 
 
 class _SpanNotes:
@@ -222,18 +198,6 @@ class _SpanNotes:
 
 def _nothing() -> None:
     """End an event that is not recorded."""
-
-
-@contextmanager
-def observed(states: Sequence[_FSDPState], notebook: Notebook) -> Iterator[None]:
-    """Inside this context, record the groups' events in ``notebook``."""
-    spans = _SpanNotes(notebook, states)
-    listen(spans)
-    try:
-        with recorded(states, lambda state: _GroupNotes(notebook, state)):
-            yield
-    finally:
-        stop_listening(spans)
 
 
 # ---- ``trace()``
@@ -254,10 +218,6 @@ class Trace:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.began = time.time()
         self._events: list[TraceEvent] | None = None
-
-    def complete(self, events: list[TraceEvent]) -> None:
-        """Set the events and mark the trace as complete."""
-        self._events = events
 
     @property
     def events(self) -> list[TraceEvent]:
@@ -341,12 +301,16 @@ def trace(model: nn.Module) -> Iterator[Trace]:
                 f"rank {state.mesh.rank}: trace() starts inside a forward or backward of the fully_shard group "
                 f"{state.name}, whose collectives are under way: start it between iterations"
             )
-    found, notebook = Trace(), Notebook(clock_of(states[0].mesh.device))
+    device = states[0].mesh.device
+    found, notebook = Trace(), Notebook(Clock() if device.type == "cpu" else DeviceClock(device))
+    spans = _SpanNotes(notebook, states)
+    listen(spans)
     try:
-        with observed(states, notebook):
+        with recorded(states, lambda state: _GroupNotes(notebook, state)):
             yield found
     finally:
-        found.complete(notebook.close())
+        stop_listening(spans)
+        found._events = notebook.close()
 
 
 # ---- ``record_collectives(model)``: the collectives of a part of a run, in order.
@@ -384,20 +348,11 @@ def record_collectives(model: nn.Module, note: Callable[[str], Any] | None = Non
             note(line)
 
     notes = _Lines(take)
-
-    def notes_of(_: _FSDPState) -> _Lines:
-        return notes
-
-    with recorded([state for state, _ in states_to_run(model)], notes_of):
+    with recorded([state for state, _ in states_to_run(model)], lambda _: notes):
         yield lines
 
 
-def wait_of(collective: Collective) -> str:
-    """Describe the wait for a collective."""
-    return f"wait for {collective.kind} {collective.label}"
-
-
-class _Lines:
+class _Lines(CollectiveNotes):
     """Writes a line when a collective is issued, and another when its result has been waited for."""
 
     def __init__(self, take: Callable[[str], None]) -> None:
@@ -406,12 +361,6 @@ class _Lines:
     def issue(self, collective: Collective) -> None:
         self._take(str(collective))
 
-    def under_way(self, collective: Collective, work: Work) -> None:
-        """No line."""
-
-    def wait(self, collective: Collective) -> None:
-        """No line."""
-
     def done(self, collective: Collective) -> None:
         if collective.kind != GATHER:  # a gather is waited for at once
-            self._take(f"  {wait_of(collective)}")
+            self._take(f"  wait for {collective.kind} {collective.label}")

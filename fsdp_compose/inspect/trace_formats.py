@@ -56,37 +56,29 @@ class TraceEvent:
         return f"{self.what} {self.group}"
 
 
-@dataclass
-class _Lane:
-    events: list[TraceEvent]
-    around: list[TraceEvent]  # events that were not over when the last one began, the innermost last
-
-    def has_room(self, event: TraceEvent) -> bool:
-        while self.around and self.around[-1].stop <= event.start:
-            self.around.pop()
-        return not self.around or event.stop <= self.around[-1].stop
-
-    def add(self, event: TraceEvent) -> None:
-        self.events.append(event)
-        self.around.append(event)
-
-
 def lanes(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
     """Distribute the events of a track over as few lanes as possible, such that the events of a lane nest or follow
     each other."""
-    found: list[_Lane] = []
+    found: list[tuple[list[TraceEvent], list[TraceEvent]]] = []  # lanes, each with the events around its next one
     for event in sorted(events, key=lambda item: (item.start, -item.stop, item.begins)):
-        lane = next((item for item in found if item.has_room(event)), None)
-        if lane is None:
-            found.append(lane := _Lane([], []))
-        lane.add(event)
-    return [lane.events for lane in found]
+        for _, around in found:
+            _end_before(event, around)
+        room = (item for item in found if not item[1] or event.stop <= item[1][-1].stop)
+        lane, around = next(room, ([], []))
+        if not lane:
+            found.append((lane, around))
+        lane.append(event)
+        around.append(event)
+    return [lane for lane, _ in found]
+
+
+def _end_before(event: TraceEvent, around: list[TraceEvent]) -> None:
+    """Remove the events that are over when ``event`` begins; the innermost is the last."""
+    while around and around[-1].stop <= event.start:
+        around.pop()
 
 
 # ---- A trace as text: one line for each event, in program order.
-
-
-_INDENT = "  "
 
 
 def as_text(events: Sequence[TraceEvent], has_times: bool) -> str:
@@ -100,7 +92,7 @@ def as_text(events: Sequence[TraceEvent], has_times: bool) -> str:
     for event in sorted(events, key=_place):
         running = [item for item in running if item.ends > _place(event)]
         times = f"{event.start * 1e3:10.3f} {event.seconds * 1e3:9.3f}  " if has_times else ""
-        lines.append(times + _INDENT * len(running) + line_of(event))
+        lines.append(times + "  " * len(running) + line_of(event))
         if event.track == COMPUTE and event.what not in (WAIT, "reshard"):
             running.append(event)
     if has_times:
@@ -160,13 +152,8 @@ def _metadata(name: str, process: int, args: dict[str, Any], thread: int = 0) ->
 
 
 def _complete(event: TraceEvent, process: int, thread: int) -> dict[str, Any]:
-    args: dict[str, Any] = {"group": event.group}
-    if event.detail:
-        args["collective"] = event.detail
-    if event.nbytes:
-        args["bytes"] = event.nbytes
-    if event.was_cut:
-        args["did not end"] = True
+    more = {"collective": event.detail, "bytes": event.nbytes, "did not end": event.was_cut}
+    args = {"group": event.group} | {name: value for name, value in more.items() if value}
     start, stop = round(event.start * 1e6, 3), round(event.stop * 1e6, 3)
     times = {"ts": start, "dur": round(stop - start, 3)}
     return {"ph": "X", "name": event.name, "cat": event.what, "pid": process, "tid": thread, **times, "args": args}
@@ -188,8 +175,6 @@ _COLORS = {
 }
 _MOST_INCHES = 40.0
 
-Row = tuple[str, list[TraceEvent]]
-
 
 def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
     """Write the picture in the format of ``path``'s suffix.
@@ -208,9 +193,14 @@ def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
     height = 1.5 + 0.4 * len(found)
     figure = Figure(figsize=(min(_MOST_INCHES, 12 + len(events) / 60), height), layout="constrained")
     axes = figure.add_subplot()
+    longest = max((item.stop for item in events), default=0.0)
     for place, (_, lane) in enumerate(found):
         for event in lane:
-            _draw(axes, event, place, longest=max((item.stop for item in events), default=0.0))
+            start, length, color = event.start * 1e3, event.seconds * 1e3, _COLORS[event.what]
+            axes.barh(place, length, left=start, height=0.8, color=color, edgecolor="white", linewidth=0.3)
+            if event.seconds > longest * 0.012 * len(event.group):  # there is room for the name
+                middle = start + length / 2
+                axes.text(middle, place, event.group, ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(found)), [name for name, _ in found])
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.set_xlabel("ms")
@@ -221,9 +211,9 @@ def save_picture(events: Sequence[TraceEvent], path: Path, title: str) -> None:
     figure.savefig(path)
 
 
-def rows(events: Sequence[TraceEvent]) -> list[Row]:
-    """Return the rows from the top: compute, outermost events first; then each track of collectives."""
-    found: list[Row] = []
+def rows(events: Sequence[TraceEvent]) -> list[tuple[str, list[TraceEvent]]]:
+    """Return the rows from the top, with titles: compute, outermost events first; then each track of collectives."""
+    found: list[tuple[str, list[TraceEvent]]] = []
     for track in TRACKS:
         in_lanes = lanes(item for item in events if item.track == track)
         if track == COMPUTE:
@@ -237,17 +227,9 @@ def _levels(lane: Sequence[TraceEvent]) -> list[list[TraceEvent]]:
     found: list[list[TraceEvent]] = []
     around: list[TraceEvent] = []
     for event in lane:
-        while around and around[-1].stop <= event.start:
-            around.pop()
+        _end_before(event, around)
         if len(around) == len(found):
             found.append([])
         found[len(around)].append(event)
         around.append(event)
     return found
-
-
-def _draw(axes: Any, event: TraceEvent, place: int, longest: float) -> None:
-    start, length = event.start * 1e3, event.seconds * 1e3
-    axes.barh(place, length, left=start, height=0.8, color=_COLORS[event.what], edgecolor="white", linewidth=0.3)
-    if event.seconds > longest * 0.012 * len(event.group):
-        axes.text(start + length / 2, place, event.group, ha="center", va="center", fontsize=7, clip_on=True)

@@ -32,7 +32,8 @@ from fsdp_compose import (
 )
 from fsdp_compose.group.registry import states_to_run
 from fsdp_compose.inspect.describe import collect
-from fsdp_compose.inspect.describe_formats import names_of
+from fsdp_compose.inspect.describe_formats import names_of, report_of
+from fsdp_compose.inspect.report import as_page, as_terminal_text, as_text
 from tests.flat import test_composite_parameters as composite_parameters
 from tests.harness import distributed, fake_process_group
 from tests.models import GPT, Net, batches, gpt_loss, shard_layers
@@ -328,6 +329,15 @@ def test_in_a_terminal_rich_draws_tables():
             text = describe(model)
     os.close(main)
     assert "\x1b[" in text and "weight" in text and "rows 0-1" in text
+
+
+def test_every_form_says_what_is_in_no_group_and_where_to_look():
+    with fake_process_group(rank=0, world_size=2):
+        report = report_of(collect(partly()), all_groups=False)
+    for form in (as_text, as_terminal_text, as_page):
+        text = form(report)
+        assert "in no group, whole on every rank; see find_unreduced_parameters(model)" in text, form.__name__
+        assert all(f"head.{name} " in text for name in ("weight", "bias")), form.__name__
 
 
 def test_inside_forward_it_is_the_same_and_inside_summon_full_params_an_error():
