@@ -270,9 +270,9 @@ def _summon(
     flat_grad = None
     if with_grads and any(grad is not None for grad in grads):
         shard_grad = torch.zeros_like(handle.shard, dtype=handle.gradient.dtype)
-        for grad, (start, stop, shape) in zip(grads, handle.local_shards, strict=True):
+        for grad, view in zip(grads, handle.views_of(shard_grad), strict=True):
             if grad is not None:
-                shard_grad[start:stop].view(shape).copy_(local_elements(grad))
+                view.copy_(local_elements(grad))
         flat_grad = gather_flat(handle, shard_grad, rank0_only, to_cpu)
     is_everywhere = not rank0_only or handle.mesh.peers.size() == 1
     views, gradients = [] if flat is None else wholes_of(handle, flat), None

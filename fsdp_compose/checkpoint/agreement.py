@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import backend_name
 from ..comm import first_difference, meet
-from ..errors import FSDPComposeError, MisuseRuntimeError, class_of, name_of
+from ..errors import FSDPComposeError, MisuseRuntimeError, RanksDifferError, class_of, name_of
 from .fqns import ModelNames, leaves_of
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -174,22 +174,26 @@ def ask_all(group: dist.ProcessGroup | None, purpose: str, own: Any, judge: Call
 
 
 def tell_and_compare(
-    group: dist.ProcessGroup | None, call: str, what: str, text: str, facts: Sequence[str]
+    group: dist.ProcessGroup | None, call: str, what: str, text: str, keys: Sequence[str], digests: Mapping[str, str]
 ) -> tuple[str, bool]:
-    """Return the first rank's ``text``, and whether ``facts`` are equal on all ranks. All ranks call it."""
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    """Return the first rank's ``text``, and whether ``keys`` and ``digests`` are equal on all ranks. All ranks call it.
+
+    Args:
+        digests: the ``digests_of`` values of optimizers; ranks may lack some.
+
+    Raises:
+        RanksDifferError: a value of an optimizer differs between ranks that have it.
+    """
+    digest = hashlib.sha256(json.dumps([*keys, *map(" ".join, digests.items())]).encode()).hexdigest()
 
     def judge(brought: list[tuple[str, str]]) -> tuple[str, bool]:
         return brought[0][0], len({digest for _, digest in brought}) == 1
 
     told, is_alike = ask_all(group, f"{call}: {what}", (text, digest), judge)
+    problem = "" if is_alike else ask_all(group, f"{call}: state of optimizers", digests, _differences)
+    if problem:
+        raise RanksDifferError(f"{call}: {problem}")
     return told, is_alike
-
-
-def differing_values(group: dist.ProcessGroup | None, call: str, digests: Mapping[str, str]) -> str:
-    """Explain which values of optimizers differ between ranks that have them; empty if none does. All ranks call it,
-    each with the ``digests_of`` its values, and get the same text."""
-    return str(ask_all(group, f"{call}: state of optimizers", digests, _differences))
 
 
 def _differences(brought: list[dict[str, str]]) -> str:

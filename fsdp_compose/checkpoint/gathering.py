@@ -194,14 +194,13 @@ def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> di
 def _as_shard(handle: FlatParamHandle, locals_: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return local tensors at their places in a shard: the shard itself, if they are views of it."""
     own = handle.shard.detach()
-    local_shards = {index: own[start:stop] for index, (start, stop, _) in enumerate(handle.local_shards)}
-    if all(shares_memory(local, local_shards[index]) for index, local in locals_.items()):
+    views = handle.views_of(own)
+    if all(shares_memory(local, views[index]) for index, local in locals_.items()):
         return own
-    first = next(iter(locals_.values()))
-    shard = first.new_zeros(handle.layout.shard_numel)
+    shard = next(iter(locals_.values())).new_zeros(handle.layout.shard_numel)
+    views = handle.views_of(shard)
     for index, local in locals_.items():
-        start, stop, shape = handle.local_shards[index]
-        shard[start:stop].view(shape).copy_(local)
+        views[index].copy_(local)
     return shard
 
 

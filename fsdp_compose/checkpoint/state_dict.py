@@ -18,11 +18,10 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from .._torch import group_device_types, versions_of, with_versions
-from ..errors import MisuseError, MisuseRuntimeError, RanksDifferError
+from ..errors import MisuseError, MisuseRuntimeError
 from .agreement import (
     ask_all,
     attempt_together,
-    differing_values,
     group_of,
     group_of_values,
     has_peers,
@@ -100,7 +99,8 @@ def get(
             group, call, _choose, names, optimizers, options, submodules, with_model, facts=facts
         )
         if options.full_state_dict and optimizers is not None:
-            _refuse_differing(group, call, _digests(entries) if has_peers(group) else {})
+            digests = _digests(entries) if has_peers(group) else {}
+            tell_and_compare(group, call, "state of optimizers", "", [], digests)
         values = _in_form(names, entries.model, options)
         model_state = {key: values[at] for key, at in entries.keys.items() if at in values}
         return model_state, _optimizer_state(names, entries, options) if optimizers is not None else {}
@@ -136,13 +136,6 @@ def _digests(entries: _Entries) -> dict[str, str]:
     for key, value in entries.optimizers.items():
         found |= digests_of(value, (STATE, *key))
     return found
-
-
-def _refuse_differing(group: dist.ProcessGroup | None, call: str, digests: Mapping[str, str]) -> None:
-    _, is_alike = tell_and_compare(group, call, "state of optimizers", "", [*map(" ".join, digests.items())])
-    problem = "" if is_alike else differing_values(group, call, digests)
-    if problem:
-        raise RanksDifferError(f"{call}: {problem}")
 
 
 def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOptions) -> dict[Key, Any]:

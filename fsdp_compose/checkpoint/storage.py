@@ -29,10 +29,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._import_checks import is_untested
 from ..comm import noticing_loss
-from ..errors import FSDPComposeError, MisuseRuntimeError, RankLostError, RanksDifferError, class_of, name_of
+from ..errors import FSDPComposeError, MisuseRuntimeError, RankLostError, class_of, name_of
 from .agreement import (
     attempt_together,
-    differing_values,
     has_peers,
     is_first,
     problem_text,
@@ -195,13 +194,9 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         return state, [*paths_of_numbers(plain)], keys, digests
 
     state, numbers, keys, digests = attempt_together(group, "save()", begin, facts=lambda made: [str(folder), *made[0]])
-    facts = [*keys, *map(" ".join, digests.items())]
-    token, is_alike = tell_and_compare(group, "save()", "the owner of the folder", token, facts)
-    writer = _Writer(partial_of(folder) / token, sync_files=True)
     try:
-        different = "" if is_alike else differing_values(group, "save()", digests)
-        if different:
-            raise RanksDifferError(f"save(): {different}")
+        token, is_alike = tell_and_compare(group, "save()", "the owner of the folder", token, keys, digests)
+        writer = _Writer(partial_of(folder) / token, sync_files=True)
         with _explaining_failures(group, "save()", _not_completed), _noticing_loss(group, "save()"):
             dcp.save(
                 state,
