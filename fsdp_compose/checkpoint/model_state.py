@@ -297,13 +297,14 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
     there = {plan.keys[fqn]: value for fqn, value in values.items() if fqn not in assigned}
     load(with_versions(there, plan.versions), strict=False)
     if assigned:
-        fresh = {fqn: _own_memory(value, plan.targets.get(fqn)) for fqn, value in values.items() if fqn in assigned}
-        ties = [tied for tied in _ties(names) if not assigned.isdisjoint(tied)]
+        fresh = {fqn: value for fqn, value in values.items() if fqn in assigned}
+        for fqn in fresh.keys() & plan.targets.keys():
+            fresh[fqn] = fresh[fqn].detach().to(plan.targets[fqn].like.dtype, copy=True)
         held = _held(names, fresh)
         given = {plan.keys[fqn]: value for fqn, value in fresh.items()}
         load(with_versions(given, plan.versions), strict=False, assign=True)
         _keep_objects(held)
-        _tie_again(names.model, plan, ties)
+        _tie_again(plan, assigned)
     _warn_of_meta(names)
     return IncompatibleKeys(plan.missing, plan.unexpected)
 
@@ -358,26 +359,14 @@ def _is_there(value: torch.Tensor, target: Target) -> bool:
     return type(value) is type(target.like) and same_elements(value, target.like)
 
 
-def _own_memory(value: Any, target: Target | None) -> Any:
-    return value if target is None else value.detach().to(target.like.dtype, copy=True)
-
-
-def _ties(names: ModelNames) -> list[list[str]]:
-    groups = {tuple(names.aliases(fqn)): None for fqn in names.parameters}
-    return [list(group) for group in groups if len(group) > 1]
-
-
-def _tie_again(model: nn.Module, plan: ModelPlan, ties: Sequence[Sequence[str]]) -> None:
+def _tie_again(plan: ModelPlan, fqns: Collection[str]) -> None:
     """Restore ties: loading gives each module its own parameter, so assign the loaded one to all of a tie's modules."""
     slots = {fqn: (module, name) for fqn, module, name in plan.names.slots("_parameters")}
-    for tied in ties:
-        loaded = next((fqn for fqn in tied if fqn in plan.given), None)
-        if loaded is None:
-            continue
-        source, source_name = slots[loaded]
-        for fqn in tied:
-            module, name = slots[fqn]
-            module._parameters[name] = source._parameters[source_name]
+    for tied in {tuple(plan.names.aliases(fqn)) for fqn in fqns}:
+        if len(tied) > 1:
+            source, source_name = slots[next(fqn for fqn in tied if fqn in plan.given)]
+            for module, name in map(slots.__getitem__, tied):
+                module._parameters[name] = source._parameters[source_name]
 
 
 def _warn_of_meta(names: ModelNames) -> None:

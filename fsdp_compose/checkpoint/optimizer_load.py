@@ -20,7 +20,7 @@ from .agreement import list_problems
 from .fqns import ModelNames, Path, leaves_of, map_leaves, own_method
 from .gathering import Key, same_elements
 from .model_state import StateDictOptions
-from .optimizer_init import Template, Templates, is_pending, pending_state, take
+from .optimizer_init import Template, is_pending, pending_state, take, templates_of
 from .optimizer_state import GROUPS, PARAMS, STATE, Trained, TrainedBy, TrainedGroup, conflict_of, pack_flat
 from .resharding import Described, Sender, Target, fact_of, fetch
 
@@ -149,9 +149,10 @@ def plan_optimizers(
             hyperparameters, conflicts = _merge(by.hyperparameters(group.number), matching)
             plan.groups[-1].append(_GroupPlan(group, hyperparameters))
             problems += conflicts
-            templates = Templates(by.optimizer, {group.number: hyperparameters})
+            live = by.optimizer.param_groups[group.number]
+            template_of = templates_of(by.optimizer, {**live, **hyperparameters})
             for param in group.params:
-                problems += _plan_param(plan, by, param, saved, templates.of(group.number, param.tensor), options)
+                problems += _plan_param(plan, by, param, saved, template_of(param.tensor), options)
             problems += conflict_of(group, plan.state, is_strict=options.strict)
     plan.problem = list_problems("the optimizer dict does not fit", problems, _REMEDY)
     return plan
@@ -291,11 +292,7 @@ def _pack(
 ) -> dict[str, Any]:
     """Pack one optimizer's state. ``ours``: the ids of tensors that nothing else refers to."""
     packed: dict[Any, Any] = _copies(state.get(by.shared_name, {}), by.shared, ours)
-    by_number: dict[int, list[Trained]] = {}
-    for item in groups:
-        for param in item.group.params:
-            by_number.setdefault(param.number, []).append(param)
-    for number, params in by_number.items():
+    for number, params in [pair for item in groups for pair in item.group.by_number.items()]:
         if params[0].flat is not None:
             entries = pack_flat(params, state)
         else:

@@ -20,7 +20,7 @@ from ..ragged import RaggedDTensor
 from .fqns import ModelNames, Path, Place, leaves_of, map_leaves, own_method
 from .gathering import Key
 from .model_state import StateDictOptions
-from .optimizer_init import Templates, pending_state
+from .optimizer_init import pending_state, templates_of
 from .resharding import Target
 
 # ---- The parameters that optimizers train, by FQN, even if an optimizer holds flat views.
@@ -98,6 +98,14 @@ class TrainedGroup:
     @property
     def fqns(self) -> list[str]:
         return [param.fqn for param in self.params]
+
+    @property
+    def by_number(self) -> dict[int, list[Trained]]:
+        """The parameters in each of the optimizer's own: several in a flat view, else one."""
+        found: dict[int, list[Trained]] = {}
+        for param in self.params:
+            found.setdefault(param.number, []).append(param)
+        return found
 
 
 class TrainedBy:
@@ -249,11 +257,9 @@ def conflict_of(group: TrainedGroup, state: Mapping[str, Mapping[str, Any]], *, 
     """Return why flat views cannot hold the planned state of a parameter group's parameters: only some of them have
     state (if not strict, missing state is zero), or they differ in a number that the flat view keeps once."""
     problems = []
-    by_number: dict[int, list[Trained]] = {}
-    for param in group.params:
-        if param.flat is not None:
-            by_number.setdefault(param.number, []).append(param)
-    for params in by_number.values():
+    for params in group.by_number.values():
+        if params[0].flat is None:
+            continue
         having = [param for param in params if param.fqn in state]
         lacking = [param for param in params if param.fqn not in state]
         if having and lacking and is_strict:
@@ -448,13 +454,13 @@ def choose_optimizer_entries(
     values: dict[Key, Any] = {}
     groups: list[dict[str, Any]] = []
     for by in trained:
-        templates = Templates(by.optimizer)
         for group in by.groups:
+            template_of = templates_of(by.optimizer, by.optimizer.param_groups[group.number])
             groups.append({**by.hyperparameters(group.number), PARAMS: group.fqns})
             for param in group.params:
                 state: Mapping[str, Any] = by.state_of(param)
                 if not state and not options.full_state_dict:
-                    state = pending_state(param.tensor, templates.of(group.number, param.tensor), by.optimizer)
+                    state = pending_state(param.tensor, template_of(param.tensor), by.optimizer)
                 values.update({(param.fqn, key): value for key, value in state.items()})
         values.update({(by.shared_name, key): value for key, value in by.shared.items()})
     return values, groups

@@ -375,9 +375,6 @@ class Steps(Generic[T]):
         if self.is_complete:
             raise StopIteration
         self._is_over = True  # reset below: if this step fails, the loop is over on every rank
-        problem = self._problem()
-        if problem:
-            self._step(_FAILED, problem)
         self._step(_ON, f"asks for bucket {self._num_taken + 1} of {len(self)}")
         self._latest = [item for run in self._buckets[self._num_taken] for item in self._gather(run)]
         self._num_taken += 1
@@ -407,11 +404,11 @@ class Steps(Generic[T]):
             what = f"{where}, by {type(error).__name__}: {str(error)[:_MAX_TEXT]}"
             self._meet(_FAILED, what)  # the others raise this text; this rank raises ``error``
             return
-        problem = self._problem()
-        self._step(_FAILED if problem else _LEFT, problem or where)
+        self._step(_LEFT, where)
 
     def _step(self, kind: str, what: str) -> None:
-        verdict = self._meet(kind, what)
+        problem = self._problem()
+        verdict = self._meet(_FAILED if problem else kind, problem or what)
         if verdict:
             name, text = verdict
             raise class_of(name)(text)
