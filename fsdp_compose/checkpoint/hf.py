@@ -130,19 +130,14 @@ def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
                 f"{fqn} is a {type(value).__name__}, but safetensors files hold only tensors: save it by other means, "
                 "and let the module's state_dict() leave it out"
             )
-        if value.layout != torch.strided:
-            raise MisuseRuntimeError(
-                f"{fqn} is {value.layout}, which safetensors does not support: save it by other means"
-            )
         if isinstance(value, CompositeDTensor):
             raise MisuseRuntimeError(
                 f"{fqn} is a {value.composite.name}, made of several tensors, which safetensors does not support: save "
                 "the others by get_model_state_dict(), or all by save()"
             )
-        if value.dtype not in _DTYPES.values():
-            raise MisuseRuntimeError(
-                f"{fqn} is {value.dtype}, which safetensors does not support: save it by other means"
-            )
+        if value.layout != torch.strided or value.dtype not in _DTYPES.values():
+            found = value.layout if value.layout != torch.strided else value.dtype
+            raise MisuseRuntimeError(f"{fqn} is {found}, which safetensors does not support: save it by other means")
         if names.aliases(fqn)[0] == fqn:
             place = names.place(fqn)
             chosen.setdefault(None if place is None else place[0], {})[fqn] = value
