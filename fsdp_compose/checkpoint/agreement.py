@@ -122,7 +122,9 @@ def attempt_together(
 
 def problem_text(problem: str | Exception) -> str:
     """Format a problem for an error that other ranks raise too."""
-    if isinstance(problem, (str, FSDPComposeError)) or type(problem) is RuntimeError:
+    if isinstance(problem, str):
+        return problem
+    if str(problem) and (isinstance(problem, FSDPComposeError) or type(problem) is RuntimeError):
         return str(problem)
     return f"{type(problem).__name__}: {problem}"
 
