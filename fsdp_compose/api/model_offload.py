@@ -113,13 +113,11 @@ def _checked(module: Any, optimizer: Any, caller: str) -> list[Optimizer]:
 
 
 def _refuse_unless_idle(state: _FSDPState) -> None:
-    root = state.root
     if is_sleeping(state):
         raise MisuseRuntimeError(
             f"offload_model(): the fully_shard group {state.name} is already offloaded: call onload_model() first"
         )
-    is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
-    if state.progress.running_forwards or state.backward.active_uses or is_busy:
+    if state.is_busy:
         raise MisuseRuntimeError(
             f"offload_model(): a forward or backward of the fully_shard group {state.name} is running (or was "
             "interrupted: run a forward first, which recovers from it)"

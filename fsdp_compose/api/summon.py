@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -44,16 +45,25 @@ class _Slot:
     index: int  # of the parameter in its handle
 
 
+@dataclass(eq=False)
 class _Summoned:
-    """The full parameters of one flat parameter."""
+    """The full parameters of one flat parameter.
 
-    def __init__(
-        self, handle: FlatParamHandle, slots: Sequence[_Slot], params: list[nn.Parameter], is_everywhere: bool
-    ) -> None:
-        self.handle, self.slots, self.params, self.is_everywhere = handle, slots, params, is_everywhere
-        for i, param in enumerate(params):
-            know_as(handle, param, i)  # for contexts inside this one
-        self.version = handle.shard._version
+    Attributes:
+        slots, params: empty on ranks that keep the sharded parameters.
+        is_everywhere: whether all ranks have full parameters.
+        version: of the shard, when the full parameters had its values.
+    """
+
+    handle: FlatParamHandle
+    slots: Sequence[_Slot]
+    params: list[nn.Parameter]
+    is_everywhere: bool
+
+    def __post_init__(self) -> None:
+        for i, param in enumerate(self.params):
+            know_as(self.handle, param, i)  # for contexts inside this one
+        self.version = self.handle.shard._version
 
     def present(self) -> dict[int, nn.Parameter]:
         """Return the modules' current parameters in the places of the full ones, by index.
@@ -83,26 +93,39 @@ class _Summoned:
     def write_back(self, present: dict[int, nn.Parameter], with_grads: bool) -> None:
         """Copy the elements of this rank's local shards into the shard."""
         handle = self.handle
+        if handle.shard._version != self.version:
+            raise MisuseRuntimeError(
+                f"summon_full_params(): one of the sharded parameters {', '.join(handle.names)} was written to inside "
+                "the context (optimizer.step()?). Edits of the full parameters would undo that, so they were dropped: "
+                "step outside the context"
+            )
         with torch.no_grad():
             for i, param in present.items():
-                sharded, (start, stop, shape) = handle.sharded_params[i], handle.local_shards[i]
-                first = handle.layout.local_shard(i, handle.mesh.shard_rank).param_start
+                sharded = handle.sharded_params[i]
                 if isinstance(sharded, CompositeDTensor):
                     sharded.copy_(param.detach())
                 else:
-                    whole = _inner_of(param.detach(), sharded)
-                    local_elements(sharded).copy_(whole.reshape(-1)[first : first + stop - start].view(shape))
+                    local_elements(sharded).copy_(self._own_part(param.detach(), i))
                 if not with_grads:
                     continue
                 if param.grad is None:
                     sharded.grad = None
-                    continue
-                local = _inner_of(param.grad, sharded).reshape(-1)[first : first + stop - start].view(shape)
-                if sharded.grad is None:
+                elif sharded.grad is None:
+                    local = self._own_part(param.grad, i)
                     copied = local.to(handle.shard.device, handle.gradient.dtype, copy=True)
                     sharded.grad = make_gradient(copied, sharded)
                 else:
-                    local_elements(sharded.grad).copy_(local)
+                    local_elements(sharded.grad).copy_(self._own_part(param.grad, i))
+        note_write_of_all_ranks(handle.shard)
+        self.version = handle.shard._version
+
+    def _own_part(self, whole: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the elements of this rank's local shard."""
+        handle, sharded = self.handle, self.handle.sharded_params[index]
+        if isinstance(sharded, RaggedDTensor):  # of this shard group, if tensor parallelism has split it too
+            whole = inner_of_whole(whole, sharded._spec)
+        part = handle.layout.local_shard(index, handle.mesh.shard_rank)
+        return whole.reshape(-1)[part.param_start :][: part.numel].view(handle.local_shards[index][2])
 
 
 @contextmanager
@@ -159,8 +182,8 @@ def summon_full_params(
         if mesh.has_peers:
             _meet(mesh.peers, handles, options)
     views: list[SlotView] = []
-    inherited = [handle.summoned for handle in handles if handle.summoned is not None]
-    if rank0_only is False and any(item is _ELSEWHERE for item in inherited):
+    inherited = [cast(_Summoned, handle.summoned) for handle in handles if handle.summoned is not None]
+    if rank0_only is False and any(not item.is_everywhere for item in inherited):
         raise MisuseError(
             "summon_full_params() inside another one with rank0_only=True: the other ranks have no full parameters"
         )
@@ -170,10 +193,8 @@ def summon_full_params(
         for handle in handles:
             if handle.summoned is None:
                 own_slots = [slot for item, slot in slots if item is handle]
-                summoned = _summon(handle, own_slots, rank0_only, offload_to_cpu, with_grads)
-                handle.summoned = summoned if summoned is not None else _ELSEWHERE
-                if summoned is not None:
-                    own.append(summoned)
+                handle.summoned = _summon(handle, own_slots, rank0_only, offload_to_cpu, with_grads)
+                own.append(handle.summoned)
         views = _put(own)
         is_shown = True
         yield
@@ -181,31 +202,16 @@ def summon_full_params(
         try:
             present = []
             if writeback and is_shown:
-                there = [item for item in inherited if isinstance(item, _Summoned)]
-                present = [(item, item.present()) for item in (*own, *there)]
+                present = [(item, item.present()) for item in (*own, *inherited)]
         finally:
             for view in views:
                 view.restore()
-            for handle in handles:
-                if handle.summoned is _ELSEWHERE or handle.summoned in own:
-                    handle.summoned = None
             for item in own:
+                item.handle.summoned = None
                 for param in item.params:
                     forget(param)
         for item, values in present:
-            _refuse_changed_shard(item)
             item.write_back(values, with_grads)
-            note_write_of_all_ranks(item.handle.shard)
-            item.version = item.handle.shard._version
-
-
-class _Elsewhere:
-    """Marks handles whose full parameters are on rank 0 only, on the other ranks."""
-
-    is_everywhere = False
-
-
-_ELSEWHERE = _Elsewhere()
 
 
 def _slots_below(module: nn.Module, recurse: bool) -> list[tuple[FlatParamHandle, _Slot]]:
@@ -228,9 +234,7 @@ def _state_of(handle: FlatParamHandle) -> _FSDPState:
 
 def _make_ready(state: _FSDPState) -> None:
     """Apply the user's changes since the last iteration; raise if the group is busy."""
-    root = state.root
-    is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward is not None)
-    if state.progress.running_forwards or state.backward.active_uses or is_busy:
+    if state.is_busy:
         raise MisuseRuntimeError(
             f"summon_full_params(): a forward or backward of the fully_shard group {state.name} is running (or was "
             "interrupted: run a forward first, which recovers from it)"
@@ -255,8 +259,8 @@ def _meet(group: dist.ProcessGroup, handles: Sequence[FlatParamHandle], options:
 
 def _summon(
     handle: FlatParamHandle, slots: Sequence[_Slot], rank0_only: bool, offload_to_cpu: bool, with_grads: bool
-) -> _Summoned | None:
-    """Gather one flat parameter; ``None`` on the ranks that get nothing."""
+) -> _Summoned:
+    """Gather one flat parameter, on the ranks that want it."""
     grads = [sharded.grad for sharded in handle.sharded_params]
     for grad in grads:
         if isinstance(grad, UnreducedGradient) and with_grads:
@@ -266,21 +270,19 @@ def _summon(
     flat_grad = None
     if with_grads and any(grad is not None for grad in grads):
         shard_grad = handle.shard.new_zeros(handle.layout.shard_numel, dtype=handle.gradient.dtype)
-        for grad, (start, stop, shape) in zip(grads, handle.local_shards, strict=True):
+        for grad, view in zip(grads, handle.views_of(shard_grad), strict=True):
             if grad is not None:
-                shard_grad[start:stop].view(shape).copy_(local_elements(grad))
+                view.copy_(local_elements(grad))
         flat_grad = gather_flat(handle, shard_grad, rank0_only, to_cpu)
-    if flat is None:
-        return None
-    views, gradients = wholes_of(handle, flat), None
-    if handle.tensor_parallel is not None:
-        views = handle.tensor_parallel.wholes(views)
+    is_everywhere = not rank0_only or handle.mesh.peers.size() == 1
+    views, gradients = [] if flat is None else wholes_of(handle, flat), None
     if flat_grad is not None:
         gradients = handle.full_views_of(flat_grad)
-        if handle.tensor_parallel is not None:
-            gradients = handle.tensor_parallel.wholes(gradients)
-    if rank0_only and not _is_first(handle):
-        return None
+    if flat is not None and handle.tensor_parallel is not None:
+        views = handle.tensor_parallel.wholes(views)
+        gradients = None if gradients is None else handle.tensor_parallel.wholes(gradients)
+    if flat is None or (rank0_only and not _is_first(handle)):
+        return _Summoned(handle, (), [], is_everywhere)
     params = []
     for i, (sharded, view) in enumerate(zip(handle.sharded_params, views, strict=True)):
         param = nn.Parameter(view.cpu() if offload_to_cpu else view, requires_grad=sharded.requires_grad)
@@ -289,7 +291,6 @@ def _summon(
         if gradients is not None and grads[i] is not None:
             param.grad = gradients[i].cpu() if offload_to_cpu else gradients[i]
         params.append(param)
-    is_everywhere = not rank0_only or handle.mesh.peers.size() == 1
     return _Summoned(handle, slots, params, is_everywhere)
 
 
@@ -302,12 +303,6 @@ def _is_first(handle: FlatParamHandle) -> bool:
     return mesh.peers.size() == mesh.data_world_size or mesh.rank == 0
 
 
-def _inner_of(whole: torch.Tensor, sharded: nn.Parameter) -> torch.Tensor:
-    """Return the part of a whole tensor that belongs to this shard group: all of it, unless tensor parallelism has
-    split ``sharded`` too."""
-    return inner_of_whole(whole, sharded._spec) if isinstance(sharded, RaggedDTensor) else whole
-
-
 def _put(summoned: Sequence[_Summoned]) -> list[SlotView]:
     """Let the modules show the full parameters."""
     by_module: dict[nn.Module, dict[str, nn.Parameter]] = {}
@@ -315,13 +310,3 @@ def _put(summoned: Sequence[_Summoned]) -> list[SlotView]:
         for slot in item.slots:
             by_module.setdefault(slot.module, {})[slot.name] = item.params[slot.index]
     return [SlotView(module, params) for module, params in by_module.items()]
-
-
-def _refuse_changed_shard(item: _Summoned) -> None:
-    if item.handle.shard._version != item.version:
-        names = ", ".join(item.handle.names)
-        raise MisuseRuntimeError(
-            f"summon_full_params(): one of the sharded parameters {names} was written to inside the context "
-            "(optimizer.step()?). Edits of the full parameters would undo that, so they were dropped: step outside the "
-            "context"
-        )

@@ -15,6 +15,7 @@ sizes tell its dimensions apart (``optimizer_init``).
 """
 
 from .agreement import agree as agree
+from .agreement import ask_all as ask_all
 from .agreement import group_of as group_of
 from .agreement import is_first as is_first
 from .fqns import ModelNames as ModelNames

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import backend_name
 from ..comm import first_difference, meet
-from ..errors import FSDPComposeError, MisuseRuntimeError, class_of, name_of
+from ..errors import FSDPComposeError, MisuseRuntimeError, RanksDifferError, class_of, name_of
 from .fqns import ModelNames, leaves_of
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -65,22 +65,19 @@ def group_of_values(values: Any) -> dist.ProcessGroup | None:
     return leaves[0].device_mesh.get_group() if len(groups) == 1 and groups != {""} else dist.group.WORLD
 
 
-def lost_ranks(values: Any) -> str:
-    """Explain that the process group is gone whose ranks share ``values``: a rank alone would save its own elements as
-    the whole. Empty if there is one, or if nothing is sharded."""
-    if dist.is_initialized():
-        return ""
-    for path, leaf in leaves_of(values):
+def refuse_lost_ranks(values: Any) -> None:
+    """Raise RuntimeError if the process group is gone whose ranks share ``values``: a rank alone would save its own
+    elements as the whole."""
+    for path, leaf in leaves_of(values) if not dist.is_initialized() else ():
         if isinstance(leaf, DTensor) and leaf.device_mesh.size() > 1:
-            return (
+            raise MisuseRuntimeError(
                 f"{'.'.join(map(str, path))} is sharded over {leaf.device_mesh.size()} ranks, but there is no process "
                 "group any more, and this rank has only its own part. Call it before destroy_process_group(), on "
                 "every rank"
             )
-    return ""
 
 
-def has_peers(group: dist.ProcessGroup | None) -> bool:
+def has_peers(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
     return group is not None and group.size() > 1
 
 
@@ -100,15 +97,34 @@ def attempt(function: Callable[..., _T], *arguments: Any) -> tuple[_T | None, st
         return None, error
 
 
-def or_problem(function: Callable[..., str | Exception], *arguments: Any) -> str | Exception:
-    """Return the problem that ``function`` returns or raises; empty if there is none."""
-    found, problem = attempt(function, *arguments)
-    return problem or found or ""
+def attempt_together(
+    group: dist.ProcessGroup | None,
+    call: str,
+    function: Callable[..., _T],
+    *arguments: Any,
+    facts: Callable[[_T], Sequence[str]] = lambda _: (),
+    consequence: str = "",
+) -> _T:
+    """Call a function on every rank. Return its result if no rank has a problem and ``facts`` of the result are equal
+    on all ranks; else raise the same error on all of them, as ``agree`` does.
+
+    Args:
+        consequence: what a failure leaves behind; added to the error.
+    """
+    result, problem = attempt(function, *arguments)
+    if isinstance(problem, Exception) and consequence:
+        after = class_of(name_of(problem))(f"{problem_text(problem)}\n(raised during loading: {consequence})")
+        after.__cause__, problem = problem, after
+    found = cast(_T, result)
+    agree(group, call, facts(found) if has_peers(group) and not problem else [], problem)
+    return found
 
 
 def problem_text(problem: str | Exception) -> str:
     """Format a problem for an error that other ranks raise too."""
-    if isinstance(problem, (str, FSDPComposeError)) or type(problem) is RuntimeError:
+    if isinstance(problem, str):
+        return problem
+    if str(problem) and (isinstance(problem, FSDPComposeError) or type(problem) is RuntimeError):
         return str(problem)
     return f"{type(problem).__name__}: {problem}"
 
@@ -129,68 +145,63 @@ def agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], prob
         RankLostError: a rank did not arrive in time.
     """
     kind = name_of(problem) if isinstance(problem, Exception) else MisuseRuntimeError.__name__
+    text = problem_text(problem)
+
+    def explain(rank: int, ours: str, theirs: str) -> str:
+        return _explain(call, rank, json.loads(ours), json.loads(theirs))
+
     try:
-        _agree(group, call, facts, kind, problem_text(problem))
+        if has_peers(group):
+            details = json.dumps([kind if text else "", text, *facts])
+            digest = hashlib.sha256(details.encode()).hexdigest()
+            meet(group, call, digest, lambda _: "", details, explain, where=f" (called at {_caller()})")
+        if text:
+            raise class_of(kind)(f"{call}: {text}")
     except RuntimeError as error:
         if isinstance(problem, Exception):
             raise error from (problem.__cause__ if isinstance(problem, FSDPComposeError) else problem)
         raise
 
 
-def _agree(group: dist.ProcessGroup | None, call: str, facts: Sequence[str], kind: str, problem: str) -> None:
-    if has_peers(group):
-        assert group is not None
-        details = json.dumps([kind if problem else "", problem, *facts])
-        digest = hashlib.sha256(details.encode()).hexdigest()
-
-        def explain(rank: int, ours: str, theirs: str) -> str:
-            return _explain(call, rank, json.loads(ours), json.loads(theirs))
-
-        meet(group, call, digest, lambda _: "", details, explain, where=f" (called at {_caller()})")
-    if problem:
-        raise class_of(kind)(f"{call}: {problem}")
-
-
-def is_true_on_any(group: dist.ProcessGroup | None, call: str, what: str, flag: bool) -> bool:
-    """Whether ``flag`` is true on any rank, for ranks that may differ but must take the same branch. All ranks call
-    it."""
+def ask_all(group: dist.ProcessGroup | None, purpose: str, own: Any, judge: Callable[[list[Any]], Any]) -> Any:
+    """Return what ``judge`` makes of every rank's ``own``, in the order of ranks: the first rank calls it for all. Both
+    are plain values, as JSON has them. All ranks call it."""
     if not has_peers(group):
-        return flag
-    assert group is not None
-    purpose = f"{call}: {what}"
-    return meet(group, purpose, str(flag), lambda flags: str(str(True) in flags)) == str(True)
+        return judge([own])
+
+    def judge_texts(brought: list[str]) -> str:
+        return json.dumps(judge([json.loads(text) for text in brought]))
+
+    return json.loads(meet(group, purpose, json.dumps(own), judge_texts))
 
 
 def tell_and_compare(
-    group: dist.ProcessGroup | None, call: str, what: str, text: str, facts: Sequence[str]
+    group: dist.ProcessGroup | None, call: str, what: str, text: str, keys: Sequence[str], digests: Mapping[str, str]
 ) -> tuple[str, bool]:
-    """Return the first rank's ``text``, and whether ``facts`` are equal on all ranks. All ranks call it."""
-    if not has_peers(group):
-        return text, True
-    assert group is not None
-    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    """Return the first rank's ``text``, and whether ``keys`` and ``digests`` are equal on all ranks. All ranks call it.
 
-    def judge(brought: list[str]) -> str:
-        digests = {item.partition(" ")[0] for item in brought}
-        return f"{len(digests)} {brought[0].partition(' ')[2]}"
+    Args:
+        digests: the ``digests_of`` values of optimizers; ranks may lack some.
 
-    num_digests, _, first = meet(group, f"{call}: {what}", f"{digest} {text}", judge).partition(" ")
-    return first, num_digests == "1"
+    Raises:
+        RanksDifferError: a value of an optimizer differs between ranks that have it.
+    """
+    digest = hashlib.sha256(json.dumps([*keys, *map(" ".join, digests.items())]).encode()).hexdigest()
 
+    def judge(brought: list[tuple[str, str]]) -> tuple[str, bool]:
+        return brought[0][0], len({digest for _, digest in brought}) == 1
 
-def differing_values(group: dist.ProcessGroup | None, call: str, digests: Mapping[str, str]) -> str:
-    """Explain which values of optimizers differ between ranks that have them; empty if none does. All ranks call it,
-    each with the ``digests_of`` its values, and get the same text."""
-    if not has_peers(group):
-        return ""
-    assert group is not None
-    return meet(group, f"{call}: state of optimizers", json.dumps(digests), _differences)
+    told, is_alike = ask_all(group, f"{call}: {what}", (text, digest), judge)
+    problem = "" if is_alike else ask_all(group, f"{call}: state of optimizers", digests, _differences)
+    if problem:
+        raise RanksDifferError(f"{call}: {problem}")
+    return told, is_alike
 
 
-def _differences(brought: list[str]) -> str:
+def _differences(brought: list[dict[str, str]]) -> str:
     first: dict[str, tuple[int, str]] = {}
     found: dict[str, str] = {}
-    for rank, digests in enumerate(map(json.loads, brought)):
+    for rank, digests in enumerate(brought):
         for key, digest in digests.items():
             one, expected = first.setdefault(key, (rank, digest))
             if digest != expected:

@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._torch import StorageInfo
-from ..errors import CheckpointDamagedError, MisuseError
+from ..errors import CheckpointDamagedError, MisuseError, MisuseRuntimeError
 from .agreement import problem_text
 
 # ---- Reading a folder's manifest and metadata without running code, even if an attacker wrote them.
@@ -105,23 +105,8 @@ def mark(save_id: str | None) -> str:
     return f"{_MARK}{save_id}-torch-{torch.__version__}"
 
 
-def writer_of(metadata: bytes) -> str:
-    """Return the version of torch that wrote a checkpoint of ours, from its raw metadata; "" for checkpoints of others
-    and from before 0.3.0."""
-    found = re.search(rb"fsdp_compose-[\w-]+-torch-([\w.+]+)", metadata)
-    return "" if found is None else found.group(1).decode()
-
-
 Lists = dict[str, bytes]
 """The files that list a checkpoint's contents, by name: the metadata, and the manifest if there is one."""
-
-
-def lists_of(folder: Path) -> Lists:
-    """Read the files that list a checkpoint's contents. Raises ValueError if one is a link out of the folder."""
-    found = [name for name in (MANIFEST, METADATA) if (folder / name).is_file()]
-    for name in found:
-        _require_inside(folder, name)
-    return {name: (folder / name).read_bytes() for name in found}
 
 
 def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Contents:
@@ -135,33 +120,26 @@ def contents_of(folder: Path, lists: Lists, allow_pickle: bool = False) -> Conte
         UnknownFormat: they use a format that this version of torch does not have.
         ValueError: they are invalid, or refer to files outside of the folder.
     """
-    manifest = _read_manifest(lists.get(MANIFEST))
-    metadata = _read_metadata(lists[METADATA], None if manifest is None else manifest.files.get(METADATA), allow_pickle)
+    manifest = _read_manifest(lists[MANIFEST]) if MANIFEST in lists else None
+    listed, numbers = manifest or ({}, frozenset())
+    metadata = _read_metadata(lists[METADATA], listed.get(METADATA), allow_pickle)
     needed = _least_sizes(metadata)
+    files: dict[str, tuple[int, int | None]] = {**listed}
     if manifest is None:
         if str(getattr(metadata.storage_meta, "save_id", "")).startswith(_MARK):
             raise ValueError(f"it was saved with a {MANIFEST}, which is missing, so nothing can be verified")
-        files: dict[str, tuple[int, int | None]] = {name: (size, None) for name, size in needed.items()}
-        contents = Contents(folder, metadata, files, is_verifiable=False)
-    else:
-        unlisted = sorted(needed.keys() - manifest.files.keys())
-        if unlisted:
-            raise ValueError(f"{METADATA} refers to {unlisted[0]}, which {MANIFEST} does not list")
-        for name, size in needed.items():
-            _require(size <= manifest.files[name][0], f"{METADATA} refers to data beyond the end of {name}")
-        contents = Contents(folder, metadata, dict(manifest.files), manifest.numbers)
-    for name in (*contents.files, METADATA):
+        files = {name: (size, None) for name, size in needed.items()}
+    unlisted = sorted(needed.keys() - files.keys())
+    if unlisted:
+        raise ValueError(f"{METADATA} refers to {unlisted[0]}, which {MANIFEST} does not list")
+    for name, size in needed.items():
+        _require(size <= files[name][0], f"{METADATA} refers to data beyond the end of {name}")
+    for name in (*files, METADATA):
         _require_inside(folder, name)
-    return contents
+    return Contents(folder, metadata, files, numbers, is_verifiable=manifest is not None)
 
 
 # ---- the manifest
-
-
-@dataclass(frozen=True)
-class _Manifest:
-    files: dict[str, tuple[int, int]]
-    numbers: frozenset[tuple[Any, ...]]
 
 
 def as_text(manifest: Mapping[str, Any]) -> str:
@@ -175,16 +153,15 @@ def _checksum_of(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def _read_manifest(content: bytes | None) -> _Manifest | None:
-    if content is None:
-        return None
+def _read_manifest(content: bytes) -> tuple[dict[str, tuple[int, int]], frozenset[tuple[Any, ...]]]:
+    """Return size and checksum of the files, and the paths of dicts with integer keys."""
     try:
         listed = json.loads(content.decode())
         # Manifests of earlier versions have no checksum. (A damaged key "checksum" fails the first check.)
         _require(listed.keys() <= {"files", NUMBERS, _CHECKSUM}, "it has unknown keys")
         _require(listed.get(_CHECKSUM, _checksum_of(listed)) == _checksum_of(listed), "its checksum differs")
         files = {str(name): (int(size), int(total)) for name, (size, total) in listed["files"].items()}
-        return _Manifest(files, frozenset(_path(path) for path in listed.get(NUMBERS, ())))
+        return files, frozenset(_path(path) for path in listed.get(NUMBERS, ()))
     except Exception as error:  # damaged JSON may raise anything
         raise ValueError(f"{MANIFEST} is not as it was written: {problem_text(error)}") from error
 
@@ -384,19 +361,20 @@ def new_token() -> str:
     return f"save-{uuid.uuid4().hex}"
 
 
-def begin_folder(folder: Path, token: str) -> str:
-    """Make an empty folder ``partial_of(folder) / token`` to write to. Return why that fails, or ""."""
+def begin_folder(folder: Path, token: str) -> None:
+    """Make an empty folder ``partial_of(folder) / token`` to write to. Raises RuntimeError if there is another one."""
     if os.path.lexists(folder):
-        return f"{folder} exists: save each checkpoint to its own folder, so an interrupted save cannot damage another"
+        raise MisuseRuntimeError(
+            f"{folder} exists: save each checkpoint to its own folder, so an interrupted save cannot damage another"
+        )
     partial = partial_of(folder)
     if partial.exists():
         if not (partial / _UNFINISHED).exists() and not all(map(_is_ours, partial.iterdir())):
-            return (
+            raise MisuseRuntimeError(
                 f"{partial}, where {folder.name} is written first, exists and is not an interrupted save: move it away"
             )
         _throw_away(partial)
     (partial / token).mkdir(parents=True)
-    return ""
 
 
 def _is_ours(path: Path) -> bool:
@@ -420,16 +398,19 @@ def _throw_away(partial: Path) -> None:
             path.unlink()
 
 
-def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None = None) -> str:
-    """Sync the files to disk and rename the folder into place. Return why that fails, or "".
+def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None = None) -> None:
+    """Sync the files to disk and rename the folder into place.
 
     Args:
         manifest: ``files`` (size and checksum by name), and other entries to write.
+
+    Raises:
+        RuntimeError: another job saves to ``folder`` too.
     """
     partial = partial_of(folder)
     mine = partial / token
     if not mine.is_dir():
-        return _lost(folder, f"its files in {mine} are gone")
+        raise _lost(folder, f"its files in {mine} are gone")
     if manifest is not None:
         (mine / MANIFEST).write_text(as_text(manifest))
         sync(mine / MANIFEST)
@@ -437,13 +418,12 @@ def finish_folder(folder: Path, token: str, manifest: Mapping[str, Any] | None =
     try:
         _rename_to_new(mine, folder)
     except FileExistsError:
-        return _lost(folder, f"{folder} exists now, and was not touched")
+        raise _lost(folder, f"{folder} exists now, and was not touched") from None
     except FileNotFoundError:
-        return _lost(folder, f"its files in {mine} are gone")
+        raise _lost(folder, f"its files in {mine} are gone") from None
     sync(folder.parent)
     with contextlib.suppress(OSError):  # another save may have begun there
         partial.rmdir()
-    return ""
 
 
 def _rename_to_new(source: Path, folder: Path) -> None:
@@ -458,8 +438,8 @@ def _rename_to_new(source: Path, folder: Path) -> None:
         raise
 
 
-def _lost(folder: Path, found: str) -> str:
-    return (
+def _lost(folder: Path, found: str) -> MisuseRuntimeError:
+    return MisuseRuntimeError(
         f"another job saves to {folder} too: {found}. This save stops and does not touch the other job's files. Let "
         "each job save to its own folders"
     )
@@ -497,70 +477,58 @@ def checksum(path: Path) -> int:
     return total
 
 
-def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
-    """Describe the damage of the checkpoint in ``folder``; empty if there is none. Reads every ``num_parts``-th file,
-    starting with number ``part``."""
-    return str(inspect(folder, part, num_parts)[1])
-
-
-def inspect(
-    folder: Path, part: int = 0, num_parts: int = 1, allow_pickle: bool = False
-) -> tuple[Contents | None, Problem]:
-    """Return the contents of the checkpoint in ``folder``, and its damage as ``damage`` describes it."""
-    lists, problem = read_lists(folder)
-    contents, problem = (None, problem) if problem else understood(folder, lists, allow_pickle)
-    return contents, problem if contents is None else damage_of_part(folder, contents, part, num_parts)
-
-
-Problem = str | CheckpointDamagedError
-"""Why a folder is not loaded; empty if nothing is wrong."""
-
 _OTHER_LOADERS = (
     "Load a folder of safetensors files with load_hf(model, folder), and a file of torch.save() with torch.load() and "
     "set_model_state_dict()"
 )
 
 
-def read_lists(folder: Path) -> tuple[Lists, Problem]:
-    """Read the files that list the contents of the checkpoint in ``folder``; or return why that fails."""
+def read_lists(folder: Path) -> Lists:
+    """Read the files that list the contents of the checkpoint in ``folder``. Raises RuntimeError if they are missing or
+    damaged."""
     if folder.is_file():
-        return {}, f"{folder} is a file, but a checkpoint of save() is a folder. {_OTHER_LOADERS}"
+        raise MisuseRuntimeError(f"{folder} is a file, but a checkpoint of save() is a folder. {_OTHER_LOADERS}")
     if not folder.is_dir():
         partial = partial_of(folder)
         interrupted = f"; {partial} is an interrupted save, which cannot be loaded" if partial.exists() else ""
-        return {}, f"there is no checkpoint at {folder}{interrupted}"
+        raise MisuseRuntimeError(f"there is no checkpoint at {folder}{interrupted}")
     if not (folder / METADATA).is_file():
         if any(folder.glob("*.safetensors")):
-            return {}, f"{folder} holds safetensors files, which save() does not write. {_OTHER_LOADERS}"
-        return {}, CheckpointDamagedError(
+            raise MisuseRuntimeError(f"{folder} holds safetensors files, which save() does not write. {_OTHER_LOADERS}")
+        raise CheckpointDamagedError(
             f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last. Load an earlier one"
         )
+    found = [name for name in (MANIFEST, METADATA) if (folder / name).is_file()]
     try:
-        return lists_of(folder), ""
+        for name in found:
+            _require_inside(folder, name)
+        return {name: (folder / name).read_bytes() for name in found}
     except ValueError as error:
-        return {}, _damaged(folder, error)
+        raise _damaged(folder, error) from None
 
 
-def understood(folder: Path, lists: Lists, allow_pickle: bool) -> tuple[Contents | None, Problem]:
-    """Return the contents of the checkpoint in ``folder``; or why they cannot be read."""
+def understood(folder: Path, lists: Lists, allow_pickle: bool) -> Contents:
+    """Return the contents of the checkpoint in ``folder``. Raises RuntimeError if they cannot be read."""
     try:
-        contents = contents_of(folder, lists, allow_pickle)
+        return contents_of(folder, lists, allow_pickle)
     except WouldRunCode as error:
-        return None, f"{folder} was not loaded: {error}. Load only checkpoints from people you trust"
+        text = f"{folder} was not loaded: {error}. Load only checkpoints from people you trust"
     except UnknownFormat as error:
-        return None, _of_another_version(folder, lists, error)
+        text = _of_another_version(folder, lists, error)
     except Exception as error:  # damaged JSON and pickles may raise anything
-        return None, _damaged(folder, error)
-    return contents, ""
+        raise _damaged(folder, error) from None
+    raise MisuseRuntimeError(text)
 
 
 def _of_another_version(folder: Path, lists: Lists, error: Exception) -> str:
-    written = writer_of(lists[METADATA])
-    by = f"torch {written} wrote it" if written else "another version of torch wrote it"
+    # Ours name the torch that wrote them (``mark``), except from before 0.3.0.
+    found = re.search(rb"fsdp_compose-[\w-]+-torch-([\w.+]+)", lists[METADATA])
+    written = f"torch {found.group(1).decode()}" if found else ""
     or_damage = "" if MANIFEST in lists else ", or it is damaged: it has no checksums"
     return (
-        f"{folder} is in a format that this torch, {torch.__version__}, does not have ({error}): {by}{or_damage}. Load "
-        f"it with {f'torch {written}' if written else 'the torch that saved it'}, or a newer one"
+        f"{folder} is in a format that this torch, {torch.__version__}, does not have ({error}): "
+        f"{written or 'another version of torch'} wrote it{or_damage}. Load it with "
+        f"{written or 'the torch that saved it'}, or a newer one"
     )
 
 
@@ -571,11 +539,12 @@ def _damaged(folder: Path, error: Exception) -> CheckpointDamagedError:
     )
 
 
-def damage_of_part(folder: Path, contents: Contents, part: int, num_parts: int) -> Problem:
-    """Describe the damage of every ``num_parts``-th file, starting with number ``part``; empty if there is none."""
-    names = sorted(contents.files)[part::num_parts]
-    found = (_damage_of(folder / name, *contents.files[name]) for name in names)
-    return next((CheckpointDamagedError(text) for text in found if text), "")
+def refuse_damage(contents: Contents, part: int, num_parts: int) -> None:
+    """Raise CheckpointDamagedError if every ``num_parts``-th file, starting with number ``part``, is damaged."""
+    for name in sorted(contents.files)[part::num_parts]:
+        found = _damage_of(contents.folder / name, *contents.files[name])
+        if found:
+            raise CheckpointDamagedError(found)
 
 
 def _damage_of(path: Path, size: int, total: int | None) -> str:

@@ -84,13 +84,22 @@ class ModelNames:
         tensor = self.parameters.get(fqn)
         return None if tensor is None else handle_of(tensor)
 
+    def slots(self, kind: str) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yield name, module and attribute of everything in the dicts that modules keep under ``kind``:
+        "_parameters" or "_buffers"."""
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for name in getattr(module, kind):
+                yield self.canonical(f"{path}.{name}" if path else name), module, name
+
     def handles(self) -> list[FlatParamHandle]:
         """Return every flat parameter of the model."""
         places = [handle_of(tensor) for tensor in self.parameters.values()]
         return list(dict.fromkeys(place[0] for place in places if place is not None))
 
-    def prefixes_of(self, modules: set[nn.Module]) -> list[str]:
-        """Return the FQN prefixes of the given submodules."""
+    def prefixes_of(self, modules: set[nn.Module] | None) -> list[str]:
+        """Return the FQN prefixes of the given submodules; without any, that of the model."""
+        if not modules:
+            return [""]
         return [canonical for _, canonical, module in _walk(self.model, "", "") if module in modules]
 
 

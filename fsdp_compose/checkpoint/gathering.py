@@ -19,7 +19,7 @@ from .._torch import dtensor_spec, is_wrapper, local_tensor, make_dtensor
 from ..comm import Messages
 from ..flat import FlatParamHandle, gather_flat, local_of
 from ..ragged import CompositeDTensor, RaggedDTensor, ReplicatedDTensor, with_local
-from .fqns import Path, Place, leaves_of, map_leaves
+from .fqns import ModelNames, Path, Place, leaves_of, map_leaves
 
 Key = tuple[Any, ...]
 """(FQN, name of the optimizer's state, path in lists and dicts...); the name is empty for the parameter itself."""
@@ -59,7 +59,7 @@ def layout_of(tensor: DTensor) -> str:
 
 
 def gather_values(
-    values: Mapping[Key, Any], places: Mapping[Key, Place | None], *, to_cpu: bool, rank0_only: bool, is_first: bool
+    names: ModelNames, values: Mapping[Key, Any], *, to_cpu: bool, rank0_only: bool, is_first: bool
 ) -> dict[Key, Any]:
     """Return ``values`` with DTensors replaced by whole tensors, also inside lists and dicts. They share no memory with
     ``values``; a tensor that occurs several times in ``values`` is one tensor in the result.
@@ -68,28 +68,22 @@ def gather_values(
 
     Args:
         values: tensors and other values.
-        places: the place of the parameter, for a tensor that is sharded like one.
         to_cpu: put the result on the CPU.
         rank0_only: the ranks that are not ``is_first`` get an empty dict, and hold no more than their shards.
     """
     is_wanted = is_first or not rank0_only
-    leaves = _leaves(values)
-    bundles = _bundle(leaves, places)
-    wholes: dict[Key, Any] = {}
-    copies = Copies(to_cpu)
-    seen: set[int] = set()
+    leaves, copies, wholes = _leaves(values), Copies(to_cpu), dict[Key, Any]()
+    bundles = _bundles(names, leaves)
+    for bundle in bundles:
+        wholes.update(_gather_bundle(bundle, to_cpu, rank0_only))
+    gathered_together = {key for bundle in bundles for key in bundle.keys}
     for key, leaf in leaves.items():
-        bundle = bundles.get(key)
-        if bundle is not None:
-            if id(bundle) not in seen:
-                seen.add(id(bundle))
-                wholes.update(_gather_bundle(bundle, to_cpu, rank0_only))
+        if key in gathered_together:
             continue
         whole = full_tensor(leaf) if isinstance(leaf, DTensor) else leaf
-        if not is_wanted:
-            continue
-        is_fresh = isinstance(leaf, DTensor) and not shares_storage(whole, leaf)
-        wholes[key] = copies.of(whole) if not is_fresh else whole.cpu() if to_cpu else whole
+        if is_wanted:
+            is_fresh = isinstance(leaf, DTensor) and not storage_of(whole) == storage_of(leaf) != 0
+            wholes[key] = copies.of(whole) if not is_fresh else whole.cpu() if to_cpu else whole
     if not is_wanted:
         return {}
     gathered: dict[Key, Any] = map_leaves(lambda path, _: wholes[path[0] + path[1:]], dict(values))
@@ -132,20 +126,17 @@ def full_tensor(value: DTensor) -> torch.Tensor:
     return whole.detach()
 
 
-def _bundle(values: Mapping[Key, Any], places: Mapping[Key, Place | None]) -> dict[Key, _Bundle]:
+def _bundles(names: ModelNames, values: Mapping[Key, Any]) -> list[_Bundle]:
     """Make one bundle for each flat parameter, name of state, and dtype."""
     bundles: dict[Any, _Bundle] = {}
-    found: dict[Key, _Bundle] = {}
     for key, value in values.items():
-        place = places.get(key[:2])
-        if place is None or not is_sharded_like(value, place):
-            continue
-        handle, index = place
-        bundle = bundles.setdefault((handle, key[1:], value.dtype), _Bundle(handle))
-        bundle.locals[index] = local_tensor(value)
-        bundle.keys[key] = index
-        found[key] = bundle
-    return found
+        place = names.place(key[0])
+        if place is not None and is_sharded_like(value, place):
+            handle, index = place
+            bundle = bundles.setdefault((handle, key[1:], value.dtype), _Bundle(handle))
+            bundle.locals[index] = local_tensor(value)
+            bundle.keys[key] = index
+    return [*bundles.values()]
 
 
 def is_sharded_like(value: Any, place: Place) -> bool:
@@ -167,14 +158,12 @@ def _gather_bundle(bundle: _Bundle, to_cpu: bool, rank0_only: bool) -> dict[Key,
     transport = handle.mesh.transport.unrecorded  # other ranks may record nothing
     if isinstance(transport, Messages):
         wholes = _gather_pieces(bundle, transport, rank0_only)
-        return {key: wholes[index] for key, index in bundle.keys.items() if wholes}
-    flat = gather_flat(handle, _as_shard(handle, bundle.locals), rank0_only, to_cpu)
-    if flat is None:
-        return {}
-    views = handle.full_views_of(flat)
-    # Copies: a view would keep, and torch.save() write, the whole flat parameter for each of its tensors.
-    wholes = {index: views[index].clone() for index in bundle.locals}
-    return {key: wholes[index] for key, index in bundle.keys.items()}
+    else:
+        flat = gather_flat(handle, _as_shard(handle, bundle.locals), rank0_only, to_cpu)
+        views = [] if flat is None else handle.full_views_of(flat)
+        # Copies: a view would keep, and torch.save() write, the whole flat parameter for each of its tensors.
+        wholes = {index: views[index].clone() for index in bundle.locals if views}
+    return {key: wholes[index] for key, index in bundle.keys.items() if wholes}
 
 
 def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> dict[int, torch.Tensor]:
@@ -205,14 +194,13 @@ def _gather_pieces(bundle: _Bundle, transport: Messages, rank0_only: bool) -> di
 def _as_shard(handle: FlatParamHandle, locals_: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return local tensors at their places in a shard: the shard itself, if they are views of it."""
     own = handle.shard.detach()
-    local_shards = {index: own[start:stop] for index, (start, stop, _) in enumerate(handle.local_shards)}
-    if all(shares_memory(local, local_shards[index]) for index, local in locals_.items()):
+    views = handle.views_of(own)
+    if all(shares_memory(local, views[index]) for index, local in locals_.items()):
         return own
-    first = next(iter(locals_.values()))
-    shard = first.new_zeros(handle.layout.shard_numel)
+    shard = next(iter(locals_.values())).new_zeros(handle.layout.shard_numel)
+    views = handle.views_of(shard)
     for index, local in locals_.items():
-        start, stop, shape = handle.local_shards[index]
-        shard[start:stop].view(shape).copy_(local)
+        views[index].copy_(local)
     return shard
 
 
@@ -224,11 +212,6 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one layout share their memory."""
     return a.shape == b.shape and shares_memory(local_of(a), local_of(b))
-
-
-def shares_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the local parts of two tensors lie in one storage."""
-    return storage_of(a) == storage_of(b) != 0
 
 
 def storage_of(tensor: torch.Tensor) -> int:

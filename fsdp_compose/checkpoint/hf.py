@@ -13,6 +13,7 @@ import importlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ import torch.nn as nn
 from ..errors import CheckpointDamagedError, MisuseRuntimeError
 from ..flat import local_of
 from ..ragged import CompositeDTensor, RaggedDTensor
-from .agreement import agree, attempt, group_of, is_first, list_problems, lost_ranks, or_problem, problem_text
+from .agreement import (
+    agree,
+    attempt,
+    attempt_together,
+    group_of,
+    is_first,
+    list_problems,
+    problem_text,
+    refuse_lost_ranks,
+)
 from .folders import METADATA, abandon_folder, begin_folder, finish_folder, local_folder, new_token, partial_of, sync
 from .fqns import ModelNames
 from .gathering import gather_values
@@ -84,26 +94,29 @@ def save_hf(model: nn.Module, folder: str | Path, *, max_file_bytes: int = 5 * 1
             written, or a rank did not arrive.
         ModuleNotFoundError: the package ``safetensors`` is not installed.
     """
-    names, folder = ModelNames(model), local_folder(folder)
+    names, folder, token = ModelNames(model), local_folder(folder), new_token()
     group = group_of(names)
+    is_here = is_first(group)  # only the first rank uses its token: no other rank writes
     importlib.import_module("safetensors.torch")  # assumed to be missing on all ranks or on none
-    tensors, unfit = attempt(_tensors, names)
-    unfit = unfit or lost_ranks(tensors)
-    token = new_token()  # only the first rank uses its token: no other rank writes
-    if is_first(group) and not unfit:
-        unfit = or_problem(begin_folder, folder, token)
-    agree(group, "save_hf()", [str(folder), *(tensors or {})], unfit)
-    assert tensors is not None
+
+    def begin() -> dict[str, torch.Tensor]:
+        tensors = _tensors(names)
+        refuse_lost_ranks(tensors)
+        if is_here:
+            begin_folder(folder, token)
+        return tensors
+
+    tensors = attempt_together(group, "save_hf()", begin, facts=lambda tensors: [str(folder), *tensors])
     plan = plan_files({fqn: value.numel() * value.element_size() for fqn, value in tensors.items()}, max_file_bytes)
     problem: str | Exception = ""
-    wholes = _stream(names, tensors, is_first(group))
+    wholes = _stream(names, tensors, is_here)
     for file, fqns in plan.files.items():
         content = {fqn: whole for fqn, whole in (next(wholes) for _ in fqns) if whole is not None}
-        if is_first(group) and not problem:  # the other ranks keep gathering, and learn of a problem at the end
-            problem = or_problem(_write, partial_of(folder) / token / file, content)
-    if is_first(group) and not problem:
-        problem = or_problem(_finish, folder, token, plan)
-    if is_first(group) and problem:
+        if is_here and not problem:  # the other ranks keep gathering, and learn of a problem at the end
+            _, problem = attempt(_write, partial_of(folder) / token / file, content)
+    if is_here and not problem:
+        _, problem = attempt(_finish, folder, token, plan)
+    if is_here and problem:
         abandon_folder(folder, token)
     agree(group, "save_hf()", [str(folder)], problem)
 
@@ -117,19 +130,14 @@ def _tensors(names: ModelNames) -> dict[str, torch.Tensor]:
                 f"{fqn} is a {type(value).__name__}, but safetensors files hold only tensors: save it by other means, "
                 "and let the module's state_dict() leave it out"
             )
-        if value.layout != torch.strided:
-            raise MisuseRuntimeError(
-                f"{fqn} is {value.layout}, which safetensors does not support: save it by other means"
-            )
         if isinstance(value, CompositeDTensor):
             raise MisuseRuntimeError(
                 f"{fqn} is a {value.composite.name}, made of several tensors, which safetensors does not support: save "
                 "the others by get_model_state_dict(), or all by save()"
             )
-        if value.dtype not in _DTYPES.values():
-            raise MisuseRuntimeError(
-                f"{fqn} is {value.dtype}, which safetensors does not support: save it by other means"
-            )
+        if value.layout != torch.strided or value.dtype not in _DTYPES.values():
+            found = value.layout if value.layout != torch.strided else value.dtype
+            raise MisuseRuntimeError(f"{fqn} is {found}, which safetensors does not support: save it by other means")
         if names.aliases(fqn)[0] == fqn:
             place = names.place(fqn)
             chosen.setdefault(None if place is None else place[0], {})[fqn] = value
@@ -140,23 +148,19 @@ def _stream(
     names: ModelNames, tensors: Mapping[str, torch.Tensor], is_here: bool
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every tensor whole, on the first rank, gathered a flat parameter at a time."""
-    waiting = [*tensors]
-    while waiting:
-        place = names.place(waiting[0])
-        handle = None if place is None else place[0]
-        batch = waiting[:1]
-        if handle is not None:
-            batch = [fqn for fqn in waiting if (other := names.place(fqn)) is not None and other[0] is handle]
-        places = {(fqn, ""): names.place(fqn) for fqn in batch}
-        wholes = gather_values(
-            {(fqn, ""): tensors[fqn] for fqn in batch}, places, to_cpu=True, rank0_only=True, is_first=is_here
-        )
-        waiting = waiting[len(batch) :]
-        for fqn in batch:
-            yield fqn, wholes.pop((fqn, ""), None)
+
+    def gathered_with(fqn: str) -> Any:
+        place = names.place(fqn)
+        return fqn if place is None else place[0]
+
+    for _, fqns in groupby(tensors, gathered_with):
+        batch = {(fqn, ""): tensors[fqn] for fqn in fqns}
+        wholes = gather_values(names, batch, to_cpu=True, rank0_only=True, is_first=is_here)
+        for key in batch:
+            yield key[0], wholes.pop(key, None)
 
 
-def _write(path: Path, content: Mapping[str, torch.Tensor]) -> str:
+def _write(path: Path, content: Mapping[str, torch.Tensor]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -164,14 +168,15 @@ def _write(path: Path, content: Mapping[str, torch.Tensor]) -> str:
         save_file({fqn: tensor.contiguous() for fqn, tensor in content.items()}, path, metadata={"format": "pt"})
         sync(path)
     except (OSError, SafetensorError) as error:
-        return f"{path} could not be written: {error}"
+        raise MisuseRuntimeError(f"{path} could not be written: {error}") from error
     least = sum(tensor.numel() * tensor.element_size() for tensor in content.values())
     if path.stat().st_size <= least:
-        return f"{path} has {path.stat().st_size} bytes, but {least} and a header were written: is the disk full?"
-    return ""
+        raise MisuseRuntimeError(
+            f"{path} has {path.stat().st_size} bytes, but {least} and a header were written: is the disk full?"
+        )
 
 
-def _finish(folder: Path, token: str, plan: _Plan) -> str:
+def _finish(folder: Path, token: str, plan: _Plan) -> None:
     mine = partial_of(folder) / token
     try:
         if len(plan.files) > 1:
@@ -179,9 +184,9 @@ def _finish(folder: Path, token: str, plan: _Plan) -> str:
             index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": weight_map}
             (mine / INDEX).write_text(json.dumps(index, indent=1))
             sync(mine / INDEX)
-        return finish_folder(folder, token)
+        finish_folder(folder, token)
     except OSError as error:
-        return f"{folder} could not be written: {error}"
+        raise MisuseRuntimeError(f"{folder} could not be written: {error}") from error
 
 
 # ---- loading
@@ -209,18 +214,22 @@ def load_hf(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Any
     """
     names, folder = ModelNames(model), local_folder(folder)
     group = group_of(names)
-    found, damage = attempt(_look_into, folder)
-    described = {fqn: item.described for fqn, item in (found or {}).items()}
-    plan, failure = attempt(plan_model, names, described, StateDictOptions(strict=strict))
-    facts = [] if plan is None else plan.facts
-    agree(group, "load_hf()", [str(folder), *facts], damage or failure or (_problem(plan) if plan else ""))
-    assert plan is not None and found is not None
-    values, failure = attempt(lambda: {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()})
-    agree(group, "load_hf()", [str(folder)], failure)
-    assert values is not None
-    result, failure = attempt(commit_model, plan, values)
-    agree(group, "load_hf()", [str(folder)], failure)
-    return result
+
+    def plan_to_load() -> tuple[ModelPlan, dict[str, _Stored]]:
+        found = _look_into(folder)
+        plan = plan_model(names, {fqn: item.described for fqn, item in found.items()}, StateDictOptions(strict=strict))
+        problem = _problem(plan)
+        if problem:
+            raise MisuseRuntimeError(problem)
+        return plan, found
+
+    plan, found = attempt_together(group, "load_hf()", plan_to_load, facts=lambda made: [str(folder), *made[0].facts])
+
+    def read() -> dict[str, torch.Tensor]:
+        return {fqn: _read(found[fqn], fqn, target) for fqn, target in plan.targets.items()}
+
+    values = attempt_together(group, "load_hf()", read)
+    return attempt_together(group, "load_hf()", commit_model, plan, values)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
@@ -20,10 +19,10 @@ from ..errors import MisuseError, MisuseRuntimeError
 from ..flat import as_ours
 from ..group import before_load
 from ..ragged import CompositeDTensor
-from .agreement import group_of, is_first, list_problems
-from .fqns import ModelNames, map_leaves, own_method
-from .gathering import Key, copy_to_cpu, gather_values, same_elements, storage_of
-from .resharding import Described, Target, fact_of, from_first_rank, in_layout
+from .agreement import list_problems
+from .fqns import ModelNames, own_method
+from .gathering import Key, same_elements, storage_of
+from .resharding import Described, Sender, Target, fact_of, fetch
 
 # ---- ``StateDictOptions``
 
@@ -96,7 +95,13 @@ def entries_of(names: ModelNames) -> dict[str, tuple[str, Any]]:
 
 
 def _live_state(names: ModelNames) -> Mapping[str, Any]:
-    _refuse_summoned_elsewhere(names)
+    for handle in names.handles():
+        if handle.is_summoned_on_first_rank_only:
+            raise MisuseRuntimeError(
+                f"{handle.name_of(0)} is full on the first rank and sharded on the others, inside "
+                "summon_full_params(rank0_only=True): call it outside of that context. (A full state dict on the first "
+                "rank does not need the context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
+            )
     state: Mapping[str, Any] = own_method(names.model, "state_dict")()
     return state
 
@@ -114,43 +119,21 @@ def _by_fqn(names: ModelNames, state: Mapping[str, Any]) -> dict[str, tuple[str,
     return found
 
 
-def _refuse_summoned_elsewhere(names: ModelNames) -> None:
-    for handle in names.handles():
-        if handle.is_summoned_on_first_rank_only:
-            raise MisuseRuntimeError(
-                f"{handle.name_of(0)} is full on the first rank and sharded on the others, inside "
-                "summon_full_params(rank0_only=True): call it outside of that context. (A full state dict on the first "
-                "rank does not need the context: StateDictOptions(full_state_dict=True, cpu_offload=True))"
-            )
-
-
-@dataclass
-class ModelEntries:
-    """The entries of a model's state dict.
-
-    Attributes:
-        values: live values; in a full dict, all names of a parameter share one entry.
-        keys: the keys of the dict, each with its key in ``values``.
-    """
-
-    values: dict[Key, Any] = field(default_factory=dict)
-    keys: dict[str, Key] = field(default_factory=dict)
-
-
 def choose_entries(
     names: ModelNames, options: StateDictOptions, submodules: set[nn.Module] | None = None
-) -> ModelEntries:
-    """Choose the entries of the state dict. Local.
+) -> tuple[dict[Key, Any], dict[str, Key]]:
+    """Choose the entries of the state dict. Return their live values, and the key of the value for each key of the
+    dict: in a full dict, all names of a parameter share one value. Local.
 
     Raises:
         RuntimeError: two entries would have the same key; or as for ``entries_of``.
     """
     state = {fqn: value for fqn, (_, value) in entries_of(names).items()}
-    prefixes = names.prefixes_of(submodules) if submodules else [""]
+    prefixes = names.prefixes_of(submodules)
     chosen = [fqn for fqn in state if any(fqn.startswith(prefix) for prefix in prefixes)]
     if options.ignore_frozen_params:
         chosen = [fqn for fqn in chosen if not _is_frozen(names, fqn)]
-    entries, by_key, known = ModelEntries(), dict[str, str](), set(chosen)
+    values, keys, by_key, known = dict[Key, Any](), dict[str, Key](), dict[str, str](), set(chosen)
     for fqn in chosen:
         prefix = next(p for p in prefixes if fqn.startswith(p))
         key = fqn if options.keep_submodule_prefixes else fqn[len(prefix) :]
@@ -161,26 +144,9 @@ def choose_entries(
             )
         by_key[key] = fqn
         first = next(name for name in (*names.aliases(fqn), fqn) if name in known) if options.full_state_dict else fqn
-        entries.keys[key] = (first, "")
-        entries.values.setdefault((first, ""), state[first])
-    return entries
-
-
-def get_model_state(names: ModelNames, entries: ModelEntries, options: StateDictOptions) -> dict[str, Any]:
-    """Make the state dict. Ranks: with ``full_state_dict`` all ranks of the model, after they agreed."""
-    values = entries.values
-    if options.full_state_dict:
-        places = {key: names.place(key[0]) for key in values}
-        is_here = is_first(group_of(names))
-        to_cpu, rank0_only = options.cpu_offload, options.is_rank0_only
-        values = gather_values(values, places, to_cpu=to_cpu, rank0_only=rank0_only, is_first=is_here)
-    elif options.cpu_offload:
-        values = {key: map_leaves(_to_cpu, value) for key, value in values.items()}
-    return {key: values[value] for key, value in entries.keys.items() if value in values}
-
-
-def _to_cpu(_: Any, value: Any) -> Any:
-    return copy_to_cpu(value) if isinstance(value, torch.Tensor) else value
+        keys[key] = (first, "")
+        values.setdefault((first, ""), state[first])
+    return values, keys
 
 
 def _is_frozen(names: ModelNames, fqn: str) -> bool:
@@ -203,7 +169,7 @@ class ModelPlan:
         versions: format version of each submodule for ``load_state_dict()``: the one noted in the given dict, else the
             current one, since the keys are compared with the current ones.
         problem: why the dict cannot be loaded; empty if it can.
-        sending: the process group whose first rank sends its tensors; ``None``: every rank has its own.
+        sender: sends the first rank's tensors; ``None``: every rank has its own.
     """
 
     names: ModelNames
@@ -214,27 +180,27 @@ class ModelPlan:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     problem: str = ""
-    sending: dist.ProcessGroup | None = None
+    sender: Sender | None = None
 
     @property
     def facts(self) -> list[str]:
         """Facts that must be equal on every rank."""
-        return [fact_of((fqn, ""), value, self.targets.get(fqn), self.sending) for fqn, value in self.given.items()]
+        return [fact_of((fqn, ""), value, self.targets.get(fqn), self.sender) for fqn, value in self.given.items()]
 
 
 def plan_model(
-    names: ModelNames, state: Mapping[str, Any], options: StateDictOptions, sending: dist.ProcessGroup | None = None
+    names: ModelNames, state: Mapping[str, Any], options: StateDictOptions, sender: Sender | None = None
 ) -> ModelPlan:
     """Compare a state dict with the model. Local; changes nothing.
 
     Args:
         state: values by canonical FQN: tensors of any layout, descriptions of the first rank's tensors, or others.
-        sending: as in ``ModelPlan``.
+        sender: as in ``ModelPlan``.
 
     Raises:
         RuntimeError: as for ``entries_of``.
     """
-    plan = ModelPlan(names, sending=sending)
+    plan = ModelPlan(names, sender=sender)
     live = _live_state(names)
     entries, noted = _by_fqn(names, live), versions_of(state)
     plan.versions = {
@@ -247,7 +213,7 @@ def plan_model(
         plan.given[fqn], plan.keys[fqn] = state[fqn], key
         if isinstance(value, torch.Tensor) and not is_extra_state(fqn):  # extra state can have any shape
             problems += _mismatch(fqn, value, state[fqn])
-            if sending is not None and isinstance(value, CompositeDTensor):
+            if sender is not None and isinstance(value, CompositeDTensor):
                 problems.append(
                     f"{fqn}: a {value.composite.name} consists of several tensors, which the first rank cannot send: "
                     "give every rank a whole one (without broadcast_from_rank0), or leave it out of the dict"
@@ -299,34 +265,23 @@ def _mismatch(fqn: str, expected: torch.Tensor, found: Any) -> list[str]:
         got = f"a tensor of shape {tuple(found.shape)}, {found.dtype}"
     else:
         got = f"a {type(found).__name__}"
-    return [f"{fqn}: expected shape {tuple(expected.shape)}, {expected.dtype}{_layout(expected)}; found {got}"]
+    layout = f", placed {list(expected.placements)}" if isinstance(expected, DTensor) else ""
+    return [f"{fqn}: expected shape {tuple(expected.shape)}, {expected.dtype}{layout}; found {got}"]
 
 
 def _expected(value: Any) -> str:
     return f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else ""
 
 
-def _layout(tensor: torch.Tensor) -> str:
-    return f", placed {list(tensor.placements)}" if isinstance(tensor, DTensor) else ""
-
-
-def fetch_model(plan: ModelPlan, sender: tuple[dist.ProcessGroup, torch.device] | None) -> dict[str, Any]:
+def fetch_model(plan: ModelPlan, sender: Sender | None) -> dict[str, Any]:
     """Convert the given values to the model's layout. None of them shares memory with another part of the model.
     Changes nothing.
 
     Ranks: all ranks of the model.
-
-    Args:
-        sender: the process group whose first rank sends its tensors, and the device of messages; ``None``: every rank
-            has its own.
     """
     values = {fqn: value for fqn, value in plan.given.items() if fqn not in plan.targets}
-    tensors = {(fqn, ""): (plan.given[fqn], target) for fqn, target in plan.targets.items()}
-    with torch.no_grad():
-        if sender is not None:
-            moved = from_first_rank(tensors, *sender)
-        else:
-            moved = {key: in_layout(value, target) for key, (value, target) in tensors.items()}
+    targets = {(fqn, ""): target for fqn, target in plan.targets.items()}
+    moved = fetch({(fqn, ""): value for fqn, value in plan.given.items()}, targets, sender)
     live = {storage_of(target.like) for target in plan.targets.values() if not target.like.is_meta} - {0}
     for (fqn, _), tensor in moved.items():
         is_elsewhere = storage_of(tensor) in live and not _is_there(tensor, plan.targets[fqn])
@@ -342,14 +297,14 @@ def commit_model(plan: ModelPlan, values: Mapping[str, Any]) -> Any:
     there = {plan.keys[fqn]: value for fqn, value in values.items() if fqn not in assigned}
     load(with_versions(there, plan.versions), strict=False)
     if assigned:
-        fresh = {fqn: _own_memory(value, plan.targets.get(fqn)) for fqn, value in values.items() if fqn in assigned}
-        ties = [tied for tied in _ties(names) if not assigned.isdisjoint(tied)]
-        buffers = _buffer_slots(names, assigned)
+        fresh = {fqn: value for fqn, value in values.items() if fqn in assigned}
+        for fqn in fresh.keys() & plan.targets.keys():
+            fresh[fqn] = fresh[fqn].detach().to(plan.targets[fqn].like.dtype, copy=True)
+        held = _held(names, fresh)
         given = {plan.keys[fqn]: value for fqn, value in fresh.items()}
         load(with_versions(given, plan.versions), strict=False, assign=True)
-        _keep_objects(names, [*fresh])
-        _keep_buffers(buffers)
-        _tie_again(names.model, plan, ties)
+        _keep_objects(held)
+        _tie_again(plan, assigned)
     _warn_of_meta(names)
     return IncompatibleKeys(plan.missing, plan.unexpected)
 
@@ -368,24 +323,35 @@ def _assigned(plan: ModelPlan, values: Mapping[str, Any]) -> set[str]:
     return assigned
 
 
-def _buffer_slots(names: ModelNames, fqns: Collection[str]) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Return (module, attribute, buffer) for the buffers among ``fqns`` that have memory."""
-    return [
-        (module, name, buffer)
-        for prefix, module in names.model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta and names.canonical(f"{prefix}.{name}" if prefix else name) in fqns
-    ]
+def _held(names: ModelNames, fqns: Collection[str]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Return the tensors among ``fqns`` that others may hold, as optimizers hold parameters, each with the dict of a
+    module that it is in, and its name there."""
+    found: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for fqn, module, name in names.slots("_parameters"):
+        param = names.parameters.get(fqn)
+        if fqn in fqns and param is not None and names.place(fqn) is None:
+            found.append((module._parameters, name, param))
+    for fqn, module, name in names.slots("_buffers"):
+        buffer = module._buffers[name]
+        if fqn in fqns and buffer is not None and not buffer.is_meta:
+            found.append((module._buffers, name, buffer))
+    return found
 
 
-def _keep_buffers(slots: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
-    """Restore the buffers that loading replaced, with the loaded values."""
-    with torch.no_grad():
-        for module, name, before in slots:
-            loaded = module._buffers[name]
-            if loaded is not None and loaded is not before and loaded.shape == before.shape:
+def _keep_objects(held: Sequence[tuple[dict[str, Any], str, torch.Tensor]]) -> None:
+    """Put back the objects that loading replaced, with the loaded values."""
+    for slots, name, before in held:
+        loaded = slots[name]
+        if loaded is None or loaded is before:
+            continue
+        if isinstance(before, nn.Parameter):
+            torch.utils.swap_tensors(before, loaded)
+        elif loaded.shape == before.shape:
+            with torch.no_grad():
                 before.copy_(loaded)
-                module._buffers[name] = before
+        else:
+            continue
+        slots[name] = before
 
 
 def _is_there(value: torch.Tensor, target: Target) -> bool:
@@ -393,49 +359,14 @@ def _is_there(value: torch.Tensor, target: Target) -> bool:
     return type(value) is type(target.like) and same_elements(value, target.like)
 
 
-def _own_memory(value: Any, target: Target | None) -> Any:
-    return value if target is None else value.detach().to(target.like.dtype, copy=True)
-
-
-def _ties(names: ModelNames) -> list[list[str]]:
-    groups = {tuple(names.aliases(fqn)): None for fqn in names.parameters}
-    return [list(group) for group in groups if len(group) > 1]
-
-
-def _slots(names: ModelNames) -> dict[str, tuple[nn.Module, str]]:
-    """Return (module, attribute) of each parameter, by FQN."""
-    return {
-        names.canonical(f"{prefix}.{name}" if prefix else name): (module, name)
-        for prefix, module in names.model.named_modules(remove_duplicate=False)
-        for name in module._parameters
-    }
-
-
-def _keep_objects(names: ModelNames, fqns: Sequence[str]) -> None:
-    """Restore the parameter objects that loading replaced, because optimizers hold them, with the loaded tensors."""
-    slots = _slots(names)
-    for fqn in fqns:
-        before = names.parameters.get(fqn)
-        if before is None or fqn not in slots:
-            continue  # a buffer
-        module, name = slots[fqn]
-        loaded = module._parameters[name]
-        if loaded is not before and loaded is not None and names.place(fqn) is None:
-            torch.utils.swap_tensors(before, loaded)
-            module._parameters[name] = before  # type: ignore[assignment]
-
-
-def _tie_again(model: nn.Module, plan: ModelPlan, ties: Sequence[Sequence[str]]) -> None:
+def _tie_again(plan: ModelPlan, fqns: Collection[str]) -> None:
     """Restore ties: loading gives each module its own parameter, so assign the loaded one to all of a tie's modules."""
-    slots = _slots(plan.names)
-    for tied in ties:
-        loaded = next((fqn for fqn in tied if fqn in plan.given), None)
-        if loaded is None:
-            continue
-        source, source_name = slots[loaded]
-        for fqn in tied:
-            module, name = slots[fqn]
-            module._parameters[name] = source._parameters[source_name]
+    slots = {fqn: (module, name) for fqn, module, name in plan.names.slots("_parameters")}
+    for tied in {tuple(plan.names.aliases(fqn)) for fqn in fqns}:
+        if len(tied) > 1:
+            source, source_name = slots[next(fqn for fqn in tied if fqn in plan.given)]
+            for module, name in map(slots.__getitem__, tied):
+                module._parameters[name] = source._parameters[source_name]
 
 
 def _warn_of_meta(names: ModelNames) -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from inspect import unwrap
 from typing import Any
 
@@ -66,25 +66,16 @@ class StateKind:
 Template = Mapping[str, StateKind]
 
 
-class Templates:
-    """Templates of one optimizer's state; empty if they cannot be found.
+def templates_of(optimizer: Optimizer, hyperparameters: Mapping[str, Any]) -> Callable[[torch.Tensor], Template]:
+    """Return a function that returns the state that the optimizer will keep for a parameter of a parameter group with
+    these hyperparameters; empty if that cannot be found."""
+    is_known = _step_is_known(optimizer)
 
-    Args:
-        hyperparameters: hyperparameters that replace the optimizer's own, by number of the parameter group.
-    """
+    @cache
+    def of_kind(ndim: int, dtype: torch.dtype, device: torch.device) -> Template:
+        return _try_step(optimizer, hyperparameters, ndim, dtype, device) if is_known else {}
 
-    def __init__(self, optimizer: Optimizer, hyperparameters: Mapping[int, Mapping[str, Any]] | None = None) -> None:
-        self._optimizer, self._hyperparameters = optimizer, hyperparameters or {}
-        self._known: dict[Any, Template] = {}
-        self._is_known = _step_is_known(optimizer)
-
-    def of(self, group: int, param: torch.Tensor) -> Template:
-        """Return the state that the optimizer will keep for a parameter of parameter group number ``group``."""
-        key = (group, max(param.dim(), 1), param.dtype, param.device)
-        if key not in self._known:
-            values = {**self._optimizer.param_groups[group], **self._hyperparameters.get(group, {})}
-            self._known[key] = _try_step(self._optimizer, values, *key[1:]) if self._is_known else {}
-        return self._known[key]
+    return lambda param: of_kind(max(param.dim(), 1), param.dtype, param.device)
 
 
 def _same_random_numbers(device: torch.device) -> Any:

@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
 
@@ -21,9 +20,9 @@ from .agreement import list_problems
 from .fqns import ModelNames, Path, leaves_of, map_leaves, own_method
 from .gathering import Key, same_elements
 from .model_state import StateDictOptions
-from .optimizer_init import Template, Templates, is_pending, pending_state, take
+from .optimizer_init import Template, is_pending, pending_state, take, templates_of
 from .optimizer_state import GROUPS, PARAMS, STATE, Trained, TrainedBy, TrainedGroup, conflict_of, pack_flat
-from .resharding import Described, Target, fact_of, from_first_rank, in_layout
+from .resharding import Described, Sender, Target, fact_of, fetch
 
 # ---- Targets: where each tensor of an optimizer's state goes, even inside lists and dicts.
 
@@ -81,16 +80,6 @@ def plain_target(value: torch.Tensor | Described, device: torch.device) -> Targe
     return Target(torch.empty(value.shape, dtype=value.dtype, device=device if len(value.shape) else "cpu"))
 
 
-def shared_target(by: TrainedBy, path: Path, value: torch.Tensor | Described) -> Target:
-    """Return the target of state that an optimizer keeps under keys other than its parameters."""
-    known = dict(leaves_of(by.shared)).get(path)
-    if isinstance(known, torch.Tensor) and tuple(known.shape) == tuple(value.shape):
-        return Target(known)
-    if isinstance(value, DTensor):
-        return Target(value)
-    return plain_target(value, by.device)
-
-
 # ---- The plan
 
 
@@ -109,7 +98,7 @@ class OptimizerPlan:
             belongs to no parameter is under its optimizer's ``shared_name``.
         targets: where the tensors among it go, and ``dtypes``: their dtypes there.
         problem: why it cannot be loaded; empty if it can.
-        sending: the process group whose first rank sends its tensors; ``None``: every rank has its own.
+        sender: sends the first rank's tensors; ``None``: every rank has its own.
     """
 
     trained: Sequence[TrainedBy]
@@ -118,7 +107,7 @@ class OptimizerPlan:
     targets: dict[Key, Target] = field(default_factory=dict)
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
     problem: str = ""
-    sending: dist.ProcessGroup | None = None
+    sender: Sender | None = None
 
     @property
     def leaves(self) -> dict[Key, Any]:
@@ -128,7 +117,7 @@ class OptimizerPlan:
     @property
     def facts(self) -> list[str]:
         """Facts that must be equal on every rank."""
-        return [fact_of(key, leaf, self.targets.get(key), self.sending) for key, leaf in self.leaves.items()]
+        return [fact_of(key, leaf, self.targets.get(key), self.sender) for key, leaf in self.leaves.items()]
 
 
 def plan_optimizers(
@@ -136,16 +125,16 @@ def plan_optimizers(
     trained: Sequence[TrainedBy],
     given: Mapping[str, Any],
     options: StateDictOptions,
-    sending: dist.ProcessGroup | None = None,
+    sender: Sender | None = None,
 ) -> OptimizerPlan:
     """Compare an optimizer dict with optimizers. Local; changes nothing.
 
     Args:
         given: state by FQN, without pending tensors: tensors of any layout, or descriptions of the first rank's
             tensors.
-        sending: as in ``OptimizerPlan``.
+        sender: as in ``OptimizerPlan``.
     """
-    plan, saved = OptimizerPlan(trained, sending=sending), _Saved(names, given)
+    plan, saved = OptimizerPlan(trained, sender=sender), _Saved(names, given)
     problems: list[str] = []
     if options.strict:
         known = {*names.parameters, *(fqn for by in trained for fqn in (*by.fqns, by.shared_name))}
@@ -160,9 +149,10 @@ def plan_optimizers(
             hyperparameters, conflicts = _merge(by.hyperparameters(group.number), matching)
             plan.groups[-1].append(_GroupPlan(group, hyperparameters))
             problems += conflicts
-            templates = Templates(by.optimizer, {group.number: hyperparameters})
+            live = by.optimizer.param_groups[group.number]
+            template_of = templates_of(by.optimizer, {**live, **hyperparameters})
             for param in group.params:
-                problems += _plan_param(plan, by, param, saved, templates.of(group.number, param.tensor), options)
+                problems += _plan_param(plan, by, param, saved, template_of(param.tensor), options)
             problems += conflict_of(group, plan.state, is_strict=options.strict)
     plan.problem = list_problems("the optimizer dict does not fit", problems, _REMEDY)
     return plan
@@ -265,82 +255,67 @@ def _plan_shared(plan: OptimizerPlan, by: TrainedBy, saved: _Saved) -> None:
     if by.shared_name not in saved.state:
         return
     plan.state[by.shared_name] = dict(saved.state[by.shared_name])
+    present = dict(leaves_of(by.shared))
     for path, value in leaves_of(plan.state[by.shared_name]):
         if isinstance(value, (torch.Tensor, Described)):
-            key = (by.shared_name, *path)
-            plan.targets[key] = shared_target(by, path, value)
+            key, known = (by.shared_name, *path), present.get(path)
+            if isinstance(known, torch.Tensor) and tuple(known.shape) == tuple(value.shape):
+                target = Target(known)
+            else:
+                target = Target(value) if isinstance(value, DTensor) else plain_target(value, by.device)
+            plan.targets[key] = target
 
 
-def fetch_optimizers(
-    plan: OptimizerPlan, sender: tuple[dist.ProcessGroup, torch.device] | None
-) -> list[dict[str, Any]]:
+def fetch_optimizers(plan: OptimizerPlan, sender: Sender | None) -> list[dict[str, Any]]:
     """Return the state dict for each optimizer to load, in its own form and with its own memory. Changes nothing.
 
-    Ranks: all ranks of the model; ``sender`` as in ``fetch_model``.
+    Ranks: all ranks of the model.
     """
-    leaves = plan.leaves
-    tensors = {key: (leaves[key], target) for key, target in plan.targets.items()}
+    moved, ours = fetch(plan.leaves, plan.targets, sender), set[int]()
+
+    def loaded(path: Path, leaf: Any) -> Any:
+        if path not in moved:
+            return leaf
+        tensor = moved[path].to(plan.dtypes.get(path, moved[path].dtype))
+        if is_pending(leaf) and take(leaf):  # memory made for loading: the first optimizer that gets it need not copy
+            tensor = tensor.detach()  # drops the mark of pending tensors
+            ours.add(id(tensor))
+        return tensor
+
     with torch.no_grad():
-        if sender is not None:
-            moved = from_first_rank(tensors, *sender)
-        else:
-            moved = {key: in_layout(value, target) for key, (value, target) in tensors.items()}
-        moved = {key: tensor.to(plan.dtypes.get(key, tensor.dtype)) for key, tensor in moved.items()}
-        state = map_leaves(lambda path, leaf: _own(leaf, moved.get(path, leaf)), plan.state)
-        return [_pack(by, groups, state) for by, groups in zip(plan.trained, plan.groups, strict=True)]
+        state = map_leaves(loaded, plan.state)
+        return [_pack(by, groups, state, ours) for by, groups in zip(plan.trained, plan.groups, strict=True)]
 
 
-def _pack(by: TrainedBy, groups: Sequence[_GroupPlan], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    packed: dict[Any, Any] = _copies(state.get(by.shared_name, {}), by.shared)
-    by_number: dict[int, list[Trained]] = {}
-    for item in groups:
-        for param in item.group.params:
-            by_number.setdefault(param.number, []).append(param)
-    for number, params in by_number.items():
+def _pack(
+    by: TrainedBy, groups: Sequence[_GroupPlan], state: Mapping[str, Mapping[str, Any]], ours: set[int]
+) -> dict[str, Any]:
+    """Pack one optimizer's state. ``ours``: the ids of tensors that nothing else refers to."""
+    packed: dict[Any, Any] = _copies(state.get(by.shared_name, {}), by.shared, ours)
+    for number, params in [pair for item in groups for pair in item.group.by_number.items()]:
         if params[0].flat is not None:
-            plain = {param.fqn: _unwrap(state[param.fqn]) for param in params if param.fqn in state}
-            entries = pack_flat(params, plain)
+            entries = pack_flat(params, state)
         else:
-            entries = _copies(state.get(params[0].fqn, {}), by.packed["state"].get(number) or {})
+            entries = _copies(state.get(params[0].fqn, {}), by.packed["state"].get(number) or {}, ours)
         if entries:
             packed[number] = entries
     return {STATE: packed, GROUPS: [{**item.hyperparameters, PARAMS: item.group.numbers} for item in groups]}
 
 
-class _Ours:
-    """A tensor that nothing else refers to."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()  # drops the mark of pending tensors
-
-
-def _own(given: Any, moved: Any) -> Any:
-    """Mark memory made for loading: the first optimizer that gets it need not copy it."""
-    return _Ours(moved) if is_pending(given) and take(given) else moved
-
-
-def _unwrap(entries: Mapping[str, Any]) -> dict[str, Any]:
-    unwrapped: dict[str, Any] = map_leaves(
-        lambda _, leaf: leaf.tensor if isinstance(leaf, _Ours) else leaf, dict(entries)
-    )
-    return unwrapped
-
-
-def _copies(entries: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy ``entries``, except tensors that are the optimizer's present memory."""
+def _copies(entries: Mapping[str, Any], present: Mapping[str, Any], ours: set[int]) -> dict[str, Any]:
+    """Copy ``entries``, except tensors that are ``ours``, or the optimizer's present memory."""
     known = dict(leaves_of(dict(present)))
-    copied: dict[str, Any] = map_leaves(lambda path, leaf: _copy(leaf, known.get(path)), dict(entries))
-    return copied
 
+    def copied(path: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        if id(leaf) in ours:
+            return leaf
+        kept: Any = known.get(path)
+        return kept if type(leaf) is type(kept) and same_elements(leaf, kept) else leaf.detach().clone()
 
-def _copy(value: Any, present: Any) -> Any:
-    if isinstance(value, _Ours):
-        return value.tensor
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    if type(value) is type(present) and same_elements(value, present):
-        return present
-    return value.detach().clone()
+    result: dict[str, Any] = map_leaves(copied, dict(entries))
+    return result
 
 
 def commit_optimizers(plan: OptimizerPlan, packed: Sequence[dict[str, Any]]) -> None:

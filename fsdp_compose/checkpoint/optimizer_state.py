@@ -1,26 +1,26 @@
 """The state dicts of optimizers: ``{"state": {FQN: {...}}, "param_groups": [{"params": [FQN, ...], ...}]}``.
 
 Getters only read: they never step an optimizer or look at gradients. In the order of this file: the parameters that an
-optimizer trains, the state of its flat views, dicts in other forms, and the getters."""
+optimizer trains, the state of its flat views, dicts in other forms, and the entries of a state dict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, FlatSegment, handle_of_segment, local_of
 from ..group import rebind_optimizer
 from ..ragged import RaggedDTensor
-from .agreement import group_of, is_first
 from .fqns import ModelNames, Path, Place, leaves_of, map_leaves, own_method
-from .gathering import Copies, Key, copy_to_cpu, gather_values
+from .gathering import Key
 from .model_state import StateDictOptions
-from .optimizer_init import Templates, is_pending, pending_state
+from .optimizer_init import pending_state, templates_of
 from .resharding import Target
 
 # ---- The parameters that optimizers train, by FQN, even if an optimizer holds flat views.
@@ -98,6 +98,14 @@ class TrainedGroup:
     @property
     def fqns(self) -> list[str]:
         return [param.fqn for param in self.params]
+
+    @property
+    def by_number(self) -> dict[int, list[Trained]]:
+        """The parameters in each of the optimizer's own: several in a flat view, else one."""
+        found: dict[int, list[Trained]] = {}
+        for param in self.params:
+            found.setdefault(param.number, []).append(param)
+        return found
 
 
 class TrainedBy:
@@ -203,10 +211,13 @@ def _text_of_foreign(optimizer: str, group: int, index: int, values: dict[str, A
 
 
 def trained_by(optimizers: Optimizers | None, names: ModelNames, keep_foreign: bool) -> list[TrainedBy]:
-    """Return the parameters that each optimizer trains."""
-    if optimizers is None:
-        return []
-    return [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(listed(optimizers))]
+    """Return the parameters that each optimizer trains. Raises RuntimeError if their state cannot be named by FQN."""
+    several = [] if optimizers is None else listed(optimizers)
+    trained = [TrainedBy(optimizer, names, keep_foreign, i) for i, optimizer in enumerate(several)]
+    problem = problem_of(trained, names)
+    if problem:
+        raise MisuseRuntimeError(problem)
+    return trained
 
 
 def listed(optimizers: Optimizers) -> list[Optimizer]:
@@ -246,11 +257,9 @@ def conflict_of(group: TrainedGroup, state: Mapping[str, Mapping[str, Any]], *, 
     """Return why flat views cannot hold the planned state of a parameter group's parameters: only some of them have
     state (if not strict, missing state is zero), or they differ in a number that the flat view keeps once."""
     problems = []
-    by_number: dict[int, list[Trained]] = {}
-    for param in group.params:
-        if param.flat is not None:
-            by_number.setdefault(param.number, []).append(param)
-    for params in by_number.values():
+    for params in group.by_number.values():
+        if params[0].flat is None:
+            continue
         having = [param for param in params if param.fqn in state]
         lacking = [param for param in params if param.fqn not in state]
         if having and lacking and is_strict:
@@ -434,53 +443,24 @@ def require_form(state: Mapping[str, Any]) -> None:
             raise ValueError(f"expected {PARAMS!r} in each parameter group; found one with the keys {[*group][:5]}")
 
 
-# ---- The getters
+# ---- The entries of a state dict
 
 
-@dataclass
-class OptimizerEntries:
-    """The entries of a state dict of optimizers, with live values."""
-
-    values: dict[Key, Any] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-
-
-def choose_optimizer_entries(trained: Sequence[TrainedBy], options: StateDictOptions) -> OptimizerEntries:
-    """Choose the state of all optimizers; a sharded dict has placeholders for state that does not exist yet. Local."""
-    entries = OptimizerEntries()
+def choose_optimizer_entries(
+    trained: Sequence[TrainedBy], options: StateDictOptions
+) -> tuple[dict[Key, Any], list[dict[str, Any]]]:
+    """Choose the state of all optimizers and their parameter groups, with live values. A sharded dict has placeholders
+    for state that does not exist yet. Local."""
+    values: dict[Key, Any] = {}
+    groups: list[dict[str, Any]] = []
     for by in trained:
-        templates = Templates(by.optimizer)
         for group in by.groups:
-            entries.groups.append({**by.hyperparameters(group.number), PARAMS: group.fqns})
+            template_of = templates_of(by.optimizer, by.optimizer.param_groups[group.number])
+            groups.append({**by.hyperparameters(group.number), PARAMS: group.fqns})
             for param in group.params:
                 state: Mapping[str, Any] = by.state_of(param)
                 if not state and not options.full_state_dict:
-                    state = pending_state(param.tensor, templates.of(group.number, param.tensor), by.optimizer)
-                entries.values.update({(param.fqn, key): value for key, value in state.items()})
-        entries.values.update({(by.shared_name, key): value for key, value in by.shared.items()})
-    return entries
-
-
-def get_optimizer_state(names: ModelNames, entries: OptimizerEntries, options: StateDictOptions) -> dict[str, Any]:
-    """Make the state dict. Ranks: with ``full_state_dict`` all ranks of the model, after they agreed."""
-    values, groups, is_here = entries.values, entries.groups, is_first(group_of(names))
-    if options.full_state_dict:
-        places = {key: names.place(key[0]) for key in values}
-        to_cpu, rank0_only = options.cpu_offload, options.is_rank0_only
-        values = gather_values(values, places, to_cpu=to_cpu, rank0_only=rank0_only, is_first=is_here)
-    elif options.cpu_offload:
-        values = {key: map_leaves(_to_cpu, value) for key, value in values.items()}
-    if options.is_rank0_only and not is_here:
-        return {}
-    if options.full_state_dict or options.cpu_offload:
-        copies = Copies(options.cpu_offload)
-        groups = [map_leaves(lambda _, value: copies.of(value), group) for group in groups]
-    state: dict[str, dict[str, Any]] = {}
-    for (fqn, name), value in values.items():
-        state.setdefault(fqn, {})[name] = value
-    result = {STATE: state, GROUPS: groups}
-    return flatten(result) if options.flatten_optimizer_state_dict else result
-
-
-def _to_cpu(_: Any, value: Any) -> Any:
-    return copy_to_cpu(value) if isinstance(value, torch.Tensor) and not is_pending(value) else value
+                    state = pending_state(param.tensor, template_of(param.tensor), by.optimizer)
+                values.update({(param.fqn, key): value for key, value in state.items()})
+        values.update({(by.shared_name, key): value for key, value in by.shared.items()})
+    return values, groups

@@ -150,11 +150,8 @@ def _some(keys: Sequence[str]) -> str:
 
 def _is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
     """Whether ``state`` is an optimizer dict. ``state.`` alone is not enough: it may be the name of a submodule."""
-    return {STATE, GROUPS} <= state.keys() or (is_flattened(state) and _has_groups(state))
-
-
-def _has_groups(state: Mapping[Any, Any]) -> bool:
-    return any(str(key).startswith(f"{GROUPS}.") for key in state)
+    has_groups = any(str(key).startswith(f"{GROUPS}.") for key in state)
+    return {STATE, GROUPS} <= state.keys() or (is_flattened(state) and has_groups)
 
 
 def _optimizer_dicts(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -321,17 +318,17 @@ def _follow_flattened(optimizer: dict[str, Any], saved: _Saved) -> None:
 
 
 def _put(container: Any, path: Sequence[Any], value: Any) -> None:
-    for here, below in pairwise(path):
-        if isinstance(container, list):
-            container.extend([None] * (here + 1 - len(container)))
-            if container[here] is None:
-                container[here] = [] if isinstance(below, int) else {}
-            container = container[here]
-        else:
-            container = container.setdefault(here, [] if isinstance(below, int) else {})
+    """Put a value into nested dicts and lists, which grow as needed: a path has keys of dicts and indices of lists."""
+    here, *rest = path
     if isinstance(container, list):
-        container.extend([None] * (path[-1] + 1 - len(container)))
-    container[path[-1]] = value
+        container.extend([None] * (here + 1 - len(container)))
+    if not rest:
+        container[here] = value
+        return
+    inside = container[here] if isinstance(container, list) else container.get(here)
+    if inside is None:
+        inside = container[here] = [] if isinstance(rest[0], int) else {}
+    _put(inside, rest, value)
 
 
 class SavePlanner(DefaultSavePlanner):

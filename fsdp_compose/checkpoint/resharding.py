@@ -4,8 +4,8 @@ the first rank."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .._torch import dtensor_spec, local_tensor, make_dtensor
 from ..comm import as_transferable
+from ..flat import FlatParamHandle
 from ..ragged import CompositeDTensor, RaggedDTensor, ReplicatedDTensor, distribute_ragged, with_local
 from .fqns import Place, map_leaves
 from .gathering import Key, full_tensor, is_sharded_like, key_text, layout_of
@@ -49,6 +50,33 @@ class Target:
         return torch.device("cpu") if accelerator is None else accelerator
 
 
+@dataclass(frozen=True)
+class Sender:
+    """The first rank of a process group, which sends its tensors to the others.
+
+    Attributes:
+        device: where messages of the group live.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def is_here(self) -> bool:
+        return self.group.rank() == 0
+
+
+def fetch(values: Mapping[Key, Any], targets: Mapping[Key, Target], sender: Sender | None) -> dict[Key, torch.Tensor]:
+    """Return the values that have a target, in its layout: converted, or sent by ``sender``. Changes nothing.
+
+    Ranks: all ranks of the model, with equal keys and targets.
+    """
+    with torch.no_grad():
+        if sender is not None:
+            return _from_first_rank(values, targets, sender)
+        return {key: in_layout(values[key], target) for key, target in targets.items()}
+
+
 def in_layout(value: torch.Tensor, target: Target) -> torch.Tensor:
     """Convert ``value`` to the layout of ``target``, sharing memory if nothing moves. The dtype stays.
 
@@ -82,22 +110,22 @@ def _in_placements(value: torch.Tensor, target: Target) -> torch.Tensor:
     return shard_whole(full_tensor(value), target)
 
 
-def fact_of(key: Key, value: Any, target: Target | None, sending: dist.ProcessGroup | None) -> str:
+def fact_of(key: Key, value: Any, target: Target | None, sender: Sender | None) -> str:
     """Return the fact that ranks must agree on before ``value`` is moved to its target.
 
     Args:
         target: ``None``: the value is not moved, and every rank has it.
-        sending: the process group whose first rank sends its tensors (``from_first_rank``); ``None``: ``in_layout``.
+        sender: sends the value; ``None``: every rank has it.
     """
     if target is None or not isinstance(value, (torch.Tensor, Described)):
         return key_text(key)
-    return f"{key_text(key)} of shape {tuple(value.shape)}, {value.dtype}, {_movement(value, target, sending)}"
+    return f"{key_text(key)} of shape {tuple(value.shape)}, {value.dtype}, {_movement(value, target, sender)}"
 
 
-def _movement(value: Any, target: Target, sending: dist.ProcessGroup | None) -> str:
+def _movement(value: Any, target: Target, sender: Sender | None) -> str:
     like = target.like
-    if sending is not None:
-        return "sent in parts" if is_scattered(target, sending) else "sent whole"
+    if sender is not None:
+        return "sent in parts" if _is_scattered(target, sender.group) else "sent whole"
     if not isinstance(value, DTensor):
         return "whole or sharded as it is here"
     if isinstance(like, DTensor) and _is_placed_like(value, like):
@@ -137,48 +165,33 @@ def shard_whole(whole: torch.Tensor, target: Target) -> torch.Tensor:
 # ---- Sending from the first rank
 
 
-@dataclass
-class _Parcel:
-    """Tensors that are scattered together, sharded like parameters of one flat parameter."""
-
-    dtype: torch.dtype
-    place: Place
-    keys: dict[Key, int] = field(default_factory=dict)
-
-
-def from_first_rank(
-    wanted: Mapping[Key, tuple[Any, Target]], group: dist.ProcessGroup, device: torch.device
+def _from_first_rank(
+    values: Mapping[Key, Any], targets: Mapping[Key, Target], sender: Sender
 ) -> dict[Key, torch.Tensor]:
-    """Distribute the first rank's whole tensors to all ranks of ``group``, in the layout of their targets.
+    """Distribute the first rank's whole tensors to all ranks, in the layout of their targets. The other ranks have a
+    ``Described`` for each.
 
     There is one scatter for each flat parameter and kind of state, in which every rank receives only its shard. Other
     tensors are broadcast, one at a time.
-
-    Ranks: all ranks of ``group``, with equal keys and targets.
-
-    Args:
-        wanted: the whole tensor (on the first rank; a ``Described`` elsewhere) and its target.
-        device: where messages of ``group`` live.
     """
-    parcels: dict[Any, _Parcel] = {}
+    parcels: dict[Any, dict[Key, Place]] = {}  # tensors that are sharded like parameters of one flat parameter
     result: dict[Key, torch.Tensor] = {}
-    for key, (given, target) in wanted.items():
-        place = target.place
+    for key, target in targets.items():
+        given, place = values[key], target.place
         if not len(given.shape):  # every rank has it already
             result[key] = in_layout(given, target)
-        elif place is not None and is_scattered(target, group):
-            parcel = parcels.setdefault((place[0], key[1:], given.dtype), _Parcel(given.dtype, place))
-            parcel.keys[key] = place[1]
+        elif place is not None and _is_scattered(target, sender.group):
+            parcels.setdefault((place[0], key[1:], given.dtype), {})[key] = place
         else:
-            whole = _broadcast(given, group, device)
-            result[key] = in_layout(whole, target)
-    for parcel in parcels.values():
-        result.update(_scatter(parcel, wanted, group))
+            result[key] = in_layout(_broadcast(given, sender), target)
+    for (handle, _, dtype), places in parcels.items():
+        indices = {key: index for key, (_, index) in places.items()}
+        result.update(_scatter(handle, dtype, indices, values, is_here=sender.is_here))
     return result
 
 
-def is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
-    """Whether ``from_first_rank`` sends each rank only its part."""
+def _is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
+    """Whether ``_from_first_rank`` sends each rank only its part."""
     place = target.place
     if place is None or not is_sharded_like(target.like, place):
         return False
@@ -188,39 +201,34 @@ def is_scattered(target: Target, group: dist.ProcessGroup) -> bool:
     return mesh.peers is group and mesh.first_rank == dist.get_process_group_ranks(group)[0]
 
 
-def _broadcast(given: Any, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    is_here = isinstance(given, torch.Tensor)
-    whole = given.detach().to(device).contiguous() if is_here else given
-    if not is_here:
-        whole = torch.empty(given.shape, dtype=given.dtype, device=device)
+def _broadcast(given: Any, sender: Sender) -> torch.Tensor:
+    if isinstance(given, torch.Tensor):
+        whole = given.detach().to(sender.device).contiguous()
+    else:
+        whole = torch.empty(given.shape, dtype=given.dtype, device=sender.device)
     if whole.numel():
-        dist.broadcast(as_transferable(whole.view(-1)), group=group, group_src=0)
+        dist.broadcast(as_transferable(whole.view(-1)), group=sender.group, group_src=0)
     return whole
 
 
 def _scatter(
-    parcel: _Parcel, wanted: Mapping[Key, tuple[Any, Target]], group: dist.ProcessGroup
+    handle: FlatParamHandle, dtype: torch.dtype, indices: Mapping[Key, int], values: Mapping[Key, Any], is_here: bool
 ) -> dict[Key, torch.Tensor]:
-    handle, mesh = parcel.place[0], parcel.place[0].mesh
-    device = mesh.device
-    shard = torch.zeros(handle.layout.shard_numel, dtype=parcel.dtype, device=device)
+    mesh = handle.mesh
+    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=mesh.device)
     parts = None
-    if group.rank() == 0:
-        flat = torch.zeros(handle.layout.flat_numel, dtype=parcel.dtype, device=device)
+    if is_here:
+        flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=mesh.device)
         views = handle.full_views_of(flat)
-        for key, index in parcel.keys.items():
-            views[index].copy_(wanted[key][0])
+        for key, index in indices.items():
+            views[index].copy_(values[key])
         parts = [as_transferable(part) for part in flat.chunk(mesh.shard_world_size)] if flat.numel() else []
     if shard.numel() and mesh.is_first_replica:
         dist.scatter(as_transferable(shard), parts, group=mesh.shard_group, group_src=0)
     if shard.numel() and mesh.replicate_group is not None:
         dist.broadcast(as_transferable(shard), group=mesh.replicate_group, group_src=0)
-    received: dict[Key, torch.Tensor] = {}
-    for key, index in parcel.keys.items():
-        start, stop, shape = handle.local_shards[index]
-        like: Any = handle.sharded_params[index]
-        received[key] = RaggedDTensor(shard[start:stop].view(shape), like._spec.with_dtype(parcel.dtype))
-    return received
+    locals_, sharded = handle.views_of(shard), cast(Any, handle.sharded_params)
+    return {key: RaggedDTensor(locals_[i], sharded[i]._spec.with_dtype(dtype)) for key, i in indices.items()}
 
 
 def describe(value: Any) -> Any:
@@ -246,8 +254,8 @@ def on_cpu(value: Any) -> Any:
     return map_leaves(move, value)
 
 
-def share(value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
+def share(value: Any, sender: Sender) -> Any:
     """Broadcast a picklable value from the first rank."""
     box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=0, device=device)
+    dist.broadcast_object_list(box, group=sender.group, group_src=0, device=sender.device)
     return box[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,55 +18,65 @@ import torch.nn as nn
 from torch.optim.optimizer import Optimizer
 
 from .._torch import group_device_types, versions_of, with_versions
-from ..errors import MisuseError, MisuseRuntimeError, RanksDifferError, class_of, name_of
+from ..errors import MisuseError, MisuseRuntimeError
 from .agreement import (
-    agree,
-    attempt,
-    differing_values,
+    ask_all,
+    attempt_together,
     group_of,
     group_of_values,
     has_peers,
-    is_true_on_any,
-    lost_ranks,
-    problem_text,
+    is_first,
+    refuse_lost_ranks,
     tell_and_compare,
 )
-from .fqns import ModelNames, patch_method
-from .gathering import digests_of, facts_of, key_text
+from .fqns import ModelNames, map_leaves, patch_method
+from .gathering import Copies, Key, copy_to_cpu, digests_of, facts_of, gather_values, key_text
 from .model_state import (
-    ModelEntries,
     ModelPlan,
     StateDictOptions,
     as_options,
     choose_entries,
     commit_model,
     fetch_model,
-    get_model_state,
     is_extra_state,
     plan_model,
 )
-from .optimizer_init import pending_keys, without_pending
+from .optimizer_init import is_pending, pending_keys, without_pending
 from .optimizer_load import OptimizerPlan, commit_optimizers, fetch_optimizers, plan_optimizers
 from .optimizer_state import (
     GROUPS,
     STATE,
-    OptimizerEntries,
     Optimizers,
     TrainedBy,
     choose_optimizer_entries,
-    get_optimizer_state,
+    flatten,
     is_flattened,
     is_numbered,
     listed,
     name,
-    problem_of,
     require_form,
     trained_by,
     unflatten,
 )
-from .resharding import describe, on_cpu, share
+from .resharding import Sender, describe, on_cpu, share
 
 # ---- The getters: choose entries locally; agree with the other ranks; then gather, copy, or return live values.
+
+
+@dataclass
+class _Entries:
+    """The entries of state dicts, with live values.
+
+    Attributes:
+        model: in a full dict, all names of a parameter share one value.
+        keys: the keys of the model's dict, each with its key in ``model``.
+        optimizers, groups: the state and the parameter groups of the optimizers.
+    """
+
+    model: dict[Key, Any] = field(default_factory=dict)
+    keys: dict[str, Key] = field(default_factory=dict)
+    optimizers: dict[Key, Any] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
 
 
 def get(
@@ -79,21 +89,21 @@ def get(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the state dicts of a model (empty unless ``with_model``) and of optimizers (empty if there are none)."""
     names = ModelNames(model)
+    group = group_of(names) if options.full_state_dict else None
+
+    def facts(entries: _Entries) -> list[str]:
+        return [repr(options), *names.parameters, *facts_of(entries.model), *facts_of(entries.optimizers)]
+
     with torch.no_grad():
-        chosen, problem = attempt(_choose, names, optimizers, options, submodules, with_model)
-        if options.full_state_dict or chosen is None:
-            group = group_of(names) if options.full_state_dict else None
-            facts, digests = [repr(options), *names.parameters], {}
-            if chosen is not None:
-                facts += facts_of(chosen[0].values) + facts_of(chosen[1].values)
-                problem = lost_ranks({key_text(key): value for part in chosen for key, value in part.values.items()})
-                digests = _digests(chosen[1]) if has_peers(group) else {}
-            agree(group, call, facts, problem)
-            if optimizers is not None:
-                _refuse_differing(group, call, digests)
-        assert chosen is not None
-        model_state = get_model_state(names, chosen[0], options) if with_model else {}
-        return model_state, get_optimizer_state(names, chosen[1], options) if optimizers is not None else {}
+        entries = attempt_together(
+            group, call, _choose, names, optimizers, options, submodules, with_model, facts=facts
+        )
+        if options.full_state_dict and optimizers is not None:
+            digests = _digests(entries) if has_peers(group) else {}
+            tell_and_compare(group, call, "state of optimizers", "", [], digests)
+        values = _in_form(names, entries.model, options)
+        model_state = {key: values[at] for key, at in entries.keys.items() if at in values}
+        return model_state, _optimizer_state(names, entries, options) if optimizers is not None else {}
 
 
 def _choose(
@@ -102,34 +112,61 @@ def _choose(
     options: StateDictOptions,
     submodules: set[nn.Module] | None,
     with_model: bool,
-) -> tuple[ModelEntries, OptimizerEntries]:
+) -> _Entries:
     """Choose the entries of the state dicts. Local.
 
     Raises:
         RuntimeError: the state dicts cannot be made.
     """
     trained = trained_by(optimizers, names, options.keep_foreign_params)
-    problem = problem_of(trained, names)
-    if problem:
-        raise MisuseRuntimeError(problem)
     for by in trained:
-        by.keep_only(names.prefixes_of(submodules) if submodules else [""])
-    entries = choose_entries(names, options, submodules) if with_model else ModelEntries()
-    return entries, choose_optimizer_entries(trained, options)
+        by.keep_only(names.prefixes_of(submodules))
+    entries = _Entries()
+    if with_model:
+        entries.model, entries.keys = choose_entries(names, options, submodules)
+    entries.optimizers, entries.groups = choose_optimizer_entries(trained, options)
+    if options.full_state_dict:
+        values = [*entries.model.items(), *entries.optimizers.items()]
+        refuse_lost_ranks({key_text(key): value for key, value in values})
+    return entries
 
 
-def _digests(entries: OptimizerEntries) -> dict[str, str]:
+def _digests(entries: _Entries) -> dict[str, str]:
     found = digests_of(entries.groups, (GROUPS,))
-    for key, value in entries.values.items():
+    for key, value in entries.optimizers.items():
         found |= digests_of(value, (STATE, *key))
     return found
 
 
-def _refuse_differing(group: dist.ProcessGroup | None, call: str, digests: Mapping[str, str]) -> None:
-    _, is_alike = tell_and_compare(group, call, "state of optimizers", "", [*map(" ".join, digests.items())])
-    problem = "" if is_alike else differing_values(group, call, digests)
-    if problem:
-        raise RanksDifferError(f"{call}: {problem}")
+def _in_form(names: ModelNames, values: dict[Key, Any], options: StateDictOptions) -> dict[Key, Any]:
+    """Gather or copy values as the options ask. Ranks: with ``full_state_dict`` all ranks of the model, after they
+    agreed."""
+    if options.full_state_dict:
+        is_here = is_first(group_of(names))
+        return gather_values(
+            names, values, to_cpu=options.cpu_offload, rank0_only=options.is_rank0_only, is_first=is_here
+        )
+    if not options.cpu_offload:
+        return values
+
+    def to_cpu(_: Any, value: Any) -> Any:
+        return copy_to_cpu(value) if isinstance(value, torch.Tensor) and not is_pending(value) else value
+
+    return {key: map_leaves(to_cpu, value) for key, value in values.items()}
+
+
+def _optimizer_state(names: ModelNames, entries: _Entries, options: StateDictOptions) -> dict[str, Any]:
+    values, groups = _in_form(names, entries.optimizers, options), entries.groups
+    if options.is_rank0_only and not is_first(group_of(names)):
+        return {}
+    if options.full_state_dict or options.cpu_offload:
+        copies = Copies(options.cpu_offload)
+        groups = [map_leaves(lambda _, value: copies.of(value), group) for group in groups]
+    state: dict[str, dict[str, Any]] = {}
+    for (fqn, key), value in values.items():
+        state.setdefault(fqn, {})[key] = value
+    result = {STATE: state, GROUPS: groups}
+    return flatten(result) if options.flatten_optimizer_state_dict else result
 
 
 # ---- The setters: agree, plan, compare plans, move values, and only then change anything.
@@ -143,6 +180,25 @@ class _Given:
     optimizers: Mapping[str, Any] | None = None
 
 
+@dataclass
+class _Ready:
+    """A rank's input before the ranks agree: the state, the optimizers to load, and the first rank's description."""
+
+    trained: list[TrainedBy]
+    given: _Given
+    told: bytes
+
+
+@dataclass
+class _Plans:
+    given: _Given
+    model: ModelPlan
+    optimizers: OptimizerPlan
+
+    def facts(self) -> list[str]:
+        return [*self.model.facts, *self.optimizers.facts]
+
+
 def load_into(
     call: str,
     model: nn.Module,
@@ -153,66 +209,50 @@ def load_into(
 ) -> Any:
     """Load a model and optimizers (each unless its state is ``None``), completely on every rank or not at all."""
     with torch.inference_mode(False):  # loaded tensors must be writable later
-        several = None if optimizers is None else listed(optimizers)
-        return _load_into(call, model, several, model_state, optimizer_state, options)
+        optimizers = None if optimizers is None else listed(optimizers)
+        names = ModelNames(model)
+        group = group_of(names) or group_of_values([model_state, optimizer_state])
+        if group is None and options.broadcast_from_rank0 and dist.is_initialized():
+            group = dist.group.WORLD
+        sender = None
+        if options.broadcast_from_rank0 and has_peers(group):
+            sender = Sender(group, _message_device(names, group))
 
+        def facts(ready: _Ready) -> list[str]:
+            state = ready.given.optimizers[STATE] if ready.given.optimizers is not None else {}
+            pending = [f"{key_text(key)}, which has no state yet" for key in pending_keys(state)]
+            return [repr(options), f"{len(ready.trained)} optimizers", *pending]
 
-def _load_into(
-    call: str,
-    model: nn.Module,
-    optimizers: list[Optimizer] | None,
-    model_state: Mapping[str, Any] | None,
-    optimizer_state: Mapping[str, Any] | None,
-    options: StateDictOptions,
-) -> Any:
-    names = ModelNames(model)
-    group = group_of(names) or group_of_values([model_state, optimizer_state])
-    if group is None and options.broadcast_from_rank0 and dist.is_initialized():
-        group = dist.group.WORLD
-    sending = group if options.broadcast_from_rank0 and has_peers(group) else None
+        given = _Given(model_state, optimizer_state)
+        ready = attempt_together(group, call, _prepare, names, optimizers, given, options, sender, facts=facts)
+        told, given = share(ready.told, sender) if sender is not None else b"", ready.given
+        if sender is None and given.optimizers is not None:
+            given.optimizers = {**given.optimizers, STATE: without_pending(given.optimizers[STATE], group)}
 
-    ready, problem = attempt(_prepare, names, optimizers, _Given(model_state, optimizer_state), options, sending)
-    agree(group, call, [repr(options), *(ready.facts if ready else [])], problem)
-    assert ready is not None
-    sender = (sending, _message_device(names, sending)) if sending is not None else None
-    told = share(ready.told, *sender) if sender is not None else b""
-    given = ready.given
-    if sender is None and given.optimizers is not None:
-        given.optimizers = {**given.optimizers, STATE: without_pending(given.optimizers[STATE], group)}
+        plans = attempt_together(group, call, _plan, names, ready, told, options, sender, facts=_Plans.facts)
+        values = fetch_model(plans.model, sender)
 
-    plans, problem = attempt(_plan, names, ready, told, options, sending)
-    agree(group, call, plans.facts if plans else [], problem)
-    assert plans is not None
-    values, result = fetch_model(plans.model, sender), None
-    is_on_meta = any(by.on_meta(flat=False) for by in ready.trained)
-    is_first_loaded = optimizers is not None and is_true_on_any(group, call, "on the meta device", is_on_meta)
-    if is_first_loaded:  # parameters on meta have no memory yet, so their optimizer state could not have any
-        result = _load_model(group, call, plans, values)
-        plans, problem = attempt(_plan_again, ModelNames(model), optimizers, plans, options)
-        agree(group, call, plans.facts if plans else [], _after("the optimizers were not loaded", problem))
-        assert plans is not None
-    packed = fetch_optimizers(plans.optimizers, sender)
-    if not is_first_loaded:
-        result = _load_model(group, call, plans, values)
-    if optimizers is not None:
-        _, problem = attempt(commit_optimizers, plans.optimizers, packed)
-        agree(group, call, [], _after("some optimizer state may already be replaced, on any rank", problem))
-    return result
+        def load_model() -> Any:  # if it fails on a rank, all ranks raise before optimizers are changed
+            if plans.given.model is None:
+                return None
+            others = "; the optimizers are unchanged" if plans.given.optimizers is not None else ""
+            consequence = f"some of the model's values may be replaced, on any rank{others}"
+            return attempt_together(group, call, commit_model, plans.model, values, consequence=consequence)
 
-
-@dataclass
-class _Ready:
-    """A rank's input before the ranks agree: the state, the optimizers to load, and the first rank's description."""
-
-    trained: list[TrainedBy]
-    given: _Given
-    told: bytes
-
-    @property
-    def facts(self) -> list[str]:
-        state = self.given.optimizers[STATE] if self.given.optimizers is not None else {}
-        pending = [f"{key_text(key)}, which has no state yet" for key in pending_keys(state)]
-        return [f"{len(self.trained)} optimizers", *pending]
+        is_on_meta = any(by.on_meta(flat=False) for by in ready.trained)
+        if optimizers is not None and ask_all(group, f"{call}: on the meta device", is_on_meta, any):
+            # Parameters on meta have no memory yet, so their optimizer state could not have any.
+            result = load_model()
+            arguments, consequence = (model, optimizers, plans, options, sender), "the optimizers were not loaded"
+            plans = attempt_together(group, call, _plan_again, *arguments, facts=_Plans.facts, consequence=consequence)
+            packed = fetch_optimizers(plans.optimizers, sender)
+        else:
+            packed = fetch_optimizers(plans.optimizers, sender)
+            result = load_model()
+        if optimizers is not None:
+            consequence = "some optimizer state may already be replaced, on any rank"
+            attempt_together(group, call, commit_optimizers, plans.optimizers, packed, consequence=consequence)
+        return result
 
 
 def _prepare(
@@ -220,22 +260,19 @@ def _prepare(
     optimizers: Optimizers | None,
     given: _Given,
     options: StateDictOptions,
-    sending: dist.ProcessGroup | None,
+    sender: Sender | None,
 ) -> _Ready:
     """Check and normalize the input. Local. Raises RuntimeError, or an error of the user's objects, if something cannot
     be loaded."""
     trained = trained_by(optimizers, names, options.keep_foreign_params)
-    problem = problem_of(trained, names)
-    if problem:
-        raise MisuseRuntimeError(problem)
-    if sending is not None and sending.rank() != 0:
+    if sender is not None and not sender.is_here:
         return _Ready(trained, _Given(), b"")
     for state, is_wanted in ((given.model, optimizers is None), (given.optimizers, optimizers is not None)):
         if not isinstance(state, Mapping) and (is_wanted or state is not None):
             raise MisuseRuntimeError(f"expected a dict, found a {type(state).__name__}")
     if given.optimizers is not None:
         given = _Given(given.model, _read(given.optimizers, names, trained, options))
-    return _Ready(trained, given, b"" if sending is None else _tell(given))
+    return _Ready(trained, given, b"" if sender is None else _tell(given))
 
 
 def _read(
@@ -289,38 +326,28 @@ def _message_device(names: ModelNames, group: dist.ProcessGroup) -> torch.device
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-@dataclass
-class _Plans:
-    given: _Given
-    model: ModelPlan
-    optimizers: OptimizerPlan
-
-    @property
-    def facts(self) -> list[str]:
-        return [*self.model.facts, *self.optimizers.facts]
-
-
-def _plan(
-    names: ModelNames, ready: _Ready, told: bytes, options: StateDictOptions, sending: dist.ProcessGroup | None
-) -> _Plans:
+def _plan(names: ModelNames, ready: _Ready, told: bytes, options: StateDictOptions, sender: Sender | None) -> _Plans:
     """Plan the loading. Local. Raises RuntimeError if something does not fit."""
-    given: _Given = ready.given if sending is None or sending.rank() == 0 else pickle.loads(told)
+    given: _Given = ready.given if sender is None or sender.is_here else pickle.loads(told)
     plans = _Plans(given, ModelPlan(names), OptimizerPlan(ready.trained))
     if given.model is not None:
-        plans.model = plan_model(names, given.model, options, sending)
+        plans.model = plan_model(names, given.model, options, sender)
     if given.optimizers is not None:
-        plans.optimizers = plan_optimizers(names, ready.trained, given.optimizers, options, sending)
+        plans.optimizers = plan_optimizers(names, ready.trained, given.optimizers, options, sender)
     problem = _meta_problem(ready.trained, plans.model) or plans.model.problem or plans.optimizers.problem
     if problem:
         raise MisuseRuntimeError(problem)
     return plans
 
 
-def _plan_again(names: ModelNames, optimizers: Optimizers | None, plans: _Plans, options: StateDictOptions) -> _Plans:
+def _plan_again(
+    model: nn.Module, optimizers: Optimizers, plans: _Plans, options: StateDictOptions, sender: Sender | None
+) -> _Plans:
     """Plan the optimizers again after the model was loaded and got memory."""
     assert plans.given.optimizers is not None
+    names = ModelNames(model)
     trained = trained_by(optimizers, names, options.keep_foreign_params)
-    again = plan_optimizers(names, trained, plans.given.optimizers, options, plans.optimizers.sending)
+    again = plan_optimizers(names, trained, plans.given.optimizers, options, sender)
     if again.problem:
         raise MisuseRuntimeError(again.problem)
     return _Plans(plans.given, plans.model, again)
@@ -342,26 +369,6 @@ def _meta_problem(trained: list[TrainedBy], plan: ModelPlan) -> str:
                 "load the model first, or both with set_state_dict()"
             )
     return ""
-
-
-def _load_model(group: dist.ProcessGroup | None, call: str, plans: _Plans, values: Mapping[str, Any]) -> Any:
-    """Change the model. If that fails on a rank, all ranks raise before optimizers are changed."""
-    if plans.given.model is None:
-        return None
-    result, problem = attempt(commit_model, plans.model, values)
-    optimizers = "; the optimizers are unchanged" if plans.given.optimizers is not None else ""
-    agree(group, call, [], _after(f"some of the model's values may be replaced, on any rank{optimizers}", problem))
-    return result
-
-
-def _after(consequence: str, problem: str | Exception) -> str | Exception:
-    """Add ``consequence`` to a problem that came up after something was changed."""
-    if not problem:
-        return ""
-    kind = class_of(name_of(problem)) if isinstance(problem, Exception) else RuntimeError
-    failure = kind(f"{problem_text(problem)}\n(raised during loading: {consequence})")
-    failure.__cause__ = problem if isinstance(problem, Exception) else None
-    return failure
 
 
 # ---- Public functions: getting state dicts
@@ -512,12 +519,8 @@ def patch_model_state_dict(model: nn.Module, *, options: StateDictOptions | None
         model, options: arguments of these functions.
     """
     # Partials: deepcopy() replaces the model in them by its copy.
-    patch_method(model, "state_dict", partial(_get_model, model, options))
+    patch_method(model, "state_dict", partial(get_model_state_dict, model, options=options))
     patch_method(model, "load_state_dict", partial(_set_model, model, options))
-
-
-def _get_model(model: nn.Module, options: StateDictOptions | None) -> dict[str, Any]:
-    return get_model_state_dict(model, options=options)
 
 
 def _set_model(model: nn.Module, options: StateDictOptions | None, state_dict: dict[str, Any]) -> Any:
@@ -535,14 +538,8 @@ def patch_optimizer_state_dict(
     """
     several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for optimizer in several:
-        patch_method(optimizer, "state_dict", partial(_get_optimizers, model, several, options))
+        patch_method(optimizer, "state_dict", partial(get_optimizer_state_dict, model, several, options=options))
         patch_method(optimizer, "load_state_dict", partial(_set_optimizers, model, several, options))
-
-
-def _get_optimizers(
-    model: nn.Module, optimizers: Sequence[Optimizer], options: StateDictOptions | None
-) -> dict[str, Any]:
-    return get_optimizer_state_dict(model, optimizers, options=options)
 
 
 def _set_optimizers(

@@ -10,8 +10,8 @@ import io
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._import_checks import is_untested
 from ..comm import noticing_loss
-from ..errors import FSDPComposeError, MisuseRuntimeError, RankLostError, RanksDifferError, class_of, name_of
+from ..errors import FSDPComposeError, MisuseRuntimeError, RankLostError, class_of, name_of
 from .agreement import (
-    agree,
-    attempt,
-    differing_values,
+    attempt_together,
     has_peers,
-    lost_ranks,
-    or_problem,
+    is_first,
     problem_text,
+    refuse_lost_ranks,
     tell_and_compare,
 )
 from .folders import (
@@ -49,7 +47,6 @@ from .folders import (
     abandon_folder,
     as_text,
     begin_folder,
-    damage_of_part,
     entries,
     finish_folder,
     local_folder,
@@ -57,6 +54,7 @@ from .folders import (
     new_token,
     partial_of,
     read_lists,
+    refuse_damage,
     understood,
 )
 from .gathering import empty_on
@@ -184,117 +182,103 @@ def save(state_dict: Mapping[str, Any], folder: str | Path, *, process_group: di
         RuntimeError: on every rank: the folder exists, a value cannot be saved, a plain tensor in an optimizer's state
             differs from rank to rank, or a rank did not arrive or could not write.
     """
-    group, folder = _group(process_group), local_folder(folder)
-    state, problem = attempt(_plain, state_dict)
-    numbers = [] if state is None else [*paths_of_numbers(state)]
-    if state is not None:
-        state, problem = attempt(with_string_keys, state)
-    keys, failure = attempt(keys_of, state or {})
-    digests, unread = attempt(optimizer_digests, state if has_peers(group) else {})
-    problem, token = problem or failure or unread or lost_ranks(state or {}), new_token()
-    if _is_first(group) and not problem:
-        problem = or_problem(begin_folder, folder, token)
-    agree(group, "save()", [str(folder), *(state or {})], problem)
-    assert state is not None and keys is not None and digests is not None
-    facts = [*keys, *map(" ".join, digests.items())]
-    token, is_alike = tell_and_compare(group, "save()", "the owner of the folder", token, facts)
-    share = (group.rank(), group.size()) if is_alike and group is not None else None
-    writer = _Writer(partial_of(folder) / token, sync_files=True)
+    group, folder, token = process_group or dist.group.WORLD, local_folder(folder), new_token()
+
+    def begin() -> tuple[dict[str, Any], list[Any], list[str], dict[str, str]]:
+        plain = _plain(state_dict)
+        state = with_string_keys(plain)
+        keys, digests = keys_of(state), optimizer_digests(state) if has_peers(group) else {}
+        refuse_lost_ranks(state)
+        if is_first(group):
+            begin_folder(folder, token)
+        return state, [*paths_of_numbers(plain)], keys, digests
+
+    state, numbers, keys, digests = attempt_together(group, "save()", begin, facts=lambda made: [str(folder), *made[0]])
     try:
-        different = "" if is_alike else differing_values(group, "save()", digests)
-        if different:
-            raise _Failed(f"save(): {different}", RanksDifferError)
-        try:
-            with nullcontext() if group is None else noticing_loss(group, "a collective of save()"):
-                _write(writer, state, process_group, share)
-                _complete(writer, folder, token, numbers, group)
-        except RuntimeError as error:
-            if isinstance(error, _Failed) or not has_peers(group):
-                raise
-            raise _Failed(f"save(): {_apart(error)}. The checkpoint was not completed", _kind_apart(error)) from error
-    except _Failed as error:
-        if _is_first(group):
+        token, is_alike = tell_and_compare(group, "save()", "the owner of the folder", token, keys, digests)
+        writer = _Writer(partial_of(folder) / token, sync_files=True)
+        with _explaining_failures(group, "save()", _not_completed), _noticing_loss(group, "save()"):
+            dcp.save(
+                state,
+                storage_writer=writer,
+                planner=SavePlanner(share=(group.rank(), group.size()) if is_alike and group is not None else None),
+                process_group=process_group,
+                no_dist=group is None,
+            )
+        _complete(writer, folder, token, numbers, group)
+    except RuntimeError:
+        if is_first(group):
             abandon_folder(folder, token)
-        raise error.kind(str(error)) from error.__cause__
+        raise
 
 
-def _apart(error: RuntimeError) -> str:
-    """Explain a failed collective, whose own error names no rank."""
-    return f"the ranks lost contact: another rank died, hangs, or raised an error ({str(error).rstrip('.')})"
+def _not_completed(_: BaseException) -> str:
+    return "The checkpoint was not completed"
 
 
-def _kind_apart(error: RuntimeError) -> type[RuntimeError]:
-    return type(error) if isinstance(error, FSDPComposeError) else RankLostError
-
-
-class _Failed(RuntimeError):
-    """A save that failed on every rank. ``kind``: the class of the error to raise."""
-
-    def __init__(self, text: str, kind: type[RuntimeError]) -> None:
-        super().__init__(text)
-        self.kind = kind
-
-
-def _write(
-    writer: _Writer,
-    state: dict[str, Any],
-    process_group: dist.ProcessGroup | None,
-    share: tuple[int, int] | None,
-) -> None:
+@contextmanager
+def _explaining_failures(
+    group: dist.ProcessGroup | None, call: str, consequence: Callable[[BaseException], str]
+) -> Iterator[None]:
+    """Inside this context, errors of ``torch.distributed.checkpoint`` and of its collectives, whose own errors name no
+    rank, become errors that name the call, and what they leave behind."""
     try:
-        dcp.save(
-            state,
-            storage_writer=writer,
-            planner=SavePlanner(share=share),
-            process_group=process_group,
-            no_dist=_group(process_group) is None,
-        )
+        yield
     except CheckpointException as error:
-        cause, text = _first_failure(error)
-        raise _Failed(f"save(): {text}. The checkpoint was not completed", class_of(name_of(cause))) from error
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        text = str(cause) if isinstance(cause, (Told, FSDPComposeError)) else f"{type(cause).__name__}: {cause}"
+        text = f"on rank {rank}: {text.rstrip('.')}. {consequence(error)}"
+        raise class_of(name_of(cause))(f"{call}: {text}") from error
+    except RuntimeError as error:
+        if not has_peers(group):
+            raise
+        kind = type(error) if isinstance(error, FSDPComposeError) else RankLostError
+        text = f"the ranks lost contact: another rank died, hangs, or raised an error ({str(error).rstrip('.')})"
+        raise kind(f"{call}: {text}. {consequence(error)}") from error
+
+
+def _noticing_loss(group: dist.ProcessGroup | None, call: str) -> AbstractContextManager[None]:
+    return nullcontext() if group is None else noticing_loss(group, f"a collective of {call}")
 
 
 def _complete(
     writer: _Writer, folder: Path, token: str, numbers: Sequence[Any], group: dist.ProcessGroup | None
 ) -> None:
     """Verify the files that all ranks wrote, and rename the folder into place."""
-    rank = 0 if group is None else group.rank()
-    mine, problem = attempt(entries, [writer.folder / name for name in writer.written])
-    _agree_to_save(group, folder, problem)
+    mine = attempt_together(group, "save()", entries, [writer.folder / name for name in writer.written])
     parts: list[Any] = [(mine, numbers)]
     if has_peers(group):
-        assert group is not None
         parts = [None] * group.size()
-        dist.gather_object((mine, numbers), None if rank else parts, group=group, group_dst=0)
-    if rank == 0:
-        files = {name: entry for part, _ in parts for name, entry in part.items()}
-        everywhere = list(dict.fromkeys(path for _, paths in parts for path in paths))
-        problem = or_problem(_finish, writer, folder, token, files, everywhere)
-    _agree_to_save(group, folder, problem)
+        with _explaining_failures(group, "save()", _not_completed), _noticing_loss(group, "save()"):
+            dist.gather_object((mine, numbers), parts if is_first(group) else None, group=group, group_dst=0)
+
+    def finish() -> None:
+        if is_first(group):
+            files = {name: entry for part, _ in parts for name, entry in part.items()}
+            everywhere = list(dict.fromkeys(path for _, paths in parts for path in paths))
+            _finish(writer, folder, token, files, everywhere)
+
+    attempt_together(group, "save()", finish)
 
 
-def _agree_to_save(group: dist.ProcessGroup | None, folder: Path, problem: str | Exception) -> None:
-    try:
-        agree(group, "save()", [str(folder)], problem)
-    except RuntimeError as error:
-        raise _Failed(str(error), type(error)) from error.__cause__
-
-
-def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[int]], numbers: Sequence[Any]) -> str:
+def _finish(writer: _Writer, folder: Path, token: str, files: Mapping[str, list[int]], numbers: Sequence[Any]) -> None:
     for name in {*files, *writer.names}:
         path = writer.folder / name
         if name not in files or not path.is_file() or path.stat().st_size != files[name][0]:
-            return (
+            raise MisuseRuntimeError(
                 f"{path} is not what its rank wrote: all ranks must share one file system, and no other job may write "
                 "there. The checkpoint was not completed"
             )
     manifest = {"files": dict(files) | entries([writer.folder / METADATA]), NUMBERS: numbers}
     if is_untested(str(torch.__version__)):  # its metadata might be in a format that load() would refuse
         written = {METADATA: (writer.folder / METADATA).read_bytes(), MANIFEST: as_text(manifest).encode()}
-        contents, problem = understood(writer.folder, written, allow_pickle=False)
-        if contents is None:
-            return f"load() could not read the checkpoint that torch {torch.__version__} just wrote: {problem}"
-    return finish_folder(folder, token, manifest)
+        try:
+            understood(writer.folder, written, allow_pickle=False)
+        except RuntimeError as error:
+            raise MisuseRuntimeError(
+                f"load() could not read the checkpoint that torch {torch.__version__} just wrote: {error}"
+            ) from error
+    finish_folder(folder, token, manifest)
 
 
 def load(
@@ -330,18 +314,33 @@ def load(
         RuntimeError: on every rank: the checkpoint is incomplete or damaged (the error names the file); it lacks a key
             of ``state_dict``; or a rank did not arrive. Nothing was changed, unless the error says so.
     """
-    group, folder = _group(process_group), local_folder(folder)
-    rank = 0 if group is None else group.rank()
-    plain, problem = attempt(_plain, state_dict)
-    state, failure = attempt(_places, plain)
-    found, damaged = attempt(read_lists, folder) if rank == 0 else (None, "")
-    lists, lack = found or ({}, "")
-    agree(group, "load()", [str(folder), *(state or {})], problem or failure or damaged or lack)
-    contents = _agree_on_contents(folder, _told_by_first_rank(lists, group), group, allow_pickle)
-    assert plain is not None and state is not None
+    group, folder = process_group or dist.group.WORLD, local_folder(folder)
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+
+    def begin() -> tuple[dict[str, Any], dict[str, Any], Lists]:
+        plain = _plain(state_dict)
+        # torch.distributed.checkpoint changes this one: the user's containers stay untouched until everything is read.
+        state = with_string_keys(plain)
+        with torch.inference_mode(False):
+            _give_memory(state)
+        return plain, state, read_lists(folder) if rank == 0 else {}
+
+    plain, state, lists = attempt_together(group, "load()", begin, facts=lambda made: [str(folder), *made[1]])
+    if has_peers(group):  # thousands of ranks that read one file at once would wait for each other
+        told = [lists]
+        with noticing_loss(group, "a collective of load()"):
+            dist.broadcast_object_list(told, group=group, group_src=0)
+        lists = told[0]
+
+    def verified() -> Contents:
+        contents = understood(folder, lists, allow_pickle)
+        refuse_damage(contents, rank, size)
+        return contents
+
+    contents = attempt_together(group, "load()", verified)
     if rank == 0 and not contents.is_verifiable:
         warnings.warn(f"{folder} has no {MANIFEST}: only the sizes of its files were verified, not their contents")
-    try:
+    with _explaining_failures(group, "load()", _loaded_so_far):
         dcp.load(
             state,
             storage_reader=Reader(contents, allow_pickle),
@@ -349,61 +348,17 @@ def load(
             process_group=process_group,
             no_dist=group is None,
         )
-    except CheckpointException as error:
-        is_torn = error.args[0] == "read" and not all(
-            isinstance(cause, Refused) for cause, _ in error.failures.values()
-        )
-        remedy = "The state dict may be partly loaded: load again" if is_torn else "Nothing was changed"
-        cause, text = _first_failure(error)
-        raise class_of(name_of(cause))(f"load(): {text}. {remedy}") from error
-    except RuntimeError as error:
-        if not has_peers(group):
-            raise
-        remedy = "The state dict may be partly loaded"
-        raise _kind_apart(error)(f"load(): {_apart(error)}. {remedy}") from error
     numbers = contents.numbers
     loaded = {key: give_back(value, state[str(key)], numbers, (str(key),)) for key, value in plain.items()}
-    _, problem = attempt(_give_back, state_dict, loaded)
-    agree(group, "load()", [str(folder)], problem)
+    attempt_together(group, "load()", _give_back, state_dict, loaded)
 
 
-def _told_by_first_rank(lists: Lists, group: dist.ProcessGroup | None) -> Lists:
-    """Broadcast the first rank's lists: thousands of ranks that read one file at once would wait for each other."""
-    told = [lists]
-    if has_peers(group):
-        assert group is not None
-        with noticing_loss(group, "a collective of load()"):
-            dist.broadcast_object_list(told, group=group, group_src=0)
-    return told[0]
-
-
-def _agree_on_contents(folder: Path, lists: Lists, group: dist.ProcessGroup | None, allow_pickle: bool) -> Contents:
-    """Verify this rank's part of the files, and agree with the other ranks."""
-    rank, size = (0, 1) if group is None else (group.rank(), group.size())
-    found, problem = attempt(understood, folder, lists, allow_pickle)
-    contents, lack = found or (None, "")
-    if contents is not None:
-        problem = or_problem(damage_of_part, folder, contents, rank, size)
-    agree(group, "load()", [str(folder)], problem or lack)
-    assert contents is not None
-    return contents
-
-
-def _places(plain: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a state dict that torch.distributed.checkpoint may change: the user's containers stay untouched until
-    everything is read."""
-    state: dict[str, Any] = with_string_keys(plain or {})
-    with torch.inference_mode(False):
-        _give_memory(state)
-    return state
-
-
-def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    return process_group or (dist.group.WORLD if dist.is_initialized() else None)
-
-
-def _is_first(group: dist.ProcessGroup | None) -> bool:
-    return group is None or group.rank() == 0
+def _loaded_so_far(error: BaseException) -> str:
+    if not isinstance(error, CheckpointException):
+        return "The state dict may be partly loaded"
+    is_refused = all(isinstance(cause, Refused) for cause, _ in error.failures.values())
+    is_torn = error.args[0] == "read" and not is_refused
+    return "The state dict may be partly loaded: load again" if is_torn else "Nothing was changed"
 
 
 def _plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -440,12 +395,6 @@ def _give_memory(state: dict[str, Any]) -> None:
             _give_memory(value)
         elif isinstance(value, torch.Tensor) and value.is_meta:
             state[key] = empty_on(value, Target(value).device)
-
-
-def _first_failure(error: CheckpointException) -> tuple[BaseException, str]:
-    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    text = str(cause) if isinstance(cause, (Told, FSDPComposeError)) else f"{type(cause).__name__}: {cause}"
-    return cause, f"on rank {rank}: {text.rstrip('.')}"
 
 
 class _Writer(FileSystemWriter):

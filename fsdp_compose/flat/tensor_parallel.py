@@ -173,12 +173,13 @@ class TensorParallel:
             for view, spec in zip(views, self.specs, strict=True)
         ]
 
-    def wholes(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Make whole tensors from views of a whole flat tensor. Ranks: all of the parameters' own meshes."""
+    def wholes(self, views: Sequence[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
+        """Make whole tensors from views of a whole flat tensor, those of adjacent parameters from number ``first`` on.
+        Ranks: all of the parameters' own meshes."""
         with torch.no_grad():
             return [
                 view if spec is None else placed(view, spec).full_tensor()  # type: ignore[attr-defined]
-                for view, spec in zip(views, self.specs, strict=True)
+                for view, spec in zip(views, self.specs[first:], strict=False)
             ]
 
     @property

@@ -248,6 +248,15 @@ class _FSDPState(ComposableState):
                     "parameters outside forward, or keep values that change in forward in a buffer"
                 )
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward or backward of the group, or of its root, is running or was interrupted."""
+        root = self.root
+        is_in_root = root is not None and (
+            root.forward.depth or root.backward is not None or root.failed_backward is not None
+        )
+        return bool(self.progress.running_forwards or self.backward.active_uses or is_in_root)
+
     def live_modules(self) -> list[nn.Module]:
         """The modules given to the call."""
         return [module for ref in self.modules if (module := ref()) is not None]

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 
@@ -24,15 +25,14 @@ from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatParamHandle, TensorParallel
 from .full_parameters import (
     BUCKET_BYTES,
-    Bucket,
     Range,
     Run,
     Source,
     Span,
     Steps,
     check_arguments,
-    gather_by,
-    gather_run,
+    gather_lone,
+    gather_span,
     handles_of,
     in_step,
     names_of,
@@ -65,6 +65,22 @@ class Elements:
 
     positions: torch.Tensor
     values: torch.Tensor
+
+    @staticmethod
+    def joined(parts: Sequence[Elements], starts: Sequence[int] | None = None) -> Elements:
+        """Return all elements of several tensors, in their order; ``starts``: where each begins in the result."""
+        positions = [part.positions for part in parts]
+        if starts is not None:
+            positions = [item + start for item, start in zip(positions, starts, strict=False)]
+        return Elements(torch.cat(positions), torch.cat([part.values for part in parts]))
+
+    def split(self, bounds: Sequence[int]) -> list[Elements]:
+        """Return the elements between each two of ``bounds``, with positions counted from the first of them."""
+        cuts = torch.searchsorted(self.positions, torch.tensor(bounds, device=self.positions.device)).tolist()
+        return [
+            Elements(self.positions[a:b] - start, self.values[a:b])
+            for start, a, b in zip(bounds, cuts, cuts[1:], strict=False)
+        ]
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,8 +206,7 @@ def gather_elements(
     transport.gather(memory if is_wanted else None, memory[start:stop], blocks, is_everywhere, label)
     if not is_wanted:
         return None
-    parts = [form.read(memory[slice(*block)], i) for i, block in enumerate(blocks)]
-    return Elements(torch.cat([part.positions for part in parts]), torch.cat([part.values for part in parts]))
+    return Elements.joined([form.read(memory[slice(*block)], i) for i, block in enumerate(blocks)])
 
 
 # ---- Changed elements of parameters that are split by tensor parallelism.
@@ -230,10 +245,7 @@ def _gather(
     specs = [spec for spec, _ in items if spec is not None]
     starts = [0, *accumulate(prod(spec.shape) for spec in specs)]
     placed = [_in_whole(spec, part) for spec, (_, part) in zip(specs, items, strict=True) if part is not None]
-    together: Elements | None = Elements(
-        torch.cat([part.positions + start for part, start in zip(placed, starts, strict=False)]),
-        torch.cat([part.values for part in placed]),
-    )
+    together: Elements | None = Elements.joined(placed, starts)
     for group in reversed(groups):
         if together is None:
             break
@@ -244,9 +256,7 @@ def _gather(
     if together is None:
         return [None] * len(items)
     positions, order = together.positions.sort()
-    values = together.values[order]
-    cuts = torch.searchsorted(positions, torch.tensor(starts, device=positions.device)).tolist()
-    return [Elements(positions[a:b] - start, values[a:b]) for start, a, b in zip(starts, cuts, cuts[1:], strict=False)]
+    return [*Elements(positions, together.values[order]).split(starts)]
 
 
 def _in_whole(spec: DTensorSpec, part: Elements) -> Elements:
@@ -409,10 +419,7 @@ def changed_since(
     names = names_of(model)
     sources = sources_of(names, snapshot.dtype, include_buffers=False)
     is_here = is_first(group_of(names))
-
-    def gather(bucket: Bucket) -> list[tuple[str, ChangedElements]]:
-        return [item for run in bucket for item in _changes_of(run, snapshot, rank0_only, is_here)]
-
+    gather = partial(_changes_of, snapshot=snapshot, rank0_only=rank0_only, is_here=is_here)
     options = f"bucket_bytes={bucket_bytes}, rank0_only={rank0_only}, a snapshot renewed {snapshot.num_renewals} times"
     problem = snapshot.why_unfit(sources)
     with in_step("changed_since()", names, sources, bucket_bytes, options, gather, problem) as steps:
@@ -466,7 +473,7 @@ def _changes_of(
     """Gather the changes of a run's parameters, on the ranks that want them. Ranks: all of the model."""
     with torch.no_grad():
         if run[0].place is None:
-            found: Sequence[_Change | None] = [_changes_of_lone(run, snapshot, rank0_only, is_here)]
+            found: Sequence[_Change | None] = [_changes_of_lone(run, snapshot)]
         else:
             found = _changes_of_span(run, span_of(run), snapshot, rank0_only)
     if rank0_only and not is_here:
@@ -483,11 +490,10 @@ _Change = tuple["torch.Tensor | None", torch.Tensor]
 """Positions, and values."""
 
 
-def _changes_of_lone(run: Run, snapshot: ParameterSnapshot, rank0_only: bool, is_here: bool) -> _Change | None:
+def _changes_of_lone(run: Run, snapshot: ParameterSnapshot) -> _Change:
     (source,) = run
     if source.is_dtensor:
-        wholes = gather_run(run, rank0_only, is_here)
-        return (None, wholes[0].reshape(-1)) if wholes else None
+        return None, gather_lone(source).reshape(-1)
     new = source.local().to(source.dtype).reshape(-1)
     changed = changed_elements(snapshot.of_lone(source), new)
     return changed.positions, changed.values
@@ -497,7 +503,10 @@ def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_on
     handle, mesh = span.handle, span.mesh
     # A transport with a journal of this shard group alone: other shard groups send other numbers of bytes, or nothing.
     transport = transport_of(mesh.shard_group, mesh.device)
-    own = _own_changes(span, snapshot)
+    start, stop = span.range_of(mesh.shard_rank)
+    new = torch.empty(stop - start, dtype=span.dtype, device=mesh.device)
+    span.write_own(new)
+    own = changed_elements(snapshot.of_span(span), new)  # with positions in this rank's part
     counts = [own.positions.numel()]
     if mesh.shard_world_size > 1:
         counts = gather_counts(transport, counts[0], mesh.device, handle.label)
@@ -506,38 +515,16 @@ def _changes_of_span(run: Run, span: Span, snapshot: ParameterSnapshot, rank0_on
     if rank0_only and not mesh.is_first_replica:
         return nothing
     if form.nbytes >= span.numel * span.dtype.itemsize and handle.tensor_parallel is None:
-        flat = gather_by(transport, span, rank0_only)
+        flat = gather_span(span, rank0_only, transport)
         return nothing if flat is None else [(None, view.reshape(-1)) for view in span.views_of(flat)]
-    elements = _gather_elements(transport, span, own, form, rank0_only)
-    if elements is None:
+    elements: Elements | None = own
+    if mesh.shard_world_size > 1 and form.nbytes:
+        elements = gather_elements(transport, own, form, not rank0_only, handle.label)
+    if elements is None or (rank0_only and mesh.shard_rank):
         return nothing
-    parts = _by_parameter(span, elements)
+    # The part of each parameter that this rank's shard group has.
+    starts = [handle.layout.params[i].offset - span.start for i in span.indices]
+    parts: list[Elements | None] = [*elements.split([*starts, span.numel])]
     if handle.tensor_parallel is not None:
         parts = over_tensor_ranks(handle.tensor_parallel, span, parts, not rank0_only)
     return [None if part is None else (part.positions, part.values) for part in parts]
-
-
-def _own_changes(span: Span, snapshot: ParameterSnapshot) -> Elements:
-    """Return the changes of this rank's part of a span, with positions in that part."""
-    start, stop = span.range_of(span.mesh.shard_rank)
-    new = torch.empty(stop - start, dtype=span.dtype, device=span.mesh.device)
-    span.write_own(new)
-    return changed_elements(snapshot.of_span(span), new)
-
-
-def _gather_elements(transport: Transport, span: Span, own: Elements, form: Form, rank0_only: bool) -> Elements | None:
-    """Gather the changed elements of a span; ``None`` on ranks that do not want them. Ranks: one shard group."""
-    if span.mesh.shard_world_size > 1 and form.nbytes:
-        return gather_elements(transport, own, form, not rank0_only, span.handle.label)
-    return None if rank0_only and span.mesh.shard_rank else own  # a group of one rank, or no changes at all
-
-
-def _by_parameter(span: Span, elements: Elements) -> list[Elements | None]:
-    """Split the elements of a span by parameter (the part of this rank's shard group)."""
-    starts = [span.handle.layout.params[i].offset - span.start for i in span.indices]
-    bounds = torch.tensor([*starts, span.numel], device=elements.positions.device)
-    cuts = torch.searchsorted(elements.positions, bounds).tolist()
-    return [
-        Elements(elements.positions[a:b] - start, elements.values[a:b])
-        for start, a, b in zip(starts, cuts, cuts[1:], strict=False)
-    ]

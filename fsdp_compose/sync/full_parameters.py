@@ -5,10 +5,10 @@ them, and the loop whose steps all ranks take together or raise one error. Nothi
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,10 +17,10 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import non_persistent_buffers
-from ..checkpoint import ModelNames, agree, group_of, is_first
-from ..comm import DataParallelMesh, Transport, meet
+from ..checkpoint import ModelNames, agree, ask_all, group_of, is_first
+from ..comm import DataParallelMesh, Transport
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError, RanksDifferError, class_of
-from ..flat import FlatParamHandle, handle_of, local_elements, local_of, placed, specs_of
+from ..flat import FlatParamHandle, handle_of, local_elements, local_of
 from ..group import is_sleeping, sleeping_error, state_of
 from ..ragged import CompositeDTensor
 
@@ -73,32 +73,33 @@ def sources_of(names: ModelNames, dtype: torch.dtype | None, include_buffers: bo
         dtype: dtype to send floating-point parameters in; ``None``: their own. Other parameters, and buffers, keep
             theirs.
     """
-    by_tensor: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for fqn, tensor in names.parameters.items():
-        by_tensor.setdefault(id(tensor), (tensor, []))[1].append(fqn)
     together: dict[Any, list[Source]] = {}
-    for tensor, fqns in by_tensor.values():
+    for tensor, fqns in _by_tensor(names.parameters.items()):
         place = handle_of(tensor)
         sent = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
         key = id(tensor) if place is None else place[0]
-        together.setdefault(key, []).append(Source(tuple(fqns), tensor, sent, place))
-    found = [source for group in together.values() for source in sorted(group, key=_index)]
-    return [*found, *(_buffers(names) if include_buffers else ())]
+        together.setdefault(key, []).append(Source(fqns, tensor, sent, place))
+    found = []
+    for group in together.values():
+        found += sorted(group, key=lambda source: source.place[1] if source.place is not None else 0)
+    buffers = _by_tensor(_buffers(names)) if include_buffers else []
+    return [*found, *(Source(fqns, buffer, buffer.dtype, None) for buffer, fqns in buffers)]
 
 
-def _index(source: Source) -> int:
-    return 0 if source.place is None else source.place[1]
-
-
-def _buffers(names: ModelNames) -> Iterator[Source]:
+def _by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, tuple[str, ...]]]:
+    """Yield each tensor once, with all its names."""
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for path, module in names.model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in non_persistent_buffers(module):
-                fqn = names.canonical(f"{path}.{name}" if path else name)
-                found.setdefault(id(buffer), (buffer, []))[1].append(fqn)
-    for buffer, fqns in found.values():
-        yield Source(tuple(fqns), buffer, buffer.dtype, None)
+    for fqn, tensor in named:
+        found.setdefault(id(tensor), (tensor, []))[1].append(fqn)
+    for tensor, fqns in found.values():
+        yield tensor, tuple(fqns)
+
+
+def _buffers(names: ModelNames) -> Iterator[tuple[str, torch.Tensor]]:
+    for fqn, module, name in names.slots("_buffers"):
+        buffer = module._buffers[name]
+        if buffer is not None and name not in non_persistent_buffers(module):
+            yield fqn, buffer
 
 
 def handles_of(sources: Sequence[Source]) -> list[FlatParamHandle]:
@@ -113,9 +114,7 @@ def why_unreadable(sources: Sequence[Source]) -> str:
             return f"the sharded module of {handle.names[0]} no longer exists"
         if is_sleeping(state):
             return sleeping_error(state.name)
-        root = state.root
-        is_busy = root is not None and (root.forward.depth or root.backward is not None or root.failed_backward)
-        if is_busy or state.progress.running_forwards or state.backward.active_uses:
+        if state.is_busy:
             return (
                 f"a forward or backward of the fully_shard group {state.name} is running (or was interrupted: run a "
                 "forward first, which recovers from it)"
@@ -271,8 +270,9 @@ def span_of(run: Run) -> Span:
     return Span(handle, range(first, last), params[first].offset if first else 0, stop, run[0].dtype)
 
 
-def gather_run(run: Run, rank0_only: bool, is_first: bool) -> list[torch.Tensor]:
-    """Gather the whole tensors of a run into new memory; ranks that do not want them get an empty list.
+def gather_run(run: Run, rank0_only: bool, is_first: bool) -> list[tuple[str, torch.Tensor]]:
+    """Gather the whole tensors of a run into new memory, and return each under all its names; ranks that do not want
+    them get an empty list.
 
     Ranks: all ranks of the model.
 
@@ -282,65 +282,47 @@ def gather_run(run: Run, rank0_only: bool, is_first: bool) -> list[torch.Tensor]
     is_wanted = is_first or not rank0_only
     with torch.no_grad():
         if run[0].place is None:
-            return _gather_lone(run[0].tensor.detach(), run[0].dtype, is_wanted)
-        span = span_of(run)
-        flat = gather_span(span, rank0_only)
-        if flat is None:
-            return []
-        views = span.views_of(flat)
-        specs = specs_of(span.handle.tensor_parallel, len(span.handle.layout.params))
-        for place, index in enumerate(span.indices):
-            spec = specs[index]
-            if spec is not None:  # split by tensor parallelism too: gather over those ranks as well
-                views[place] = placed(views[place], spec).full_tensor()  # type: ignore[attr-defined]
-        return views if is_wanted else []
+            wholes = [gather_lone(run[0])] if is_wanted or run[0].is_dtensor else []
+        else:
+            span = span_of(run)
+            flat, own = gather_span(span, rank0_only), span.handle.tensor_parallel
+            wholes = [] if flat is None else span.views_of(flat)
+            if wholes and own is not None:  # split by tensor parallelism too: gather over those ranks as well
+                wholes = own.wholes(wholes, span.indices.start)
+    if not is_wanted:
+        return []
+    return [(name, whole) for source, whole in zip(run, wholes, strict=True) for name in source.names]
 
 
-def gather_span(span: Span, rank0_only: bool) -> torch.Tensor | None:
+def gather_span(span: Span, rank0_only: bool, transport: Transport | None = None) -> torch.Tensor | None:
     """Gather a span; ``None`` on ranks that do not want it. With ``rank0_only``, only the first replica gathers.
 
     Ranks: all ranks of the model, which gather the same spans in the same order.
+
+    Args:
+        transport: of the shard group; default: the mesh's.
     """
-    mesh, handle = span.mesh, span.handle
-    transport = mesh.transport.unrecorded  # other ranks may record nothing
+    mesh, handle, ranges = span.mesh, span.handle, span.ranges()
+    transport = transport or mesh.transport.unrecorded  # other ranks may record nothing
     if rank0_only and not mesh.is_first_replica:
         if mesh.shard_world_size > 1:
             transport.skip(span.numel * span.dtype.itemsize, handle.label)
         return None
-    return gather_by(transport, span, rank0_only)
-
-
-def gather_by(transport: Transport, span: Span, rank0_only: bool) -> torch.Tensor | None:
-    """Gather a span over the ranks of one shard group, with a given transport."""
-    mesh, handle = span.mesh, span.handle
-    ranges = span.ranges()
     start, stop = ranges[mesh.shard_rank]
-    flat = None
-    if not rank0_only or mesh.shard_rank == 0:
-        flat = torch.empty(span.numel, dtype=span.dtype, device=mesh.device)
-        own = flat[start:stop]
-    else:
-        own = torch.empty(stop - start, dtype=span.dtype, device=mesh.device)
+    is_wanted = not rank0_only or mesh.shard_rank == 0
+    memory = torch.empty(span.numel if is_wanted else stop - start, dtype=span.dtype, device=mesh.device)
+    own = memory[start:stop] if is_wanted else memory
     span.write_own(own)
     if mesh.shard_world_size > 1:
-        transport.gather(flat, own, ranges, not rank0_only, handle.label)
-    return flat
+        transport.gather(memory if is_wanted else None, own, ranges, not rank0_only, handle.label)
+    return memory if is_wanted else None
 
 
-def _gather_lone(tensor: torch.Tensor, dtype: torch.dtype, is_wanted: bool) -> list[torch.Tensor]:
+def gather_lone(source: Source) -> torch.Tensor:
     """Copy a tensor outside flat parameters: a DTensor is gathered, any other tensor is this rank's own."""
-    if isinstance(tensor, DTensor):
-        copy = tensor.to(dtype, copy=True)
-        whole: torch.Tensor = copy.full_tensor()  # type: ignore[attr-defined]
-        return [whole] if is_wanted else []
-    return [tensor.to(dtype, copy=True).contiguous()] if is_wanted else []
-
-
-def named(run: Run, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Pair the tensors of a run with all their names; empty if there are no tensors."""
-    if not tensors:
-        return []
-    return [(name, tensor) for source, tensor in zip(run, tensors, strict=True) for name in source.names]
+    copy: Any = source.tensor.detach().to(source.dtype, copy=True)
+    whole: torch.Tensor = copy.full_tensor() if source.is_dtensor else copy.contiguous()
+    return whole
 
 
 # ---- The loop over buckets: all ranks take each step together, or raise one error.
@@ -356,33 +338,28 @@ _ON, _LEFT, _FAILED = "on", "left", "failed"
 _MAX_TEXT = 1000  # characters of an exception's text that are sent to the other ranks
 
 
+@dataclass(eq=False)
 class Steps(Generic[T]):
     """An iterator over buckets that all ranks advance together.
 
     The consumer owns the tensors, but not the list: advancing empties it, so a loop that keeps nothing holds only one
     bucket.
+
+    Args:
+        call: the user's call, for messages.
+        group: the ranks; ``None``: this process alone.
+        gather: gathers the contents of a run, on all ranks.
+        problem: returns why this rank cannot continue; empty if it can. Local.
     """
 
-    def __init__(
-        self,
-        call: str,
-        group: dist.ProcessGroup | None,
-        buckets: Sequence[Bucket],
-        gather: Callable[[Bucket], list[T]],
-        problem: Callable[[], str],
-    ) -> None:
-        """
-        Args:
-            call: the user's call, for messages.
-            group: the ranks; ``None``: this process alone.
-            gather: gathers the contents of a bucket, on all ranks.
-            problem: returns why this rank cannot continue; empty if it can. Local.
-        """
-        self._call, self._group, self._buckets = call, group, buckets
-        self._gather, self._problem = gather, problem
-        self._num_taken = 0
-        self._is_over = False
-        self._latest: list[T] = []
+    _call: str
+    _group: dist.ProcessGroup | None
+    _buckets: Sequence[Bucket]
+    _gather: Callable[[Run], list[T]]
+    _problem: Callable[[], str]
+    _num_taken: int = 0
+    _is_over: bool = False
+    _latest: list[T] = field(default_factory=list)
 
     def __len__(self) -> int:
         """Return the total number of buckets."""
@@ -398,11 +375,8 @@ class Steps(Generic[T]):
         if self.is_complete:
             raise StopIteration
         self._is_over = True  # reset below: if this step fails, the loop is over on every rank
-        problem = self._problem()
-        if problem:
-            self._step(_FAILED, problem)
         self._step(_ON, f"asks for bucket {self._num_taken + 1} of {len(self)}")
-        self._latest = self._gather(self._buckets[self._num_taken])
+        self._latest = [item for run in self._buckets[self._num_taken] for item in self._gather(run)]
         self._num_taken += 1
         self._is_over = False
         return self._latest
@@ -430,41 +404,36 @@ class Steps(Generic[T]):
             what = f"{where}, by {type(error).__name__}: {str(error)[:_MAX_TEXT]}"
             self._meet(_FAILED, what)  # the others raise this text; this rank raises ``error``
             return
-        problem = self._problem()
-        self._step(_FAILED if problem else _LEFT, problem or where)
+        self._step(_LEFT, where)
 
     def _step(self, kind: str, what: str) -> None:
-        verdict = self._meet(kind, what)
+        problem = self._problem()
+        verdict = self._meet(_FAILED if problem else kind, problem or what)
         if verdict:
-            name, _, text = verdict.partition(":")
+            name, text = verdict
             raise class_of(name)(text)
 
-    def _meet(self, kind: str, what: str) -> str:
-        """Return why the ranks cannot continue together, behind the name of an error's class; empty if they can."""
-        if self._group is None or self._group.size() == 1:
-            return _verdict(self._call, [(kind, what)])
-        payload = json.dumps([kind, what])
-
-        def judge(payloads: list[str]) -> str:
-            return _verdict(self._call, [tuple(json.loads(text)) for text in payloads])
-
-        return meet(self._group, f"{self._call}: its loop over buckets", payload, judge)
+    def _meet(self, kind: str, what: str) -> list[str]:
+        """Return the class and the text of the error of ranks that cannot continue together; empty if they can."""
+        judge = partial(_verdict, self._call)
+        verdict: list[str] = ask_all(self._group, f"{self._call}: its loop over buckets", [kind, what], judge)
+        return verdict
 
 
-def _verdict(call: str, told: Sequence[tuple[str, str]]) -> str:
-    """Return the class and the text of the problem, given each rank's kind of step and description of it; empty if
-    there is none."""
-    if len(set(told)) == 1 and told[0][0] != _FAILED:
-        return ""
+def _verdict(call: str, told: Sequence[tuple[str, str]]) -> list[str]:
+    """Judge each rank's kind of step and description of it."""
+    if all(item == told[0] for item in told) and told[0][0] != _FAILED:
+        return []
     ranks: dict[str, list[int]] = {}
     for rank, (_, what) in sorted(enumerate(told), key=lambda item: item[1][0] != _FAILED):
         ranks.setdefault(what, []).append(rank)
     listing = "; ".join(f"rank(s) {', '.join(map(str, found))}: {what}" for what, found in ranks.items())
     kind = RanksDifferError if len(ranks) > 1 else MisuseRuntimeError
-    return (
-        f"{kind.__name__}:{call}: the ranks are out of step: {listing}. Every rank must take all buckets, even if it "
-        "does nothing with them, or all ranks must leave the loop at the same place"
-    )
+    return [
+        kind.__name__,
+        f"{call}: the ranks are out of step: {listing}. Every rank must take all buckets, even if it does nothing with "
+        "them, or all ranks must leave the loop at the same place",
+    ]
 
 
 # ---- Public functions
@@ -520,11 +489,7 @@ def full_parameters(
     check_arguments("full_parameters", bucket_bytes, dtype)
     names = names_of(model)
     sources = sources_of(names, dtype, include_buffers)
-    is_here = is_first(group_of(names))
-
-    def gather(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-        return [item for run in bucket for item in named(run, gather_run(run, rank0_only, is_here))]
-
+    gather = partial(gather_run, rank0_only=rank0_only, is_first=is_first(group_of(names)))
     options = f"bucket_bytes={bucket_bytes}, rank0_only={rank0_only}"
     with in_step("full_parameters()", names, sources, bucket_bytes, options, gather) as steps:
         yield steps
@@ -537,7 +502,7 @@ def in_step(
     sources: list[Source],
     bucket_bytes: int,
     options: str,
-    gather: Callable[[Bucket], list[T]],
+    gather: Callable[[Run], list[T]],
     problem: str = "",
 ) -> Iterator[Steps[T]]:
     """Loop over buckets of ``sources``, with all ranks in step. ``problem`` says why this rank cannot begin."""

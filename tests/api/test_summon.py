@@ -158,6 +158,8 @@ def test_rank0_only_gives_full_parameters_to_the_first_rank():
             assert_equal_states(model.state_dict(), reference.state_dict())
         else:
             assert all(isinstance(param, RaggedDTensor) for param in model.parameters())
+        with pytest.raises(ValueError, match="the other ranks have no full parameters"), summon_full_params(model):
+            pass
     with pytest.raises(ValueError, match="needs writeback=False"), summon_full_params(model, rank0_only=True):
         pass
     assert_parameters_match(model, reference, 0)

@@ -646,3 +646,17 @@ def test_extra_state_that_is_a_tensor_reaches_every_rank():
     state = {**get_model_state_dict(model, options=FULL), "_extra_state": torch.arange(5)}
     set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=FROM_RANK0)
     assert torch.equal(model.table, torch.arange(5))
+
+
+class Wordless(nn.Linear):
+    """Raises an error without a text on one rank."""
+
+    def get_extra_state(self) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError
+
+
+@distributed(world_size=2)
+def test_an_error_without_a_text_is_an_error_on_every_rank():
+    with pytest.raises(RuntimeError, match=r"get_model_state_dict\(\): .*RuntimeError"):
+        get_model_state_dict(fully_shard(Wordless(3, 3)), options=FULL)
