@@ -22,7 +22,6 @@ from .fqns import ModelNames as ModelNames
 from .hf import load_hf, save_hf
 from .model_state import StateDictOptions
 from .planner import LoadPlanner, SavePlanner
-from .resume import resume
 from .state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -33,7 +32,7 @@ from .state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from .storage import load, save
+from .storage import load, resume, save
 from .transformers_loading import extend_transformers_loader as extend_transformers_loader
 
 __all__ = [
