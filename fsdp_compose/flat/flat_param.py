@@ -370,7 +370,7 @@ class CompositeFlatParamHandle(FlatParamHandle):
         return [shard]
 
     def elements_of(self, shard: torch.Tensor) -> torch.Tensor:
-        one = torch.empty((), dtype=self.kind.dtype_of(shard), device=shard.device)
+        one = shard.new_empty((), dtype=self.kind.dtype_of(shard))
         return one.expand(self.layout.shard_numel)  # nobody reads it
 
 
