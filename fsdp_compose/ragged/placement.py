@@ -368,6 +368,7 @@ class RaggedSpec(DTensorSpec):
 
     __module__ = "fsdp_compose"  # what pickles name, wherever this file lies
     __hash__ = DTensorSpec.__hash__
+    tensor_meta: TensorMeta
 
     @staticmethod
     def make(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> RaggedSpec:
@@ -465,13 +466,11 @@ class RaggedSpec(DTensorSpec):
 
     @property
     def dtype(self) -> torch.dtype:
-        assert self.tensor_meta is not None
         return self.tensor_meta.dtype
 
     def with_dtype(self, dtype: torch.dtype) -> RaggedSpec:
         spec = self._by_dtype.get(dtype)
         if spec is None:
-            assert self.tensor_meta is not None
             meta = TensorMeta(self.tensor_meta.shape, self.tensor_meta.stride, dtype)
             spec = self._by_dtype[dtype] = RaggedSpec(self.mesh, self.placements, meta)
             spec.__dict__["_by_dtype"] = self._by_dtype

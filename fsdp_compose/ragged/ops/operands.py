@@ -47,20 +47,20 @@ def writes_by_index(func: Any) -> bool:
     return func._schema.name in _INDEXED_WRITES
 
 
+@cache
+def written_arguments(func: Any) -> dict[int, str]:
+    """The positions and names of the arguments that ``func`` writes to; torch takes microseconds to say so."""
+    arguments = enumerate(func._schema.arguments)
+    return {i: item.name for i, item in arguments if item.alias_info is not None and item.alias_info.is_write}
+
+
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that ``func`` writes to."""
     result: list[torch.Tensor] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-            result += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
+    for i, name in written_arguments(func).items():
+        value = kwargs.get(name) if name in kwargs or i >= len(args) else args[i]
+        result += [item for item in (value if isinstance(value, (list, tuple)) else [value]) if item is not None]
     return result
-
-
-@cache
-def written_positions(func: Any) -> tuple[int, ...]:
-    aliases = [argument.alias_info for argument in func._schema.arguments]
-    return tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
 
 
 def is_tensors(value: Any) -> bool:
@@ -534,7 +534,7 @@ def touch(local: torch.Tensor) -> None:
 
 
 def wrap_local_shard(local: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:
-    return RaggedDTensor(local, spec if local.dtype is spec.dtype else spec.with_dtype(local.dtype))
+    return RaggedDTensor(local, spec if local.dtype is spec.tensor_meta.dtype else spec.with_dtype(local.dtype))
 
 
 def from_scalar(result: torch.Tensor, spec: RaggedSpec) -> RaggedDTensor:

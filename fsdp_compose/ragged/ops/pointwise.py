@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._torch import local_tensor
 from ..dtensor import RaggedDTensor, shard_whole
-from ..ownership import note_write_of_all_ranks
+from ..ownership import note_write_of_all_ranks, writes
 from ..placement import RaggedSpec
 from .operands import (
     FUSED_OPTIMIZERS,
@@ -34,7 +34,7 @@ from .operands import (
     touch,
     wrap_local_shard,
     written,
-    written_positions,
+    written_arguments,
 )
 from .views import as_in, first_ragged, gather_all, write_elsewhere
 
@@ -42,7 +42,7 @@ from .views import as_in, first_ragged, gather_all, write_elsewhere
 def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("memory_format") is not None:
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}  # local shards have no other memory format
-    targets = written(func, args, kwargs)
+    targets = written(func, args, kwargs) if written_arguments(func) else ()
     if targets:
         model = targets[0]
         if not isinstance(model, RaggedDTensor):
@@ -62,7 +62,14 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
             )
     read = None if targets else model
     try:
-        local_args = [operand(func, item, spec, read) if isinstance(item, torch.Tensor) else item for item in args]
+        local_args = [
+            item._local_tensor
+            if type(item) is RaggedDTensor and item._spec is spec  # the usual case
+            else operand(func, item, spec, read)
+            if isinstance(item, torch.Tensor)
+            else item
+            for item in args
+        ]
         local_kwargs = {
             key: operand(func, item, spec, read) if isinstance(item, torch.Tensor) else item
             for key, item in kwargs.items()
@@ -76,7 +83,8 @@ def pointwise(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return gather_all(func, args, kwargs)
     result = func(*local_args, **local_kwargs)
     if targets:
-        note_write_of_all_ranks(model._local_tensor)  # nothing else counts it inside a dispatch
+        increment_version(model._local_tensor)  # like note_write_of_all_ranks(): nothing else counts it in a dispatch
+        writes.count += 1
         return model
     if isinstance(result, torch.Tensor):
         return wrap_local_shard(result, spec)
@@ -210,7 +218,7 @@ def _like_leaders(func: Any, tensors: Sequence[torch.Tensor], leaders: Sequence[
 
 def _on_locals(func: Any, args: Args, kwargs: Kwargs, leaders: Sequence[RaggedDTensor]) -> Any:
     specs = [leader._spec for leader in leaders]
-    writes = written_positions(func)
+    writes = written_arguments(func)
     # Fused optimizers write to gradients only to unscale them.
     grads = args[1] if func._schema.name in FUSED_OPTIMIZERS and kwargs.get("grad_scale") is None else None
     local_args: list[Any] = []
