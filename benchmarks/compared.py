@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compose
@@ -1391,6 +1392,76 @@ def evaluates_replica(system: System) -> None:
             for _ in range(10):
                 model(batch())
     train_both(model, reference)
+    expect_equal(model, reference)
+
+
+class Shifts(nn.Module):
+    def __init__(self, shift: torch.Tensor) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.shift
+
+
+class Parametrizes(Net):
+    """As peft's LoRA does with stacked experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delta = nn.Parameter(torch.zeros(DIM, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parametrize.register_parametrization(self.head, "weight", Shifts(self.delta))
+        try:
+            return super().forward(x)
+        finally:
+            parametrize.remove_parametrizations(self.head, "weight", leave_parametrized=False)
+
+
+@case("forward puts a parametrization on a weight, and takes it off")
+def parametrized_in_forward(system: System) -> None:
+    model, reference = twins(Parametrizes())
+    shard_layers(system, model)
+    train_both(model, reference)
+    # By name: removing the parametrization has moved the weight behind the bias.
+    expected = dict(reference.named_parameters())
+    same = [torch.allclose(full(item.detach()), expected[name]) for name, item in model.named_parameters()]
+    expect(all(same) and len(same) == len(expected), "parameters differ")
+
+
+@case("load_state_dict() of whole tensors that differ between ranks")
+def different_loads(system: System) -> None:
+    model = shard_layers(system, Net())
+    loss_of(model, mine(batch())).backward()
+    model.load_state_dict({name: torch.full(item.shape, dist.get_rank()) for name, item in model.state_dict().items()})
+    loss_of(model, mine(batch())).backward()
+    raise WrongError("trains a mixture of both")
+
+
+class Normalized(torch.optim.Optimizer):
+    """Divides by a running norm, which it keeps as a plain tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                norm = self.state[param].setdefault("norm", torch.ones(1))
+                norm.mul_(0.9).add_(param.grad.norm().reshape(1), alpha=0.1)
+                param.sub_(param.grad / norm.sqrt(), alpha=0.1)
+
+
+@case("an optimizer adds the norm of a gradient to a plain tensor of its state")
+def norm_in_state(system: System) -> None:
+    model, reference = twins(Net())
+    shard_layers(system, model)
+    for net, x in ((model, mine(batch())), (reference, batch())):
+        optimizer = Normalized(net.parameters())
+        for _ in range(2):
+            step(net, optimizer, x)
     expect_equal(model, reference)
 
 
