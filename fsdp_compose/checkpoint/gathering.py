@@ -260,9 +260,12 @@ def says_what_it_holds(tensor: torch.Tensor) -> bool:
 
 
 def digests_of(value: Any, path: Path = ()) -> dict[str, str]:
-    """Describe the plain tensors in a value by dtype, shape and checksum, under their keys in a checkpoint."""
+    """Describe the numbers in a value, and its plain tensors by dtype, shape and checksum, under their keys in a
+    checkpoint."""
     found = {}
     for at, leaf in leaves_of(value, path):
+        if type(leaf) in (bool, int, float, complex):
+            found[".".join(map(str, at))] = repr(leaf)
         parts = [*_memory_of(leaf)] if isinstance(leaf, torch.Tensor) else []
         if parts:
             checksum = 0

@@ -89,6 +89,9 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "codes of a class": lambda rank: Packed(codes(rank, torch.uint8), torch.ones(1)),
     "scale of a class": lambda rank: Packed(codes(0, torch.uint8), torch.full((1,), 1.0 + rank)),
     "subclass": lambda rank: codes(rank).as_subclass(Statistic),
+    "number": float,
+    "count": int,
+    "flag": bool,
 }
 
 
@@ -99,7 +102,7 @@ def assert_error(function: Callable[[], Any], call: str, key: str) -> None:
         function()
     text = str(caught.value)
     assert time.monotonic() - began < 10
-    assert text.startswith(f"{call}: plain tensors in the state of an optimizer differ from rank to rank"), text
+    assert text.startswith(f"{call}: plain tensors or numbers in the state of an optimizer differ from rank to rank"), text
     assert f": {key}" in text and "on rank 0, but" in text and "on rank 1" in text
     assert "under keys that contain the rank" in text
     same_on_every_rank(text)
@@ -166,6 +169,8 @@ def test_a_full_state_dict_of_plain_tensors_that_differ_is_refused():
             assert_equal(state["state"]["second.weight"]["packed"], codes(1.0))
         del of_weight["packed"]
         optimizer.param_groups[0]["d"] = torch.tensor(float(rank))
+        assert_error(get, "get_optimizer_state_dict()", "param_groups.0.d")
+        optimizer.param_groups[0]["d"] = 0.1 + rank
         assert_error(get, "get_optimizer_state_dict()", "param_groups.0.d")
         del optimizer.param_groups[0]["d"]
     if rank:
