@@ -74,18 +74,18 @@ OF_TORCH = ("checkpoint", "parity", "drop_in", "private_torch", "requirements", 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--third", type=int, help="0, 1 or 2: of the tests that depend on torch least, this third alone")
+    parser.addoption("--sixth", type=int, help="0 to 5: of the tests that depend on torch least, this sixth alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    third = config.getoption("--third")
-    if third is not None:
-        left = [item for item in items if not _is_in_third(item, third)]
+    sixth = config.getoption("--sixth")
+    if sixth is not None:
+        left = [item for item in items if not _is_in_sixth(item, sixth)]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
     place = {f"{name}.py": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
-def _is_in_third(item: pytest.Item, third: int) -> bool:
-    return any(word in item.path.name for word in OF_TORCH) or zlib.crc32(item.nodeid.encode()) % 3 == third
+def _is_in_sixth(item: pytest.Item, sixth: int) -> bool:
+    return any(word in item.path.name for word in OF_TORCH) or zlib.crc32(item.nodeid.encode()) % 6 == sixth
