@@ -102,7 +102,9 @@ def assert_error(function: Callable[[], Any], call: str, key: str) -> None:
         function()
     text = str(caught.value)
     assert time.monotonic() - began < 10
-    assert text.startswith(f"{call}: plain tensors or numbers in the state of an optimizer differ from rank to rank"), text
+    assert text.startswith(f"{call}: plain tensors or numbers in the state of an optimizer differ from rank to rank"), (
+        text
+    )
     assert f": {key}" in text and "on rank 0, but" in text and "on rank 1" in text
     assert "under keys that contain the rank" in text
     same_on_every_rank(text)
