@@ -367,7 +367,7 @@ def test_a_module_called_twice_one_time_without_some_parameters(order):
     model = Twice()
     model.blocks[1] = Branches()
     model.first, model.second = order
-    check_twin(model, tolerance=1e-7)
+    check_twin(model, tolerance=1e-6)  # an ulp or two: compiled kernels may round differently
 
 
 @distributed(world_size=2)
