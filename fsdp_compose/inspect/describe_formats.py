@@ -114,7 +114,7 @@ class ModelFacts:
 
     @property
     def parameters(self) -> list[ParameterFacts]:
-        """Those of groups."""
+        """The parameters of all groups, in their order."""
         return [param for flat in self.flat_parameters for param in flat.parameters]
 
     @property

@@ -591,7 +591,7 @@ def test_frozen_and_trained_again_copied_summoned_and_written_to(name):
 
 
 class Replacing(Quantized):
-    """Writes by putting other tensors in the place of those inside."""
+    """A class whose ``copy_`` replaces the tensors inside instead of writing to them."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

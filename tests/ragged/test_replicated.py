@@ -28,7 +28,7 @@ ELEMENTS = {1: (40,), 2: (0, 40), 3: (17, 0, 23)}
 
 
 class Kinds(NamedTuple):
-    """The same numbers as tensors of each kind; in the expected computation, all of them are plain."""
+    """The operands of one operation, of each kind that can meet. For the expected result, all are plain tensors."""
 
     sharded: Any  # (10, 4)
     whole: Any  # (10, 4), replicated
