@@ -307,6 +307,14 @@ def check(program: Program, world_size: int, report: Path) -> bool:
     return not outcome
 
 
+def compilable(program: Program) -> Program | None:
+    """The program with its models compiled whole, as far as that is possible."""
+    if any(part.kind == "freezes" for part in parts_of(program.root)):
+        return None  # Dynamo fails at requires_grad_() of a number that it takes for a symbol
+    actions = _without(program.actions, "penalise")  # torch.compile does not differentiate twice
+    return replace(program, compiled=True, actions=actions, root=_changed(program.root, _not_reentrant))
+
+
 def check_random_programs(world_size: int, num_programs: int, report: Path, compiled: bool = False) -> None:
     """``compiled``: the whole model, by torch.compile."""
     went_through: list[bool] = []
@@ -325,11 +333,10 @@ def check_random_programs(world_size: int, num_programs: int, report: Path, comp
     @example(_NUMBER_EDITED)
     @given(_programs)
     def random_programs(program: Program) -> None:
-        if compiled and any(part.kind == "freezes" for part in parts_of(program.root)):
-            return  # Dynamo fails at requires_grad_() of a number that it takes for a symbol
-        if compiled:  # torch.compile does not differentiate twice
-            actions, root = _without(program.actions, "penalise"), _changed(program.root, _not_reentrant)
-            program = replace(program, compiled=True, actions=actions, root=root)
+        if compiled:
+            if (wanted := compilable(program)) is None:
+                return
+            program = wanted
         is_right = check(program, world_size, report)
         if is_right or not (compiled and any(part.kind in EDITORS for part in parts_of(program.root))):
             went_through.append(is_right)  # writes to parameters in a graph are to be refused
