@@ -755,12 +755,17 @@ def group_device_types(group: dist.ProcessGroup) -> set[str]:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """The time after which collectives of ``group`` give up."""
+    return group_timeout_reader(group)()
+
+
+def group_timeout_reader(group: dist.ProcessGroup) -> Callable[[], timedelta]:
+    """A function that returns ``group_timeout(group)`` as it is then. It does not hold the group, and runs no Python
+    code: it is called for every message."""
     for device_type in sorted(group_device_types(group)):
         options = getattr(group._get_backend(torch.device(device_type)), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if timeout is not None:
-            return cast(timedelta, timeout)
-    return _distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
+        if getattr(options, "_timeout", None) is not None:
+            return functools.partial(getattr, options, "_timeout")  # options are changed in place
+    return functools.partial(_distributed_c10d._get_default_timeout, dist.Backend(dist.get_backend(group)))
 
 
 def set_group_timeout(timeout: timedelta) -> None:

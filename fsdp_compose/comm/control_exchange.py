@@ -37,8 +37,8 @@ import torch.distributed as dist
 from .._torch import gloo_messages, is_destroyed, make_gloo_group, outside_modes, remember_connected
 from ..errors import RankLostError, RanksDifferError
 from .context import all_kept, forget_for, kept_for, known_for
-from .failure import Pending, carries, close_connections, give_up, limit_of, look_after_pending
-from .gloo import begin_maximum
+from .failure import carries, close_connections, give_up, limit_of
+from .gloo import Pending, begin_maximum, look_after_pending
 from .journal import Journal, difference_of, known_journal
 from .store import known_namespace, own_store, wait_for
 from .transport import BACKWARD, FORWARD, ROUND, Work

@@ -1,4 +1,4 @@
-"""Failed collectives: broken process groups, pending messages, and the thread that watches over them.
+"""Failed collectives: broken process groups, how long ranks wait, and the thread that watches over waits.
 
 After a collective has failed (a rank died, or did not arrive in time), its process group is unusable. Ranks that talk
 to the dead rank learn of it at once, but a rank that waits for one that has given up would wait for the whole timeout
@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._torch import close_gloo_connections, group_timeout, has_closed, is_gloo_connection_closed, stop_waiting_for
+from .._torch import close_gloo_connections, group_timeout, is_gloo_connection_closed
 from ..errors import RankLostError, RanksDifferError
 from .context import kept_for, known_for
 
@@ -211,100 +211,3 @@ def look_regularly(look: Look) -> None:
         _watchdog = _Watchdog()
         _watchdog.start()
         atexit.register(_watchdog.end)
-
-
-# ---- Pending gloo messages. Waiting stops once the peer's connection is closed.
-#
-# When a connection closes, gloo (torch 2.13) wakes every waiter but one: whoever waits for the message whose bytes were
-# just in transit is not woken, and waits for the timeout of the process group. So a rank that is killed in the middle
-# of a long message would stop all others for half an hour. A thread (``_Watchdog``) watches all waits, and ends those
-# whose connection is closed.
-
-
-_NO_RANK = -1
-
-
-class Message(Protocol):
-    """One message in flight."""
-
-    def wait(self, timeout: timedelta = ...) -> Any: ...
-
-
-class Pending:
-    """The messages of one collective that are still to be waited for.
-
-    Attributes:
-        messages: each with the rank that it comes from or goes to. Whoever issues one appends it.
-    """
-
-    __slots__ = ("_current", "_group", "_loss", "_rest", "_suspect", "messages")
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)  # those that no one waits for may be kept for longer
-        self.messages: list[tuple[Message, int]] = []
-        self._rest = iter(self.messages)
-        self._current: tuple[Message, int] | None = None  # the one that is waited for
-        self._suspect: tuple[Message, int] | None = None  # the one that was, when the connection was closed already
-        self._loss = ""
-
-    def fail(self, error: RuntimeError) -> None:
-        """Mark all of them as failed, and tell the waiter why."""
-        self._rest = iter([(_Failed(error.with_traceback(None)), _NO_RANK)])
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Wait for all of them, each up to ``limit`` (default: ``limit_of`` the process group). After an interruption
-        (Ctrl-C), a second call waits for the rest.
-
-        Raises:
-            RuntimeError: a message did not arrive.
-        """
-        group = self._group()
-        if limit is None and group is not None:
-            limit = limit_of(group)  # as it is now: gloo's messages know that of when the group was made
-        _waited_for.add(self)
-        try:
-            for current in self._rest:
-                self._current, message = current, current[0]
-                if (message.wait() if limit is None else message.wait(limit)) is False:
-                    raise RuntimeError(self._loss)
-        finally:
-            _waited_for.discard(self)
-            self._current = None
-
-    def look(self) -> None:
-        """End a wait that cannot succeed; called in the watchdog's thread. A closed connection alone proves nothing:
-        the peer may have sent everything and be done."""
-        group, current, suspect = self._group(), self._current, self._suspect
-        self._suspect = None
-        if group is None or current is None or not has_closed(group, current[1]):
-            return
-        if current is not suspect:  # gloo may tell, or it has just arrived, and who waits is about to go on
-            self._suspect = current
-            return
-        self._loss = f"rank {current[1]} has closed its connections"
-        stop_waiting_for(current[0])
-
-
-class _Failed:
-    """Messages that will not arrive."""
-
-    __slots__ = ("_error",)
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        raise self._error
-
-
-_waited_for: set[Pending] = set()
-
-
-def look_after_pending() -> None:
-    """Start the watchdog for messages; call this before any are sent."""
-    look_regularly(_look)
-
-
-def _look() -> None:
-    for pending in [*_waited_for]:  # at once: other threads come and go
-        pending.look()

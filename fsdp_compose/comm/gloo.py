@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from .._torch import has_gloo_on_cpu
+from .._torch import group_timeout_reader, has_closed, has_gloo_on_cpu, stop_waiting_for
 from .context import kept_for, known_for
-from .failure import Pending, failure_of, give_up, gone, limit_of, look_after_pending, loss
+from .failure import TIMEOUT_ENV, failure_of, give_up, gone, limit_of, look_regularly, loss
 from .journal import difference_of, journal_of
 from .shared_memory import Descriptor, SharedMemory
 from .transport import (
@@ -84,12 +85,18 @@ class Messages(Transport):
         self._peers = [(rank + i) % size for i in range(1, size)]  # not all ranks send to one at a time
         self._journal = journal_of(self._owner)
         look_after_pending()
+        self._timeout = group_timeout_reader(group)
         self._memory: list[torch.Tensor] = []  # of all-reduces, for what other ranks send
         self._shared: SharedMemory | None = None  # where all ranks are on one machine
         self._has_met = False
 
     def among(self, peers: dist.ProcessGroup) -> Transport:
         return Messages(self.group, peers)
+
+    def limit(self) -> timedelta:
+        """How long a rank waits for a message. Read anew each time: gloo's own messages keep the timeout from when the
+        group was made."""
+        return limit_of(self.group) if os.environ.get(TIMEOUT_ENV) else self._timeout()
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, label: Label) -> Work:
         numel = shard.numel()
@@ -195,14 +202,114 @@ class Messages(Transport):
             raise failure from None
 
 
+# ---- Pending gloo messages. Waiting stops once the peer's connection is closed.
+#
+# When a connection closes, gloo (torch 2.13) wakes every waiter but one: whoever waits for the message whose bytes were
+# just in transit is not woken, and waits for the timeout of the process group. So a rank that is killed in the middle
+# of a long message would stop all others for half an hour. A thread (``_Watchdog``) watches all waits, and ends those
+# whose connection is closed.
+
+
+_NO_RANK = -1
+
+
+class Waitable(Protocol):
+    """One message in flight."""
+
+    def wait(self, timeout: timedelta = ...) -> Any: ...
+
+
+class Pending:
+    """The messages of one collective that are still to be waited for.
+
+    Attributes:
+        messages: each with the rank that it comes from or goes to. Whoever issues one appends it.
+    """
+
+    __slots__ = ("_current", "_group", "_loss", "_rest", "_suspect", "messages")
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)  # those that no one waits for may be kept for longer
+        self.messages: list[tuple[Waitable, int]] = []
+        self._rest = iter(self.messages)
+        self._current: tuple[Waitable, int] | None = None  # the one that is waited for
+        self._suspect: tuple[Waitable, int] | None = None  # the one that was, when the connection was closed already
+        self._loss = ""
+
+    def fail(self, error: RuntimeError) -> None:
+        """Mark all of them as failed, and tell the waiter why."""
+        self._rest = iter([(_Failed(error.with_traceback(None)), _NO_RANK)])
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait for all of them, each up to ``limit`` (default: ``limit_of`` the process group). After an interruption
+        (Ctrl-C), a second call waits for the rest.
+
+        Raises:
+            RuntimeError: a message did not arrive.
+        """
+        group = self._group()
+        if limit is None and group is not None:
+            limit = limit_of(group)  # as it is now: gloo's messages know that of when the group was made
+        _waited_for.add(self)
+        try:
+            for current in self._rest:
+                self._current, message = current, current[0]
+                if (message.wait() if limit is None else message.wait(limit)) is False:
+                    raise RuntimeError(self._loss)
+        finally:
+            _waited_for.discard(self)
+            self._current = None
+
+    def look(self) -> None:
+        """End a wait that cannot succeed; called in the watchdog's thread. A closed connection alone proves nothing:
+        the peer may have sent everything and be done."""
+        group, current, suspect = self._group(), self._current, self._suspect
+        self._suspect = None
+        if group is None or current is None or not has_closed(group, current[1]):
+            return
+        if current is not suspect:  # gloo may tell, or it has just arrived, and who waits is about to go on
+            self._suspect = current
+            return
+        self._loss = f"rank {current[1]} has closed its connections"
+        stop_waiting_for(current[0])
+
+
+class _Failed:
+    """Messages that will not arrive."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise self._error
+
+
+_waited_for: set[Pending] = set()
+
+
+def look_after_pending() -> None:
+    """Start the watchdog for messages; call this before any are sent."""
+    look_regularly(_look)
+
+
+def _look() -> None:
+    for pending in [*_waited_for]:  # at once: other threads come and go
+        pending.look()
+
+
+# ---- The messages of one collective
+
+
 class _InFlight:
     """The messages of one collective. If an exception (Ctrl-C) interrupts it between two messages, a later ``wait()``
     finishes the rest. If nobody calls that (the model of an interrupted iteration was deleted), the journal does."""
 
-    __slots__ = ("_group", "_journal", "_number", "_pending", "_tag")
+    __slots__ = ("_group", "_journal", "_limit", "_number", "_pending", "_tag")
 
     def __init__(self, transport: Messages, tag: int) -> None:
-        self._group, self._journal, self._tag = transport.group, transport._journal, tag
+        self._group, self._journal, self._limit, self._tag = transport.group, transport._journal, transport.limit, tag
         self._number = self._journal.count
         # The journal holds the messages too: gloo (torch 2.13) reads and writes the freed memory of dropped ones.
         self._pending = self._journal.under_way[self._number] = Pending(transport.group)
@@ -231,13 +338,13 @@ class _InFlight:
         if journal.dropped:
             journal.finish_dropped()
         try:
-            self._pending.wait()
+            self._pending.wait(self._limit())
         except RuntimeError as error:
             self._fail(error)
             raise
         finally:
             journal.waits_for = 0
-        journal.forget(self._number)
+        journal.under_way.pop(self._number, None)  # Journal.forget, of one that was not dropped
 
     def __del__(self) -> None:
         if self._number in self._journal.under_way:

@@ -39,7 +39,6 @@ from .context import kept_for, known_for
 from .failure import (
     PERIOD,
     Meeting,
-    Pending,
     TimedOut,
     close_connections,
     entered,
@@ -50,7 +49,7 @@ from .failure import (
     together,
 )
 from .store import known_namespace
-from .transport import KINDS, Label
+from .transport import KINDS, Label, Work
 
 STALL_SECONDS = 3.0  # of waiting, after which a rank tells the others what it waits for
 _NUM_KEPT = 64  # entries that a rank can report: more than are ever in flight
@@ -84,7 +83,7 @@ class Journal:
         self.count = self.waits_for = self.thread = 0
         self.patience = min(STALL_SECONDS, timeout / 2)
         self._entries: deque[tuple[int, str, str, int]] = deque(maxlen=_NUM_KEPT)
-        self.under_way: dict[int, Pending] = {}
+        self.under_way: dict[int, Work] = {}
         self.dropped: set[int] = set()
         self.difference = ""
 
@@ -106,9 +105,9 @@ class Journal:
     def finish(self, numbers: Iterable[int]) -> None:
         """Wait for the messages of some collectives whose results are not needed."""
         for number in numbers:
-            pending = self.under_way.get(number)
-            if pending is not None:
-                pending.wait()
+            messages = self.under_way.get(number)
+            if messages is not None:
+                messages.wait()
             self.forget(number)
 
     def finish_dropped(self) -> None:
