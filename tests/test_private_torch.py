@@ -1510,6 +1510,14 @@ def test_group_timeout():
     assert _torch.group_timeout(dist.new_group(timeout=timedelta(seconds=seconds))).total_seconds() == seconds
 
 
+@distributed(world_size=2, fresh=True)
+def test_group_timeout_reader():
+    group = dist.group.WORLD
+    read = _torch.group_timeout_reader(group)
+    _torch.set_group_timeout(timedelta(seconds=77))
+    assert read() == _torch.group_timeout(group) == timedelta(seconds=77)
+
+
 def test_group_timeout_of_a_group_that_has_none():
     with fake_process_group():
         assert _torch.group_timeout(dist.group.WORLD) >= timedelta(minutes=1)

@@ -25,7 +25,6 @@ from ..runtime import (
     post_forward,
     pre_forward,
     reduce_accumulated,
-    wait_for_unshard,
 )
 from ..runtime import reshard as _reshard
 
@@ -40,7 +39,7 @@ class UnshardHandle:
         """Wait for the all-gather; a second call does nothing."""
         state, self._state = self._state, None
         if state is not None and state.root is not None:
-            wait_for_unshard(state.root, state)
+            state.root.communicator.wait_for(state._handles)
 
 
 def unshard(module: nn.Module, async_op: bool = False, *, until_reshard: bool = False) -> UnshardHandle | None:

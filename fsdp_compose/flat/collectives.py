@@ -100,6 +100,12 @@ class AllGathers:
         handle.unsharded.hide()
         AllGathers.unshard(self, handle)
 
+    def wait_for(self, handles: Iterable[FlatParamHandle]) -> None:
+        """``wait`` for those whose all-gathers are in flight."""
+        for handle in handles:
+            if handle.unsharded.work is not None:
+                self.wait(handle)
+
     @in_range("wait all_gather")
     def wait(self, handle: FlatParamHandle) -> None:
         """Make the unsharded parameters usable by later work on the current stream."""

@@ -61,6 +61,7 @@ from .hook_decorators import ends_backwards as ends_backwards
 from .hook_decorators import never_traced as never_traced
 from .hook_decorators import traced_inside_others as traced_inside_others
 from .iteration import Backward as Backward
+from .iteration import BackwardState as BackwardState
 from .iteration import ForwardRecord as ForwardRecord
 from .iteration import GroupUse as GroupUse
 from .iteration import HookedUse as HookedUse

@@ -147,12 +147,7 @@ class _FSDPState(ComposableState):
 
     def reset(self, awaiting_backward: Sequence[int] = ()) -> None:
         """Forget the iteration that was going on."""
-        self.progress = ForwardState([*awaiting_backward])
-        self.reset_backward()
-
-    def reset_backward(self) -> None:
-        """Forget the backward that was going on."""
-        self.backward = BackwardState()
+        self.progress, self.backward = ForwardState([*awaiting_backward]), BackwardState()
 
     @property
     def is_complete(self) -> bool:

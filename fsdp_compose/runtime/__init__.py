@@ -36,7 +36,6 @@ from .differentiable_gather import notice_inputs as notice_inputs
 from .forward import enter_alone as enter_alone
 from .forward import region as region
 from .group_ops import reshard as reshard
-from .group_ops import wait_for_unshard as wait_for_unshard
 from .hooks import drive as drive
 from .hooks import post_forward as post_forward
 from .hooks import pre_forward as pre_forward

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from .._torch import in_compiled_autograd, queue_end_of_backward
 from ..errors import MisuseRuntimeError
 from ..flat import LARGE_BYTES, FlatParamHandle, follow_profiler, place
-from ..group import END_OF_BACKWARD, Backward, Root, _FSDPState, ends_backwards, never_traced
+from ..group import END_OF_BACKWARD, Backward, BackwardState, Root, _FSDPState, ends_backwards, never_traced
 from .agreement import begin_exchange, end_exchange, is_whole
 from .group_ops import (
     follow_requires_grad_writes_before_backward,
@@ -200,9 +200,9 @@ def finish_backward(root: Root, is_inside: bool = False) -> None:
                 state.progress.pass_by(
                     min(progress.last_use, root.num_forwards - 1) if is_inside else progress.last_use
                 )
-            state.reset_backward()
+            state.backward = BackwardState()
         elif progress.is_reduced:
-            state.reset_backward()
+            state.backward = BackwardState()
     root.end_backward()
     try:
         for call in backward.after_publication:

@@ -26,7 +26,7 @@ from ..group import (
     never_traced,
 )
 from .backward import begin_backward, keep_unsharded, refuse_double_backward, refuse_unseen_backward
-from .group_ops import reshard, reshard_until_backward, wait_for_unshard
+from .group_ops import reshard, reshard_until_backward
 from .inputs_outputs import hook_outputs
 from .untracked_writes import writes_to_unsharded
 
@@ -187,8 +187,7 @@ class DefaultUse:
         outer = self.outer
         if outer is not None and outer.active_backward is not backward:
             outer.reach(_grad)
-        if state.shard_versions() != self._versions:
-            state.check_versions(self._versions)
+        state.check_versions(self._versions)
         if self._record.captured is not None:
             self._record.captured.check_backward()
         if not progress.was_reached:
@@ -199,7 +198,7 @@ class DefaultUse:
         if progress.reach(self._record.number):
             state.swap.show_unsharded()
         root.scheduler.before_backward(root, state, self._record, self._position)
-        wait_for_unshard(root, state)
+        root.communicator.wait_for(state._handles)
 
     def reach(self, grad: torch.Tensor) -> None:
         """Handle a backward that reached a use inside this one without passing the outputs of this one: it may go on to
@@ -254,7 +253,7 @@ class DefaultMode:
             scheduler.before_forward(root, state, use)
             if len(state.modules) > 1 and not state.progress.pending_modules:
                 state.progress.pending_modules.update([id(ref()) for ref in state.modules])
-        wait_for_unshard(root, state)
+        root.communicator.wait_for(state._handles)
         watcher = use
         if is_recomputed and use is not None:
             forward.innermost = use

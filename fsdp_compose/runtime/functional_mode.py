@@ -17,7 +17,7 @@ from ..flat import FlatParamHandle, local_of, placed, specs_of, whole_like_origi
 from ..group import Root, _FSDPState, begins_forward
 from .differentiable_gather import Gather, refuse_accumulated
 from .functional_call import GivenValues, functional_call_params, is_functional_call
-from .group_ops import reshard, wait_for_unshard
+from .group_ops import reshard
 from .untracked_writes import written
 
 
@@ -39,7 +39,8 @@ class FunctionalMode:
                 root.forward.enter(None)
                 if not state.progress.running_forwards:
                     reshard(root, state)  # parameters that unshard() has gathered ahead are not used in this mode
-                    wait_for_unshard(root, state)  # reshard() leaves groups that stay unsharded: end their all-gathers
+                    # reshard() leaves groups that stay unsharded: end their all-gathers
+                    root.communicator.wait_for(state._handles)
         return FunctionalUse(root, state, self._given), None
 
 

@@ -80,12 +80,6 @@ def unshard_for_use(root: Root, state: _FSDPState) -> None:
             root.communicator.refresh(handle)
 
 
-def wait_for_unshard(root: Root, state: _FSDPState) -> None:
-    for handle in state._handles:
-        if handle.unsharded.work is not None:
-            root.communicator.wait(handle)
-
-
 def reshard(root: Root, state: _FSDPState) -> None:
     """Free the unsharded parameters of a group, unless a forward of it is running."""
     for handle in state._handles:

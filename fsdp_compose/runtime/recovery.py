@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..comm import RECOVERY_TIMEOUT, Journal, class_of_failure, failure_of, known_journal, last_of_every_rank, meet
 from ..errors import RanksDifferError
-from ..group import Root, _FSDPState, steps_were_compared
+from ..group import BackwardState, Root, _FSDPState, steps_were_compared
 from .group_ops import stays_unsharded
 
 
@@ -65,7 +65,7 @@ def recover_backward(root: Root) -> None:
             if not stays_unsharded(root, state):
                 root.communicator.reshard(handle)
         _drop_captured(state)
-        state.reset_backward()
+        state.backward = BackwardState()
     root.reset_backward()
     _warn_of_recovery("a backward of a fully_shard'ed model raised, and the exception was caught: its", is_tainted)
 
