@@ -169,6 +169,10 @@ class CollectiveLog:
             self.serve(root, entry)
         self.entries.append(entry)
 
+    def take_back(self) -> None:
+        """Forget the collective recorded last: the ranks have not agreed on it, so it is not issued."""
+        self.entries.pop()
+
     @property
     def count(self) -> int:
         """The total number of collectives issued."""

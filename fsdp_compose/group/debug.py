@@ -129,7 +129,7 @@ class LockstepCommunicator(Communicator):
             _agree((handle.mesh if root is None else root.mesh).peers, f"{text}{label}", root, sums)
         except RuntimeError:
             if root is not None:
-                root.order.entries.pop()  # the caller has just recorded the collective, which is not issued now
+                root.order.take_back()
                 root.forward.has_failed = True
             raise
 
