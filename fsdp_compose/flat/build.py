@@ -19,14 +19,13 @@ from .._torch import DTensorSpec, local_tensor, set_local_tensor
 from ..comm import DataParallelMesh, Label
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import CompositeDTensor, RaggedSpec, hook_owners, note_write_of_all_ranks, writes
-from .cpu_offload import OffloadedFlatParamHandle
 from .extensions import CompositeExtension, Extension, cut
 from .flat_param import CompositeFlatParamHandle, FlatParamHandle, LocalShards, handle_of
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
 from .param_kind import ParameterKind, plain_tensor
 from .policy import CPUOffloadPolicy, Granularity
-from .shard_storage import HostGradientStorage, HostShardStorage
+from .shard_storage import ShardStorage
 from .sharded_param import (
     ManagedParameter,
     class_attributes,
@@ -170,9 +169,8 @@ def _new_handle(
         return FlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
     if kind.extension is not None:
         raise _refuse_offload(layout.params[0].fqn, kind.extension)
-    handle = OffloadedFlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
-    home = HostShardStorage if offload.parameters else HostGradientStorage
-    return handle.live_in(home(offload, mesh.device))
+    storage = ShardStorage.of(offload, mesh.device)
+    return FlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel, storage)
 
 
 def _new_composite_handle(

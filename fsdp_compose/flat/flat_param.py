@@ -44,7 +44,7 @@ from .shard_storage import ON_DEVICE, ShardStorage
 from .sharded_param import Snapshot, local_elements, rebind_sharded_param
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
-from .unsharded_extension import make_unsharded
+from .unsharded_extension import ExtendedUnsharded
 
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
 
@@ -110,11 +110,10 @@ class FlatParamHandle:
         "shard",
         "sharded_params",
         "snapshot",
+        "storage",
         "summoned",
         "unsharded",
     )  # fmt: skip
-
-    storage: ShardStorage = ON_DEVICE
 
     def __init__(
         self,
@@ -123,8 +122,9 @@ class FlatParamHandle:
         kind: ParameterKind,
         local_shards: LocalShards,
         tensor_parallel: TensorParallel | None = None,
+        storage: ShardStorage = ON_DEVICE,
     ) -> None:
-        self.layout, self.mesh, self.kind, self.local_shards = layout, mesh, kind, local_shards
+        self.layout, self.mesh, self.kind, self.local_shards, self.storage = layout, mesh, kind, local_shards, storage
         self.label = Label([param.fqn for param in layout.params])
         self.segments: list[FlatSegment] = []
         self.owner: weakref.ref[Owner] | None = None
@@ -139,7 +139,7 @@ class FlatParamHandle:
         _register(self, {id(sharded): i for i, sharded in enumerate(params)}, sharded_param_owners)
 
     def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
-        return FlatParamHandle(self.layout, mesh, self.kind, self.local_shards, self.tensor_parallel)
+        return FlatParamHandle(self.layout, mesh, self.kind, self.local_shards, self.tensor_parallel, self.storage)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """Copy the handle, over copies of the sharded parameters: those in ``memo``, which the copied modules show."""
@@ -164,9 +164,12 @@ class FlatParamHandle:
     def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
         kind, dtype, own = self.kind, self.kind.dtype_of(shard), self.tensor_parallel
         compute = kind.compute_dtype(dtype)
-        unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, compute, self.label, own)
+        if kind.extension is None:
+            unsharded = self.storage.unsharded(shard, self.layout, self.mesh, compute, self.label, own)
+        else:
+            unsharded = ExtendedUnsharded(kind.extension, shard, self.layout, self.mesh, compute, self.label)
         arguments = (self.sharded_params, self.local_shards, self.elements_of(shard), self.hooks, self.segments)
-        return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(dtype))
+        return unsharded, self.storage.gradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(dtype))
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
         """Name the parameters: ``names`` turns names in the group into names in the root, ``whole_group`` is as in
@@ -313,7 +316,7 @@ class FlatParamHandle:
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
         """Make a reduction of ``flat``, a whole flat gradient; ``buffer`` is its memory, if that is pooled."""
-        return Reduction(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
+        return self.storage.reduction(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
 
     def follow_user(self) -> None:
         """Make sharded parameters and flat views agree, after the user or autograd has changed gradients of either."""

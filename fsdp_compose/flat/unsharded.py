@@ -41,6 +41,9 @@ from .tensor_parallel import TensorParallel, own_counter
 # state sharded over all ranks (HFSDP, Megatron-FSDP).
 
 
+CopyIn = Callable[["torch.Tensor", "torch.Tensor"], None]
+
+
 class ShardSource:
     """The shards of all ranks.
 
@@ -48,26 +51,36 @@ class ShardSource:
         shard: this rank's shard.
         flat: the output of the all-gather, which may have no memory now.
         mesh, label: those of the flat parameter.
+        copy_in: copies a shard that is in host memory to the device, in its own dtype.
 
     Attributes:
+        staging: where such a shard waits on the device to be cast; it has no memory before the caller allocates it.
         gather: issues the all-gather on the current stream; returns its work, or ``None`` if it is complete.
     """
 
-    __slots__ = ("_arguments", "_copy", "_is_local", "gather")
+    __slots__ = ("_arguments", "_copy", "_is_local", "gather", "staging")
 
-    def __init__(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> None:
+    def __init__(
+        self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label, copy_in: CopyIn | None
+    ) -> None:
         rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
-        # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
         own_slice = flat[rank * numel : (rank + 1) * numel]
-        self._copy = self._copy_into(own_slice, shard, is_alone)
+        self.staging: torch.Tensor | None = None
+        self._copy: Callable[[], object] | None = None
+        if copy_in is None or shard.is_meta:
+            # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
+            if own_slice.dtype != shard.dtype or is_alone:
+                self._copy = partial(own_slice.copy_, shard)
+        elif own_slice.dtype == shard.dtype:
+            self._copy = partial(copy_in, own_slice, shard)
+        else:
+            staging = self.staging = torch.empty(numel, dtype=shard.dtype, device=own_slice.device)
+            staging.untyped_storage().resize_(0)
+            self._copy = partial(_in_turn, partial(copy_in, staging, shard), partial(own_slice.copy_, staging))
         # On an accelerator the work of a collective of one rank still orders the copy before compute.
         self._is_local = is_alone and flat.device.type == "cpu"
         self._arguments = (flat, shard if self._copy is None else own_slice, label)
         self.gather_by(mesh.transport)
-
-    def _copy_into(self, own_slice: torch.Tensor, shard: torch.Tensor, is_alone: bool) -> Callable[[], object] | None:
-        """Copies the shard to where the all-gather reads it; ``None`` if it reads the shard itself."""
-        return partial(own_slice.copy_, shard) if own_slice.dtype != shard.dtype or is_alone else None
 
     def gather_by(self, transport: Transport) -> None:
         """Move shards by this transport from now on."""
@@ -76,7 +89,7 @@ class ShardSource:
         self.gather: Callable[[], Work | None] = issue if self._copy is None else partial(_in_turn, self._copy, issue)
 
 
-def _in_turn(copy: Callable[[], object], issue: Callable[[], Work | None]) -> Work | None:
+def _in_turn(copy: Callable[[], object], issue: Callable[[], Any]) -> Any:
     copy()
     return issue()
 
@@ -242,6 +255,7 @@ class Unsharded:
         dtype: the compute dtype.
         label: the parameters.
         tensor_parallel: for parameters that are DTensors inside forward too.
+        copy_in: see ``ShardSource``.
 
     Attributes:
         dtype: as given.
@@ -274,14 +288,18 @@ class Unsharded:
         dtype: torch.dtype,
         label: Label,
         tensor_parallel: TensorParallel | None = None,
+        copy_in: CopyIn | None = None,
     ) -> None:
         self.dtype, self._shard = dtype, shard
-        self.never_freed = self._needs_no_gather(shard, layout, mesh)
+        # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
+        is_same = copy_in is None and mesh.shard_world_size == 1 and dtype == shard.dtype
+        self.never_freed = is_same or layout.shard_numel == 0
         with torch.inference_mode(False), torch.no_grad():
             flat = shard
             if not self.never_freed:
-                flat = torch.empty(layout.flat_numel, dtype=dtype, device=self._compute_device(shard, mesh))
-            self._source = self._source_of(shard, flat, mesh, label)
+                device = shard.device if copy_in is None or shard.is_meta else mesh.device
+                flat = torch.empty(layout.flat_numel, dtype=dtype, device=device)
+            self._source = ShardSource(shard, flat, mesh, label, copy_in)
             parts = None if self.never_freed else mesh.part_transport
             self.part = None if parts is None else PartialReshard(flat, parts, label)
             may_free = not (self.never_freed or self.is_meta)
@@ -295,18 +313,6 @@ class Unsharded:
         self._begin(params, [*params, self.memory.shown] if tensor_parallel else params, self.never_freed)
         if may_free:
             self.memory.free()
-
-    # ---- Where the shard lives (the class for host memory overrides this)
-
-    def _needs_no_gather(self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh) -> bool:
-        # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
-        return (mesh.shard_world_size == 1 and self.dtype == shard.dtype) or layout.shard_numel == 0
-
-    def _compute_device(self, shard: torch.Tensor, mesh: DataParallelMesh) -> torch.device:
-        return shard.device
-
-    def _source_of(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> ShardSource:
-        return ShardSource(shard, flat, mesh, label)
 
     def _begin(self, params: list[nn.Parameter], counters: Sequence[torch.Tensor], is_allocated: bool) -> None:
         """Set the parameters and their counters. Nothing is gathered yet."""

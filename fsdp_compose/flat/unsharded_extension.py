@@ -27,23 +27,7 @@ from .extensions import RELEASES, Extension
 from .layout import FlatLayout
 from .param_kind import plain_gradient
 from .sharded_param import NOT_COPIED, share_attributes
-from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, UnshardedMemory, error_of_late_access
-
-
-def make_unsharded(
-    extension: Extension | None,
-    shard: torch.Tensor,
-    layout: FlatLayout,
-    mesh: DataParallelMesh,
-    dtype: torch.dtype,
-    label: Label,
-    tensor_parallel: TensorParallel | None,
-) -> Unsharded:
-    """Make the unsharded side of a flat parameter; for the arguments see ``Unsharded``."""
-    if extension is None:
-        return Unsharded(shard, layout, mesh, dtype, label, tensor_parallel)
-    return ExtendedUnsharded(extension, shard, layout, mesh, dtype, label)
 
 
 class ExtendedMemory(UnshardedMemory):
