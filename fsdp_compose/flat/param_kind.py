@@ -19,16 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError
+from ..ragged import common_tensor, describe_part, inner_tensors
 from .extensions import (
     Extension,
     check_composite,
     check_protocol,
-    common_tensor,
     composite_extension_of,
-    describe_part,
     extension_of,
     has_protocol,
-    inner_tensors,
     is_composite,
 )
 from .policy import MixedPrecisionPolicy

@@ -26,11 +26,13 @@ from ..ragged import (
     RaggedDTensor,
     RaggedShard,
     RaggedSpec,
+    context_of,
     distribute_ragged,
     gather_local_shards,
+    inner_tensors,
     rebind,
+    remade,
 )
-from .extensions import context_of, inner_tensors, remade
 from .layout import FlatLayout
 from .param_kind import ParameterKind
 
