@@ -33,7 +33,6 @@ from .events import follow_profiler as follow_profiler
 from .events import listen as listen
 from .events import stop_listening as stop_listening
 from .events import watched as watched
-from .extensions import CompositeExtension as CompositeExtension
 from .flat_param import FlatParamHandle as FlatParamHandle
 from .flat_param import add_segment as add_segment
 from .flat_param import check_segments as check_segments

@@ -33,11 +33,11 @@ from ..comm import DataParallelMesh, Label, Names, Transport
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import OWNER_ATTRIBUTE, note_write_of_all_ranks
 from .accumulation import PendingGradients
-from .extensions import CompositeExtension
+from .codecs import ExtensionCodec
 from .flat_views import FlatSegment, check_segments_agree
 from .gradient import ShardedGradient
 from .gradient_hooks import GradientHooks
-from .layout import FlatLayout, full_views
+from .layout import FlatLayout, LocalShards, full_views, local_views
 from .param_kind import ParameterKind
 from .reduction import ReduceBuffer, Reduction
 from .shard_storage import ON_DEVICE, ShardStorage
@@ -47,9 +47,6 @@ from .unsharded import Unsharded, error_of_late_access
 from .unsharded_extension import ExtendedUnsharded
 
 _grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
-
-LocalShards = list[tuple[int, int, tuple[int, ...]]]
-"""This rank's range of each parameter: (start, stop, shape) in its shard."""
 
 
 class Summoned(Protocol):
@@ -138,15 +135,12 @@ class FlatParamHandle:
         self.sharded_params, self.hooks = params, hooks
         _register(self, {id(sharded): i for i, sharded in enumerate(params)}, sharded_param_owners)
 
-    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
-        return FlatParamHandle(self.layout, mesh, self.kind, self.local_shards, self.tensor_parallel, self.storage)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """Copy the handle, over copies of the sharded parameters: those in ``memo``, which the copied modules show."""
         mesh = self.mesh.with_transports(attrgetter("unrecorded"))
-        twin = self._empty_twin(mesh)
-        memo[id(self)] = twin
-        twin.kind = self.kind.of_a_copy(memo)
+        arguments = self.kind, self.local_shards, self.tensor_parallel, self.storage
+        twin = memo[id(self)] = FlatParamHandle(self.layout, mesh, *arguments)
+        twin.kind = self.kind.of_a_copy(memo)  # only now: it may copy the module, which has this handle
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))
         twin.set_shard(twin.flatten())
@@ -156,19 +150,22 @@ class FlatParamHandle:
         """Adopt ``shard``, of which the sharded parameters already are views, and build the other parts."""
         self.shard = shard
         self.unsharded, self.gradient = self._build(shard)
-        self.pending_gradients.restart(self.kind.reduction_dtype(self.kind.dtype_of(shard)))
+        self.pending_gradients.restart(self.kind.reduction_dtype(self.kind.codec.dtype_of(shard)))
         self.unsharded.take_attributes(self.sharded_params)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()
 
     def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
-        kind, dtype, own = self.kind, self.kind.dtype_of(shard), self.tensor_parallel
+        kind, codec, layout = self.kind, self.kind.codec, self.layout
+        dtype = codec.dtype_of(shard)
         compute = kind.compute_dtype(dtype)
-        if kind.extension is None:
-            unsharded = self.storage.unsharded(shard, self.layout, self.mesh, compute, self.label, own)
+        if isinstance(codec, ExtensionCodec):
+            unsharded: Unsharded = ExtendedUnsharded(codec, shard, layout, self.mesh, compute, self.label)
         else:
-            unsharded = ExtendedUnsharded(kind.extension, shard, self.layout, self.mesh, compute, self.label)
-        arguments = (self.sharded_params, self.local_shards, self.elements_of(shard), self.hooks, self.segments)
+            own = self.tensor_parallel
+            unsharded = self.storage.unsharded(shard, layout, self.mesh, compute, self.label, own)
+        elements = codec.elements_of(shard, layout)
+        arguments = (self.sharded_params, self.local_shards, elements, self.hooks, self.segments)
         return unsharded, self.storage.gradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(dtype))
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
@@ -217,22 +214,16 @@ class FlatParamHandle:
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a tensor with the shard's elements, such as the flat gradient, with the shapes of the local
         shards."""
-        return [flat[start:stop].view(shape) for start, stop, shape in self.local_shards]
-
-    # ---- How the shard stores the elements (the class for parameters of several tensors overrides this)
+        return local_views(flat, self.local_shards)
 
     @property
     def shard_numel(self) -> int:
         """The length of a shard."""
-        return self.layout.shard_numel
+        return self.kind.codec.shard_numel(self.layout)
 
     def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Views of a shard: the local tensors of the sharded parameters."""
-        return self.views_of(shard)
-
-    def elements_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """A tensor with the number, dtype and device of a shard's elements."""
-        return shard
+        return self.kind.codec.locals_of(shard, self.local_shards)
 
     def full_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of ``flat``, a whole flat parameter, with the parameters' shapes."""
@@ -353,28 +344,6 @@ class FlatParamHandle:
             f"FlatParamHandle({len(self.layout.params)} parameters, {self.layout.shard_numel} elements of "
             f"{self.shard.dtype} on each of {self.layout.world_size} ranks)"
         )
-
-
-class CompositeFlatParamHandle(FlatParamHandle):
-    """The flat parameter of one parameter that is stored as several tensors. The shard holds their bytes; layout, local
-    shards and gradient are those of the elements that the parameter stands for: equal rows on every rank."""
-
-    __slots__ = ()
-
-    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
-        return CompositeFlatParamHandle(self.layout, mesh, self.kind, self.local_shards)
-
-    @property
-    def shard_numel(self) -> int:
-        assert isinstance(self.kind.extension, CompositeExtension)
-        return self.kind.extension.bytes.nbytes
-
-    def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        return [shard]
-
-    def elements_of(self, shard: torch.Tensor) -> torch.Tensor:
-        one = shard.new_empty((), dtype=self.kind.dtype_of(shard))
-        return one.expand(self.layout.shard_numel)  # nobody reads it
 
 
 Owners = dict[int, tuple["weakref.ref[FlatParamHandle]", int]]
@@ -516,10 +485,8 @@ def check_segments(handle: FlatParamHandle) -> None:
 
 
 def wholes_of(handle: FlatParamHandle, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The whole parameters in ``flat``, a whole flat parameter: views of it, unless their class builds something else
-    from it."""
-    extension = handle.kind.extension
-    return [extension.whole_of(flat)] if isinstance(extension, CompositeExtension) else handle.full_views_of(flat)
+    """The whole parameters in ``flat``, a whole flat parameter: see ``ParameterCodec.wholes_of``."""
+    return handle.kind.codec.wholes_of(flat, handle.layout)
 
 
 def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:

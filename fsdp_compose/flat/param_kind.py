@@ -1,4 +1,4 @@
-"""What is decided for each parameter when it is sharded: its dtypes, and whether its class gathers it.
+"""What is decided for each parameter when it is sharded: its dtypes, and its codec.
 
 Parameters that differ in any of this go into different flat parameters. This file also refuses what sharding would
 break: classes of tensors that cannot be cut, and parameters that share memory with others.
@@ -20,12 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .._torch import is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import common_tensor, describe_part, inner_tensors
-from .extensions import (
-    Extension,
+from .codecs import (
+    BY_ELEMENTS,
+    ParameterCodec,
     check_composite,
     check_protocol,
-    composite_extension_of,
-    extension_of,
+    codec_of,
     has_protocol,
     is_composite,
 )
@@ -43,14 +43,11 @@ def kind_of(
     """
     compute, reduce = policy.compute_dtype_of(fqn, param), policy.reduce_dtype
     own = replace(policy, param_dtype=compute, param_dtype_override_fn=None)
-    extension = None
-    if module is not None:
-        make = composite_extension_of if is_composite(param) else extension_of
-        extension = make(param, module, own)
+    codec = BY_ELEMENTS if module is None else codec_of(param, module, own)
     gradient = own_grad_dtype(param)
     if is_any_grad_dtype(param) and param.is_floating_point():
         gradient = reduce or compute  # the dtype that arrives from the reduction
-    return ParameterKind(compute, reduce, gradient, extension)
+    return ParameterKind(compute, reduce, gradient, codec)
 
 
 @dataclass(frozen=True)
@@ -62,17 +59,13 @@ class ParameterKind:
             it.
         reduce: dtype of the reduction of its gradient; ``None``: that of the gradient.
         gradient: dtype of the sharded gradient (``grad_dtype``); ``None``: the original dtype.
-        extension: the all-gather of its class; such a parameter has a flat parameter of its own.
+        codec: how it is stored and gathered; if by its class, it has a flat parameter of its own.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     gradient: torch.dtype | None = None
-    extension: Extension | None = None
-
-    def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
-        """The dtype of the parameters with this shard."""
-        return shard.dtype if self.extension is None else self.extension.dtype_of(shard)
+    codec: ParameterCodec = BY_ELEMENTS
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameter, if the sharded one is ``original``."""
@@ -90,7 +83,7 @@ class ParameterKind:
 
     def of_a_copy(self, memo: dict[int, Any]) -> ParameterKind:
         """The kind for the copy of a parameter, while a model is copied; ``memo``: see ``copy.deepcopy``."""
-        return self if self.extension is None else replace(self, extension=self.extension.of_a_copy(memo))
+        return replace(self, codec=self.codec.of_a_copy(memo))
 
     def in_group(self, own: MixedPrecisionPolicy, other: MixedPrecisionPolicy) -> ParameterKind:
         """The kind in a group with another policy than its ``own`` group's; decisions for this parameter alone stay."""
@@ -123,9 +116,9 @@ def expect_gradient(param: torch.Tensor, dtype: torch.dtype) -> None:
 #
 # Plain data with a class on top (attributes, ``__torch_function__``) keeps its class inside forward. A wrapper around
 # one tensor of its own shape and dtype (torchao's weights for float8 and int8 training) is sharded as that tensor. If
-# its class has an all-gather of its own, forward sees the result of that (``extensions``); otherwise the tensor inside,
+# its class has an all-gather of its own, forward sees the result of that (``codecs``); otherwise the tensor inside,
 # with a warning. A wrapper around anything else (NF4 and other quantized weights) is more than its elements: if it is
-# frozen and its class can cut it, it is sharded as the tensors inside (``extensions``), otherwise refused.
+# frozen and its class can cut it, it is sharded as the tensors inside (``codecs``), otherwise refused.
 
 
 _warned: set[type] = set()

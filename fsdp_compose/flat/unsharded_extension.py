@@ -1,4 +1,4 @@
-"""The unsharded side of a flat parameter whose only parameter is gathered by its class; see ``extensions``.
+"""The unsharded side of a flat parameter whose only parameter is gathered by its class; see ``codecs``.
 
 The class converts the shard, to other dtypes and shapes, and the result is gathered instead of the shard. From the
 gathered tensors, the class makes the parameter that forward computes with: one object that stays the same while its
@@ -23,7 +23,7 @@ from .._torch import preserved_versions, same_storage
 from ..comm import DataParallelMesh, Label, Work, mesh_of_this_rank
 from ..errors import MisuseError
 from ..ragged import show_as, writes
-from .extensions import RELEASES, Extension
+from .codecs import RELEASES, ExtensionCodec
 from .layout import FlatLayout
 from .param_kind import plain_gradient
 from .sharded_param import NOT_COPIED, share_attributes
@@ -119,7 +119,7 @@ class _Form:
 
     def __init__(
         self,
-        extension: Extension,
+        extension: ExtensionCodec,
         shard: torch.Tensor,
         layout: FlatLayout,
         mesh: DataParallelMesh,
@@ -259,7 +259,7 @@ class ExtendedUnsharded(Unsharded):
 
     def __init__(
         self,
-        extension: Extension,
+        extension: ExtensionCodec,
         shard: torch.Tensor,
         layout: FlatLayout,
         mesh: DataParallelMesh,

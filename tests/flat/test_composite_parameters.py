@@ -208,7 +208,7 @@ def assert_same(whole: Any, expected: Any) -> None:
 
 
 def frozen_handle(layer: nn.Module) -> Any:
-    (handle,) = [handle for handle in get_state(layer)._handles if handle.kind.extension is not None]
+    (handle,) = [handle for handle in get_state(layer)._handles if handle.kind.codec.gathered_by is not None]
     return handle
 
 

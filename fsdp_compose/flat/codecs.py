@@ -1,13 +1,17 @@
-"""Parameters whose class has an all-gather of its own (FSDP2's extension protocol), and those that consist of several
-tensors (quantized weights).
+"""How parameters are stored in shards and gathered: one codec for each kind of parameter.
 
-Parameters of the first kind are gathered in another form than they are stored and trained in, often with fewer bytes
-(torchao's weights for float8 training). Used when flat parameters are built, and by ``unsharded_extension``; other
-parameters never reach this file.
+- ``ParameterCodec``: by their elements, as they are. Most models have no other.
+- ``ExtensionCodec``: the class of the parameter has an all-gather of its own (FSDP2's extension protocol). Such a
+  parameter is gathered in another form than it is stored and trained in, often with fewer bytes (torchao's weights for
+  float8 training).
+- ``CompositeCodec``: it consists of several tensors (``__tensor_flatten__``; quantized weights), stored as their bytes.
 
-A class has two methods. Each rank calls the first one on its part of a parameter, which is an instance of the class.
-The returned tensors are gathered one by one, concatenated along dim 0. From them, the second method makes the tensor
-that forward sees::
+A codec is chosen when flat parameters are built, in ``param_kind``. What it does by itself is here; what the last two
+do while a model runs is in ``unsharded_extension``.
+
+A class with an all-gather has two methods. Each rank calls the first one on its part of a parameter, which is an
+instance of the class. The returned tensors are gathered one by one, concatenated along dim 0. From them, the second
+method makes the tensor that forward sees::
 
     fsdp_pre_all_gather(mesh[, outer_size, outer_stride, module, mp_policy]) -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (tensor, inner tensors); None if given ``out``
@@ -36,12 +40,16 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._import_checks import PLAIN_SHARDED_PARAMS
 from .._torch import is_wrapper, same_storage
 from ..errors import MisuseError
 from ..ragged import (
     PART_ALIGNMENT_BYTES,
+    CompositeDTensor,
     InnerTensor,
     Parts,
+    RaggedDTensor,
+    RaggedSpec,
     are_equal,
     context_of,
     describe_part,
@@ -50,14 +58,58 @@ from ..ragged import (
     remade,
     rows_of,
 )
+from .layout import FlatLayout, LocalShards, full_views, local_views
 from .policy import MixedPrecisionPolicy
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
+class ParameterCodec:
+    """How the parameters of a flat parameter are stored in its shard and gathered. Here: by their elements."""
+
+    is_composite: ClassVar[bool] = False  # a parameter consists of several tensors
+
+    @property
+    def gathered_by(self) -> str | None:
+        """The name of the class that gathers the only parameter, or builds it from what is gathered, if one does."""
+        return None
+
+    def of_a_copy(self, memo: dict[int, Any]) -> ParameterCodec:
+        """The codec for a copy of the parameters' module, which ``memo`` (of ``copy.deepcopy``) holds, or will hold."""
+        return self
+
+    def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
+        """The dtype of the parameters with this shard."""
+        return shard.dtype
+
+    def shard_numel(self, layout: FlatLayout) -> int:
+        """The length of a shard."""
+        return layout.shard_numel
+
+    def locals_of(self, shard: torch.Tensor, local_shards: LocalShards) -> list[torch.Tensor]:
+        """Views of a shard: the local tensors of the sharded parameters."""
+        return local_views(shard, local_shards)
+
+    def elements_of(self, shard: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
+        """A tensor with the number, dtype and device of a shard's elements."""
+        return shard
+
+    def sharded(self, local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+        """Make the tensor of a sharded parameter over one of ``locals_of``."""
+        return local if PLAIN_SHARDED_PARAMS else RaggedDTensor(local, spec)
+
+    def wholes_of(self, flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+        """The whole parameters in ``flat``, the shards of all ranks: views of it, unless a class builds something else
+        from it."""
+        return full_views(layout, flat)
+
+
+BY_ELEMENTS = ParameterCodec()
+
+
 @dataclass(frozen=True, eq=False)
-class Extension:
+class ExtensionCodec(ParameterCodec):
     """The all-gather of one parameter's class. No two are equal, so the parameter gets a flat parameter of its own.
 
     Attributes:
@@ -69,7 +121,6 @@ class Extension:
         policy: the user's policy about dtypes.
         is_short: the first method takes only the mesh.
         releases: the gathered tensors are not needed once the result is made.
-        is_composite: an instance consists of several tensors.
     """
 
     cls: type[Any]
@@ -81,21 +132,13 @@ class Extension:
     is_short: bool
     releases: bool
 
-    is_composite: ClassVar[bool] = False
-
-    def of_a_copy(self, memo: dict[int, Any]) -> Extension:
-        """The extension for the copy of the module, which ``memo`` holds, or will hold."""
-        module = self.module()
-        return self if module is None else replace(self, module=weakref.ref(copy.deepcopy(module, memo)))
-
     @property
-    def name(self) -> str:
-        """The name of the class."""
+    def gathered_by(self) -> str:
         return self.cls.__name__
 
-    def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
-        """The dtype of the parameter that has this shard."""
-        return shard.dtype
+    def of_a_copy(self, memo: dict[int, Any]) -> ExtensionCodec:
+        module = self.module()
+        return self if module is None else replace(self, module=weakref.ref(copy.deepcopy(module, memo)))
 
     def over(self, local: torch.Tensor) -> Any:
         """Make an instance of the class over some rows."""
@@ -142,17 +185,20 @@ def has_protocol(param: torch.Tensor) -> bool:
     return hasattr(param, PRE) or hasattr(param, POST)
 
 
-def extension_of(param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy) -> Extension | None:
-    """The all-gather of ``param``'s class, if it has one; ``param`` is a checked parameter in ``module``."""
-    if not has_protocol(param) or not param.numel() or not param.dim():
-        return None
+def codec_of(param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy) -> ParameterCodec:
+    """The codec for ``param``, a checked parameter in ``module``; the cut of a composite one is not known yet."""
+    has = has_protocol(param)
+    is_short, frees, reference = has and num_arguments(param) == 1, has and releases(param), weakref.ref(module)
+    if is_composite(param):
+        return CompositeCodec(type(param), None, None, param.shape, reference, policy, is_short, frees, has)
+    if not has or not param.numel() or not param.dim():
+        return BY_ELEMENTS
     inner, context = None, dict[str, Any]()
     if is_wrapper(param):
         (inner,), context = inner_tensors(param), context_of(param)
     else:
         context = {key: value for key, value in param.__dict__.items() if key != "_is_param"}
-    is_short = num_arguments(param) == 1
-    return Extension(type(param), inner, context, param.shape, weakref.ref(module), policy, is_short, releases(param))
+    return ExtensionCodec(type(param), inner, context, param.shape, reference, policy, is_short, frees)
 
 
 def num_arguments(param: Any) -> int:
@@ -206,11 +252,12 @@ def check_protocol(param: torch.Tensor, fqn: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class CompositeExtension(Extension):
-    """How a composite parameter is gathered.
+class CompositeCodec(ExtensionCodec):
+    """A composite parameter: the shard holds the bytes of its tensors; layout, local shards and gradient are those of
+    the elements that it stands for, equal rows on every rank.
 
     Attributes:
-        has_protocol: by its class; otherwise tensor by tensor.
+        has_protocol: it is gathered by its class; otherwise tensor by tensor.
         parts: how it is cut, once that is known.
     """
 
@@ -228,16 +275,26 @@ class CompositeExtension(Extension):
     def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
         return self.bytes.dtype
 
+    def shard_numel(self, layout: FlatLayout) -> int:
+        return self.bytes.nbytes
+
+    def locals_of(self, shard: torch.Tensor, local_shards: LocalShards) -> list[torch.Tensor]:
+        return [shard]
+
+    def elements_of(self, shard: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
+        return shard.new_empty((), dtype=self.bytes.dtype).expand(layout.shard_numel)  # nobody reads it
+
+    def sharded(self, local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
+        return CompositeDTensor.made(local, spec, self.bytes)
+
+    def wholes_of(self, flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+        return [self.bytes.whole_of(flat)]
+
     def over(self, local: torch.Tensor) -> Any:
         return self.bytes.over(local)
 
     def over_shard(self, shard: torch.Tensor) -> Any:
         return self.bytes.padded(shard)
-
-    def whole_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Make the parameter from the bytes of all ranks."""
-        result: torch.Tensor = self.bytes.whole_of(flat)
-        return result
 
     def own_attributes(self, instance: Any) -> dict[str, Any]:
         names = {item.name for item in self.bytes.inner}
@@ -266,17 +323,6 @@ class CompositeExtension(Extension):
     def _gathered(self) -> list[InnerTensor]:
         """The tensors that are cut over ranks; with a single rank, all of them."""
         return [item for item in self.bytes.inner if item.is_cut or self.bytes.num_ranks == 1]
-
-
-def composite_extension_of(
-    param: nn.Parameter, module: nn.Module, policy: MixedPrecisionPolicy
-) -> CompositeExtension | None:
-    """How ``param`` is gathered, a checked composite parameter in ``module``; the cut is not known yet."""
-    has = has_protocol(param)
-    is_short = has and num_arguments(param) == 1
-    reference = weakref.ref(module)
-    frees = has and releases(param)
-    return CompositeExtension(type(param), None, None, param.shape, reference, policy, is_short, frees, has)
 
 
 def is_composite(param: torch.Tensor) -> bool:
