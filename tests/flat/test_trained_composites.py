@@ -673,7 +673,7 @@ def test_as_many_bytes_travel_as_the_class_has():
     assert f"{DIM * DIM} x float32" in reduction
     handle = get_state(model.layers[0])._handles[0]
     (handle,) = [each for each in get_state(model.layers[0])._handles if each.kind.codec.gathered_by is not None]
-    assert handle.shard.nbytes == DIM * DIM // 2 + 4 * DIM // 2 and handle.unsharded.form.nbytes() == 0
+    assert handle.shard.nbytes == DIM * DIM // 2 + 4 * DIM // 2 and handle.unsharded.nbytes() == 0
 
 
 @distributed(world_size=2)
