@@ -110,27 +110,16 @@ BY_ELEMENTS = ParameterCodec()
 
 @dataclass(frozen=True, eq=False)
 class ExtensionCodec(ParameterCodec):
-    """The all-gather of one parameter's class. No two are equal, so the parameter gets a flat parameter of its own.
-
-    Attributes:
-        cls: the class.
-        inner: the attribute that holds an instance's elements; ``None`` if the instance itself does.
-        context: the other data that an instance is made from.
-        shape: the parameter's shape.
-        module: the module that has the parameter.
-        policy: the user's policy about dtypes.
-        is_short: the first method takes only the mesh.
-        releases: the gathered tensors are not needed once the result is made.
-    """
+    """The all-gather of one parameter's class. No two are equal, so the parameter gets a flat parameter of its own."""
 
     cls: type[Any]
-    inner: str | None
-    context: Any
-    shape: torch.Size
-    module: weakref.ref[nn.Module]
+    inner: str | None  # the attribute that holds an instance's elements; None if the instance itself does
+    context: Any  # the other data that an instance is made from
+    shape: torch.Size  # of the parameter
+    module: weakref.ref[nn.Module]  # that has the parameter
     policy: MixedPrecisionPolicy
-    is_short: bool
-    releases: bool
+    is_short: bool  # the first method takes only the mesh
+    releases: bool  # the gathered tensors are not needed once the result is made
 
     @property
     def gathered_by(self) -> str:
@@ -254,17 +243,12 @@ def check_protocol(param: torch.Tensor, fqn: str) -> None:
 @dataclass(frozen=True, eq=False)
 class CompositeCodec(ExtensionCodec):
     """A composite parameter: the shard holds the bytes of its tensors; layout, local shards and gradient are those of
-    the elements that it stands for, equal rows on every rank.
-
-    Attributes:
-        has_protocol: it is gathered by its class; otherwise tensor by tensor.
-        parts: how it is cut, once that is known.
-    """
+    the elements that it stands for, equal rows on every rank."""
 
     is_composite: ClassVar[bool] = True
 
-    has_protocol: bool = False
-    parts: Parts | None = None
+    has_protocol: bool = False  # it is gathered by its class; otherwise tensor by tensor
+    parts: Parts | None = None  # how it is cut, once that is known
 
     @property
     def bytes(self) -> Parts:

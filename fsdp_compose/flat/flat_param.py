@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -46,15 +47,7 @@ from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
 from .unsharded_extension import ExtendedUnsharded
 
-_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
-
-
-class Summoned(Protocol):
-    """What replaces the sharded parameters inside ``summon_full_params``."""
-
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether there are full parameters on every rank."""
+_requires_grad = attrgetter("requires_grad")
 
 
 class Owner(Protocol):
@@ -72,61 +65,38 @@ class Owner(Protocol):
     def after_publication(self, call: Callable[[], None]) -> None: ...
 
 
-class FlatParamHandle:
-    """The flat parameter that holds parameters of one kind (see ``group/registry``); ``build`` makes it.
+class _Referable:
+    __slots__ = ("__weakref__",)  # dataclass(weakref_slot=True) needs Python 3.11
 
-    Attributes:
-        label: the parameters, as collectives and errors name them.
-        mesh: the ranks.
-        kind: what was decided for them.
-        layout: the position of each parameter.
-        local_shards: this rank's range of each parameter: (start, stop, shape) in its shard.
-        sharded_params: the sharded parameters, by parameter; permanently the same objects.
-        shard: this rank's slice of the flat parameter; the sharded parameters are views of it.
-        unsharded: what ``forward`` computes with.
-        pending_gradients: the gradients for the next reduction.
-        gradient: the flat gradient, where the reduction's result goes.
-        storage: where shard and gradient live.
-        segments: the flat views of the shard that ``flat_parameters()`` has made.
-        owner: the group, once there is one.
-        summoned: set while full parameters replace the sharded parameters.
-    """
 
-    __slots__ = (
-        "__weakref__",
-        "gradient",
-        "hooks",
-        "kind",
-        "label",
-        "layout",
-        "local_shards",
-        "mesh",
-        "owner",
-        "pending_gradients",
-        "segments",
-        "shard",
-        "sharded_params",
-        "snapshot",
-        "storage",
-        "summoned",
-        "unsharded",
-    )  # fmt: skip
+@dataclass(slots=True, eq=False, repr=False)
+class FlatParamHandle(_Referable):
+    """The flat parameter that holds parameters of one kind (see ``group/registry``); ``build`` makes it."""
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        mesh: DataParallelMesh,
-        kind: ParameterKind,
-        local_shards: LocalShards,
-        tensor_parallel: TensorParallel | None = None,
-        storage: ShardStorage = ON_DEVICE,
-    ) -> None:
-        self.layout, self.mesh, self.kind, self.local_shards, self.storage = layout, mesh, kind, local_shards, storage
-        self.label = Label([param.fqn for param in layout.params])
-        self.segments: list[FlatSegment] = []
-        self.owner: weakref.ref[Owner] | None = None
-        self.summoned: Summoned | None = None
-        self.pending_gradients = PendingGradients(len(layout.params), torch.float32, tensor_parallel)
+    layout: FlatLayout  # the position of each parameter
+    mesh: DataParallelMesh
+    kind: ParameterKind  # what was decided for the parameters
+    local_shards: LocalShards
+    own: InitVar[TensorParallel | None] = None  # see ``tensor_parallel``
+    storage: ShardStorage = ON_DEVICE  # where shard and gradient live
+    label: Label = field(init=False)  # the parameters, as collectives and errors name them
+    segments: list[FlatSegment] = field(init=False, default_factory=list)  # flat views that the user has made
+    owner: weakref.ref[Owner] | None = field(init=False, default=None)  # the group, once there is one
+    # What replaces the sharded parameters inside ``summon_full_params``; ``is_everywhere``: there are full parameters
+    # on every rank.
+    summoned: Any = field(init=False, default=None)
+    pending_gradients: PendingGradients = field(init=False)  # for the next reduction
+
+    sharded_params: list[nn.Parameter] = field(init=False)  # by parameter; permanently the same objects
+    hooks: GradientHooks = field(init=False)
+    shard: torch.Tensor = field(init=False)  # this rank's slice, of which the sharded parameters are views
+    unsharded: Unsharded = field(init=False)  # what ``forward`` computes with
+    gradient: ShardedGradient = field(init=False)  # the flat gradient, where the reduction's result goes
+    snapshot: Snapshot = field(init=False)
+
+    def __post_init__(self, own: TensorParallel | None) -> None:
+        self.label = Label([param.fqn for param in self.layout.params])
+        self.pending_gradients = PendingGradients(len(self.layout.params), torch.float32, own)
 
     # ---- Building
 
@@ -188,9 +158,6 @@ class FlatParamHandle:
             self.mesh = mesh
             self.unsharded.gather_on(mesh)
             self.pending_gradients.restart(self.pending_gradients.dtype)  # because the reductions know the mesh
-
-    def belong_to(self, owner: Owner) -> None:
-        self.owner = weakref.ref(owner)
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:

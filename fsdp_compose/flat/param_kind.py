@@ -52,20 +52,13 @@ def kind_of(
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What was decided for one parameter when it was sharded. All parameters of a flat parameter have the same kind.
+    """What was decided for one parameter when it was sharded. All parameters of a flat parameter have the same kind."""
 
-    Attributes:
-        compute: dtype of the unsharded parameter; ``None``: the original dtype, even after ``module.to()`` has changed
-            it.
-        reduce: dtype of the reduction of its gradient; ``None``: that of the gradient.
-        gradient: dtype of the sharded gradient (``grad_dtype``); ``None``: the original dtype.
-        codec: how it is stored and gathered; if by its class, it has a flat parameter of its own.
-    """
-
+    # Of the unsharded parameter; None: the original dtype, even after module.to() has changed it.
     compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    gradient: torch.dtype | None = None
-    codec: ParameterCodec = BY_ELEMENTS
+    reduce: torch.dtype | None = None  # of the reduction of its gradient; None: that of the gradient
+    gradient: torch.dtype | None = None  # of the sharded gradient (grad_dtype); None: the original dtype
+    codec: ParameterCodec = BY_ELEMENTS  # how it is stored and gathered; if by its class, alone in a flat parameter
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameter, if the sharded one is ``original``."""
@@ -167,12 +160,10 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
             )
         check_protocol(param, fqn)
         return
-    if is_composite(param):
-        check_protocol(param, fqn)
-        check_composite(param, fqn, is_gathered)
-        return
     check_protocol(param, fqn)
-    if cls not in _warned and not (is_gathered and has_protocol(param)):
+    if is_composite(param):
+        check_composite(param, fqn, is_gathered)
+    elif cls not in _warned and not (is_gathered and has_protocol(param)):
         _warned.add(cls)
         why = "no all-gather of its own (fsdp_pre_all_gather)" if is_gathered else "nothing to gather: it is replicated"
         warnings.warn(
@@ -203,22 +194,14 @@ def _inner(param: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Region:
-    """The memory of a tensor. ``storage`` stays unique, and comparable, after the storage is freed.
-
-    Attributes:
-        name: the tensor's name.
-        is_sharded: it is a parameter of a group.
-        storage: a weak reference.
-        start, stop: the range of bytes in the storage that contains all elements.
-        shape, strides: in bytes, with the bytes of an element as the last dimension.
-    """
+    """The memory of a tensor."""
 
     name: str
-    is_sharded: bool
-    storage: StorageWeakRef
-    start: int
+    is_sharded: bool  # it is a parameter of a group
+    storage: StorageWeakRef  # stays unique, and comparable, after the storage is freed
+    start: int  # with ``stop``, the range of bytes in the storage that contains all elements
     stop: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # like ``strides`` in bytes, with the bytes of an element as the last dimension
     strides: tuple[int, ...]
     dtype: torch.dtype
 

@@ -112,9 +112,9 @@ class HostCopies:
                 target.add_(landing)
 
 
-@cache
+@cache  # one object, so ``synchronize`` waits for all copies of a device
 def host_copies(device: torch.device) -> HostCopies:
-    """The copies of a device: one object, so ``synchronize`` waits for all of them."""
+    """The copies of a device."""
     return HostCopies(device)
 
 
@@ -128,19 +128,12 @@ def host_memory(numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardStorage:
-    """Where shards and gradients live; without arguments, on the device that computes.
+    """Where shards and gradients live; without arguments, on the device that computes."""
 
-    Attributes:
-        is_host: shards live in host memory.
-        has_host_gradients: gradients do.
-        pins: host memory is page-locked.
-        copies: those between the device and host memory, if anything lives there.
-    """
-
-    is_host: bool = False
-    has_host_gradients: bool = False
-    pins: bool = False
-    copies: HostCopies = None  # type: ignore[assignment]
+    is_host: bool = False  # shards live in host memory
+    has_host_gradients: bool = False  # gradients do, as they always do with the shards
+    pins: bool = False  # host memory is page-locked
+    copies: HostCopies = None  # type: ignore[assignment]  # those to and from host memory, if anything lives there
 
     @staticmethod
     def of(policy: CPUOffloadPolicy, device: torch.device) -> ShardStorage:

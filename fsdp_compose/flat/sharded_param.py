@@ -152,7 +152,7 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
     return whole
 
 
-NOT_COPIED = {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE}
+NOT_COPIED = frozenset({"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE})
 
 
 def refuse_meta_content(sharded: nn.Parameter, source: Any, name: str) -> None:

@@ -110,19 +110,16 @@ class PartialReshard:
         is_kept: it exists.
     """
 
-    __slots__ = ("_arguments", "_memory", "_nbytes", "_range", "_transport", "is_kept")
+    __slots__ = ("_arguments", "_memory", "_nbytes", "_range", "is_kept", "transport")
 
     def __init__(self, flat: torch.Tensor, transport: Transport, label: Label) -> None:
         rank, numel = transport.group.rank(), flat.numel() // transport.group.size()
-        self._range, self._transport = slice(rank * numel, rank * numel + numel), transport
+        self._range, self.transport = slice(rank * numel, rank * numel + numel), transport
         self._memory = torch.empty(numel, dtype=flat.dtype, device=flat.device)
         self._nbytes = self._memory.nbytes
         self._arguments = (flat, self._memory, label)
         self.is_kept = True
         self.drop()
-
-    def gather_by(self, transport: Transport) -> None:
-        self._transport = transport
 
     @property
     def nbytes(self) -> int:
@@ -138,7 +135,7 @@ class PartialReshard:
 
     def gather(self) -> Work:
         """Issue the all-gather of the parts, on the current stream."""
-        return self._transport.all_gather(*self._arguments)
+        return self.transport.all_gather(*self._arguments)
 
     def drop(self) -> None:
         """Free it; no work that reads it is in flight."""
@@ -213,9 +210,7 @@ class UnshardedMemory:
             self._is_shown = False
 
     def free(self) -> None:
-        if self._is_shown and self._exchange is not None:
-            self._exchange()
-            self._is_shown = False
+        self.hide()
         self.release(0)
 
     def keep(self, keeps: bool, is_allocated: bool) -> None:
@@ -337,7 +332,7 @@ class Unsharded:
         self._source.gather_by(mesh.transport)
         if self.part is not None:
             assert mesh.part_transport is not None, "it has the same ranks"
-            self.part.gather_by(mesh.part_transport)
+            self.part.transport = mesh.part_transport
 
     def allocate(self) -> None:
         """Allocate memory, to be filled."""

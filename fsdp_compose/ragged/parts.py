@@ -28,21 +28,13 @@ PART_ALIGNMENT_BYTES = 16  # alignment of each tensor in the bytes, and of the w
 
 @dataclass(frozen=True)
 class InnerTensor:
-    """One tensor inside an instance of the class over one rank's rows.
+    """One tensor inside an instance of the class over one rank's rows."""
 
-    Attributes:
-        name: the attribute.
-        shape: its shape on a rank that has the most rows, as every rank stores it.
-        start: the position of its first byte.
-        is_cut: the ranks' tensors, one after the other along dim 0, form the whole one; otherwise every rank has the
-            whole one.
-    """
-
-    name: str
-    shape: torch.Size
+    name: str  # the attribute
+    shape: torch.Size  # on a rank that has the most rows, as every rank stores it
     dtype: torch.dtype
-    start: int
-    is_cut: bool
+    start: int  # the position of its first byte
+    is_cut: bool  # the ranks' tensors, one after the other along dim 0, form the whole one; else every rank has that
 
     @property
     def nbytes(self) -> int:
@@ -55,28 +47,18 @@ class InnerTensor:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """How the tensors inside a parameter are cut, and where they are in the bytes of one rank.
-
-    Attributes:
-        cls: the class.
-        shape, dtype: those of the parameter.
-        inner: the tensors.
-        nbytes: the number of bytes on one rank.
-        context, whole_context: the other data from which an instance over one rank's rows, and the whole one, is made.
-        num_ranks, rank: size of the shard group, and this rank in it.
-        gather_bytes: gathers the bytes of all ranks from this rank's.
-    """
+    """How the tensors inside a parameter are cut, and where they are in the bytes of one rank."""
 
     cls: type[Any]
-    shape: torch.Size
+    shape: torch.Size  # of the parameter, like ``dtype``
     dtype: torch.dtype
     inner: tuple[InnerTensor, ...]
-    nbytes: int
-    context: Any
-    whole_context: Any
-    num_ranks: int
-    rank: int
-    gather_bytes: Callable[[torch.Tensor], torch.Tensor]
+    nbytes: int  # on one rank
+    context: Any  # the other data from which an instance over one rank's rows is made
+    whole_context: Any  # ... and the whole one
+    num_ranks: int  # in the shard group
+    rank: int  # this one, in the shard group
+    gather_bytes: Callable[[torch.Tensor], torch.Tensor]  # gathers the bytes of all ranks from this rank's
 
     @property
     def name(self) -> str:
