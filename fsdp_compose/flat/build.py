@@ -104,7 +104,7 @@ def shard_again(
         ValueError: such a parameter was sharded on another mesh.
     """
     params, kind, shard = [item.parameter for item in managed], managed[0].kind, None
-    if isinstance(kind.codec, CompositeCodec):
+    if kind.codec.is_composite:
         place = handle_of(params[0])
         if place is None or place[0].mesh.shard_group != mesh.shard_group:
             raise MisuseError(

@@ -348,11 +348,6 @@ sharded_param_owners: Owners = {}
 segment_owners: Owners = {}
 
 
-def register_segment(handle: FlatParamHandle, segment: FlatSegment) -> None:
-    """Record a flat view, so that its id finds it."""
-    _register(handle, {id(segment.parameter): segment.sharded_params.start}, segment_owners)
-
-
 # ---- Which flat parameter a tensor belongs to, and what is stored on the tensors themselves
 
 
@@ -429,7 +424,7 @@ def add_segment(handle: FlatParamHandle, sharded_params: range, is_local: bool, 
     handle.segments.append(segment)
     handle.hooks.listen_to_all()
     handle.gradient.attach(segment)
-    register_segment(handle, segment)
+    _register(handle, {id(segment.parameter): segment.sharded_params.start}, segment_owners)
     return segment
 
 

@@ -52,10 +52,6 @@ class ShardSource:
         flat: the output of the all-gather, which may have no memory now.
         mesh, label: those of the flat parameter.
         copy_in: copies a shard that is in host memory to the device, in its own dtype.
-
-    Attributes:
-        staging: where such a shard waits on the device to be cast; it has no memory before the caller allocates it.
-        gather: issues the all-gather on the current stream; returns its work, or ``None`` if it is complete.
     """
 
     __slots__ = ("_arguments", "_copy", "_is_local", "gather", "staging")
@@ -65,7 +61,7 @@ class ShardSource:
     ) -> None:
         rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
         own_slice = flat[rank * numel : (rank + 1) * numel]
-        self.staging: torch.Tensor | None = None
+        self.staging: torch.Tensor | None = None  # where a shard from the host waits to be cast; the caller allocates
         self._copy: Callable[[], object] | None = None
         if copy_in is None or shard.is_meta:
             # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
@@ -85,7 +81,8 @@ class ShardSource:
     def gather_by(self, transport: Transport) -> None:
         """Move shards by this transport from now on."""
         issue = _issue_nothing if self._is_local else transport.prepared_all_gather(*self._arguments)
-        # Not a bound method, to avoid a cycle: nothing that holds a model's memory may be in one.
+        # Issues the all-gather on the current stream; returns its work, or None if it is complete. Not a bound method,
+        # to avoid a cycle: nothing that holds a model's memory may be in one.
         self.gather: Callable[[], Work | None] = issue if self._copy is None else partial(_in_turn, self._copy, issue)
 
 
@@ -105,9 +102,6 @@ class PartialReshard:
         flat: the output of all-gathers, which may have no memory now.
         transport: moves tensors among the ranks that share the parts.
         label: the parameters.
-
-    Attributes:
-        is_kept: it exists.
     """
 
     __slots__ = ("_arguments", "_memory", "_nbytes", "_range", "is_kept", "transport")
@@ -158,14 +152,6 @@ class UnshardedMemory:
         flat: the output of the all-gather; or, if there is nothing to gather, a tensor that always exists.
         error: the error for code that reads the parameters at the wrong time (only builds of torch with CUDA can raise
             it); ``None`` if reading is always allowed.
-
-    Attributes:
-        hidden: the flat parameter as the all-gather writes it.
-        shown: the flat parameter as the unsharded parameters show it.
-        storage: the storage of ``shown``.
-        allocate: makes room for an all-gather.
-        release: called with 0, frees the memory, unless it is to be kept.
-        is_guarded: access at the wrong time is refused; some versions of torch cannot do that.
     """
 
     __slots__ = (
@@ -174,13 +160,15 @@ class UnshardedMemory:
     )  # fmt: skip
 
     def __init__(self, flat: torch.Tensor, error: str | None) -> None:
-        self.hidden = flat
+        self.hidden = flat  # as the all-gather writes it
         self._hidden_storage = flat.untyped_storage()
         self._nbytes = self._hidden_storage.nbytes()
+        # Makes room for an all-gather.
         self.allocate: Callable[[], Any] = partial(self._hidden_storage.resize_, self._nbytes)
-        self.release: Callable[[int], Any] = self._hidden_storage.resize_
-        self.shown = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        self.release: Callable[[int], Any] = self._hidden_storage.resize_  # called with 0; does nothing if it is kept
+        self.shown = torch.empty(0, dtype=flat.dtype, device=flat.device)  # as the unsharded parameters show it
         self.storage = self.shown.untyped_storage()
+        # Access at the wrong time is refused; some versions of torch cannot do that.
         self.is_guarded = error is not None and refuse_access(self.storage, error)
         self._is_shown = not self.is_guarded
         self._exchange: Callable[[], Any] | None = None
@@ -251,21 +239,6 @@ class Unsharded:
         label: the parameters.
         tensor_parallel: for parameters that are DTensors inside forward too.
         copy_in: see ``ShardSource``.
-
-    Attributes:
-        dtype: as given.
-        params: the unsharded parameters, in the order of the layout; usable while ``is_allocated``.
-        counters: tensors whose version counters show every write to ``params``.
-        memory: their memory.
-        is_allocated: the memory exists (its all-gather may still be in flight).
-        never_freed: there is nothing to gather, the unsharded parameters always exist.
-        keep: it must not be freed: it never is, or the outputs of the group's module cannot be hooked.
-        left_by_forward: a forward (not a prefetch) has left it allocated; the next forward gathers it again.
-        follows_writes: ... but only if the ranks have written to the shards since: a backward was told to leave it.
-        flags: the last ``requires_grad`` set on each of ``params``.
-        gathered: the state that the last all-gather of shards has read.
-        part: the part that may stay when the parameters are freed; ``None`` if none does.
-        work: the all-gather in flight.
     """
 
     __slots__ = (
@@ -288,7 +261,7 @@ class Unsharded:
         self.dtype, self._shard = dtype, shard
         # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
         is_same = copy_in is None and mesh.shard_world_size == 1 and dtype == shard.dtype
-        self.never_freed = is_same or layout.shard_numel == 0
+        self.never_freed = is_same or layout.shard_numel == 0  # the unsharded parameters always exist
         with torch.inference_mode(False), torch.no_grad():
             flat = shard
             if not self.never_freed:
@@ -296,6 +269,7 @@ class Unsharded:
                 flat = torch.empty(layout.flat_numel, dtype=dtype, device=device)
             self._source = ShardSource(shard, flat, mesh, label, copy_in)
             parts = None if self.never_freed else mesh.part_transport
+            # What may stay when the parameters are freed.
             self.part = None if parts is None else PartialReshard(flat, parts, label)
             may_free = not (self.never_freed or self.is_meta)
             self.memory = UnshardedMemory(flat, error_of_late_access(mesh.rank, label) if may_free else None)
@@ -311,13 +285,18 @@ class Unsharded:
 
     def _begin(self, params: list[nn.Parameter], counters: Sequence[torch.Tensor], is_allocated: bool) -> None:
         """Set the parameters and their counters. Nothing is gathered yet."""
-        self.params, self.counters = params, counters
+        self.params = params  # in the order of the layout; usable while is_allocated
+        self.counters = counters  # tensors whose version counters show every write to params
         self.forgive_write()
-        self.flags = [False] * len(params)
-        self.gathered: Gathered = (0, 0, 0)
-        self.work: Work | None = None
-        self.is_allocated = self.keep = is_allocated
-        self.left_by_forward = self.follows_writes = False
+        self.flags = [False] * len(params)  # the last requires_grad set on each
+        self.gathered: Gathered = (0, 0, 0)  # by the last all-gather of shards
+        self.work: Work | None = None  # the all-gather in flight
+        self.is_allocated = is_allocated  # the memory exists (its all-gather may still be in flight)
+        # It must not be freed: it never is, or the outputs of the group's module cannot be hooked.
+        self.keep = is_allocated
+        # A forward (not a prefetch) has left it allocated; the next forward gathers it again.
+        self.left_by_forward = False
+        self.follows_writes = False  # ... but only if the ranks have written since: a backward was told to leave it
 
     def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
         """Let the parameters have the originals' attributes, and share them with the sharded parameters: forward and
@@ -418,10 +397,6 @@ class Unsharded:
     def may_be_freed(self) -> bool:
         """Whether there is memory that resharding frees."""
         return self.is_allocated and not self.keep
-
-    def part_nbytes(self) -> int:
-        """The bytes of the kept part."""
-        return self.part.nbytes if self.part is not None else 0
 
     @property
     def bearers(self) -> Sequence[nn.Parameter]:
