@@ -112,8 +112,9 @@ class TrainingStep:
         kept = sum(tensor.to_local().nbytes for tensor in tensors)
         for module in [*self.model.blocks, self.model]:
             for handle in fsdp_compose.fully_shard.state(module)._handles:
-                if not handle.unsharded.never_freed:
-                    kept += handle.unsharded.memory.nbytes() + handle.unsharded.part_nbytes()
+                unsharded = handle.unsharded
+                if not unsharded.never_freed:
+                    kept += unsharded.memory.nbytes() + (unsharded.part.nbytes if unsharded.part else 0)
         return kept
 
     def received_bytes(self) -> float:

@@ -500,9 +500,10 @@ def set_keep_unsharded_storage(module: nn.Module, keeps_storage: bool, *, recurs
     _check_flag("set_keep_unsharded_storage", keeps_storage)
     states = _states(module, "set_keep_unsharded_storage", recurse)
     for handle in [handle for state in states for handle in state._handles]:
-        if keeps_storage and handle.kind.extension is not None:
+        gathered_by = handle.kind.codec.gathered_by
+        if keeps_storage and gathered_by is not None:
             raise NotImplementedError(
-                f"set_keep_unsharded_storage(): {handle.name_of(0)} is a {handle.kind.extension.cls.__name__}, which "
+                f"set_keep_unsharded_storage(): {handle.name_of(0)} is a {gathered_by}, which "
                 "implements its own all-gather, into memory of its own"
             )
     for state in states:

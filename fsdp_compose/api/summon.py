@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -182,7 +181,7 @@ def summon_full_params(
         if mesh.has_peers:
             _meet(mesh.peers, handles, options)
     views: list[SlotView] = []
-    inherited = [cast(_Summoned, handle.summoned) for handle in handles if handle.summoned is not None]
+    inherited: list[_Summoned] = [handle.summoned for handle in handles if handle.summoned is not None]
     if rank0_only is False and any(not item.is_everywhere for item in inherited):
         raise MisuseError(
             "summon_full_params() inside another one with rank0_only=True: the other ranks have no full parameters"

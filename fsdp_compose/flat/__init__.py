@@ -6,8 +6,8 @@ ranks when the runtime asks for it. Read ``layout`` first, then ``flat_param``, 
 
 Parameters share a flat parameter if they agree in dtype, ``requires_grad`` and ``ParameterKind``. This is decided once,
 when ``fully_shard`` is called. So a parameter with a dtype of its own costs its group one more collective, and costs
-the others nothing. A parameter whose class has an all-gather of its own, or consists of several tensors, is a flat
-parameter by itself; its unsharded side has the methods of ``Unsharded``, so no other code asks which one it has.
+the others nothing. How parameters are stored and gathered is decided by the kind's codec (``codecs``), where they live
+by a ``ShardStorage``; other code asks neither.
 
 Unsharded parameters have a version counter of their own, so refilling their memory never looks to autograd like an
 edit: only storages are resized. The flat gradient has one owner, ``ShardedGradient``: ``.grad`` of the sharded
@@ -33,7 +33,6 @@ from .events import follow_profiler as follow_profiler
 from .events import listen as listen
 from .events import stop_listening as stop_listening
 from .events import watched as watched
-from .extensions import CompositeExtension as CompositeExtension
 from .flat_param import FlatParamHandle as FlatParamHandle
 from .flat_param import add_segment as add_segment
 from .flat_param import check_segments as check_segments

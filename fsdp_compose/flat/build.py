@@ -15,21 +15,19 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import DTensorSpec, local_tensor, set_local_tensor
+from .._torch import DTensorSpec, local_tensor
 from ..comm import DataParallelMesh, Label
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import CompositeDTensor, RaggedSpec, hook_owners, note_write_of_all_ranks, writes
-from .cpu_offload import OffloadedFlatParamHandle
-from .extensions import CompositeExtension, Extension, cut
-from .flat_param import CompositeFlatParamHandle, FlatParamHandle, LocalShards, handle_of
+from ..ragged import Parts, RaggedSpec, hook_owners, note_write_of_all_ranks, writes
+from .codecs import CompositeCodec, cut
+from .flat_param import FlatParamHandle, handle_of
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, ParamSpec, plan_equal_rows, plan_layout
 from .param_kind import ParameterKind, plain_tensor
 from .policy import CPUOffloadPolicy, Granularity
-from .shard_storage import HostGradientStorage, HostShardStorage
+from .shard_storage import ON_DEVICE, ShardStorage
 from .sharded_param import (
     ManagedParameter,
-    class_attributes,
     copy_attributes,
     inner_of_sharded_param,
     local_elements,
@@ -50,24 +48,25 @@ def shard_params(
 ) -> FlatParamHandle:
     """Make a flat parameter from parameters of one kind (see ``group/registry``): copies this rank's elements, and
     changes nothing in the modules."""
-    if isinstance(managed[0].kind.extension, CompositeExtension):
-        return _shard_composite(managed[0], managed[0].kind.extension, mesh, offload)
-    originals = [item.parameter for item in managed]
+    originals, kind, shard = [item.parameter for item in managed], managed[0].kind, None
+    if isinstance(kind.codec, CompositeCodec):
+        parts, shard = _cut(managed[0], mesh)
+        kind = replace(kind, codec=replace(kind.codec, parts=parts))
     own = [spec_of(original) for original in originals]
-    layout, kind = _plan(managed, own, mesh, granularity), managed[0].kind
-    dtype, device = originals[0].dtype, originals[0].device
-    specs = _specs(layout, mesh, dtype, own)
-    handle = _new_handle(layout, mesh, kind, _local_shards(layout, mesh, specs), TensorParallel.of(own), offload)
-    shard = handle.storage.zeros(layout.shard_numel, dtype, device if device.type == "meta" else mesh.device)
-    starts = _param_starts(layout, mesh)
-    with torch.no_grad():
-        for original, first, (start, stop, _) in zip(originals, starts, handle.local_shards, strict=True):
-            if stop > start:
-                plain = local_tensor(original) if isinstance(original, DTensor) else plain_tensor(original)
-                shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
+    handle, specs = _new_handle(managed, kind, own, mesh, granularity, offload)
+    if shard is None:
+        device = originals[0].device
+        device = device if device.type == "meta" else mesh.device
+        shard = handle.storage.zeros(handle.shard_numel, originals[0].dtype, device)
+        starts = _param_starts(handle.layout, mesh)
+        with torch.no_grad():
+            for original, first, (start, stop, _) in zip(originals, starts, handle.local_shards, strict=True):
+                if stop > start:
+                    plain = local_tensor(original) if isinstance(original, DTensor) else plain_tensor(original)
+                    shard[start:stop].copy_(plain.reshape(-1)[first : first + stop - start])
     with torch.inference_mode(False), torch.no_grad():
-        parts = zip(handle.views_of(shard), originals, specs, strict=True)
-        params = [make_sharded_param(*part) for part in parts]
+        views = zip(handle.locals_of(shard), originals, specs, strict=True)
+        params = [make_sharded_param(*view, kind.codec) for view in views]
     handle.hold(params, GradientHooks(params, owner=handle))
     for i, original in enumerate(originals):
         handle.hooks.move_over(i, original)
@@ -75,12 +74,9 @@ def shard_params(
     return handle
 
 
-def _shard_composite(
-    item: ManagedParameter, extension: CompositeExtension, mesh: DataParallelMesh, offload: CPUOffloadPolicy | None
-) -> FlatParamHandle:
-    """Like ``shard_params``, for a parameter that is stored as several tensors: its shard holds their bytes."""
-    original, fqn = item.parameter, item.fqn
-    num_ranks, label = mesh.shard_world_size, Label([fqn])
+def _cut(item: ManagedParameter, mesh: DataParallelMesh) -> tuple[Parts, torch.Tensor]:
+    """Cut a parameter that is stored as several tensors; return the cut and this rank's bytes."""
+    num_ranks, label = mesh.shard_world_size, Label([item.fqn])
 
     def gather(local: torch.Tensor) -> torch.Tensor:
         flat = local.new_empty(num_ranks * local.numel())
@@ -90,19 +86,7 @@ def _shard_composite(
         mesh.transport.unrecorded.gather(flat, local, ranges, True, label)
         return flat
 
-    parts, shard = cut(original, fqn, (num_ranks, mesh.shard_rank), mesh.device, gather)
-    handle = _new_composite_handle(item, replace(extension, parts=parts), mesh, offload)
-    spec = sharded_spec(handle.layout, 0, mesh, original.dtype)
-    with torch.inference_mode(False), torch.no_grad():
-        (local,) = handle.locals_of(shard)
-        sharded = nn.Parameter(CompositeDTensor.made(local, spec, parts), requires_grad=original.requires_grad)
-        set_local_tensor(sharded, local)
-        copy_attributes(original, sharded, not_copied=class_attributes(original))
-    params = [sharded]
-    handle.hold(params, GradientHooks(params, owner=handle))
-    handle.hooks.move_over(0, original)
-    handle.set_shard(shard)
-    return handle
+    return cut(item.parameter, item.fqn, (num_ranks, mesh.shard_rank), mesh.device, gather)
 
 
 def shard_again(
@@ -113,83 +97,64 @@ def shard_again(
 ) -> FlatParamHandle:
     """Make a flat parameter from parameters that other flat parameters have sharded, and replace those.
 
-    Ranks: all ranks of the mesh; each parameter is all-gathered once.
-    """
-    if isinstance(managed[0].kind.extension, CompositeExtension):
-        return _shard_composite_again(managed[0], managed[0].kind.extension, mesh, offload)
-    params = [item.parameter for item in managed]
-    own = [_own_spec(sharded) for sharded in params]
-    layout, kind = _plan(managed, own, mesh, granularity), managed[0].kind
-    dtype, device = params[0].dtype, local_elements(params[0]).device
-    specs = _specs(layout, mesh, dtype, own)
-    handle = _new_handle(layout, mesh, kind, _local_shards(layout, mesh, specs), TensorParallel.of(own), offload)
-    with torch.inference_mode(False), torch.no_grad():
-        shard = handle.storage.zeros(layout.shard_numel, dtype, device)
-        parts = zip(params, handle.views_of(shard), specs, _param_starts(layout, mesh), strict=True)
-        for sharded, local, spec, first in parts:
-            if device.type != "meta":
-                inner = inner_of_sharded_param(sharded)
-                local.copy_(inner.reshape(-1)[first : first + local.numel()].view(local.shape))
-            rebind_sharded_param(sharded, local, spec)
-    hooks = GradientHooks(params, [hook_owners.get(id(sharded)) for sharded in params], owner=handle)
-    handle.hold(params, hooks)
-    handle.set_shard(shard)
-    return handle
-
-
-def _shard_composite_again(
-    item: ManagedParameter, extension: CompositeExtension, mesh: DataParallelMesh, offload: CPUOffloadPolicy | None
-) -> FlatParamHandle:
-    """Like ``shard_again``, for a parameter that is stored as several tensors: every rank keeps its part.
+    Ranks: all ranks of the mesh; each parameter is all-gathered once, but one that is stored as several tensors, of
+    which every rank keeps its part.
 
     Raises:
-        ValueError: the ranks differ.
+        ValueError: such a parameter was sharded on another mesh.
     """
-    sharded, parts = item.parameter, extension.bytes
-    place = handle_of(sharded)
-    if place is None or place[0].mesh.shard_group != mesh.shard_group:
-        raise MisuseError(
-            f"the parameter {item.fqn} is a {parts.name} that is tied across groups on different meshes: shard both "
-            "groups on one mesh"
-        )
-    handle = _new_composite_handle(item, extension, mesh, offload)
-    handle.hold([sharded], GradientHooks([sharded], [hook_owners.get(id(sharded))], owner=handle))
-    handle.set_shard(handle.flatten())
+    params, kind, shard = [item.parameter for item in managed], managed[0].kind, None
+    if kind.codec.is_composite:
+        place = handle_of(params[0])
+        if place is None or place[0].mesh.shard_group != mesh.shard_group:
+            raise MisuseError(
+                f"the parameter {managed[0].fqn} is a {kind.codec.gathered_by} that is tied across groups on different "
+                "meshes: shard both groups on one mesh"
+            )
+    own = [_own_spec(sharded) for sharded in params]
+    handle, specs = _new_handle(managed, kind, own, mesh, granularity, offload)
+    if not kind.codec.is_composite:
+        device = local_elements(params[0]).device
+        with torch.inference_mode(False), torch.no_grad():
+            shard = handle.storage.zeros(handle.shard_numel, params[0].dtype, device)
+            parts = zip(params, handle.views_of(shard), specs, _param_starts(handle.layout, mesh), strict=True)
+            for sharded, local, spec, first in parts:
+                if device.type != "meta":
+                    inner = inner_of_sharded_param(sharded)
+                    local.copy_(inner.reshape(-1)[first : first + local.numel()].view(local.shape))
+                rebind_sharded_param(sharded, local, spec)
+    handle.hold(params, GradientHooks(params, [hook_owners.get(id(sharded)) for sharded in params], owner=handle))
+    handle.set_shard(handle.flatten() if shard is None else shard)
     return handle
 
 
 def _new_handle(
-    layout: FlatLayout,
-    mesh: DataParallelMesh,
+    managed: Sequence[ManagedParameter],
     kind: ParameterKind,
-    local_shards: LocalShards,
-    tensor_parallel: TensorParallel | None,
+    own: Sequence[DTensorSpec | None],
+    mesh: DataParallelMesh,
+    granularity: Granularity | None,
     offload: CPUOffloadPolicy | None,
-) -> FlatParamHandle:
-    if offload is None:
-        return FlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
-    if kind.extension is not None:
-        raise _refuse_offload(layout.params[0].fqn, kind.extension)
-    handle = OffloadedFlatParamHandle(layout, mesh, kind, local_shards, tensor_parallel)
-    home = HostShardStorage if offload.parameters else HostGradientStorage
-    return handle.live_in(home(offload, mesh.device))
-
-
-def _new_composite_handle(
-    item: ManagedParameter, extension: CompositeExtension, mesh: DataParallelMesh, offload: CPUOffloadPolicy | None
-) -> FlatParamHandle:
+) -> tuple[FlatParamHandle, list[RaggedSpec]]:
+    """Make a flat parameter without a shard. ``own``: the placements that the parameters had as DTensors. Returns, too,
+    how each parameter is sharded."""
+    layout, storage = _plan(managed, own, mesh, granularity), ON_DEVICE
     if offload is not None:
-        raise _refuse_offload(item.fqn, extension)
-    layout = plan_equal_rows(item.fqn, tuple(extension.shape), mesh.shard_world_size)
-    local_shards = [(0, layout.local_shard(0, mesh.shard_rank).numel, layout.local_shape(0, mesh.shard_rank))]
-    return CompositeFlatParamHandle(layout, mesh, replace(item.kind, extension=extension), local_shards)
-
-
-def _refuse_offload(fqn: str, extension: Extension) -> MisuseError:
-    return MisuseError(
-        f"fully_shard(offload_policy=...): the parameter {fqn} is a {extension.name}, which is gathered in another "
-        "form, on the device: leave it out with ignored_params, or shard it without offload"
-    )
+        if kind.codec.gathered_by is not None:
+            raise MisuseError(
+                f"fully_shard(offload_policy=...): the parameter {managed[0].fqn} is a {kind.codec.gathered_by}, which "
+                "is gathered in another form, on the device: leave it out with ignored_params, or shard it without "
+                "offload"
+            )
+        storage = ShardStorage.of(offload, mesh.device)
+    dtype = managed[0].parameter.dtype
+    specs = [sharded_spec(layout, i, mesh, dtype, spec) for i, spec in enumerate(own)]
+    parts = [layout.local_shard(i, mesh.shard_rank) for i in range(len(layout.params))]
+    local_shards = [
+        (part.shard_start, part.shard_start + part.numel, spec.local_shape)
+        for part, spec in zip(parts, specs, strict=True)
+    ]
+    return FlatParamHandle(layout, mesh, kind, local_shards, TensorParallel.of(own), storage), specs
 
 
 def _own_spec(sharded: nn.Parameter) -> DTensorSpec | None:
@@ -197,23 +162,6 @@ def _own_spec(sharded: nn.Parameter) -> DTensorSpec | None:
     place = handle_of(sharded)
     own = None if place is None else place[0].tensor_parallel
     return None if place is None or own is None else own.specs[place[1]]
-
-
-def _specs(
-    layout: FlatLayout, mesh: DataParallelMesh, dtype: torch.dtype, own: Sequence[DTensorSpec | None]
-) -> list[RaggedSpec]:
-    """How each parameter is sharded."""
-    return [sharded_spec(layout, i, mesh, dtype, spec) for i, spec in enumerate(own)]
-
-
-def _local_shards(
-    layout: FlatLayout, mesh: DataParallelMesh, specs: Sequence[RaggedSpec]
-) -> list[tuple[int, int, tuple[int, ...]]]:
-    parts = [layout.local_shard(i, mesh.shard_rank) for i in range(len(layout.params))]
-    return [
-        (part.shard_start, part.shard_start + part.numel, spec.local_shape)
-        for part, spec in zip(parts, specs, strict=True)
-    ]
 
 
 def _param_starts(layout: FlatLayout, mesh: DataParallelMesh) -> list[int]:
@@ -228,11 +176,11 @@ def _plan(
     granularity: Granularity | None,
 ) -> FlatLayout:
     dtype, kind = managed[0].parameter.dtype, managed[0].kind
-    dtypes = (dtype, kind.compute_dtype(dtype), kind.reduction_dtype(dtype), kind.gradient_dtype(dtype))
-    alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
-    if kind.extension is not None:
+    if kind.codec.gathered_by is not None:
         assert len(managed) == 1, "its class gathers it by itself"
         return plan_equal_rows(managed[0].fqn, tuple(managed[0].parameter.shape), mesh.shard_world_size)
+    dtypes = (dtype, kind.compute_dtype(dtype), kind.reduction_dtype(dtype), kind.gradient_dtype(dtype))
+    alignment = max(1, SHARD_ALIGNMENT_BYTES // min(item.itemsize for item in dtypes))
     specs, shapes = [], []
     for item, spec in zip(managed, own, strict=True):
         granule = granularity(item.fqn, item.parameter) if granularity is not None else None
@@ -323,7 +271,7 @@ def is_stale(handle: FlatParamHandle) -> bool:
 
 def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
     """The facts that must be the same on every rank: one per parameter, then one for the flat parameter."""
-    specs, extension = specs_of(handle.tensor_parallel, len(handle.fqns)), handle.kind.extension
+    specs, gathered_by = specs_of(handle.tensor_parallel, len(handle.fqns)), handle.kind.codec.gathered_by
     facts: list[dict[str, Any]] = [
         {
             "parameter": handle.label.names(placement.fqn),
@@ -333,7 +281,7 @@ def describe(handle: FlatParamHandle) -> list[dict[str, Any]]:
             "compute dtype": str(handle.unsharded.dtype),
             "reduce dtype": str(handle.pending_gradients.dtype),
             "gradient dtype": str(handle.gradient.dtype),
-            **({} if extension is None else {"gathered by": extension.cls.__name__}),
+            **({} if gathered_by is None else {"gathered by": gathered_by}),
             "requires_grad": sharded.requires_grad,
         }
         for placement, sharded, spec in zip(handle.layout.params, handle.sharded_params, specs, strict=True)

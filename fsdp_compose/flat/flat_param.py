@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -33,31 +34,20 @@ from ..comm import DataParallelMesh, Label, Names, Transport
 from ..errors import MisuseError, MisuseRuntimeError
 from ..ragged import OWNER_ATTRIBUTE, note_write_of_all_ranks
 from .accumulation import PendingGradients
-from .extensions import CompositeExtension
+from .codecs import ExtensionCodec
 from .flat_views import FlatSegment, check_segments_agree
 from .gradient import ShardedGradient
 from .gradient_hooks import GradientHooks
-from .layout import FlatLayout, full_views
+from .layout import FlatLayout, LocalShards, full_views, local_views
 from .param_kind import ParameterKind
 from .reduction import ReduceBuffer, Reduction
 from .shard_storage import ON_DEVICE, ShardStorage
 from .sharded_param import Snapshot, local_elements, rebind_sharded_param
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded, error_of_late_access
-from .unsharded_extension import make_unsharded
+from .unsharded_extension import ExtendedUnsharded
 
-_grad, _requires_grad = attrgetter("grad"), attrgetter("requires_grad")
-
-LocalShards = list[tuple[int, int, tuple[int, ...]]]
-"""This rank's range of each parameter: (start, stop, shape) in its shard."""
-
-
-class Summoned(Protocol):
-    """What replaces the sharded parameters inside ``summon_full_params``."""
-
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether there are full parameters on every rank."""
+_requires_grad = attrgetter("requires_grad")
 
 
 class Owner(Protocol):
@@ -75,61 +65,38 @@ class Owner(Protocol):
     def after_publication(self, call: Callable[[], None]) -> None: ...
 
 
-class FlatParamHandle:
-    """The flat parameter that holds parameters of one kind (see ``group/registry``); ``build`` makes it.
+class _Referable:
+    __slots__ = ("__weakref__",)  # dataclass(weakref_slot=True) needs Python 3.11
 
-    Attributes:
-        label: the parameters, as collectives and errors name them.
-        mesh: the ranks.
-        kind: what was decided for them.
-        layout: the position of each parameter.
-        local_shards: this rank's range of each parameter: (start, stop, shape) in its shard.
-        sharded_params: the sharded parameters, by parameter; permanently the same objects.
-        shard: this rank's slice of the flat parameter; the sharded parameters are views of it.
-        unsharded: what ``forward`` computes with.
-        pending_gradients: the gradients for the next reduction.
-        gradient: the flat gradient, where the reduction's result goes.
-        storage: where shard and gradient live.
-        segments: the flat views of the shard that ``flat_parameters()`` has made.
-        owner: the group, once there is one.
-        summoned: set while full parameters replace the sharded parameters.
-    """
 
-    __slots__ = (
-        "__weakref__",
-        "gradient",
-        "hooks",
-        "kind",
-        "label",
-        "layout",
-        "local_shards",
-        "mesh",
-        "owner",
-        "pending_gradients",
-        "segments",
-        "shard",
-        "sharded_params",
-        "snapshot",
-        "summoned",
-        "unsharded",
-    )  # fmt: skip
+@dataclass(slots=True, eq=False, repr=False)
+class FlatParamHandle(_Referable):
+    """The flat parameter that holds parameters of one kind (see ``group/registry``); ``build`` makes it."""
 
-    storage: ShardStorage = ON_DEVICE
+    layout: FlatLayout  # the position of each parameter
+    mesh: DataParallelMesh
+    kind: ParameterKind  # what was decided for the parameters
+    local_shards: LocalShards
+    own: InitVar[TensorParallel | None] = None  # see ``tensor_parallel``
+    storage: ShardStorage = ON_DEVICE  # where shard and gradient live
+    label: Label = field(init=False)  # the parameters, as collectives and errors name them
+    segments: list[FlatSegment] = field(init=False, default_factory=list)  # flat views that the user has made
+    owner: weakref.ref[Owner] | None = field(init=False, default=None)  # the group, once there is one
+    # What replaces the sharded parameters inside ``summon_full_params``; ``is_everywhere``: there are full parameters
+    # on every rank.
+    summoned: Any = field(init=False, default=None)
+    pending_gradients: PendingGradients = field(init=False)  # for the next reduction
 
-    def __init__(
-        self,
-        layout: FlatLayout,
-        mesh: DataParallelMesh,
-        kind: ParameterKind,
-        local_shards: LocalShards,
-        tensor_parallel: TensorParallel | None = None,
-    ) -> None:
-        self.layout, self.mesh, self.kind, self.local_shards = layout, mesh, kind, local_shards
-        self.label = Label([param.fqn for param in layout.params])
-        self.segments: list[FlatSegment] = []
-        self.owner: weakref.ref[Owner] | None = None
-        self.summoned: Summoned | None = None
-        self.pending_gradients = PendingGradients(len(layout.params), torch.float32, tensor_parallel)
+    sharded_params: list[nn.Parameter] = field(init=False)  # by parameter; permanently the same objects
+    hooks: GradientHooks = field(init=False)
+    shard: torch.Tensor = field(init=False)  # this rank's slice, of which the sharded parameters are views
+    unsharded: Unsharded = field(init=False)  # what ``forward`` computes with
+    gradient: ShardedGradient = field(init=False)  # the flat gradient, where the reduction's result goes
+    snapshot: Snapshot = field(init=False)
+
+    def __post_init__(self, own: TensorParallel | None) -> None:
+        self.label = Label([param.fqn for param in self.layout.params])
+        self.pending_gradients = PendingGradients(len(self.layout.params), torch.float32, own)
 
     # ---- Building
 
@@ -138,15 +105,12 @@ class FlatParamHandle:
         self.sharded_params, self.hooks = params, hooks
         _register(self, {id(sharded): i for i, sharded in enumerate(params)}, sharded_param_owners)
 
-    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
-        return FlatParamHandle(self.layout, mesh, self.kind, self.local_shards, self.tensor_parallel)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
         """Copy the handle, over copies of the sharded parameters: those in ``memo``, which the copied modules show."""
         mesh = self.mesh.with_transports(attrgetter("unrecorded"))
-        twin = self._empty_twin(mesh)
-        memo[id(self)] = twin
-        twin.kind = self.kind.of_a_copy(memo)
+        arguments = self.kind, self.local_shards, self.tensor_parallel, self.storage
+        twin = memo[id(self)] = FlatParamHandle(self.layout, mesh, *arguments)
+        twin.kind = self.kind.of_a_copy(memo)  # only now: it may copy the module, which has this handle
         params = [copy.deepcopy(sharded, memo) for sharded in self.sharded_params]
         twin.hold(params, GradientHooks(params, owner=twin))
         twin.set_shard(twin.flatten())
@@ -156,17 +120,23 @@ class FlatParamHandle:
         """Adopt ``shard``, of which the sharded parameters already are views, and build the other parts."""
         self.shard = shard
         self.unsharded, self.gradient = self._build(shard)
-        self.pending_gradients.restart(self.kind.reduction_dtype(self.kind.dtype_of(shard)))
+        self.pending_gradients.restart(self.kind.reduction_dtype(self.kind.codec.dtype_of(shard)))
         self.unsharded.take_attributes(self.sharded_params)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()
 
     def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
-        kind, dtype, own = self.kind, self.kind.dtype_of(shard), self.tensor_parallel
+        kind, codec, layout = self.kind, self.kind.codec, self.layout
+        dtype = codec.dtype_of(shard)
         compute = kind.compute_dtype(dtype)
-        unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, compute, self.label, own)
-        arguments = (self.sharded_params, self.local_shards, self.elements_of(shard), self.hooks, self.segments)
-        return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(dtype))
+        if isinstance(codec, ExtensionCodec):
+            unsharded: Unsharded = ExtendedUnsharded(codec, shard, layout, self.mesh, compute, self.label)
+        else:
+            own = self.tensor_parallel
+            unsharded = self.storage.unsharded(shard, layout, self.mesh, compute, self.label, own)
+        elements = codec.elements_of(shard, layout)
+        arguments = (self.sharded_params, self.local_shards, elements, self.hooks, self.segments)
+        return unsharded, self.storage.gradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(dtype))
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
         """Name the parameters: ``names`` turns names in the group into names in the root, ``whole_group`` is as in
@@ -188,9 +158,6 @@ class FlatParamHandle:
             self.mesh = mesh
             self.unsharded.gather_on(mesh)
             self.pending_gradients.restart(self.pending_gradients.dtype)  # because the reductions know the mesh
-
-    def belong_to(self, owner: Owner) -> None:
-        self.owner = weakref.ref(owner)
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:
@@ -214,22 +181,16 @@ class FlatParamHandle:
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a tensor with the shard's elements, such as the flat gradient, with the shapes of the local
         shards."""
-        return [flat[start:stop].view(shape) for start, stop, shape in self.local_shards]
-
-    # ---- How the shard stores the elements (the class for parameters of several tensors overrides this)
+        return local_views(flat, self.local_shards)
 
     @property
     def shard_numel(self) -> int:
         """The length of a shard."""
-        return self.layout.shard_numel
+        return self.kind.codec.shard_numel(self.layout)
 
     def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Views of a shard: the local tensors of the sharded parameters."""
-        return self.views_of(shard)
-
-    def elements_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """A tensor with the number, dtype and device of a shard's elements."""
-        return shard
+        return self.kind.codec.locals_of(shard, self.local_shards)
 
     def full_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of ``flat``, a whole flat parameter, with the parameters' shapes."""
@@ -313,7 +274,7 @@ class FlatParamHandle:
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
         """Make a reduction of ``flat``, a whole flat gradient; ``buffer`` is its memory, if that is pooled."""
-        return Reduction(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
+        return self.storage.reduction(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
 
     def follow_user(self) -> None:
         """Make sharded parameters and flat views agree, after the user or autograd has changed gradients of either."""
@@ -352,28 +313,6 @@ class FlatParamHandle:
         )
 
 
-class CompositeFlatParamHandle(FlatParamHandle):
-    """The flat parameter of one parameter that is stored as several tensors. The shard holds their bytes; layout, local
-    shards and gradient are those of the elements that the parameter stands for: equal rows on every rank."""
-
-    __slots__ = ()
-
-    def _empty_twin(self, mesh: DataParallelMesh) -> FlatParamHandle:
-        return CompositeFlatParamHandle(self.layout, mesh, self.kind, self.local_shards)
-
-    @property
-    def shard_numel(self) -> int:
-        assert isinstance(self.kind.extension, CompositeExtension)
-        return self.kind.extension.bytes.nbytes
-
-    def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        return [shard]
-
-    def elements_of(self, shard: torch.Tensor) -> torch.Tensor:
-        one = shard.new_empty((), dtype=self.kind.dtype_of(shard))
-        return one.expand(self.layout.shard_numel)  # nobody reads it
-
-
 Owners = dict[int, tuple["weakref.ref[FlatParamHandle]", int]]
 
 
@@ -407,11 +346,6 @@ def _forget(ids: Iterable[int], owners: Owners) -> None:
 # because optimizers and clipping look up thousands of them.
 sharded_param_owners: Owners = {}
 segment_owners: Owners = {}
-
-
-def register_segment(handle: FlatParamHandle, segment: FlatSegment) -> None:
-    """Record a flat view, so that its id finds it."""
-    _register(handle, {id(segment.parameter): segment.sharded_params.start}, segment_owners)
 
 
 # ---- Which flat parameter a tensor belongs to, and what is stored on the tensors themselves
@@ -490,7 +424,7 @@ def add_segment(handle: FlatParamHandle, sharded_params: range, is_local: bool, 
     handle.segments.append(segment)
     handle.hooks.listen_to_all()
     handle.gradient.attach(segment)
-    register_segment(handle, segment)
+    _register(handle, {id(segment.parameter): segment.sharded_params.start}, segment_owners)
     return segment
 
 
@@ -513,10 +447,8 @@ def check_segments(handle: FlatParamHandle) -> None:
 
 
 def wholes_of(handle: FlatParamHandle, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The whole parameters in ``flat``, a whole flat parameter: views of it, unless their class builds something else
-    from it."""
-    extension = handle.kind.extension
-    return [extension.whole_of(flat)] if isinstance(extension, CompositeExtension) else handle.full_views_of(flat)
+    """The whole parameters in ``flat``, a whole flat parameter: see ``ParameterCodec.wholes_of``."""
+    return handle.kind.codec.wholes_of(flat, handle.layout)
 
 
 def gather_flat(handle: FlatParamHandle, shard: torch.Tensor, rank0_only: bool, to_cpu: bool) -> torch.Tensor | None:

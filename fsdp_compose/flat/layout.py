@@ -20,7 +20,7 @@ never lets the next parameter start earlier. So only the length needs a search.
 The plan is a pure function of shapes and sizes: no tensors, no process groups, no state, and the same answer on every
 rank. `fully_shard` plans once per flat parameter; buffers, DTensors and checkpoints only read the plan.
 
-Granules come first in this file, then the plan, then the views of a whole flat tensor that it defines.
+Granules come first in this file, then the plan, then the views of flat tensors that it defines.
 """
 
 from __future__ import annotations
@@ -447,9 +447,18 @@ def _first_fitting(problem: _Problem, lengths: range, fallback: int) -> int:
     return lengths[n] if n < len(lengths) else fallback
 
 
-# ---- Views of a whole flat tensor
+# ---- Views of a whole flat tensor, and of a shard
 
 
 def full_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
     """Views of ``flat``, a whole flat parameter, with the parameters' shapes."""
     return [flat[p.offset : p.offset + p.numel].view(p.shape) for p in layout.params]
+
+
+LocalShards = list[tuple[int, int, tuple[int, ...]]]
+"""This rank's range of each parameter: (start, stop, shape) in its shard."""
+
+
+def local_views(flat: torch.Tensor, local_shards: LocalShards) -> list[torch.Tensor]:
+    """Views of ``flat``, which has a shard's elements, with the shapes of the local shards."""
+    return [flat[start:stop].view(shape) for start, stop, shape in local_shards]

@@ -1,4 +1,4 @@
-"""What is decided for each parameter when it is sharded: its dtypes, and whether its class gathers it.
+"""What is decided for each parameter when it is sharded: its dtypes, and its codec.
 
 Parameters that differ in any of this go into different flat parameters. This file also refuses what sharding would
 break: classes of tensors that cannot be cut, and parameters that share memory with others.
@@ -19,16 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import is_wrapper
 from ..errors import MisuseError, MisuseRuntimeError
-from .extensions import (
-    Extension,
+from ..ragged import common_tensor, describe_part, inner_tensors
+from .codecs import (
+    BY_ELEMENTS,
+    ParameterCodec,
     check_composite,
     check_protocol,
-    common_tensor,
-    composite_extension_of,
-    describe_part,
-    extension_of,
+    codec_of,
     has_protocol,
-    inner_tensors,
     is_composite,
 )
 from .policy import MixedPrecisionPolicy
@@ -45,36 +43,22 @@ def kind_of(
     """
     compute, reduce = policy.compute_dtype_of(fqn, param), policy.reduce_dtype
     own = replace(policy, param_dtype=compute, param_dtype_override_fn=None)
-    extension = None
-    if module is not None:
-        make = composite_extension_of if is_composite(param) else extension_of
-        extension = make(param, module, own)
+    codec = BY_ELEMENTS if module is None else codec_of(param, module, own)
     gradient = own_grad_dtype(param)
     if is_any_grad_dtype(param) and param.is_floating_point():
         gradient = reduce or compute  # the dtype that arrives from the reduction
-    return ParameterKind(compute, reduce, gradient, extension)
+    return ParameterKind(compute, reduce, gradient, codec)
 
 
 @dataclass(frozen=True)
 class ParameterKind:
-    """What was decided for one parameter when it was sharded. All parameters of a flat parameter have the same kind.
+    """What was decided for one parameter when it was sharded. All parameters of a flat parameter have the same kind."""
 
-    Attributes:
-        compute: dtype of the unsharded parameter; ``None``: the original dtype, even after ``module.to()`` has changed
-            it.
-        reduce: dtype of the reduction of its gradient; ``None``: that of the gradient.
-        gradient: dtype of the sharded gradient (``grad_dtype``); ``None``: the original dtype.
-        extension: the all-gather of its class; such a parameter has a flat parameter of its own.
-    """
-
+    # Of the unsharded parameter; None: the original dtype, even after module.to() has changed it.
     compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    gradient: torch.dtype | None = None
-    extension: Extension | None = None
-
-    def dtype_of(self, shard: torch.Tensor) -> torch.dtype:
-        """The dtype of the parameters with this shard."""
-        return shard.dtype if self.extension is None else self.extension.dtype_of(shard)
+    reduce: torch.dtype | None = None  # of the reduction of its gradient; None: that of the gradient
+    gradient: torch.dtype | None = None  # of the sharded gradient (grad_dtype); None: the original dtype
+    codec: ParameterCodec = BY_ELEMENTS  # how it is stored and gathered; if by its class, alone in a flat parameter
 
     def compute_dtype(self, original: torch.dtype) -> torch.dtype:
         """The dtype of the unsharded parameter, if the sharded one is ``original``."""
@@ -92,7 +76,7 @@ class ParameterKind:
 
     def of_a_copy(self, memo: dict[int, Any]) -> ParameterKind:
         """The kind for the copy of a parameter, while a model is copied; ``memo``: see ``copy.deepcopy``."""
-        return self if self.extension is None else replace(self, extension=self.extension.of_a_copy(memo))
+        return replace(self, codec=self.codec.of_a_copy(memo))
 
     def in_group(self, own: MixedPrecisionPolicy, other: MixedPrecisionPolicy) -> ParameterKind:
         """The kind in a group with another policy than its ``own`` group's; decisions for this parameter alone stay."""
@@ -125,9 +109,9 @@ def expect_gradient(param: torch.Tensor, dtype: torch.dtype) -> None:
 #
 # Plain data with a class on top (attributes, ``__torch_function__``) keeps its class inside forward. A wrapper around
 # one tensor of its own shape and dtype (torchao's weights for float8 and int8 training) is sharded as that tensor. If
-# its class has an all-gather of its own, forward sees the result of that (``extensions``); otherwise the tensor inside,
+# its class has an all-gather of its own, forward sees the result of that (``codecs``); otherwise the tensor inside,
 # with a warning. A wrapper around anything else (NF4 and other quantized weights) is more than its elements: if it is
-# frozen and its class can cut it, it is sharded as the tensors inside (``extensions``), otherwise refused.
+# frozen and its class can cut it, it is sharded as the tensors inside (``codecs``), otherwise refused.
 
 
 _warned: set[type] = set()
@@ -176,12 +160,10 @@ def check_class(param: nn.Parameter, fqn: str, is_gathered: bool = True) -> None
             )
         check_protocol(param, fqn)
         return
-    if is_composite(param):
-        check_protocol(param, fqn)
-        check_composite(param, fqn, is_gathered)
-        return
     check_protocol(param, fqn)
-    if cls not in _warned and not (is_gathered and has_protocol(param)):
+    if is_composite(param):
+        check_composite(param, fqn, is_gathered)
+    elif cls not in _warned and not (is_gathered and has_protocol(param)):
         _warned.add(cls)
         why = "no all-gather of its own (fsdp_pre_all_gather)" if is_gathered else "nothing to gather: it is replicated"
         warnings.warn(
@@ -212,22 +194,14 @@ def _inner(param: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Region:
-    """The memory of a tensor. ``storage`` stays unique, and comparable, after the storage is freed.
-
-    Attributes:
-        name: the tensor's name.
-        is_sharded: it is a parameter of a group.
-        storage: a weak reference.
-        start, stop: the range of bytes in the storage that contains all elements.
-        shape, strides: in bytes, with the bytes of an element as the last dimension.
-    """
+    """The memory of a tensor."""
 
     name: str
-    is_sharded: bool
-    storage: StorageWeakRef
-    start: int
+    is_sharded: bool  # it is a parameter of a group
+    storage: StorageWeakRef  # stays unique, and comparable, after the storage is freed
+    start: int  # with ``stop``, the range of bytes in the storage that contains all elements
     stop: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # like ``strides`` in bytes, with the bytes of an element as the last dimension
     strides: tuple[int, ...]
     dtype: torch.dtype
 

@@ -1,18 +1,33 @@
 """Where a shard and its gradient live: on the device that computes, or in host memory (offload).
 
-A flat parameter asks its ``ShardStorage`` for memory, and for its elements on the device. ``cpu_offload`` has the
-classes that differ for host memory. Streams and events, and the ordered copies between host and device, are only here.
+A flat parameter asks its ``ShardStorage`` for memory, for its elements on the device, and for the parts whose code
+depends on where these are; so no other code asks. In host memory::
+
+    host     shard ------.                          .-> (added to) flat gradient     optimizer steps here
+             one copy    |                          |   one copy, in the dtype of the shard
+    device   [staging, cast] -> unsharded -> ... -> reduced
+                         all-gather, in place       reduce-scatter [, all-reduce]
+
+Casts happen on the device. Casting in host memory first would halve the bytes to copy, but takes a CPU pass over all
+elements, for which the host would have to wait. Streams and events, and the ordered copies between host and device, are
+only here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from ..comm import DataParallelMesh
+from ..comm import DataParallelMesh, Label
+from .gradient import GradientBuffer, ShardedGradient
+from .layout import FlatLayout
 from .policy import CPUOffloadPolicy
+from .reduction import FINISH, Destination, Reduction, ReductionOptions
+from .tensor_parallel import TensorParallel
+from .unsharded import Unsharded
 
 # ---- Streams and events: the one place they come from, which a test can replace
 
@@ -97,9 +112,9 @@ class HostCopies:
                 target.add_(landing)
 
 
-@cache
+@cache  # one object, so ``synchronize`` waits for all copies of a device
 def host_copies(device: torch.device) -> HostCopies:
-    """The copies of a device: one object, so ``synchronize`` waits for all of them."""
+    """The copies of a device."""
     return HostCopies(device)
 
 
@@ -108,115 +123,195 @@ def host_memory(numel: int, dtype: torch.dtype, pins: bool) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pins)
 
 
-# ---- Device or host: ``ShardStorage`` and ``HostShardStorage``
+# ---- Device or host
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ShardStorage:
-    """Shards and gradients live on the device that computes.
+    """Where shards and gradients live; without arguments, on the device that computes."""
 
-    Attributes:
-        is_host: shards live in host memory.
-        has_host_gradients: gradients do.
-    """
+    is_host: bool = False  # shards live in host memory
+    has_host_gradients: bool = False  # gradients do, as they always do with the shards
+    pins: bool = False  # host memory is page-locked
+    copies: HostCopies = None  # type: ignore[assignment]  # those to and from host memory, if anything lives there
 
-    is_host = has_host_gradients = False
+    @staticmethod
+    def of(policy: CPUOffloadPolicy, device: torch.device) -> ShardStorage:
+        """Make the storage for the user's policy; ``device``: that computes."""
+        pins = policy.pin_memory and device.type != "cpu"
+        return ShardStorage(policy.parameters, True, pins, host_copies(device))
 
     def device(self, mesh: DataParallelMesh) -> torch.device:
         """Where shards live."""
-        return mesh.device
+        return torch.device("cpu") if self.is_host else mesh.device
 
     def compute_device(self, shard: torch.Tensor) -> torch.device:
         """The device that computes with a flat parameter that has this shard, and reduces its gradient."""
-        return shard.device
+        return shard.device if not self.is_host or shard.is_meta else self.copies.device
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate host memory, uninitialized."""
+        return host_memory(numel, dtype, self.pins)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make a new shard. ``device``: where its elements are now; if that is the meta device, so is the shard."""
+        if self.is_host and device.type != "meta":
+            return self.memory(numel, dtype).zero_()
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def landing(self, target: torch.Tensor) -> torch.Tensor:
         """What receives the result of a reduction for ``target``, a flat gradient."""
-        return target
+        if not self.has_host_gradients:
+            return target
+        return _HostGradientCopy(target, self)  # type: ignore[return-value]  # it has what a reduction asks of a target
 
     def on_device(self, local: torch.Tensor) -> torch.Tensor:
         """A tensor with the shard's elements, on the device that computes."""
-        return local
-
-    def synchronize(self) -> None:
-        """Wait, on the host, until no issued work for shards and gradients touches host memory."""
-
-
-ON_DEVICE = ShardStorage()
-
-
-class HostShardStorage(ShardStorage):
-    """Shards and their gradients live in host memory.
-
-    Args:
-        policy: the user's policy.
-        device: the device that computes.
-
-    Attributes:
-        copies: the copies between the two.
-    """
-
-    is_host = has_host_gradients = True
-
-    def __init__(self, policy: CPUOffloadPolicy, device: torch.device) -> None:
-        self.copies = host_copies(device)
-        self._pins = policy.pin_memory and device.type != "cpu"
-
-    def device(self, mesh: DataParallelMesh) -> torch.device:
-        return torch.device("cpu")
-
-    def compute_device(self, shard: torch.Tensor) -> torch.device:
-        return shard.device if shard.is_meta else self.copies.device
-
-    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate host memory, uninitialized."""
-        return host_memory(numel, dtype, self._pins)
-
-    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device.type == "meta":
-            return torch.zeros(numel, dtype=dtype, device=device)
-        return self.memory(numel, dtype).zero_()
-
-    def landing(self, target: torch.Tensor) -> torch.Tensor:
-        return HostGradientCopy(target, self)  # type: ignore[return-value]  # it has what a reduction asks of a target
-
-    def on_device(self, local: torch.Tensor) -> torch.Tensor:
-        if local.is_meta:
+        if not self.is_host or local.is_meta:
             return local
         moved = torch.empty(local.shape, dtype=local.dtype, device=self.copies.device)
         self.copies.to_device(moved, local)
         return moved
 
     def synchronize(self) -> None:
-        self.copies.synchronize()
+        """Wait, on the host, until no issued work for shards and gradients touches host memory."""
+        if self.has_host_gradients:
+            self.copies.synchronize()
+
+    # ---- The parts of a flat parameter
+
+    def unsharded(
+        self,
+        shard: torch.Tensor,
+        layout: FlatLayout,
+        mesh: DataParallelMesh,
+        dtype: torch.dtype,
+        label: Label,
+        tensor_parallel: TensorParallel | None,
+    ) -> Unsharded:
+        """Make the unsharded side of a flat parameter; for the arguments see ``Unsharded``."""
+        copy_in = self.copies.to_device if self.is_host else None
+        cls = _StagedUnsharded if self.is_host and dtype != shard.dtype else Unsharded
+        return cls(shard, layout, mesh, dtype, label, tensor_parallel, copy_in)
+
+    def gradient(self, *arguments: Any) -> ShardedGradient:
+        """Make the flat gradient; for the arguments see ``ShardedGradient``."""
+        return _GradientOnHost(self, *arguments) if self.has_host_gradients else ShardedGradient(*arguments)
+
+    def reduction(self, *arguments: Any) -> Reduction:
+        """Make a reduction; for the arguments see ``Reduction``."""
+        return _ReductionToHost(self, *arguments) if self.has_host_gradients else Reduction(*arguments)
 
 
-class HostGradientStorage(HostShardStorage):
-    """Shards live on the device that computes, and gradients in host memory."""
-
-    is_host = False
-
-    device = ShardStorage.device
-    compute_device = ShardStorage.compute_device
-    zeros = ShardStorage.zeros
-    on_device = ShardStorage.on_device
+ON_DEVICE = ShardStorage()
 
 
-class HostGradientCopy:
+# ---- To the device
+
+
+class _StagedUnsharded(Unsharded):
+    """Unsharded parameters whose shards are in host memory, in another dtype. Each waits to be cast in memory of its
+    own on the device (``staging``), which exists during the all-gather."""
+
+    __slots__ = ()
+
+    def allocate(self) -> None:
+        super().allocate()
+        self._allocate_staging()
+
+    def hide(self) -> None:
+        super().hide()
+        self._allocate_staging()
+
+    def gather(self, segments: int) -> None:
+        # With streams this one is current only for the gather: then the caller has allocated, on the compute stream.
+        self._allocate_staging()
+        super().gather(segments)
+        if self.work is None:
+            self._free_staging()
+
+    def arrive(self) -> None:
+        super().arrive()
+        self._free_staging()
+
+    def _allocate_staging(self) -> None:
+        staging = self._source.staging
+        if staging is not None and not staging.untyped_storage().nbytes():
+            staging.untyped_storage().resize_(staging.numel() * staging.element_size())
+
+    def _free_staging(self) -> None:
+        if self._source.staging is not None:
+            self._source.staging.untyped_storage().resize_(0)
+
+
+# ---- To the host
+
+
+class _HostGradientBuffer(GradientBuffer):
+    """A flat gradient in host memory."""
+
+    storage: ShardStorage
+
+    def _empty(self) -> torch.Tensor:
+        return super()._empty() if self.device.type == "meta" else self.storage.memory(self.numel, self.dtype)
+
+
+class _GradientOnHost(ShardedGradient):
+    """A flat gradient in host memory, shown once all reduced gradients have arrived there."""
+
+    __slots__ = ()
+
+    buffer: _HostGradientBuffer
+    _memory = _HostGradientBuffer
+
+    def __init__(self, storage: ShardStorage, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._keeps_memory = True  # while there is no gradient too: page-locked memory is slow to allocate
+        self.buffer.storage = storage
+        if self.buffer.device.type != "meta":
+            self.buffer.device = torch.device("cpu")
+
+    def publish(self, is_used: bytes, has_others: bool = True) -> None:
+        self.buffer.storage.synchronize()
+        super().publish(is_used, has_others)
+
+    def forget_result(self) -> None:
+        self.buffer.storage.synchronize()
+        super().forget_result()
+
+    def discard(self) -> None:
+        self.buffer.storage.synchronize()
+        super().discard()
+
+
+class _ReductionToHost(Reduction):
+    """A reduction whose result goes to host memory."""
+
+    __slots__ = ("_storage",)
+
+    def __init__(self, storage: ShardStorage, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._storage, self.goes_direct = storage, False
+
+    def set_destination(self, options: ReductionOptions, destination: Destination) -> None:
+        target, is_added, earlier = destination
+        super().set_destination(options, (None if target is None else self._storage.landing(target), is_added, earlier))
+        if self.then is FINISH:
+            # Memory of its own: the pooled buffer serves the next reduction while the copy runs.
+            self.output = torch.empty_like(self._own_slice)
+
+
+@dataclass(slots=True, eq=False)
+class _HostGradientCopy:
     """A flat gradient in host memory, in the form of a target for reductions."""
 
-    __slots__ = ("_storage", "_target")
-
-    def __init__(self, target: torch.Tensor, storage: HostShardStorage) -> None:
-        self._target, self._storage = target, storage
+    target: torch.Tensor
+    storage: ShardStorage
 
     def copy_(self, output: torch.Tensor) -> None:
-        self._storage.copies.to_host(self._target, output.to(self._target.dtype))
+        self.storage.copies.to_host(self.target, output.to(self.target.dtype))
 
     def add_(self, output: torch.Tensor) -> None:
-        target = self._target
-        landing = self._storage.memory(target.numel(), target.dtype)
-        self._storage.copies.add_to_host(target, landing, output.to(target.dtype))
+        target = self.target
+        landing = self.storage.memory(target.numel(), target.dtype)
+        self.storage.copies.add_to_host(target, landing, output.to(target.dtype))

@@ -26,11 +26,14 @@ from ..ragged import (
     RaggedDTensor,
     RaggedShard,
     RaggedSpec,
+    context_of,
     distribute_ragged,
     gather_local_shards,
+    inner_tensors,
     rebind,
+    remade,
 )
-from .extensions import context_of, inner_tensors, remade
+from .codecs import ParameterCodec
 from .layout import FlatLayout
 from .param_kind import ParameterKind
 
@@ -93,13 +96,14 @@ def sharded_spec(
     return spec
 
 
-def make_sharded_param(local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec) -> nn.Parameter:
+def make_sharded_param(
+    local: torch.Tensor, original: nn.Parameter, spec: RaggedSpec, codec: ParameterCodec
+) -> nn.Parameter:
     """Make a sharded parameter over ``local``, a view of the shard, with the attributes that the user had set on
     ``original``."""
-    if PLAIN_SHARDED_PARAMS:
-        sharded = nn.Parameter(local, requires_grad=original.requires_grad)
-    else:
-        sharded = nn.Parameter(RaggedDTensor(local, spec), requires_grad=original.requires_grad)
+    tensor = codec.sharded(local, spec)
+    sharded = nn.Parameter(tensor, requires_grad=original.requires_grad)
+    if tensor is not local:
         set_local_tensor(sharded, local)
     copy_attributes(original, sharded, not_copied=class_attributes(original))
     if type(original) is not nn.Parameter and isinstance(original, nn.Parameter) and not is_wrapper(original):
@@ -148,7 +152,7 @@ def whole_like_original(sharded: nn.Parameter, whole: torch.Tensor) -> torch.Ten
     return whole
 
 
-NOT_COPIED = {"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE}
+NOT_COPIED = frozenset({"_is_param", SHARDED_PARAM_ATTRIBUTE, SHOWN_ATTRIBUTE})
 
 
 def refuse_meta_content(sharded: nn.Parameter, source: Any, name: str) -> None:

@@ -37,7 +37,7 @@ from .._torch import (
 from ..comm import Transport, joined_mesh
 from ..errors import MisuseError
 from ..ragged import RaggedDTensor
-from .extensions import is_composite
+from .codecs import is_composite
 
 AddUp = Callable[[Transport, torch.Tensor, Sequence[int]], None]
 """Replaces a tensor by its sum over the ranks of a transport. The indices say which parameters' gradients it holds."""

@@ -41,6 +41,9 @@ from .tensor_parallel import TensorParallel, own_counter
 # state sharded over all ranks (HFSDP, Megatron-FSDP).
 
 
+CopyIn = Callable[["torch.Tensor", "torch.Tensor"], None]
+
+
 class ShardSource:
     """The shards of all ranks.
 
@@ -48,35 +51,42 @@ class ShardSource:
         shard: this rank's shard.
         flat: the output of the all-gather, which may have no memory now.
         mesh, label: those of the flat parameter.
-
-    Attributes:
-        gather: issues the all-gather on the current stream; returns its work, or ``None`` if it is complete.
+        copy_in: copies a shard that is in host memory to the device, in its own dtype.
     """
 
-    __slots__ = ("_arguments", "_copy", "_is_local", "gather")
+    __slots__ = ("_arguments", "_copy", "_is_local", "gather", "staging")
 
-    def __init__(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> None:
+    def __init__(
+        self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label, copy_in: CopyIn | None
+    ) -> None:
         rank, numel, is_alone = mesh.shard_rank, shard.numel(), mesh.shard_world_size == 1
-        # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
         own_slice = flat[rank * numel : (rank + 1) * numel]
-        self._copy = self._copy_into(own_slice, shard, is_alone)
+        self.staging: torch.Tensor | None = None  # where a shard from the host waits to be cast; the caller allocates
+        self._copy: Callable[[], object] | None = None
+        if copy_in is None or shard.is_meta:
+            # Without a cast the collective reads the shard itself, else its cast in the buffer (in place).
+            if own_slice.dtype != shard.dtype or is_alone:
+                self._copy = partial(own_slice.copy_, shard)
+        elif own_slice.dtype == shard.dtype:
+            self._copy = partial(copy_in, own_slice, shard)
+        else:
+            staging = self.staging = torch.empty(numel, dtype=shard.dtype, device=own_slice.device)
+            staging.untyped_storage().resize_(0)
+            self._copy = partial(_in_turn, partial(copy_in, staging, shard), partial(own_slice.copy_, staging))
         # On an accelerator the work of a collective of one rank still orders the copy before compute.
         self._is_local = is_alone and flat.device.type == "cpu"
         self._arguments = (flat, shard if self._copy is None else own_slice, label)
         self.gather_by(mesh.transport)
 
-    def _copy_into(self, own_slice: torch.Tensor, shard: torch.Tensor, is_alone: bool) -> Callable[[], object] | None:
-        """Copies the shard to where the all-gather reads it; ``None`` if it reads the shard itself."""
-        return partial(own_slice.copy_, shard) if own_slice.dtype != shard.dtype or is_alone else None
-
     def gather_by(self, transport: Transport) -> None:
         """Move shards by this transport from now on."""
         issue = _issue_nothing if self._is_local else transport.prepared_all_gather(*self._arguments)
-        # Not a bound method, to avoid a cycle: nothing that holds a model's memory may be in one.
+        # Issues the all-gather on the current stream; returns its work, or None if it is complete. Not a bound method,
+        # to avoid a cycle: nothing that holds a model's memory may be in one.
         self.gather: Callable[[], Work | None] = issue if self._copy is None else partial(_in_turn, self._copy, issue)
 
 
-def _in_turn(copy: Callable[[], object], issue: Callable[[], Work | None]) -> Work | None:
+def _in_turn(copy: Callable[[], object], issue: Callable[[], Any]) -> Any:
     copy()
     return issue()
 
@@ -92,24 +102,18 @@ class PartialReshard:
         flat: the output of all-gathers, which may have no memory now.
         transport: moves tensors among the ranks that share the parts.
         label: the parameters.
-
-    Attributes:
-        is_kept: it exists.
     """
 
-    __slots__ = ("_arguments", "_memory", "_nbytes", "_range", "_transport", "is_kept")
+    __slots__ = ("_arguments", "_memory", "_nbytes", "_range", "is_kept", "transport")
 
     def __init__(self, flat: torch.Tensor, transport: Transport, label: Label) -> None:
         rank, numel = transport.group.rank(), flat.numel() // transport.group.size()
-        self._range, self._transport = slice(rank * numel, rank * numel + numel), transport
+        self._range, self.transport = slice(rank * numel, rank * numel + numel), transport
         self._memory = torch.empty(numel, dtype=flat.dtype, device=flat.device)
         self._nbytes = self._memory.nbytes
         self._arguments = (flat, self._memory, label)
         self.is_kept = True
         self.drop()
-
-    def gather_by(self, transport: Transport) -> None:
-        self._transport = transport
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +129,7 @@ class PartialReshard:
 
     def gather(self) -> Work:
         """Issue the all-gather of the parts, on the current stream."""
-        return self._transport.all_gather(*self._arguments)
+        return self.transport.all_gather(*self._arguments)
 
     def drop(self) -> None:
         """Free it; no work that reads it is in flight."""
@@ -148,14 +152,6 @@ class UnshardedMemory:
         flat: the output of the all-gather; or, if there is nothing to gather, a tensor that always exists.
         error: the error for code that reads the parameters at the wrong time (only builds of torch with CUDA can raise
             it); ``None`` if reading is always allowed.
-
-    Attributes:
-        hidden: the flat parameter as the all-gather writes it.
-        shown: the flat parameter as the unsharded parameters show it.
-        storage: the storage of ``shown``.
-        allocate: makes room for an all-gather.
-        release: called with 0, frees the memory, unless it is to be kept.
-        is_guarded: access at the wrong time is refused; some versions of torch cannot do that.
     """
 
     __slots__ = (
@@ -164,13 +160,15 @@ class UnshardedMemory:
     )  # fmt: skip
 
     def __init__(self, flat: torch.Tensor, error: str | None) -> None:
-        self.hidden = flat
+        self.hidden = flat  # as the all-gather writes it
         self._hidden_storage = flat.untyped_storage()
         self._nbytes = self._hidden_storage.nbytes()
+        # Makes room for an all-gather.
         self.allocate: Callable[[], Any] = partial(self._hidden_storage.resize_, self._nbytes)
-        self.release: Callable[[int], Any] = self._hidden_storage.resize_
-        self.shown = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        self.release: Callable[[int], Any] = self._hidden_storage.resize_  # called with 0; does nothing if it is kept
+        self.shown = torch.empty(0, dtype=flat.dtype, device=flat.device)  # as the unsharded parameters show it
         self.storage = self.shown.untyped_storage()
+        # Access at the wrong time is refused; some versions of torch cannot do that.
         self.is_guarded = error is not None and refuse_access(self.storage, error)
         self._is_shown = not self.is_guarded
         self._exchange: Callable[[], Any] | None = None
@@ -200,9 +198,7 @@ class UnshardedMemory:
             self._is_shown = False
 
     def free(self) -> None:
-        if self._is_shown and self._exchange is not None:
-            self._exchange()
-            self._is_shown = False
+        self.hide()
         self.release(0)
 
     def keep(self, keeps: bool, is_allocated: bool) -> None:
@@ -242,21 +238,7 @@ class Unsharded:
         dtype: the compute dtype.
         label: the parameters.
         tensor_parallel: for parameters that are DTensors inside forward too.
-
-    Attributes:
-        dtype: as given.
-        params: the unsharded parameters, in the order of the layout; usable while ``is_allocated``.
-        counters: tensors whose version counters show every write to ``params``.
-        memory: their memory.
-        is_allocated: the memory exists (its all-gather may still be in flight).
-        never_freed: there is nothing to gather, the unsharded parameters always exist.
-        keep: it must not be freed: it never is, or the outputs of the group's module cannot be hooked.
-        left_by_forward: a forward (not a prefetch) has left it allocated; the next forward gathers it again.
-        follows_writes: ... but only if the ranks have written to the shards since: a backward was told to leave it.
-        flags: the last ``requires_grad`` set on each of ``params``.
-        gathered: the state that the last all-gather of shards has read.
-        part: the part that may stay when the parameters are freed; ``None`` if none does.
-        work: the all-gather in flight.
+        copy_in: see ``ShardSource``.
     """
 
     __slots__ = (
@@ -274,15 +256,20 @@ class Unsharded:
         dtype: torch.dtype,
         label: Label,
         tensor_parallel: TensorParallel | None = None,
+        copy_in: CopyIn | None = None,
     ) -> None:
         self.dtype, self._shard = dtype, shard
-        self.never_freed = self._needs_no_gather(shard, layout, mesh)
+        # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
+        is_same = copy_in is None and mesh.shard_world_size == 1 and dtype == shard.dtype
+        self.never_freed = is_same or layout.shard_numel == 0  # the unsharded parameters always exist
         with torch.inference_mode(False), torch.no_grad():
             flat = shard
             if not self.never_freed:
-                flat = torch.empty(layout.flat_numel, dtype=dtype, device=self._compute_device(shard, mesh))
-            self._source = self._source_of(shard, flat, mesh, label)
+                device = shard.device if copy_in is None or shard.is_meta else mesh.device
+                flat = torch.empty(layout.flat_numel, dtype=dtype, device=device)
+            self._source = ShardSource(shard, flat, mesh, label, copy_in)
             parts = None if self.never_freed else mesh.part_transport
+            # What may stay when the parameters are freed.
             self.part = None if parts is None else PartialReshard(flat, parts, label)
             may_free = not (self.never_freed or self.is_meta)
             self.memory = UnshardedMemory(flat, error_of_late_access(mesh.rank, label) if may_free else None)
@@ -296,27 +283,20 @@ class Unsharded:
         if may_free:
             self.memory.free()
 
-    # ---- Where the shard lives (the class for host memory overrides this)
-
-    def _needs_no_gather(self, shard: torch.Tensor, layout: FlatLayout, mesh: DataParallelMesh) -> bool:
-        # One rank and no cast: nothing to gather, the sharded and the unsharded parameters share the shard's memory.
-        return (mesh.shard_world_size == 1 and self.dtype == shard.dtype) or layout.shard_numel == 0
-
-    def _compute_device(self, shard: torch.Tensor, mesh: DataParallelMesh) -> torch.device:
-        return shard.device
-
-    def _source_of(self, shard: torch.Tensor, flat: torch.Tensor, mesh: DataParallelMesh, label: Label) -> ShardSource:
-        return ShardSource(shard, flat, mesh, label)
-
     def _begin(self, params: list[nn.Parameter], counters: Sequence[torch.Tensor], is_allocated: bool) -> None:
         """Set the parameters and their counters. Nothing is gathered yet."""
-        self.params, self.counters = params, counters
+        self.params = params  # in the order of the layout; usable while is_allocated
+        self.counters = counters  # tensors whose version counters show every write to params
         self.forgive_write()
-        self.flags = [False] * len(params)
-        self.gathered: Gathered = (0, 0, 0)
-        self.work: Work | None = None
-        self.is_allocated = self.keep = is_allocated
-        self.left_by_forward = self.follows_writes = False
+        self.flags = [False] * len(params)  # the last requires_grad set on each
+        self.gathered: Gathered = (0, 0, 0)  # by the last all-gather of shards
+        self.work: Work | None = None  # the all-gather in flight
+        self.is_allocated = is_allocated  # the memory exists (its all-gather may still be in flight)
+        # It must not be freed: it never is, or the outputs of the group's module cannot be hooked.
+        self.keep = is_allocated
+        # A forward (not a prefetch) has left it allocated; the next forward gathers it again.
+        self.left_by_forward = False
+        self.follows_writes = False  # ... but only if the ranks have written since: a backward was told to leave it
 
     def take_attributes(self, sharded_params: Sequence[nn.Parameter]) -> None:
         """Let the parameters have the originals' attributes, and share them with the sharded parameters: forward and
@@ -331,7 +311,7 @@ class Unsharded:
         self._source.gather_by(mesh.transport)
         if self.part is not None:
             assert mesh.part_transport is not None, "it has the same ranks"
-            self.part.gather_by(mesh.part_transport)
+            self.part.transport = mesh.part_transport
 
     def allocate(self) -> None:
         """Allocate memory, to be filled."""
@@ -417,10 +397,6 @@ class Unsharded:
     def may_be_freed(self) -> bool:
         """Whether there is memory that resharding frees."""
         return self.is_allocated and not self.keep
-
-    def part_nbytes(self) -> int:
-        """The bytes of the kept part."""
-        return self.part.nbytes if self.part is not None else 0
 
     @property
     def bearers(self) -> Sequence[nn.Parameter]:

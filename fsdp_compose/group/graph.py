@@ -220,7 +220,4 @@ def captured_leaves(handle: FlatParamHandle) -> list[nn.Parameter]:
 
 def is_capturable(handles: Sequence[FlatParamHandle]) -> bool:
     """Whether graphs can do everything that these handles need."""
-    return all(
-        handle.kind.extension is None and not handle.storage.has_host_gradients and handle.unsharded.shows_shards
-        for handle in handles
-    )
+    return all(handle.unsharded.shows_shards and not handle.storage.has_host_gradients for handle in handles)

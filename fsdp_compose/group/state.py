@@ -260,7 +260,7 @@ class _FSDPState(ComposableState):
         """Make ``handles`` the group's flat parameters."""
         self._handles = handles
         for handle in handles:
-            handle.belong_to(self)
+            handle.owner = weakref.ref(self)
         self.apply_options()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FSDPState:

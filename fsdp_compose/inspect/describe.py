@@ -132,20 +132,20 @@ def _group(state: _FSDPState, names: _Names, module_names: Mapping[nn.Module, st
 
 
 def _flat_parameter(handle: FlatParamHandle, names: _Names, holders: _Holders) -> FlatParameterFacts:
-    layout, kind, shard, unsharded = handle.layout, handle.kind, handle.shard, handle.unsharded
+    layout, codec, shard, unsharded = handle.layout, handle.kind.codec, handle.shard, handle.unsharded
     itemsize, num_shards = shard.element_size(), layout.world_size
     counts = [tuple(layout.counts(index)) for index in range(len(layout.params))]
-    is_plain = kind.extension is None and not unsharded.never_freed
+    is_plain = codec.gathered_by is None and not unsharded.never_freed
     held = tuple(sum(count[shard] for count in counts) * itemsize for shard in range(num_shards))
     padding = layout.padding_numel * itemsize
-    if kind.extension is not None and kind.extension.is_composite:  # bytes of several tensors fill each shard
+    if codec.is_composite:  # bytes of several tensors fill each shard
         held, padding = (handle.shard_numel,) * num_shards, 0
     return FlatParameterFacts(
         dtype=_dtype(shard.dtype),
         compute=_dtype(unsharded.dtype),
         reduce=_dtype(handle.pending_gradients.dtype),
         gradient=_dtype(handle.gradient.dtype),
-        gathered_by=None if kind.extension is None else kind.extension.name,
+        gathered_by=codec.gathered_by,
         home="host memory" if handle.storage.is_host else str(shard.device),
         num_shards=num_shards,
         shard_numel=handle.shard_numel,
@@ -160,7 +160,7 @@ def _flat_parameter(handle: FlatParamHandle, names: _Names, holders: _Holders) -
 def _parameter(handle: FlatParamHandle, index: int, names: _Names, holders: _Holders) -> ParameterFacts:
     layout, placed, param = handle.layout, handle.layout.params[index], handle.sharded_params[index]
     fqn, *tied = names.get(id(param)) or (handle.name_of(index),)
-    is_composite = handle.kind.extension is not None and handle.kind.extension.is_composite
+    is_composite = handle.kind.codec.is_composite
     return ParameterFacts(
         fqn=fqn,
         tied=tuple(tied),

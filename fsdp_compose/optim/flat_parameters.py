@@ -16,7 +16,6 @@ from torch.optim.optimizer import Optimizer
 
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import (
-    CompositeExtension,
     FlatParamHandle,
     add_segment,
     are_untouched,
@@ -231,11 +230,11 @@ def _select(
             continue
         if handle is None:
             chosen[param] = set()
-        elif isinstance(handle.kind.extension, CompositeExtension):
+        elif handle.kind.codec.is_composite:
             raise MisuseError(
-                f"flat_parameters(): {fqn} is a {handle.kind.extension.name}, which consists of several tensors that "
-                "its class steps, so it has no flat view: leave it out (where=lambda fqn, param: ...), and give the "
-                "optimizer the parameter itself"
+                f"flat_parameters(): {fqn} is a {handle.kind.codec.gathered_by}, which consists of several tensors "
+                "that its class steps, so it has no flat view: leave it out (where=lambda fqn, param: ...), and give "
+                "the optimizer the parameter itself"
             )
         else:
             chosen.setdefault(handle, set()).add(

@@ -11,7 +11,8 @@ instance over each rank's rows, if these are all that the class needs: so optimi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import increment_version
@@ -24,62 +25,21 @@ from .ops.dispatch import choose
 from .ops.operands import is_tensors, operand, pick, wrap_local_shard, written
 from .ops.pointwise import divide, per_element, pointwise, random
 from .ownership import OWNER_ATTRIBUTE, SHOWN_ATTRIBUTE, note_write_of_all_ranks
+from .parts import Parts, common_tensor
 from .placement import RaggedSpec
 
 aten = torch.ops.aten
 
 
-class LocalClass(Protocol):
-    """How to show local tensors as instances of a class."""
-
-    def over(self, local: torch.Tensor) -> Any:
-        """Wrap a plain local tensor in an instance of the class."""
-
-
-class CompositeClass(LocalClass, Protocol):
-    """How a class that has several tensors stores them in bytes."""
-
-    @property
-    def name(self) -> str:
-        """The name of the class."""
-
-    @property
-    def uncut(self) -> list[str]:
-        """The names of the tensors that are the same on every rank: with any, it cannot train."""
-
-    def take_in(self, local: torch.Tensor, instance: Any) -> None:
-        """Copy the tensors of an instance over this rank's rows into the bytes ``local``, if they are elsewhere."""
-
-    def agreed(self, instance: Any) -> torch.Tensor | None:
-        """The plain tensor that all tensors inside an instance equal, if there is one."""
-
-    def gather(self, local: torch.Tensor) -> Any:
-        """Gather the whole instance, in memory of its own. Ranks: all that have parts."""
-
-    def part_in_own_memory(self, local: torch.Tensor) -> Any:
-        """Make an instance from a plain local tensor whose inner tensors are copies, each in memory of its own."""
-
-    def write(self, local: torch.Tensor, whole: torch.Tensor) -> None:
-        """Write this rank's part of a whole instance of the class into the bytes ``local``."""
-
-    def write_rows(self, local: torch.Tensor, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Like ``write``, from pieces (each with its first row) of a whole that was cut differently."""
-
-    def is_like(self, other: CompositeClass) -> bool:
-        """Whether both have the same bytes for the same instance."""
-
-
+@dataclass(slots=True, eq=False)
 class _Shown:
     """The instance that stands for a local tensor; made again when the local tensor is replaced."""
 
-    __slots__ = ("_instance", "_local", "is_read", "local_class")
-
-    def __init__(self, local_class: Any) -> None:
-        self.local_class = local_class
-        # by torch.distributed.checkpoint, which reads the attribute in the same way to find out where to write
-        self.is_read = False
-        self._local: torch.Tensor | None = None
-        self._instance: Any = None
+    local_class: Any  # its ``over`` makes the instance; of a composite tensor, its ``Parts``
+    # torch.distributed.checkpoint has read the attribute, in the way in which it also finds out where to write
+    is_read: bool = False
+    local: torch.Tensor | None = None
+    made: Any = None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _Shown:
         return _Shown(self.local_class)
@@ -91,11 +51,11 @@ class _Shown:
         )
 
     def instance(self, local: torch.Tensor) -> Any:
-        if local is not self._local:
+        if local is not self.local:
             with torch.no_grad():
-                self._instance = self.local_class.over(local.detach())
-            self._local = local
-        return self._instance
+                self.made = self.local_class.over(local.detach())
+            self.local = local
+        return self.made
 
 
 def _shown_local(tensor: torch.Tensor) -> Any:
@@ -141,9 +101,9 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def show_as(tensor: torch.Tensor, local_class: LocalClass) -> None:
-    """Make a sharded tensor, the same object, show its local tensor by ``local_class`` from now on; a composite one
-    always does."""
+def show_as(tensor: torch.Tensor, local_class: Any) -> None:
+    """Make a sharded tensor, the same object, show its local tensor by ``local_class.over()`` from now on; a composite
+    one always does."""
     if not isinstance(tensor, RaggedDTensor) or isinstance(tensor, CompositeDTensor):
         return
     shown = tensor.__dict__.get(SHOWN_ATTRIBUTE)
@@ -162,7 +122,7 @@ class CompositeDTensor(RaggedDTensor):
     is_composite = True
 
     @staticmethod
-    def made(local: torch.Tensor, spec: RaggedSpec, composite: CompositeClass) -> CompositeDTensor:
+    def made(local: torch.Tensor, spec: RaggedSpec, composite: Parts) -> CompositeDTensor:
         """Make one over this rank's bytes."""
         nothing = torch.empty((), dtype=spec.dtype, device=local.device).expand(spec.local_shape)
         tensor: CompositeDTensor = make_dtensor(CompositeDTensor, nothing, spec)
@@ -173,9 +133,9 @@ class CompositeDTensor(RaggedDTensor):
     _local_tensor = _LOCAL_TENSOR
 
     @property
-    def composite(self) -> CompositeClass:
+    def composite(self) -> Parts:
         """How its tensors are stored in the bytes."""
-        composite: CompositeClass = shown_by(self).local_class
+        composite: Parts = shown_by(self).local_class
         return composite
 
     def with_local(self, local: torch.Tensor) -> CompositeDTensor:
@@ -211,7 +171,7 @@ class CompositeDTensor(RaggedDTensor):
                 local = torch.zeros_like(local_tensor(self))
                 self.composite.take_in(local, result)
                 return self.with_local(local)
-            plain = self.composite.agreed(result) if type(result).__name__ == self.composite.name else None
+            plain = common_tensor(result) if type(result).__name__ == self.composite.name else None
             if plain is not None:  # a comparison
                 return wrap_local_shard(plain, self._spec)
         what = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, torch.Tensor) else ""

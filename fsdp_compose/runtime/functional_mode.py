@@ -47,10 +47,11 @@ class FunctionalMode:
 def _refuse_extensions(state: _FSDPState) -> None:
     """Raise if the class of a parameter gathers it in its own form, which autograd cannot differentiate."""
     for handle in state._handles:
-        if handle.kind.extension is not None:
+        gathered_by = handle.kind.codec.gathered_by
+        if gathered_by is not None:
             raise NotImplementedError(
                 f"the parameter {handle.name_of(0)} of the fully_shard group {state.name} is a "
-                f"{handle.kind.extension.cls.__name__}, gathered by its class (fsdp_pre_all_gather). Functional "
+                f"{gathered_by}, gathered by its class (fsdp_pre_all_gather). Functional "
                 "mode, torch.func and functional_call() cannot differentiate that: use the default mode"
             )
 

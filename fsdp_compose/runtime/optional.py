@@ -387,7 +387,7 @@ def check_optional(owners: Sequence[_FSDPState], names: Mapping[_FSDPState, str]
             problem = f"{name} is offloaded (offload_policy)"
         elif any(handle.tensor_parallel is not None for handle in state._handles):
             problem = f"{name} has parameters that are DTensors, whose gradients are summed over their own ranks"
-        elif any(handle.kind.extension is not None for handle in state._handles):
+        elif any(handle.kind.codec.gathered_by for handle in state._handles):
             problem = f"{name} has parameters that their class gathers (fsdp_pre_all_gather)"
     if problem:
         raise NotImplementedError(f"fully_shard(optional=True) does not support this model: {problem}")

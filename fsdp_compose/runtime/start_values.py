@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import DataParallelMesh, forget_for, kept_for, known_for, meet
 from ..errors import RanksDifferError
-from ..flat import CompositeExtension, FlatParamHandle, ManagedParameter, handle_of, plain_tensor
+from ..flat import FlatParamHandle, ManagedParameter, handle_of, plain_tensor
 from ..group import Kind, _FSDPState, load_listeners, name_ranks, state_of
 from .agreement import LOAD_REMEDY
 
@@ -56,7 +56,7 @@ def sample_start(managed: Sequence[ManagedParameter], handle: FlatParamHandle) -
     mesh, shard = handle.mesh, handle.shard
     if mesh.shard_world_size == 1 or mesh.is_simulated or shard.is_meta or os.environ.get(CHECK_ENV) == "0":
         return
-    if isinstance(handle.kind.extension, CompositeExtension):
+    if handle.kind.codec.is_composite:
         return
     parts: list[torch.Tensor] = []
     sizes: list[int] = []
@@ -97,7 +97,7 @@ class _Loads:
             if place is None or place[0].mesh.peers.size() == 1 or place[0].mesh.is_simulated:
                 continue
             handle, index = place
-            if _is_whole(value, sharded) and not isinstance(handle.kind.extension, CompositeExtension):
+            if _is_whole(value, sharded) and not handle.kind.codec.is_composite:
                 by_handle.setdefault(handle, {})[index] = digest_of(plain_tensor(value).detach(), sharded.dtype)
             elif (load := known_for(handle, _Load)) is not None:
                 load.digests.pop(index, None)

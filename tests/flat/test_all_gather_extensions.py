@@ -503,10 +503,10 @@ def test_nothing_of_what_was_gathered_outlives_its_use(name):
     def bytes_of(layer: nn.Module) -> int:
         total = 0
         for handle in get_state(layer)._handles:
-            if handle.kind.extension is not None:
+            if handle.kind.codec.gathered_by is not None:
                 unsharded = handle.unsharded
-                total += unsharded.form.nbytes()
-                assert not unsharded.form._inputs or unsharded.work is not None
+                total += unsharded.nbytes()
+                assert not unsharded._inputs or unsharded.work is not None
         return total
 
     for layer in model.layers:

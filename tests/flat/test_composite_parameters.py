@@ -208,7 +208,7 @@ def assert_same(whole: Any, expected: Any) -> None:
 
 
 def frozen_handle(layer: nn.Module) -> Any:
-    (handle,) = [handle for handle in get_state(layer)._handles if handle.kind.extension is not None]
+    (handle,) = [handle for handle in get_state(layer)._handles if handle.kind.codec.gathered_by is not None]
     return handle
 
 
@@ -293,7 +293,7 @@ def test_each_rank_has_its_bytes_and_no_more_travel(name):
     param, handle = model.layers[0].weight, frozen_handle(model.layers[0])
     assert handle.shard.dtype == torch.uint8
     assert handle.shard.numel() == DIM * DIM // 2 // 2 + blocks // 2 * 4 + 16  # the mean takes 16 bytes, aligned
-    assert handle.unsharded.form.nbytes() == 0
+    assert handle.unsharded.nbytes() == 0
     local = param.to_local()
     assert local is param._local_tensor and type(local) is CLASSES[name] and local.shape == (DIM // 2, DIM)
     assert local.packed.untyped_storage().data_ptr() == handle.shard.untyped_storage().data_ptr()

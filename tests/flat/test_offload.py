@@ -336,7 +336,6 @@ def test_memory_for_compute_is_not_made_where_shards_live():
         "flat/unsharded_extension.py",  # of parameters that are refused where shards live elsewhere
         "flat/gradient.py",  # the gradient, beside the shard
         "flat/shard_storage.py",
-        "flat/cpu_offload.py",
         "flat/unsharded.py",  # of shards on the device
         "inspect/describe.py",  # told
         "api/summon.py",  # a gradient, beside the shard

@@ -672,8 +672,8 @@ def test_as_many_bytes_travel_as_the_class_has():
     (reduction,) = [line for line in lines if line.startswith("reduce-scatter layers.0.up.weight")]
     assert f"{DIM * DIM} x float32" in reduction
     handle = get_state(model.layers[0])._handles[0]
-    (handle,) = [each for each in get_state(model.layers[0])._handles if each.kind.extension is not None]
-    assert handle.shard.nbytes == DIM * DIM // 2 + 4 * DIM // 2 and handle.unsharded.form.nbytes() == 0
+    (handle,) = [each for each in get_state(model.layers[0])._handles if each.kind.codec.gathered_by is not None]
+    assert handle.shard.nbytes == DIM * DIM // 2 + 4 * DIM // 2 and handle.unsharded.nbytes() == 0
 
 
 @distributed(world_size=2)
