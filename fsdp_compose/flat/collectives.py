@@ -196,7 +196,7 @@ def place(handle: FlatParamHandle, index: int) -> None:
 
 
 def _place(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> None:
-    view, share = handle.gradient.buffer.locals[index], 1 / handle.mesh.data_world_size
+    view, share = handle.gradient.memory.locals[index], 1 / handle.mesh.data_world_size
     placed = handle.pending_gradients.placed
     with torch.no_grad():
         if index in placed:
@@ -222,7 +222,7 @@ def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
 def _divides_first(handle: FlatParamHandle) -> bool:
     """Whether each rank divides its gradients by the number of ranks before they are summed. The same on every rank,
     whatever a rank has accumulated."""
-    contributions, dtype = handle.pending_gradients, handle.gradient.buffer.dtype
+    contributions, dtype = handle.pending_gradients, handle.gradient.memory.dtype
     return (
         contributions.options is AVERAGE
         and contributions.dtype == dtype
@@ -243,7 +243,7 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
     if goes_direct:
         _fill(handle, grads, missing)
         return ReplicaAverage(target, target, False, False, 1, None)
-    accumulation = contributions.take_accumulation()
+    accumulation, contributions.accumulation = contributions.accumulation, None
     if accumulation is not None and accumulation.flat is not None:
         accumulation.add(grads)
         flat = accumulation.flat
@@ -262,7 +262,7 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
 
 def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> None:
     """Move the gradients that were not placed to the memory of the average."""
-    buffer, placed = handle.gradient.buffer, handle.pending_gradients.placed
+    buffer, placed = handle.gradient.memory, handle.pending_gradients.placed
     for i in placed:
         if grads[i] is not None:  # it arrived after placing
             _place(handle, i, grads[i])
@@ -288,26 +288,24 @@ def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) ->
             dtype = torch.promote_types(dtype, handle.gradient.dtype)
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=device)
-        accumulation.begin(flat, handle.full_views_of(flat))
+        accumulation.flat, accumulation.views = flat, handle.full_views_of(flat)
     accumulation.add(grads)
 
 
 def keep_scattered(handle: FlatParamHandle, scattered: torch.Tensor) -> None:
     """Keep the scattered result of a reduction until it is averaged over the replicas."""
-    _accumulation_of(handle).keep_scattered(scattered, handle.views_of(scattered))
+    accumulation = _accumulation_of(handle)
+    accumulation.scattered, accumulation.scattered_views = scattered, handle.views_of(scattered)
 
 
 def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
     """The handle's accumulation, made if there is none."""
-    contributions = handle.pending_gradients
-    if contributions.accumulation is None:
-        names, used = handle.names, contributions.is_used
-        accumulation = Accumulation(handle.sharded_params, names, used, handle.mesh.mesh)
-        for segment in handle.segments:
-            accumulation.shows_at(segment.parameter, segment.sharded_params)
-        contributions.accumulation = accumulation
-        return accumulation
-    return contributions.accumulation
+    pending = handle.pending_gradients
+    if pending.accumulation is None:
+        places = [(sharded, range(i, i + 1)) for i, sharded in enumerate(handle.sharded_params)]
+        places += [(segment.parameter, segment.sharded_params) for segment in handle.segments]
+        pending.accumulation = Accumulation(handle.names, pending.is_used, handle.mesh.mesh, places)
+    return pending.accumulation
 
 
 # ---- All-gathers and reductions of flat parameters, on their streams: the gathers of forward and backward, and the one
@@ -339,16 +337,16 @@ class Communicator(AllGathers):
         """Add the gradients to the handle's unsharded accumulation buffer, without communication.
         ``is_kept``: the group stays unsharded, for a running forward or for the next one."""
         handle.pending_gradients.follow_zero_grad()
-        grads, _ = self._take(handle, False)
+        grads, _ = self._take(handle)
         if not is_kept:
             self.reshard(handle)
         accumulate(handle, grads)
 
-    def _take(self, handle: FlatParamHandle, awaits_publication: bool) -> tuple[list[torch.Tensor], list[int]]:
+    def _take(self, handle: FlatParamHandle) -> tuple[list[torch.Tensor], list[int]]:
         """The gradients, and which are missing; see ``PendingGradients.take``."""
         contributions = handle.pending_gradients
         add_up = None if contributions.tensor_parallel is None else partial(self._add_up, handle)
-        return contributions.take(handle.unsharded.params, awaits_publication, add_up)
+        return contributions.take(handle.unsharded.params, add_up)
 
     @in_range("all_reduce over tensor-parallel ranks of")
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
@@ -371,7 +369,9 @@ class Communicator(AllGathers):
         contributions = handle.pending_gradients
         if contributions.accumulation is not None:
             contributions.follow_zero_grad()
-        grads, missing = self._take(handle, averages)
+        if averages:
+            contributions.awaits_publication = True
+        grads, missing = self._take(handle)
         if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak has one of the two, not both
         reduction = contributions.reduction
@@ -383,7 +383,7 @@ class Communicator(AllGathers):
             self._finish(buffer)
         accumulation, earlier = contributions.accumulation, None
         if accumulation is not None:
-            contributions.take_accumulation()
+            contributions.accumulation = None
             earlier = accumulation.scattered
         if accumulation is not None and accumulation.flat is not None:
             accumulation.add(grads)
@@ -416,7 +416,7 @@ class Communicator(AllGathers):
         contributions = handle.pending_gradients
         if contributions.accumulation is not None:
             contributions.follow_zero_grad()
-        grads, missing = self._take(handle, False)
+        grads, missing = self._take(handle)
         if not is_kept:
             self.reshard(handle)
         average = take_whole(handle, grads, missing)

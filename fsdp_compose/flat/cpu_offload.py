@@ -20,7 +20,8 @@ import torch
 
 from ..comm import DataParallelMesh, Label
 from .flat_param import FlatParamHandle
-from .gradient import GradientBuffer, ShardedGradient
+from .gradient import GradientMemory, ShardedGradient
+from .gradient_hooks import GradientHooks
 from .layout import FlatLayout
 from .reduction import FINISH, Destination, ReduceBuffer, Reduction, ReductionOptions
 from .shard_storage import HostCopies, HostShardStorage, host_copies
@@ -101,39 +102,25 @@ class _UnshardedFromHost(Unsharded):
 # ---- To the host
 
 
-class _HostGradientBuffer(GradientBuffer):
-    """A flat gradient in host memory."""
-
-    storage: HostShardStorage
-
-    def live_in(self, storage: HostShardStorage) -> None:
-        self.storage = storage
-        if self.device.type != "meta":
-            self.device = torch.device("cpu")
-
-    def _empty(self) -> torch.Tensor:
-        return super()._empty() if self.device.type == "meta" else self.storage.memory(self.numel, self.dtype)
-
-
 class _GradientOnHost(ShardedGradient):
-    """A flat gradient in host memory, shown once all reduced gradients have arrived there. Page-locked memory is slow
-    to allocate, so it is kept while there is no gradient."""
+    """A flat gradient in host memory, shown once all reduced gradients have arrived there."""
 
-    __slots__ = ()
+    __slots__ = ("_storage",)
 
-    buffer: _HostGradientBuffer
-    _memory = _HostGradientBuffer
+    def __init__(self, memory: GradientMemory, hooks: GradientHooks, storage: HostShardStorage) -> None:
+        super().__init__(memory, hooks, keeps_memory=True)  # page-locked memory is slow to allocate
+        self._storage = storage
 
     def publish(self, is_used: bytes, has_others: bool = True) -> None:
-        self.buffer.storage.synchronize()
+        self._storage.synchronize()
         super().publish(is_used, has_others)
 
     def forget_result(self) -> None:
-        self.buffer.storage.synchronize()
+        self._storage.synchronize()
         super().forget_result()
 
     def discard(self) -> None:
-        self.buffer.storage.synchronize()
+        self._storage.synchronize()
         super().discard()
 
 
@@ -174,10 +161,10 @@ class OffloadedFlatParamHandle(FlatParamHandle):
     def _build(self, shard: torch.Tensor) -> tuple[Unsharded, ShardedGradient]:
         dtype, cls = self.kind.compute_dtype(shard.dtype), _UnshardedFromHost if self.storage.is_host else Unsharded
         unsharded = cls(shard, self.layout, self.mesh, dtype, self.label, self.tensor_parallel)
-        arguments = (self.sharded_params, self.local_shards, shard, self.hooks, self.segments)
-        gradient = _GradientOnHost(*arguments, keeps_memory=True, dtype=self.kind.gradient_dtype(shard.dtype))
-        gradient.buffer.live_in(self.storage)
-        return unsharded, gradient
+        where = (shard.device,) if shard.is_meta else (torch.device("cpu"), self.storage.memory)
+        parts, dtype = (self.sharded_params, self.local_shards, self.segments), self.kind.gradient_dtype(shard.dtype)
+        memory = GradientMemory(*parts, shard.numel(), dtype, *where)
+        return unsharded, _GradientOnHost(memory, self.hooks, self.storage)
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
         reduction = _ReductionToHost(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from torch.profiler import record_function
 
 from .._torch import is_profiling
+from .flat_param import FlatParamHandle
 
 
 class Group(Protocol):
@@ -20,16 +21,6 @@ class Group(Protocol):
 
     @property
     def name(self) -> str: ...
-
-
-class Handle(Protocol):
-    """What listeners see of a ``FlatParamHandle``."""
-
-    @property
-    def owner(self) -> Callable[[], Group | None] | None: ...  # a weak reference
-
-    @property
-    def label(self) -> object: ...
 
 
 End = Callable[[], None]
@@ -115,7 +106,7 @@ def in_range(what: str, when: Callable[[Any], bool] | None = None) -> Callable[[
     anything."""
 
     def version(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(communicator: object, handle: Handle, *args: Any) -> Any:
+        def call(communicator: object, handle: FlatParamHandle, *args: Any) -> Any:
             if when is not None and not when(handle):
                 return plain(communicator, handle, *args)
             group = handle.owner() if handle.owner is not None else None

@@ -35,7 +35,7 @@ from ..ragged import OWNER_ATTRIBUTE, note_write_of_all_ranks
 from .accumulation import PendingGradients
 from .extensions import CompositeExtension
 from .flat_views import FlatSegment, check_segments_agree
-from .gradient import ShardedGradient
+from .gradient import GradientMemory, ShardedGradient
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout, full_views
 from .param_kind import ParameterKind
@@ -156,7 +156,8 @@ class FlatParamHandle:
         """Adopt ``shard``, of which the sharded parameters already are views, and build the other parts."""
         self.shard = shard
         self.unsharded, self.gradient = self._build(shard)
-        self.pending_gradients.restart(self.kind.reduction_dtype(self.kind.dtype_of(shard)))
+        self.pending_gradients.dtype = self.kind.reduction_dtype(self.kind.dtype_of(shard))
+        self.pending_gradients.reduction = None
         self.unsharded.take_attributes(self.sharded_params)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()
@@ -165,8 +166,9 @@ class FlatParamHandle:
         kind, dtype, own = self.kind, self.kind.dtype_of(shard), self.tensor_parallel
         compute = kind.compute_dtype(dtype)
         unsharded = make_unsharded(kind.extension, shard, self.layout, self.mesh, compute, self.label, own)
-        arguments = (self.sharded_params, self.local_shards, self.elements_of(shard), self.hooks, self.segments)
-        return unsharded, ShardedGradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(dtype))
+        parts, numel = (self.sharded_params, self.local_shards, self.segments), self.layout.shard_numel
+        memory = GradientMemory(*parts, numel, kind.gradient_dtype(dtype), shard.device)
+        return unsharded, ShardedGradient(memory, self.hooks, self.mesh.has_whole)
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
         """Name the parameters: ``names`` turns names in the group into names in the root, ``whole_group`` is as in
@@ -187,7 +189,7 @@ class FlatParamHandle:
         if mesh is not self.mesh:
             self.mesh = mesh
             self.unsharded.gather_on(mesh)
-            self.pending_gradients.restart(self.pending_gradients.dtype)  # because the reductions know the mesh
+            self.pending_gradients.reduction = None  # it knows the mesh
 
     def belong_to(self, owner: Owner) -> None:
         self.owner = weakref.ref(owner)
@@ -226,10 +228,6 @@ class FlatParamHandle:
     def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Views of a shard: the local tensors of the sharded parameters."""
         return self.views_of(shard)
-
-    def elements_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """A tensor with the number, dtype and device of a shard's elements."""
-        return shard
 
     def full_views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of ``flat``, a whole flat parameter, with the parameters' shapes."""
@@ -368,10 +366,6 @@ class CompositeFlatParamHandle(FlatParamHandle):
 
     def locals_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         return [shard]
-
-    def elements_of(self, shard: torch.Tensor) -> torch.Tensor:
-        one = shard.new_empty((), dtype=self.kind.dtype_of(shard))
-        return one.expand(self.layout.shard_numel)  # nobody reads it
 
 
 Owners = dict[int, tuple["weakref.ref[FlatParamHandle]", int]]
