@@ -21,17 +21,7 @@ from .accumulation import Accumulation
 from .events import in_range
 from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
-from .reduction import (
-    AVERAGE,
-    AVERAGE_REPLICAS,
-    FINISH,
-    ReduceBuffer,
-    Reduction,
-    ReplicaAverage,
-    copy_gradients,
-    fill,
-    pool_ids,
-)
+from .reduction import AVERAGE, ReduceBuffer, Reduction, ReplicaAverage, average_replicas, copy_gradients, fill
 from .shard_storage import ShardStorage, streams_of
 
 
@@ -298,6 +288,11 @@ def keep_scattered(handle: FlatParamHandle, scattered: torch.Tensor) -> None:
     accumulation.scattered, accumulation.scattered_views = scattered, handle.views_of(scattered)
 
 
+def keep_result(handle: FlatParamHandle, reduction: Reduction) -> None:
+    """What follows the first stage of a reduction without the average over replicas."""
+    keep_scattered(handle, reduction.take_scattered())
+
+
 def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
     """The handle's accumulation, made if there is none."""
     pending = handle.pending_gradients
@@ -323,7 +318,7 @@ def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
 class Communicator(AllGathers):
     """The streams and reduce buffers that all groups below one root share."""
 
-    __slots__ = ("_averages", "_buffers", "_in_flight", "_pool_id", "_reduce_stream")
+    __slots__ = ("_averages", "_buffers", "_in_flight", "_pool", "_reduce_stream")
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -331,7 +326,7 @@ class Communicator(AllGathers):
         self._buffers: dict[tuple[torch.dtype, torch.device], ReduceBuffer] = {}
         self._in_flight: dict[ReduceBuffer, tuple[FlatParamHandle, Reduction]] = {}
         self._averages: list[tuple[FlatParamHandle, ReplicaAverage]] = []
-        self._pool_id = next(pool_ids)
+        self._pool = object()
 
     def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
         """Add the gradients to the handle's unsharded accumulation buffer, without communication.
@@ -376,7 +371,7 @@ class Communicator(AllGathers):
             self.reshard(handle)  # before the reduce buffer is taken: the peak has one of the two, not both
         reduction = contributions.reduction
         buffer = None if reduction is None else reduction.buffer
-        if reduction is None or buffer is None or buffer.pool_id != self._pool_id:
+        if reduction is None or buffer is None or buffer.pool is not self._pool:
             buffer = self._buffer_for(handle)
             reduction = handle.prepare_reduction(buffer)
         if buffer in self._in_flight:
@@ -398,14 +393,14 @@ class Communicator(AllGathers):
         del grads, accumulation
         if averages:
             is_added = handle.gradient.prepare() is ADDED
-            reduction.set_destination(contributions.options, (handle.gradient.target, is_added, earlier))
+            reduction.set_target(contributions.options, handle.gradient.target, is_added, earlier)
         else:
             is_added = earlier is not None
-            reduction.set_destination(contributions.options, (None, False, earlier))
+            reduction.set_keeper(contributions.options, keep_result, earlier)
         self._in_flight[buffer] = handle, reduction
-        self._start_reduce_scatter(handle, reduction)
-        if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:
-            self._go_on_with_replicas(handle, reduction)
+        self._start(handle, reduction)
+        if self._reduce_stream is not None:
+            self._go_on(handle, reduction)
         return is_added
 
     def _reduce_whole(self, handle: FlatParamHandle, is_kept: bool, averages: bool) -> bool:
@@ -420,91 +415,72 @@ class Communicator(AllGathers):
         if not is_kept:
             self.reshard(handle)
         average = take_whole(handle, grads, missing)
-        self._start_average(handle, average)
+        self._start(handle, average)
         self._averages.append((handle, average))
         return average.is_added
 
-    @in_range("all_reduce")
-    def _start_average(self, handle: FlatParamHandle, average: ReplicaAverage) -> None:
+    @in_range(attrgetter("span"))
+    def _start(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage) -> None:
+        """Issue the first stage of a reduction."""
         if self._reduce_stream is None:
-            average.issue(handle.mesh, handle.label)
+            stage.issue(handle.mesh, handle.label)
             return
         self._reduce_stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._reduce_stream):
-            average.issue(handle.mesh, handle.label)
+            stage.issue(handle.mesh, handle.label)
 
-    def _go_on_with_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
-        """Issue the second stage after the first, on the same stream."""
-        with self._module.stream(self._reduce_stream):
-            if reduction.work is not None:
-                reduction.work.wait()  # that stream waits, not the host
-            self._average_replicas(handle, reduction)
+    def _go_on(self, handle: FlatParamHandle, reduction: Reduction) -> None:
+        """With streams, issue the second stage as soon as the first one is."""
+        if reduction.then is average_replicas:
+            with self._module.stream(self._reduce_stream):
+                if reduction.work is not None:
+                    reduction.work.wait()  # that stream waits, not the host
+                self._follow(handle, average_replicas(handle, reduction))
 
-    @in_range("reduce_scatter")
-    def _start_reduce_scatter(self, handle: FlatParamHandle, reduction: Reduction) -> None:
-        if self._reduce_stream is None:
-            reduction.issue()
-            return
-        self._reduce_stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._reduce_stream):
-            reduction.issue()
-
-    @in_range("all_reduce")
-    def _average_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
-        self._averages.append((handle, reduction.average_replicas()))
+    @in_range(attrgetter("span"))
+    def _follow(self, handle: FlatParamHandle, stage: ReplicaAverage) -> None:
+        """Issue the stage after another one, on the same stream."""
+        stage.issue(handle.mesh, handle.label)
+        self._averages.append((handle, stage))
 
     def _finish(self, buffer: ReduceBuffer, discards: bool = False) -> None:
         """Finish the reduction that is in flight in ``buffer``."""
         handle, reduction = pair = self._in_flight.pop(buffer)
         try:
-            self._finish_reduction(handle, reduction, discards)
+            self._finish_stage(handle, reduction, discards)
         except Exception:
             raise
         except BaseException:  # Ctrl-C: it may still be in flight
             self._in_flight[buffer] = pair
             raise
 
-    @in_range("wait reduce_scatter")
-    def _finish_reduction(self, handle: FlatParamHandle, reduction: Reduction, discards: bool = False) -> None:
-        """Wait for a reduction, and pass the result on to the replicas or to its destination."""
-        work = reduction.work
+    @in_range(lambda stage, discards=False: f"wait {stage.span}")
+    def _finish_stage(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage, discards: bool = False) -> None:
+        """Wait for a stage of a reduction, and go on with what follows."""
+        work = stage.work
         if work is not None:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._failure("reduce-scatter", handle, error) from None
+                raise self._failure(stage.what, handle, error) from None
             if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._reduce_stream)
-        if reduction.then is FINISH and not discards:
-            reduction.finish()
-        elif discards or reduction.output is None:  # it may have gone on to the replicas as soon as it was issued
-            reduction.discard()
-        elif reduction.then is AVERAGE_REPLICAS:
-            self._average_replicas(handle, reduction)
-        else:
-            keep_scattered(handle, reduction.take_scattered())
-
-    @in_range("wait all_reduce")
-    def _finish_average(self, handle: FlatParamHandle, average: ReplicaAverage, discards: bool = False) -> None:
-        if average.work is not None:
-            try:
-                average.work.wait()
-            except RuntimeError as error:
-                raise self._failure("all-reduce", handle, error) from None
-            if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
-                self._wait_for_stream(self._reduce_stream)
-        if not discards:
-            average.finish()
+        if discards:
+            stage.discard()
+            return
+        following = stage.then(handle, stage)
+        if following is not None:
+            self._follow(handle, following)
 
     def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
         """Run ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
         dtype of the gradient: for functional mode."""
         result = torch.empty_like(handle.shard, dtype=handle.gradient.dtype)
-        reduction.set_destination(handle.pending_gradients.options, (result, False, None))
-        self._start_reduce_scatter(handle, reduction)
-        if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:
-            self._go_on_with_replicas(handle, reduction)
-        self._finish_reduction(handle, reduction)
+        reduction.set_target(handle.pending_gradients.options, result, False, None)
+        self._start(handle, reduction)
+        if self._reduce_stream is not None:
+            self._go_on(handle, reduction)
+        self._finish_stage(handle, reduction)
         self._finish_averages()
         handle.storage.synchronize()
         return result
@@ -527,8 +503,8 @@ class Communicator(AllGathers):
         """Wait for the averages over replicas that are in flight, in order."""
         while self._averages:
             try:
-                self._finish_average(*self._averages[0], discards)
-            except Exception:  # as in ``_finish_reduction``
+                self._finish_stage(*self._averages[0], discards)
+            except Exception:  # as in ``_finish``
                 del self._averages[0]
                 raise
             del self._averages[0]
@@ -537,7 +513,7 @@ class Communicator(AllGathers):
         key = (handle.pending_gradients.dtype, handle.storage.compute_device(handle.shard))
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = ReduceBuffer(*key, self._pool_id)
+            buffer = self._buffers[key] = ReduceBuffer(*key, self._pool)
         elif buffer in self._in_flight:
             self._finish(buffer)
         return buffer

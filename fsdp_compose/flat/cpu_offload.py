@@ -23,7 +23,7 @@ from .flat_param import FlatParamHandle
 from .gradient import GradientMemory, ShardedGradient
 from .gradient_hooks import GradientHooks
 from .layout import FlatLayout
-from .reduction import FINISH, Destination, ReduceBuffer, Reduction, ReductionOptions
+from .reduction import ReduceBuffer, Reduction, ReductionOptions
 from .shard_storage import HostCopies, HostShardStorage, host_copies
 from .unsharded import ShardSource, Unsharded
 
@@ -132,14 +132,15 @@ class _ReductionToHost(Reduction):
 
     _storage: HostShardStorage
 
-    def land_in(self, storage: HostShardStorage) -> None:
-        self._storage, self.goes_direct = storage, False
+    def land_in(self, storage: HostShardStorage) -> Reduction:
+        self._storage, self.goes_direct, self.has_own_output = storage, False, True
+        return self
 
-    def set_destination(self, options: ReductionOptions, destination: Destination) -> None:
-        target, is_added, earlier = destination
-        super().set_destination(options, (None if target is None else self._storage.landing(target), is_added, earlier))
-        if self.then is FINISH:
-            self.output = torch.empty_like(self._own_slice)
+    def set_target(
+        self, options: ReductionOptions, target: torch.Tensor | None, is_added: bool, earlier: torch.Tensor | None
+    ) -> None:
+        assert target is not None
+        super().set_target(options, self._storage.landing(target), is_added, earlier)
 
 
 class OffloadedFlatParamHandle(FlatParamHandle):
@@ -167,6 +168,4 @@ class OffloadedFlatParamHandle(FlatParamHandle):
         return unsharded, _GradientOnHost(memory, self.hooks, self.storage)
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
-        reduction = _ReductionToHost(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
-        reduction.land_in(self.storage)
-        return reduction
+        return _ReductionToHost(self.layout, self.mesh, self.gradient.dtype, flat, buffer).land_in(self.storage)

@@ -311,7 +311,7 @@ class FlatParamHandle:
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
         """Make a reduction of ``flat``, a whole flat gradient; ``buffer`` is its memory, if that is pooled."""
-        return Reduction(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
+        return Reduction(self.layout, self.mesh, self.gradient.dtype, flat, buffer)
 
     def follow_user(self) -> None:
         """Make sharded parameters and flat views agree, after the user or autograd has changed gradients of either."""
