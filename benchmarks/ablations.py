@@ -25,7 +25,7 @@ ABLATIONS: dict[str, list[tuple[Any, str, Any]]] = {
     ],
     "values that functional_call() substitutes for parameters": [(hooks, "is_functional_call", False)],
     "requires_grad set between forward and backward": [(change_detection.ChangeDetector, "was_toggled", False)],
-    "gradient that the user holds": [(gradient.GradientBuffer, "_is_held_elsewhere", False)],
+    "gradient that the user holds": [(gradient.GradientMemory, "_is_held_elsewhere", False)],
     "control exchange (its bytes only: there are no ranks to talk to)": [
         (control_exchange.ControlExchange, "start", None),
         (control_exchange.ControlExchange, "wait", True),

@@ -176,7 +176,7 @@ def _tensors(
     for handle in handles:
         if not handle.storage.is_host:
             yield handle.shard
-        flat = handle.gradient.buffer.flat
+        flat = handle.gradient.memory.flat
         if (
             flat is not None and not handle.storage.has_host_gradients
         ):  # even if no gradient uses the buffer at the moment

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -28,7 +30,7 @@ from .._torch import DTensorSpec, PlainAttributes, TensorMeta, dtensor_spec, for
 from ..errors import MisuseRuntimeError
 from ..ragged import RaggedDTensor, RaggedSpec
 from .param_kind import own_grad_dtype, plain_gradient
-from .reduction import AVERAGE, Reduction
+from .reduction import AVERAGE, Reduction, ReductionOptions
 from .tensor_parallel import AddUp, TensorParallel
 
 
@@ -153,58 +155,35 @@ def refuse_unreduced(what: str, params: Iterable[torch.Tensor]) -> None:
             param.grad.refuse(what)
 
 
+@dataclass(eq=False, repr=False)
 class Accumulation:
-    """The gradient of one flat parameter, summed over backwards that did not reduce it over all data ranks.
+    """The gradient of one flat parameter, summed over backwards that did not reduce it over all data ranks."""
 
-    Args:
-        sharded_params: the sharded parameters.
-        names: their FQNs.
-        is_used: which of them have contributed, on any rank; a parameter that is dropped is cleared there.
-        mesh: the ranks.
+    names: Sequence[str]  # of the sharded parameters
+    is_used: bytearray | memoryview  # which have contributed, on any rank; one that the user drops is cleared there
+    mesh: DeviceMesh
+    # The parameters that show the gradient: each sharded parameter, and the flat views, which are several of them.
+    places: Sequence[tuple[nn.Parameter, range]]
 
-    Attributes:
-        flat: the sum over the backwards without gradient sync, unsharded; ``None`` before the first.
-        scattered: the sum over those without the replicas' average, of a shard's length; ``None`` before the first.
-    """
+    # The sum over backwards without gradient sync, unsharded, and views of it in the parameters' shapes.
+    flat: torch.Tensor | None = None
+    views: Sequence[torch.Tensor] = ()
 
-    __slots__ = (
-        "__weakref__", "_local_views", "_mesh", "_names", "_places", "_views", "flat", "is_used", "scattered",
-    )  # fmt: skip
+    # The sum over backwards without the replicas' average, of a shard's length, and views of it.
+    scattered: torch.Tensor | None = None
+    scattered_views: Sequence[torch.Tensor] = ()
 
-    def __init__(
-        self,
-        sharded_params: Sequence[nn.Parameter],
-        names: Sequence[str],
-        is_used: bytearray | memoryview,
-        mesh: DeviceMesh,
-    ) -> None:
-        self.flat: torch.Tensor | None = None
-        self.scattered: torch.Tensor | None = None
-        self._mesh, self._names, self.is_used = mesh, names, is_used
-        self._views: Sequence[torch.Tensor] = ()
-        self._local_views: Sequence[torch.Tensor] = ()
-        self._places = [_Place(sharded, range(i, i + 1)) for i, sharded in enumerate(sharded_params)]
+    _shown: dict[int, UnreducedGradient] = field(default_factory=dict)  # by index in ``places``
+
+    def __post_init__(self) -> None:
         waiting.add(self)
-
-    def shows_at(self, parameter: nn.Parameter, sharded_params: range) -> None:
-        """Note that ``parameter`` also stands for several of the sharded parameters: its gradient is theirs."""
-        self._places.append(_Place(parameter, sharded_params))
-
-    def begin(self, flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-        """Allocate memory for backwards without gradient sync: zeros, as long as the flat parameter, with views in the
-        parameters' shapes."""
-        self.flat, self._views = flat, views
-
-    def keep_scattered(self, scattered: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-        """Keep a scattered sum. ``views``: views of it, in the shapes of the local shards."""
-        self.scattered, self._local_views = scattered, views
 
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add the gradients that a backward has left on the unsharded parameters."""
         # A gradient of a class that holds several tensors would be added once for each of them.
         present = [
             (view, grad if type(grad) is torch.Tensor else plain_gradient(grad, name))
-            for view, grad, name in zip(self._views, grads, self._names, strict=True)
+            for view, grad, name in zip(self.views, grads, self.names, strict=True)
             if grad is not None
         ]
         if present:
@@ -212,12 +191,13 @@ class Accumulation:
 
     def show(self) -> None:
         """Show an ``UnreducedGradient`` on every parameter that has contributed, on any rank."""
-        reference = weakref.ref(self)
-        for place in self._places:
-            if place.shown is None and any(self.is_used[i] for i in place.sharded_params):
-                name, zero = self._names[place.sharded_params[0]], _zero_of(reference, place)
-                place.shown = UnreducedGradient.of(place.parameter, self._mesh, name, zero)
-                place.parameter.grad = place.shown
+        reference = weakref.ref(
+            self
+        )  # parameters hold their gradients, and must be freed without the garbage collector
+        for i, (parameter, sharded_params) in enumerate(self.places):
+            if i not in self._shown and any(self.is_used[sharded_params.start : sharded_params.stop]):
+                name, zero = self.names[sharded_params.start], partial(_zero_in_place, reference, i)
+                parameter.grad = self._shown[i] = UnreducedGradient.of(parameter, self.mesh, name, zero)
 
     def follow_zero_grad(self) -> bool:
         """Put back what ``.grad`` was before, and forget the parameters whose gradients the user has dropped.
@@ -225,52 +205,33 @@ class Accumulation:
         Returns:
             Whether anything is left.
         """
-        places = [place for place in self._places if place.shown is not None]
-        dropped = {i for place in places if place.parameter.grad is not place.shown for i in place.sharded_params}
-        for place in places:
-            shown = place.shown
-            assert shown is not None
-            if place.parameter.grad is shown:
-                place.parameter.grad = None if dropped.issuperset(place.sharded_params) else shown.hidden
-            shown.hidden = place.shown = None
+        shown = [(*self.places[i], gradient) for i, gradient in self._shown.items()]
+        self._shown = {}
+        dropped = {i for param, sharded_params, gradient in shown if param.grad is not gradient for i in sharded_params}
+        for param, sharded_params, gradient in shown:
+            if param.grad is gradient:
+                param.grad = None if dropped.issuperset(sharded_params) else gradient.hidden
+            gradient.hidden = None
         for i in dropped:
             self._zero(i)
             self.is_used[i] = 0
         return any(self.is_used)
 
-    def zero(self, place: _Place) -> None:
-        """Handle a gradient that the user has zeroed in place."""
-        for i in place.sharded_params:
-            self._zero(i)
-        if place.shown is not None and place.shown.hidden is not None:
-            place.shown.hidden.zero_()
-
     def _zero(self, index: int) -> None:
-        for views in (self._views, self._local_views):
+        for views in (self.views, self.scattered_views):
             if views:
                 views[index].zero_()
 
 
-class _Place:
-    """A parameter that shows the gradient of one sharded parameter, or of several adjacent ones."""
-
-    __slots__ = ("__weakref__", "parameter", "sharded_params", "shown")
-
-    def __init__(self, parameter: nn.Parameter, sharded_params: range) -> None:
-        self.parameter, self.sharded_params = parameter, sharded_params
-        self.shown: UnreducedGradient | None = None
-
-
-def _zero_of(reference: weakref.ref[Accumulation], place: _Place) -> Callable[[], None]:
-    """Holds weak references: parameters hold their gradients, and must be freed without the garbage collector."""
-    first = weakref.ref(place)
-
-    def zero() -> None:
-        accumulation, present = reference(), first()
-        if accumulation is not None and present is not None:
-            accumulation.zero(present)
-
-    return zero
+def _zero_in_place(reference: weakref.ref[Accumulation], place: int) -> None:
+    """The user has zeroed the gradient of a place in place."""
+    accumulation = reference()
+    if accumulation is not None:
+        for i in accumulation.places[place][1]:
+            accumulation._zero(i)
+        shown = accumulation._shown.get(place)
+        if shown is not None and shown.hidden is not None:
+            shown.hidden.zero_()
 
 
 # ---- The gradients that backwards have produced for one flat parameter, until a reduction takes them
@@ -286,36 +247,33 @@ def _take(params: Sequence[nn.Parameter]) -> list[Any]:
     return grads
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PendingGradients:
-    """What this rank contributes to the next reduction of one flat parameter.
+    """What this rank contributes to the next reduction of one flat parameter."""
 
-    Attributes:
-        dtype: the dtype to reduce in; ``options``: how to reduce; ``reduction``: made by the first one.
-        is_used: for each parameter, 1 if it has contributed to the gradient that is reduced next; a part of the
-            control exchange's memory, which all ranks combine.
-        is_trainable: some parameter requires grad, as far as is known.
-        accumulation: the gradients of backwards without gradient sync, or without the average over replicas.
-        outside: whole gradients, by parameter, of uses outside the group's forward; see ``differentiable_gather``.
-        awaits_publication: reduced in this backward, not yet shown to the user.
-        tensor_parallel: how the parameters are placed on meshes of their own; ``None`` if none is.
-        placed: which gradients of this backward were already moved to where they are averaged; see ``collectives``.
-    """
+    num_params: InitVar[int]
+    dtype: torch.dtype  # to reduce in
+    tensor_parallel: TensorParallel | None = None  # how the parameters are placed on meshes of their own, if any is
 
-    __slots__ = (
-        "_all_used", "_none_used", "accumulation", "awaits_publication", "dtype", "is_trainable", "is_used",
-        "options", "outside", "placed", "reduction", "tensor_parallel",
-    )  # fmt: skip
+    options: ReductionOptions = AVERAGE
+    reduction: Reduction | None = None  # made by the first one
+    is_trainable: bool = False  # some parameter requires grad, as far as is known
+    awaits_publication: bool = False  # reduced in this backward, not yet shown to the user
 
-    def __init__(self, num_params: int, dtype: torch.dtype, tensor_parallel: TensorParallel | None = None) -> None:
-        self.dtype, self.tensor_parallel = dtype, tensor_parallel
-        self.is_used: bytearray | memoryview = bytearray(num_params)
-        self._all_used, self._none_used = b"\x01" * num_params, bytes(num_params)
-        self.is_trainable = self.awaits_publication = False
-        self.options = AVERAGE
-        self.reduction: Reduction | None = None
-        self.accumulation: Accumulation | None = None
-        self.outside: dict[int, torch.Tensor] = {}
-        self.placed: set[int] = set()
+    # For each parameter, 1 if it has contributed to the gradient that is reduced next; a part of the control
+    # exchange's memory, which all ranks combine.
+    is_used: bytearray | memoryview = field(init=False)
+    _all_used: bytes = field(init=False)
+    _none_used: bytes = field(init=False)
+
+    accumulation: Accumulation | None = None  # of backwards without gradient sync, or without the average over replicas
+    # By parameter, whole gradients of uses outside the group's forward; see ``differentiable_gather``.
+    outside: dict[int, torch.Tensor] = field(default_factory=dict)
+    # Which gradients of this backward were already moved to where they are averaged; see ``collectives``.
+    placed: set[int] = field(default_factory=set)
+
+    def __post_init__(self, num_params: int) -> None:
+        self.is_used, self._all_used, self._none_used = bytearray(num_params), b"\x01" * num_params, bytes(num_params)
 
     def write_used_to(self, memory: memoryview) -> None:
         """Record from now on, in this memory, which parameters were used."""
@@ -324,23 +282,14 @@ class PendingGradients:
         if self.accumulation is not None:
             self.accumulation.is_used = memory
 
-    def restart(self, dtype: torch.dtype) -> None:
-        """Start over with another shard, whose gradient is reduced in ``dtype``."""
-        self.dtype, self.reduction = dtype, None
-
     def add_outside(self, index: int, grad: torch.Tensor) -> None:
         """Keep the gradient of a use outside the group's forward until the group is reduced."""
         present = self.outside.get(index)
         self.outside[index] = grad if present is None else present + grad
 
-    def take(
-        self, params: Sequence[nn.Parameter], awaits_publication: bool = False, add_up: AddUp | None = None
-    ) -> tuple[list[torch.Tensor], list[int]]:
+    def take(self, params: Sequence[nn.Parameter], add_up: AddUp | None) -> tuple[list[torch.Tensor], list[int]]:
         """Move the gradients out of the unsharded parameters; return them (``None`` for missing ones) and which are
-        missing. ``awaits_publication``: they are about to be reduced, to be shown at the end of this backward.
-        ``add_up``: see ``tensor_parallel``."""
-        if awaits_publication:
-            self.awaits_publication = True
+        missing. ``add_up``: see ``tensor_parallel``."""
         if self.tensor_parallel is None:
             grads = _take(params)
         else:
@@ -370,10 +319,6 @@ class PendingGradients:
         for index in self.placed:
             self.is_used[index] = 1
         self.placed = set()
-
-    def take_accumulation(self) -> Accumulation | None:
-        accumulation, self.accumulation = self.accumulation, None
-        return accumulation
 
     def follow_zero_grad(self) -> None:
         """Take into account that the user may have dropped gradients that were accumulated without sync."""

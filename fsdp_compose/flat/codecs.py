@@ -91,10 +91,6 @@ class ParameterCodec:
         """Views of a shard: the local tensors of the sharded parameters."""
         return local_views(shard, local_shards)
 
-    def elements_of(self, shard: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
-        """A tensor with the number, dtype and device of a shard's elements."""
-        return shard
-
     def sharded(self, local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
         """Make the tensor of a sharded parameter over one of ``locals_of``."""
         return local if PLAIN_SHARDED_PARAMS else RaggedDTensor(local, spec)
@@ -264,9 +260,6 @@ class CompositeCodec(ExtensionCodec):
 
     def locals_of(self, shard: torch.Tensor, local_shards: LocalShards) -> list[torch.Tensor]:
         return [shard]
-
-    def elements_of(self, shard: torch.Tensor, layout: FlatLayout) -> torch.Tensor:
-        return shard.new_empty((), dtype=self.bytes.dtype).expand(layout.shard_numel)  # nobody reads it
 
     def sharded(self, local: torch.Tensor, spec: RaggedSpec) -> torch.Tensor:
         return CompositeDTensor.made(local, spec, self.bytes)

@@ -21,17 +21,7 @@ from .accumulation import Accumulation
 from .events import in_range
 from .flat_param import FlatParamHandle
 from .gradient import ADDED, FRESH, WriteMode
-from .reduction import (
-    AVERAGE,
-    AVERAGE_REPLICAS,
-    FINISH,
-    ReduceBuffer,
-    Reduction,
-    ReplicaAverage,
-    copy_gradients,
-    fill,
-    pool_ids,
-)
+from .reduction import AVERAGE, ReduceBuffer, Reduction, ReplicaAverage, average_replicas, copy_gradients, fill
 from .shard_storage import ShardStorage, streams_of
 
 
@@ -202,7 +192,7 @@ def place(handle: FlatParamHandle, index: int) -> None:
 
 
 def _place(handle: FlatParamHandle, index: int, grad: torch.Tensor) -> None:
-    view, share = handle.gradient.buffer.locals[index], 1 / handle.mesh.data_world_size
+    view, share = handle.gradient.memory.locals[index], 1 / handle.mesh.data_world_size
     placed = handle.pending_gradients.placed
     with torch.no_grad():
         if index in placed:
@@ -228,7 +218,7 @@ def _goes_direct(handle: FlatParamHandle, mode: WriteMode) -> bool:
 def _divides_first(handle: FlatParamHandle) -> bool:
     """Whether each rank divides its gradients by the number of ranks before they are summed. The same on every rank,
     whatever a rank has accumulated."""
-    contributions, dtype = handle.pending_gradients, handle.gradient.buffer.dtype
+    contributions, dtype = handle.pending_gradients, handle.gradient.memory.dtype
     return (
         contributions.options is AVERAGE
         and contributions.dtype == dtype
@@ -249,7 +239,7 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
     if goes_direct:
         _fill(handle, grads, missing)
         return ReplicaAverage(target, target, False, False, 1, None)
-    accumulation = contributions.take_accumulation()
+    accumulation, contributions.accumulation = contributions.accumulation, None
     if accumulation is not None and accumulation.flat is not None:
         accumulation.add(grads)
         flat = accumulation.flat
@@ -268,7 +258,7 @@ def take_whole(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequ
 
 def _fill(handle: FlatParamHandle, grads: list[torch.Tensor], missing: Sequence[int]) -> None:
     """Move the gradients that were not placed to the memory of the average."""
-    buffer, placed = handle.gradient.buffer, handle.pending_gradients.placed
+    buffer, placed = handle.gradient.memory, handle.pending_gradients.placed
     for i in placed:
         if grads[i] is not None:  # it arrived after placing
             _place(handle, i, grads[i])
@@ -294,26 +284,29 @@ def accumulate(handle: FlatParamHandle, grads: Sequence[torch.Tensor | None]) ->
             dtype = torch.promote_types(dtype, handle.gradient.dtype)
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.zeros(handle.layout.flat_numel, dtype=dtype, device=device)
-        accumulation.begin(flat, handle.full_views_of(flat))
+        accumulation.flat, accumulation.views = flat, handle.full_views_of(flat)
     accumulation.add(grads)
 
 
 def keep_scattered(handle: FlatParamHandle, scattered: torch.Tensor) -> None:
     """Keep the scattered result of a reduction until it is averaged over the replicas."""
-    _accumulation_of(handle).keep_scattered(scattered, handle.views_of(scattered))
+    accumulation = _accumulation_of(handle)
+    accumulation.scattered, accumulation.scattered_views = scattered, handle.views_of(scattered)
+
+
+def keep_result(handle: FlatParamHandle, reduction: Reduction) -> None:
+    """What follows the first stage of a reduction without the average over replicas."""
+    keep_scattered(handle, reduction.take_scattered())
 
 
 def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
     """The handle's accumulation, made if there is none."""
-    contributions = handle.pending_gradients
-    if contributions.accumulation is None:
-        names, used = handle.names, contributions.is_used
-        accumulation = Accumulation(handle.sharded_params, names, used, handle.mesh.mesh)
-        for segment in handle.segments:
-            accumulation.shows_at(segment.parameter, segment.sharded_params)
-        contributions.accumulation = accumulation
-        return accumulation
-    return contributions.accumulation
+    pending = handle.pending_gradients
+    if pending.accumulation is None:
+        places = [(sharded, range(i, i + 1)) for i, sharded in enumerate(handle.sharded_params)]
+        places += [(segment.parameter, segment.sharded_params) for segment in handle.segments]
+        pending.accumulation = Accumulation(handle.names, pending.is_used, handle.mesh.mesh, places)
+    return pending.accumulation
 
 
 # ---- All-gathers and reductions of flat parameters, on their streams: the gathers of forward and backward, and the one
@@ -331,7 +324,7 @@ def _accumulation_of(handle: FlatParamHandle) -> Accumulation:
 class Communicator(AllGathers):
     """The streams and reduce buffers that all groups below one root share."""
 
-    __slots__ = ("_averages", "_buffers", "_in_flight", "_pool_id", "_reduce_stream")
+    __slots__ = ("_averages", "_buffers", "_in_flight", "_pool", "_reduce_stream")
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -339,22 +332,22 @@ class Communicator(AllGathers):
         self._buffers: dict[tuple[torch.dtype, torch.device], ReduceBuffer] = {}
         self._in_flight: dict[ReduceBuffer, tuple[FlatParamHandle, Reduction]] = {}
         self._averages: list[tuple[FlatParamHandle, ReplicaAverage]] = []
-        self._pool_id = next(pool_ids)
+        self._pool = object()
 
     def accumulate(self, handle: FlatParamHandle, is_kept: bool = False) -> None:
         """Add the gradients to the handle's unsharded accumulation buffer, without communication.
         ``is_kept``: the group stays unsharded, for a running forward or for the next one."""
         handle.pending_gradients.follow_zero_grad()
-        grads, _ = self._take(handle, False)
+        grads, _ = self._take(handle)
         if not is_kept:
             self.reshard(handle)
         accumulate(handle, grads)
 
-    def _take(self, handle: FlatParamHandle, awaits_publication: bool) -> tuple[list[torch.Tensor], list[int]]:
+    def _take(self, handle: FlatParamHandle) -> tuple[list[torch.Tensor], list[int]]:
         """The gradients, and which are missing; see ``PendingGradients.take``."""
         contributions = handle.pending_gradients
         add_up = None if contributions.tensor_parallel is None else partial(self._add_up, handle)
-        return contributions.take(handle.unsharded.params, awaits_publication, add_up)
+        return contributions.take(handle.unsharded.params, add_up)
 
     @in_range("all_reduce over tensor-parallel ranks of")
     def _add_up(self, handle: FlatParamHandle, transport: Transport, flat: torch.Tensor, indices: list[int]) -> None:
@@ -377,19 +370,21 @@ class Communicator(AllGathers):
         contributions = handle.pending_gradients
         if contributions.accumulation is not None:
             contributions.follow_zero_grad()
-        grads, missing = self._take(handle, averages)
+        if averages:
+            contributions.awaits_publication = True
+        grads, missing = self._take(handle)
         if not is_kept:
             self.reshard(handle)  # before the reduce buffer is taken: the peak has one of the two, not both
         reduction = contributions.reduction
         buffer = None if reduction is None else reduction.buffer
-        if reduction is None or buffer is None or buffer.pool_id != self._pool_id:
+        if reduction is None or buffer is None or buffer.pool is not self._pool:
             buffer = self._buffer_for(handle)
             reduction = handle.prepare_reduction(buffer)
         if buffer in self._in_flight:
             self._finish(buffer)
         accumulation, earlier = contributions.accumulation, None
         if accumulation is not None:
-            contributions.take_accumulation()
+            contributions.accumulation = None
             earlier = accumulation.scattered
         if accumulation is not None and accumulation.flat is not None:
             accumulation.add(grads)
@@ -404,14 +399,14 @@ class Communicator(AllGathers):
         del grads, accumulation
         if averages:
             is_added = handle.gradient.prepare() is ADDED
-            reduction.set_destination(contributions.options, (handle.gradient.target, is_added, earlier))
+            reduction.set_target(contributions.options, handle.gradient.target, is_added, earlier)
         else:
             is_added = earlier is not None
-            reduction.set_destination(contributions.options, (None, False, earlier))
+            reduction.set_keeper(contributions.options, keep_result, earlier)
         self._in_flight[buffer] = handle, reduction
-        self._start_reduce_scatter(handle, reduction)
-        if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:
-            self._go_on_with_replicas(handle, reduction)
+        self._start(handle, reduction)
+        if self._reduce_stream is not None:
+            self._go_on(handle, reduction)
         return is_added
 
     def _reduce_whole(self, handle: FlatParamHandle, is_kept: bool, averages: bool) -> bool:
@@ -422,95 +417,76 @@ class Communicator(AllGathers):
         contributions = handle.pending_gradients
         if contributions.accumulation is not None:
             contributions.follow_zero_grad()
-        grads, missing = self._take(handle, False)
+        grads, missing = self._take(handle)
         if not is_kept:
             self.reshard(handle)
         average = take_whole(handle, grads, missing)
-        self._start_average(handle, average)
+        self._start(handle, average)
         self._averages.append((handle, average))
         return average.is_added
 
-    @in_range("all_reduce")
-    def _start_average(self, handle: FlatParamHandle, average: ReplicaAverage) -> None:
+    @in_range(attrgetter("span"))
+    def _start(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage) -> None:
+        """Issue the first stage of a reduction."""
         if self._reduce_stream is None:
-            average.issue(handle.mesh, handle.label)
+            stage.issue(handle.mesh, handle.label)
             return
         self._reduce_stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._reduce_stream):
-            average.issue(handle.mesh, handle.label)
+            stage.issue(handle.mesh, handle.label)
 
-    def _go_on_with_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
-        """Issue the second stage after the first, on the same stream."""
-        with self._module.stream(self._reduce_stream):
-            if reduction.work is not None:
-                reduction.work.wait()  # that stream waits, not the host
-            self._average_replicas(handle, reduction)
+    def _go_on(self, handle: FlatParamHandle, reduction: Reduction) -> None:
+        """With streams, issue the second stage as soon as the first one is."""
+        if reduction.then is average_replicas:
+            with self._module.stream(self._reduce_stream):
+                if reduction.work is not None:
+                    reduction.work.wait()  # that stream waits, not the host
+                self._follow(handle, average_replicas(handle, reduction))
 
-    @in_range("reduce_scatter")
-    def _start_reduce_scatter(self, handle: FlatParamHandle, reduction: Reduction) -> None:
-        if self._reduce_stream is None:
-            reduction.issue()
-            return
-        self._reduce_stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._reduce_stream):
-            reduction.issue()
-
-    @in_range("all_reduce")
-    def _average_replicas(self, handle: FlatParamHandle, reduction: Reduction) -> None:
-        self._averages.append((handle, reduction.average_replicas()))
+    @in_range(attrgetter("span"))
+    def _follow(self, handle: FlatParamHandle, stage: ReplicaAverage) -> None:
+        """Issue the stage after another one, on the same stream."""
+        stage.issue(handle.mesh, handle.label)
+        self._averages.append((handle, stage))
 
     def _finish(self, buffer: ReduceBuffer, discards: bool = False) -> None:
         """Finish the reduction that is in flight in ``buffer``."""
         handle, reduction = pair = self._in_flight.pop(buffer)
         try:
-            self._finish_reduction(handle, reduction, discards)
+            self._finish_stage(handle, reduction, discards)
         except Exception:
             raise
         except BaseException:  # Ctrl-C: it may still be in flight
             self._in_flight[buffer] = pair
             raise
 
-    @in_range("wait reduce_scatter")
-    def _finish_reduction(self, handle: FlatParamHandle, reduction: Reduction, discards: bool = False) -> None:
-        """Wait for a reduction, and pass the result on to the replicas or to its destination."""
-        work = reduction.work
+    @in_range(lambda stage, discards=False: f"wait {stage.span}")
+    def _finish_stage(self, handle: FlatParamHandle, stage: Reduction | ReplicaAverage, discards: bool = False) -> None:
+        """Wait for a stage of a reduction, and go on with what follows."""
+        work = stage.work
         if work is not None:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._failure("reduce-scatter", handle, error) from None
+                raise self._failure(stage.what, handle, error) from None
             if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
                 self._wait_for_stream(self._reduce_stream)
-        if reduction.then is FINISH and not discards:
-            reduction.finish()
-        elif discards or reduction.output is None:  # it may have gone on to the replicas as soon as it was issued
-            reduction.discard()
-        elif reduction.then is AVERAGE_REPLICAS:
-            self._average_replicas(handle, reduction)
-        else:
-            keep_scattered(handle, reduction.take_scattered())
-
-    @in_range("wait all_reduce")
-    def _finish_average(self, handle: FlatParamHandle, average: ReplicaAverage, discards: bool = False) -> None:
-        if average.work is not None:
-            try:
-                average.work.wait()
-            except RuntimeError as error:
-                raise self._failure("all-reduce", handle, error) from None
-            if self._reduce_stream is not None and handle.mesh.is_simulated:  # wait() did nothing
-                self._wait_for_stream(self._reduce_stream)
-        if not discards:
-            average.finish()
+        if discards:
+            stage.discard()
+            return
+        following = stage.then(handle, stage)
+        if following is not None:
+            self._follow(handle, following)
 
     def reduce_copy(self, handle: FlatParamHandle, reduction: Reduction) -> torch.Tensor:
         """Run ``reduction``, which has memory of its own, at once, and return this rank's part of the average in the
         dtype of the gradient: for functional mode."""
         result = torch.empty_like(handle.shard, dtype=handle.gradient.dtype)
-        reduction.set_destination(handle.pending_gradients.options, (result, False, None))
-        self._start_reduce_scatter(handle, reduction)
-        if self._reduce_stream is not None and reduction.then is AVERAGE_REPLICAS:
-            self._go_on_with_replicas(handle, reduction)
-        self._finish_reduction(handle, reduction)
+        reduction.set_target(handle.pending_gradients.options, result, False, None)
+        self._start(handle, reduction)
+        if self._reduce_stream is not None:
+            self._go_on(handle, reduction)
+        self._finish_stage(handle, reduction)
         self._finish_averages()
         handle.storage.synchronize()
         return result
@@ -533,8 +509,8 @@ class Communicator(AllGathers):
         """Wait for the averages over replicas that are in flight, in order."""
         while self._averages:
             try:
-                self._finish_average(*self._averages[0], discards)
-            except Exception:  # as in ``_finish_reduction``
+                self._finish_stage(*self._averages[0], discards)
+            except Exception:  # as in ``_finish``
                 del self._averages[0]
                 raise
             del self._averages[0]
@@ -543,7 +519,7 @@ class Communicator(AllGathers):
         key = (handle.pending_gradients.dtype, handle.storage.compute_device(handle.shard))
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = ReduceBuffer(*key, self._pool_id)
+            buffer = self._buffers[key] = ReduceBuffer(*key, self._pool)
         elif buffer in self._in_flight:
             self._finish(buffer)
         return buffer

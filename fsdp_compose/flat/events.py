@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from torch.profiler import record_function
 
 from .._torch import is_profiling
+from .flat_param import FlatParamHandle
 
 
 class Group(Protocol):
@@ -20,16 +21,6 @@ class Group(Protocol):
 
     @property
     def name(self) -> str: ...
-
-
-class Handle(Protocol):
-    """What listeners see of a ``FlatParamHandle``."""
-
-    @property
-    def owner(self) -> Callable[[], Group | None] | None: ...  # a weak reference
-
-    @property
-    def label(self) -> object: ...
 
 
 End = Callable[[], None]
@@ -110,16 +101,17 @@ def _choose() -> None:
 # ``fsdp_compose::``. Whether a profiler runs is checked once per iteration, and once per backward.
 
 
-def in_range(what: str, when: Callable[[Any], bool] | None = None) -> Callable[[_F], _F]:
-    """A decorator for methods whose first argument is a handle. ``when``: takes the handle; whether the call does
-    anything."""
+def in_range(what: str | Callable[..., str], when: Callable[[Any], bool] | None = None) -> Callable[[_F], _F]:
+    """A decorator for methods whose first argument is a handle. ``what``: names the span; if it is a function, it takes
+    the other arguments. ``when``: takes the handle; whether the call does anything."""
 
     def version(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(communicator: object, handle: Handle, *args: Any) -> Any:
+        def call(communicator: object, handle: FlatParamHandle, *args: Any) -> Any:
             if when is not None and not when(handle):
                 return plain(communicator, handle, *args)
             group = handle.owner() if handle.owner is not None else None
-            end = begin(what, group, str(handle.label) if group is None else group.name)
+            name = what if isinstance(what, str) else what(*args)
+            end = begin(name, group, str(handle.label) if group is None else group.name)
             try:
                 return plain(communicator, handle, *args)
             finally:

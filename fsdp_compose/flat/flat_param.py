@@ -120,7 +120,8 @@ class FlatParamHandle(_Referable):
         """Adopt ``shard``, of which the sharded parameters already are views, and build the other parts."""
         self.shard = shard
         self.unsharded, self.gradient = self._build(shard)
-        self.pending_gradients.restart(self.kind.reduction_dtype(self.kind.codec.dtype_of(shard)))
+        self.pending_gradients.dtype = self.kind.reduction_dtype(self.kind.codec.dtype_of(shard))
+        self.pending_gradients.reduction = None
         self.unsharded.take_attributes(self.sharded_params)
         self.snapshot = Snapshot(self.sharded_params)
         self.follow_requires_grad()
@@ -134,9 +135,10 @@ class FlatParamHandle(_Referable):
         else:
             own = self.tensor_parallel
             unsharded = self.storage.unsharded(shard, layout, self.mesh, compute, self.label, own)
-        elements = codec.elements_of(shard, layout)
-        arguments = (self.sharded_params, self.local_shards, elements, self.hooks, self.segments)
-        return unsharded, self.storage.gradient(*arguments, self.mesh.has_whole, kind.gradient_dtype(dtype))
+        parts = (self.sharded_params, self.local_shards, self.segments)
+        numel, gradient_dtype = layout.shard_numel, kind.gradient_dtype(dtype)
+        memory = self.storage.gradient_memory(*parts, numel, gradient_dtype, device=shard.device)
+        return unsharded, self.storage.gradient(memory, self.hooks, self.mesh.has_whole)
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
         """Name the parameters: ``names`` turns names in the group into names in the root, ``whole_group`` is as in
@@ -157,7 +159,7 @@ class FlatParamHandle(_Referable):
         if mesh is not self.mesh:
             self.mesh = mesh
             self.unsharded.gather_on(mesh)
-            self.pending_gradients.restart(self.pending_gradients.dtype)  # because the reductions know the mesh
+            self.pending_gradients.reduction = None  # it knows the mesh
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:
@@ -274,7 +276,7 @@ class FlatParamHandle(_Referable):
 
     def reduction_of(self, flat: torch.Tensor, buffer: ReduceBuffer | None = None) -> Reduction:
         """Make a reduction of ``flat``, a whole flat gradient; ``buffer`` is its memory, if that is pooled."""
-        return self.storage.reduction(self.layout, self.mesh, self.label, self.gradient.dtype, flat, buffer)
+        return self.storage.reduction(self.layout, self.mesh, self.gradient.dtype, flat, buffer)
 
     def follow_user(self) -> None:
         """Make sharded parameters and flat views agree, after the user or autograd has changed gradients of either."""

@@ -1,14 +1,14 @@
 """The flat gradient of one shard: its memory, when backwards write to it, and when and in which form the user sees it.
 
 Its ``FlatParamHandle`` owns it. ``Communicator`` writes it; ``publish`` shows it at the end of backward, as views from
-its ``GradientBuffer``. A gradient that the user keeps is never written to again. Nothing here communicates.
+its ``GradientMemory``. A gradient that the user keeps is never written to again. Nothing here communicates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter, is_
 from sys import getrefcount
@@ -24,26 +24,24 @@ from .param_kind import expect_gradient
 from .sharded_param import follow_layout, local_elements, make_gradient
 
 # ---- The memory of a flat gradient, and its views: the tensors in ``.grad`` of sharded parameters and flat views
-#
-# The ``ShardedGradient`` of a handle owns it, and decides when gradients are shown. The views are built once and
-# recycled. But while the user still holds one, that memory is left to the user, and new memory is made.
 
 
 LocalShard = tuple[int, int, tuple[int, ...]]
 
 
-class GradientBuffer:
-    """One flat tensor of a shard's length and device, whose memory comes and goes.
+class GradientMemory:
+    """A flat gradient's memory, which comes and goes, and the views of it, which are built once and recycled. While the
+    user still holds one of them, the memory is left to the user, and new memory is made.
 
     Args:
         sharded_params: the sharded parameters, in the order of the layout.
         local_shards: for each sharded parameter, (start, stop, shape) of its local shard inside the shard, in elements.
-        shard: the shard.
         segments: the flat views over the shard; the list is the handle's own.
-        dtype: the tensor's dtype; ``None``: that of the shard.
+        numel, dtype, device: those of the flat gradient.
+        empty: called as ``torch.empty(numel, dtype=dtype)``, which is the default, to make it.
 
     Attributes:
-        flat: the tensor; ``None`` before its first use, and after its memory was left to the user.
+        flat: the flat gradient; ``None`` before its first use, and after its memory was left to the user.
         views: one for each sharded parameter; ``locals``: the local tensors that they were made with. Empty without
             ``flat``.
         is_allocated: ``flat`` has memory.
@@ -53,13 +51,16 @@ class GradientBuffer:
         self,
         sharded_params: Sequence[nn.Parameter],
         local_shards: Sequence[LocalShard],
-        shard: torch.Tensor,
         segments: list[FlatSegment],
-        dtype: torch.dtype | None = None,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        empty: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        self._sharded_params, self._local_shards, self._segments = sharded_params, local_shards, segments
-        self.numel, self.dtype, self.device = shard.numel(), dtype or shard.dtype, shard.device
-        self._nbytes = self.numel * self.dtype.itemsize
+        self.sharded_params, self.segments, self._local_shards = sharded_params, segments, local_shards
+        self.numel, self.dtype, self.device = numel, dtype, device
+        self._nbytes = numel * dtype.itemsize
+        self._empty = partial(torch.empty, device=device) if empty is None else empty
         self.flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self.locals: list[torch.Tensor] = []
@@ -125,18 +126,15 @@ class GradientBuffer:
 
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            flat = self.flat = self._empty()
-            self.locals = [self.local_shard_of(flat, i) for i in range(len(self._sharded_params))]
-            self.views = [make_gradient(*item) for item in zip(self.locals, self._sharded_params, strict=True)]
-        for segment in self._segments:
+            flat = self.flat = self._empty(self.numel, dtype=self.dtype)
+            self.locals = [self.local_shard_of(flat, i) for i in range(len(self.sharded_params))]
+            self.views = [make_gradient(*item) for item in zip(self.locals, self.sharded_params, strict=True)]
+        for segment in self.segments:
             self._view_for(segment)
         self._storage = flat.untyped_storage()
         self.is_allocated = True
         self._objects = [*self.views, *self.locals]
         self._references, self._num_others = [*map(getrefcount, self._objects)], self._count_others()
-
-    def _empty(self) -> torch.Tensor:
-        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def _view_for(self, segment: FlatSegment) -> None:
         assert self.flat is not None
@@ -145,7 +143,7 @@ class GradientBuffer:
 
     def _forget(self) -> None:
         self.flat, self.views, self.locals, self._objects = None, [], [], []
-        for segment in self._segments:
+        for segment in self.segments:
             segment.have_gradient(None)
         del self._storage
         self.is_allocated = False
@@ -159,7 +157,7 @@ class GradientBuffer:
 
     def _count_others(self) -> tuple[int, int]:
         count = 0
-        for segment in self._segments:
+        for segment in self.segments:
             if segment.gradient is not None:
                 count += getrefcount(segment.gradient) + getrefcount(local_of(segment.gradient))
         return count, storage_use_count(self._storage)
@@ -194,68 +192,64 @@ class GradientBuffer:
 # (``follow_user``).
 
 
+class WriteMode(Enum):
+    """How a newly reduced gradient meets what is already in ``sharded.grad``."""
+
+    FRESH = "no sharded parameter has a gradient: the flat gradient is overwritten"
+    ADDED = "the sharded parameters' gradients are our views: the flat gradient is added to"
+    FOREIGN = "a sharded parameter holds a gradient that the user put there: the result is added to each one's own"
+
+
+# Module-level names for the hot path: attribute access on an Enum is slow.
+FRESH, ADDED, FOREIGN = WriteMode.FRESH, WriteMode.ADDED, WriteMode.FOREIGN
+
 _grad = attrgetter("grad")
 
 
-class FlatGradient:
-    """The flat gradient of a shard, between backwards.
+class ShardedGradient:
+    """The flat gradient of a shard.
 
     Args:
-        sharded_params: the sharded parameters, in the order of the layout.
-        local_shards: for each sharded parameter, (start, stop, shape) of its local shard inside the shard, in elements.
-        shard: the shard, whose length and device the gradient has.
+        memory: its memory, and the views of it.
         hooks: the gradient hooks of the sharded parameters, which ``publish`` calls.
-        segments: the flat views over the shard; the list is the handle's own.
         keeps_memory: keep the memory also while there is no gradient, as a bucket does.
-        dtype: the gradient's dtype; ``None``: that of the shard.
 
     Attributes:
-        buffer: the memory, and its views.
+        target: from ``prepare`` until ``publish``, the flat tensor that takes the result: to be overwritten (FRESH,
+            FOREIGN) or added to (ADDED).
+        write_mode: the last decision of ``prepare``.
     """
 
     __slots__ = (
-        "_hooks", "_is_dropped", "_is_published", "_keeps_memory", "_segments", "_sharded_params", "buffer",
+        "_hooks", "_is_dropped", "_is_published", "_keeps_memory", "_segments", "_sharded_params", "dtype", "memory",
+        "target", "write_mode",
     )  # fmt: skip
 
-    _memory: type[GradientBuffer] = GradientBuffer
-
-    def __init__(
-        self,
-        sharded_params: Sequence[nn.Parameter],
-        local_shards: Sequence[LocalShard],
-        shard: torch.Tensor,
-        hooks: GradientHooks,
-        segments: list[FlatSegment],
-        keeps_memory: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._keeps_memory = keeps_memory
-        self._sharded_params = sharded_params
-        self._hooks = hooks
-        self._segments = segments
-        self.buffer = self._memory(sharded_params, local_shards, shard, segments, dtype)
-        for param in (*sharded_params, *(segment.parameter for segment in segments)):
+    def __init__(self, memory: GradientMemory, hooks: GradientHooks, keeps_memory: bool = False) -> None:
+        self.memory, self.dtype, self._hooks, self._keeps_memory = memory, memory.dtype, hooks, keeps_memory
+        self._sharded_params, self._segments = memory.sharded_params, memory.segments
+        for param in (*self._sharded_params, *(segment.parameter for segment in self._segments)):
             expect_gradient(param, self.dtype)
         self._is_dropped = False  # no sharded parameter had a gradient when the current forward began
-        self._is_published = bytes(len(sharded_params))
+        self._is_published = bytes(len(self._sharded_params))
+        self.write_mode = FRESH
+        self.target: torch.Tensor | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.buffer.dtype
+    # ---- Between backwards
 
     def release_if_dropped(self, is_known_to_be: bool = False) -> None:
         """Free the memory if the user has dropped the gradient (``zero_grad()``), or is known to have."""
         if self._segments:
             is_known_to_be = not self.follow_user()
         self._is_dropped = is_known_to_be
-        if not self.buffer.is_allocated:
+        if not self.memory.is_allocated:
             return
         if not is_known_to_be:
             for grad in map(_grad, self._sharded_params):
                 if grad is not None:
                     return
         if not self._keeps_memory:
-            self.buffer.release()
+            self.memory.release()
         self._is_published = bytes(len(self._sharded_params))
 
     # ---- Together with flat views; Note [One owner]
@@ -263,8 +257,8 @@ class FlatGradient:
     def attach(self, segment: FlatSegment) -> None:
         """Show a new segment, the last of the list, the gradient that may already exist."""
         expect_gradient(segment.parameter, self.dtype)
-        self.buffer.attach(segment)
-        views = self.buffer.views
+        self.memory.attach(segment)
+        views = self.memory.views
         if views and any(self._sharded_params[i].grad is views[i] for i in segment.sharded_params):
             segment.parameter.grad = segment.gradient
 
@@ -283,38 +277,38 @@ class FlatGradient:
 
     def _shown(self) -> Sequence[torch.Tensor | None]:
         """``.grad`` of the sharded parameters, unless the user has changed something."""
-        buffer, published = self.buffer, self._is_published
-        if not buffer.is_allocated:
+        memory, published = self.memory, self._is_published
+        if not memory.is_allocated:
             return [None] * len(self._sharded_params)
         if 0 in published:
-            return [view if done else None for done, view in zip(published, buffer.views)]
-        return buffer.views
+            return [view if done else None for done, view in zip(published, memory.views)]
+        return memory.views
 
     def _are_segments_untouched(self) -> bool:
         for segment in self._segments:
             is_shown = segment.is_among(self._is_published)
             if segment.parameter.grad is not (segment.gradient if is_shown else None):
                 return False
-            if is_shown and not (self.buffer.is_allocated and self.buffer.holds(segment)):
+            if is_shown and not (self.memory.is_allocated and self.memory.holds(segment)):
                 return False
         return True
 
     @property
     def flat(self) -> torch.Tensor | None:
         """The flat gradient, if some sharded parameter has a part of it; valid only while ``is_untouched``."""
-        return self.buffer.flat if self.buffer.is_allocated and 1 in self._is_published else None
+        return self.memory.flat if self.memory.is_allocated and 1 in self._is_published else None
 
     def published_locals(self, sharded_params: Iterable[int]) -> list[torch.Tensor]:
         """This rank's part of the gradients of some sharded parameters; those without a gradient are left out."""
-        return [self.buffer.locals[i] for i in sharded_params if self._is_published[i]]
+        return [self.memory.locals[i] for i in sharded_params if self._is_published[i]]
 
     def zero_unpublished(self) -> None:
         """Zero the padding, and the parts of sharded parameters without a gradient, after the flat gradient was
         scaled."""
-        buffer = self.buffer
-        buffer.zero_gaps()
+        memory = self.memory
+        memory.zero_gaps()
         if 0 in self._is_published:
-            for done, local in zip(self._is_published, buffer.locals, strict=True):
+            for done, local in zip(self._is_published, memory.locals, strict=True):
                 if not done:
                     local.zero_()
 
@@ -360,35 +354,33 @@ class FlatGradient:
                         "computed from the parameter itself), and its flat view has a register_hook() hook, which "
                         "cannot see that gradient: register the hook on the model's parameters"
                     )
-                with torch.no_grad():
-                    for hook in post_accumulate_hooks(segment.parameter):
-                        hook(segment.parameter)
+                _call_hooks_after_accumulation(segment.parameter)
 
     def _drop_views(self, segment: FlatSegment) -> None:
-        if self.buffer.views:
+        if self.memory.views:
             part = slice(segment.sharded_params.start, segment.sharded_params.stop)
-            for sharded, view in zip(self._sharded_params[part], self.buffer.views[part], strict=True):
+            for sharded, view in zip(self._sharded_params[part], self.memory.views[part], strict=True):
                 if sharded.grad is view:
                     sharded.grad = None
 
     @torch.no_grad()
     def _take_in(self) -> None:
         """Copy the tensors that the user put where our views were into the flat gradient, and zero what was dropped."""
-        buffer, sharded_params = self.buffer, self._sharded_params
+        memory, sharded_params = self.memory, self._sharded_params
         replaced = [
             (item, item.parameter.grad)
             for item in self._segments
-            if item.parameter.grad is not None and not (item.parameter.grad is item.gradient and buffer.holds(item))
+            if item.parameter.grad is not None and not (item.parameter.grad is item.gradient and memory.holds(item))
         ]
-        is_ours = [p.grad is view for p, view in zip(sharded_params, buffer.views)] or [False] * len(sharded_params)
+        is_ours = [p.grad is view for p, view in zip(sharded_params, memory.views)] or [False] * len(sharded_params)
         self._refuse_foreign(is_ours)
         self._is_dropped = False
         given_ours = [item for item in self._segments if item.parameter.grad is item.gradient is not None]
         if not any(is_ours) and not given_ours:  # the flat gradient is empty
-            buffer.ensure_writable()
-            assert buffer.flat is not None
-            buffer.flat.zero_()
-        for sharded, view, local in zip(sharded_params, buffer.views, buffer.locals, strict=True):
+            memory.ensure_writable()
+            assert memory.flat is not None
+            memory.flat.zero_()
+        for sharded, view, local in zip(sharded_params, memory.views, memory.locals, strict=True):
             if sharded.grad is None:
                 local.zero_()
             elif sharded.grad is not view:
@@ -398,9 +390,9 @@ class FlatGradient:
                 local.copy_(local_elements(view))
                 set_local_tensor(view, local)
         for segment, given in replaced:
-            buffer.take_in(segment, given)
+            memory.take_in(segment, given)
             for i in segment.sharded_params:
-                sharded_params[i].grad = buffer.views[i]
+                sharded_params[i].grad = memory.views[i]
         self._is_published = bytes(sharded.grad is not None for sharded in sharded_params)
         for segment in self._segments:
             segment.parameter.grad = segment.gradient if segment.is_among(self._is_published) else None
@@ -419,63 +411,6 @@ class FlatGradient:
                         "gradient. Change the gradient in place, or assign to .grad of the flat view"
                     )
 
-
-def are_untouched(gradients: Sequence[FlatGradient]) -> bool:
-    """Whether all gradients are untouched, in one pass: an optimizer asks for all its handles before its step."""
-    with PlainAttributes():
-        sharded_params = chain.from_iterable([gradient._sharded_params for gradient in gradients])
-        shown = chain.from_iterable([gradient._shown() for gradient in gradients])
-        return (
-            all([gradient._are_segments_untouched() for gradient in gradients])
-            and all(map(is_, map(_grad, sharded_params), shown))
-            and all([gradient.buffer.is_in_place() for gradient in gradients])
-        )
-
-
-# ---- When backwards write, and when the user sees it
-
-
-class WriteMode(Enum):
-    """How a newly reduced gradient meets what is already in ``sharded.grad``."""
-
-    FRESH = "no sharded parameter has a gradient: the flat gradient is overwritten"
-    ADDED = "the sharded parameters' gradients are our views: the flat gradient is added to"
-    FOREIGN = "a sharded parameter holds a gradient that the user put there: the result is added to each one's own"
-
-
-# Module-level names for the hot path: attribute access on an Enum is slow.
-FRESH, ADDED, FOREIGN = WriteMode.FRESH, WriteMode.ADDED, WriteMode.FOREIGN
-
-
-class ShardedGradient(FlatGradient):
-    """The flat gradient of a shard, which backwards write.
-
-    Attributes:
-        target: from ``prepare`` until ``publish``, the flat tensor that takes the result: to be overwritten (FRESH,
-            FOREIGN) or added to (ADDED).
-    """
-
-    __slots__ = ("_write_mode", "target")
-
-    def __init__(
-        self,
-        sharded_params: Sequence[nn.Parameter],
-        local_shards: Sequence[LocalShard],
-        shard: torch.Tensor,
-        hooks: GradientHooks,
-        segments: list[FlatSegment],
-        keeps_memory: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(sharded_params, local_shards, shard, hooks, segments, keeps_memory, dtype)
-        self._write_mode = FRESH
-        self.target: torch.Tensor | None = None
-
-    @property
-    def write_mode(self) -> WriteMode:
-        """The last decision of ``prepare``."""
-        return self._write_mode
-
     # ---- While a backward runs
 
     def prepare(self) -> WriteMode:
@@ -490,57 +425,57 @@ class ShardedGradient(FlatGradient):
             for grad in map(_grad, self._sharded_params):
                 if grad is not None:
                     return self._prepare_to_add()
-        self.buffer.ensure_writable()
-        self._write_mode, self.target = FRESH, self.buffer.flat
+        self.memory.ensure_writable()
+        self.write_mode, self.target = FRESH, self.memory.flat
         return FRESH
 
     def _prepare_to_add(self) -> WriteMode:
-        grads, buffer = [sharded.grad for sharded in self._sharded_params], self.buffer
-        is_ours = buffer.views and buffer.is_in_place() and not self._want_gradients()
-        if is_ours and all(grad is None or grad is view for grad, view in zip(grads, buffer.views, strict=True)):
+        grads, memory = [sharded.grad for sharded in self._sharded_params], self.memory
+        is_ours = memory.views and memory.is_in_place() and not self._want_gradients()
+        if is_ours and all(grad is None or grad is view for grad, view in zip(grads, memory.views, strict=True)):
             for i, grad in enumerate(grads):
                 if grad is None and self._is_published[i]:  # the user has dropped it: it starts from zero again
-                    buffer.local_shard_of(buffer.flat, i).zero_()
+                    memory.local_shard_of(memory.flat, i).zero_()
             self._is_published = bytes(grad is not None for grad in grads)
-            self._write_mode, self.target = ADDED, buffer.flat
+            self.write_mode, self.target = ADDED, memory.flat
             if self._segments:
-                buffer.zero_gaps()  # scaling by NaN leaves NaN in the padding
+                memory.zero_gaps()  # scaling by NaN leaves NaN in the padding
         else:
-            self._write_mode = FOREIGN
-            self.target = torch.empty(buffer.numel, dtype=buffer.dtype, device=buffer.device)
-        return self._write_mode
+            self.write_mode = FOREIGN
+            self.target = torch.empty(memory.numel, dtype=memory.dtype, device=memory.device)
+        return self.write_mode
 
     def publish(self, is_used: bytes, has_others: bool = True) -> None:
         """Show the reduced gradient: ``sharded.grad`` of every sharded parameter for which ``is_used`` holds a 1. The
         others stay as they are (``None`` if they had none). ``has_others``: sharded parameters may have gradients that
         are not ours."""
         self._is_dropped = False
-        buffer = self.buffer
-        if self._write_mode is FOREIGN and self._segments:
-            self._publish_separately(is_used)
-        elif self._write_mode is FRESH:
+        memory = self.memory
+        if self.write_mode is FRESH:
             if has_others:
                 is_used = self._add_others(is_used)
             if self._hooks.on_gradient or self._hooks.after_accumulation:
                 self._publish_through_hooks(is_used)
             elif 0 not in is_used:
                 with PlainAttributes():
-                    for sharded, view in zip(self._sharded_params, buffer.views):
+                    for sharded, view in zip(self._sharded_params, memory.views):
                         sharded.grad = view
             else:
-                for used, sharded, view in zip(is_used, self._sharded_params, buffer.views, strict=True):
+                for used, sharded, view in zip(is_used, self._sharded_params, memory.views, strict=True):
                     if used:
                         sharded.grad = view
             self._is_published = is_used
-        elif self._write_mode is FOREIGN:
+        elif self.write_mode is FOREIGN and self._segments:
+            self._publish_separately(is_used)
+        elif self.write_mode is FOREIGN:
             for i, sharded in enumerate(self._sharded_params):
                 if is_used[i]:
-                    self._hooks.add_to_grad(i, make_gradient(buffer.local_shard_of(self.target, i), sharded))
+                    self._hooks.add_to_grad(i, make_gradient(memory.local_shard_of(self.target, i), sharded))
                 else:
                     follow_layout(sharded)
         else:
             published = self._is_published
-            for i, (sharded, view) in enumerate(zip(self._sharded_params, buffer.views, strict=True)):
+            for i, (sharded, view) in enumerate(zip(self._sharded_params, memory.views, strict=True)):
                 if is_used[i] and not published[i]:
                     _add_other(sharded, view)
                     sharded.grad = view
@@ -553,7 +488,7 @@ class ShardedGradient(FlatGradient):
         self.target = None
 
     def _publish_through_hooks(self, is_used: bytes) -> None:
-        for i, (sharded, view) in enumerate(zip(self._sharded_params, self.buffer.views, strict=True)):
+        for i, (sharded, view) in enumerate(zip(self._sharded_params, self.memory.views, strict=True)):
             if is_used[i]:
                 self._hooks.replace(i, view)
                 sharded.grad = view
@@ -561,22 +496,22 @@ class ShardedGradient(FlatGradient):
 
     def _publish_separately(self, is_used: bytes) -> None:
         """Add to the flat gradient the gradients that hooks want to see separately."""
-        buffer, result = self.buffer, self.target
-        assert buffer.flat is not None and result is not None
+        memory, result = self.memory, self.target
+        assert memory.flat is not None and result is not None
         used = [i for i in range(len(self._sharded_params)) if is_used[i]]
         with torch.no_grad():
             for i in used:
-                reduced = make_gradient(buffer.local_shard_of(result, i), self._sharded_params[i])
-                if not self._hooks.take_arrival(i, reduced, buffer.views[i]):
-                    _add_other(self._sharded_params[i], buffer.views[i])
+                reduced = make_gradient(memory.local_shard_of(result, i), self._sharded_params[i])
+                if not self._hooks.take_arrival(i, reduced, memory.views[i]):
+                    _add_other(self._sharded_params[i], memory.views[i])
                 self._hooks.replace(i, reduced)
             for segment in self._segments:
                 if segment.is_among(is_used):
                     _call_gradient_hooks(segment.parameter, segment.make_gradient(result))
-            buffer.flat.add_(result)
+            memory.flat.add_(result)
         self._is_published = bytes(a | b for a, b in zip(self._is_published, is_used, strict=True))
         for i in used:
-            self._sharded_params[i].grad = buffer.views[i]
+            self._sharded_params[i].grad = memory.views[i]
             self._hooks.accumulated(i)
 
     def _publish_segments(self, is_used: bytes) -> None:
@@ -587,14 +522,10 @@ class ShardedGradient(FlatGradient):
             param, gradient = segment.parameter, segment.gradient
             assert gradient is not None
             _add_other(param, gradient)  # terms of the loss on the flat view itself
-            if self._write_mode is FRESH:
+            if self.write_mode is FRESH:
                 _call_gradient_hooks(param, gradient)
             param.grad = gradient
-            hooks = post_accumulate_hooks(param)
-            if hooks:
-                with torch.no_grad():
-                    for hook in hooks:
-                        hook(param)
+            _call_hooks_after_accumulation(param)
 
     def _want_gradients(self) -> bool:
         if self._hooks.want_gradients:
@@ -612,7 +543,7 @@ class ShardedGradient(FlatGradient):
             Which sharded parameters have a gradient now.
         """
         used = bytearray(is_used)
-        for i, (sharded, view) in enumerate(zip(self._sharded_params, self.buffer.views, strict=True)):
+        for i, (sharded, view) in enumerate(zip(self._sharded_params, self.memory.views, strict=True)):
             if sharded.grad is not None:
                 _add_other(sharded, view)
                 used[i] = 1
@@ -632,6 +563,18 @@ class ShardedGradient(FlatGradient):
         self.target = None
 
 
+def are_untouched(gradients: Sequence[ShardedGradient]) -> bool:
+    """Whether all gradients are untouched, in one pass: an optimizer asks for all its handles before its step."""
+    with PlainAttributes():
+        sharded_params = chain.from_iterable([gradient._sharded_params for gradient in gradients])
+        shown = chain.from_iterable([gradient._shown() for gradient in gradients])
+        return (
+            all([gradient._are_segments_untouched() for gradient in gradients])
+            and all(map(is_, map(_grad, sharded_params), shown))
+            and all([gradient.memory.is_in_place() for gradient in gradients])
+        )
+
+
 def _add_other(parameter: torch.Tensor, view: torch.Tensor) -> None:
     """Add the gradient in ``parameter.grad``, unless it is our view, to that view, which is about to replace it."""
     other = parameter.grad
@@ -649,3 +592,11 @@ def _call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> None:
                 result = hook(gradient)
                 if result is not None:
                     gradient.copy_(result)
+
+
+def _call_hooks_after_accumulation(param: torch.Tensor) -> None:
+    hooks = post_accumulate_hooks(param)
+    if hooks:
+        with torch.no_grad():
+            for hook in hooks:
+                hook(param)

@@ -8,9 +8,9 @@ padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from itertools import count
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,27 +20,29 @@ from .layout import FlatLayout, full_views
 
 Hook = Callable[[torch.Tensor], None]
 
-pool_ids = count()
 
-# Equal paddings are one object, so comparing identities tells whose zeros are in the buffer.
-_same_bounds: dict[object, object] = {}
+@cache
+def _padding(flat_numel: int, bounds: tuple[tuple[int, int], ...]) -> object:
+    """One object for equal paddings, so comparing identities tells whose zeros are in the buffer."""
+    return (bounds,)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ReduceBuffer:
     """The pooled input of reduce-scatters of one dtype on one device: a storage that grows to the largest layout.
 
     It has one slot: a second reduce-scatter in flight took a block of memory and saved no time when measured.
-    ``pool_id``: the communicator that owns it.
     """
 
-    __slots__ = ("device", "dtype", "nbytes", "pool_id", "storage", "zeroed_gaps")
+    dtype: torch.dtype
+    device: torch.device
+    pool: object  # identifies the communicator that owns it
+    storage: torch.UntypedStorage = field(init=False)
+    nbytes: int = 0  # current size of the storage
+    zeroed_gaps: object = None  # the padding that is known to be zero
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, pool_id: int) -> None:
-        self.dtype, self.device = dtype, device
-        self.pool_id = pool_id
-        self.storage = torch.empty(0, dtype=dtype, device=device).untyped_storage()
-        self.nbytes = 0  # current size of the storage
-        self.zeroed_gaps: object = None  # the padding that is known to be zero
+    def __post_init__(self) -> None:
+        self.storage = torch.empty(0, dtype=self.dtype, device=self.device).untyped_storage()
 
     def make_room(self, nbytes: int) -> None:
         if self.nbytes < nbytes:
@@ -97,6 +99,10 @@ class ReductionOptions:
 
 AVERAGE = ReductionOptions()
 
+Then = Callable[[Any, Any], "ReplicaAverage | None"]
+"""What follows the first stage of a reduction; takes the flat parameter and the reduction, and returns the next stage,
+if there is one."""
+
 
 def bring_result(output: torch.Tensor, target: torch.Tensor, is_added: bool, after: float, hook: Hook | None) -> None:
     """Move the result of a reduction to ``target``, divided by ``after``; ``hook``: see ``ReductionOptions``."""
@@ -108,23 +114,6 @@ def bring_result(output: torch.Tensor, target: torch.Tensor, is_added: bool, aft
         target.add_(output)
     elif output is not target:
         target.copy_(output)
-
-
-Destination = tuple["torch.Tensor | None", bool, "torch.Tensor | None"]
-"""The target of a reduction's result, whether the result is added there, and what earlier backwards have scattered."""
-
-_NOWHERE: Destination = (None, False, None)
-
-
-class Stage(Enum):
-    """What follows the first stage of a reduction."""
-
-    FINISH = "the result goes to its target"
-    AVERAGE = "it is averaged over the replicas"
-    WAIT = "it waits for a later reduction, which averages over the replicas"
-
-
-FINISH, AVERAGE_REPLICAS, WAIT = Stage.FINISH, Stage.AVERAGE, Stage.WAIT  # module-level names for the hot path
 
 
 def add_scattered(output: torch.Tensor, earlier: torch.Tensor | None, kept_dtype: torch.dtype) -> torch.Tensor:
@@ -140,12 +129,13 @@ def add_scattered(output: torch.Tensor, earlier: torch.Tensor | None, kept_dtype
 class Reduction:
     """The reduction of one flat gradient, through one memory; used again and again.
 
-    It has one or two stages: a reduce-scatter over the shard group and, if there are replicas, an all-reduce of its
-    result over the replicate group (``ReplicaAverage``), which no longer uses this memory. With ``Stage.WAIT`` it ends
-    after the first stage: the scattered sum waits for a later reduction.
+    Its first stage is a reduce-scatter over the shard group. ``then`` is the function that follows when that is done:
+    ``finish`` moves the result to its target; with replicas, ``average_replicas`` makes the second stage, which no
+    longer uses this memory; and without their average, the caller's function keeps the scattered sum for a later
+    reduction.
 
     Args:
-        layout, mesh, label: those of the flat parameter.
+        layout, mesh: those of the flat parameter.
         dtype: the sharded gradient's.
         flat: its input, which it may overwrite, of the layout's length; a view of ``buffer`` if that is given.
 
@@ -154,147 +144,154 @@ class Reduction:
         views: views of ``flat``, in the parameters' shapes.
         gaps: the padding of ``flat``; ``gap_bounds`` is one object for equal paddings.
         goes_direct: the result can arrive in the caller's memory.
+        has_own_output: otherwise, it arrives in memory of its own, because it outlives the content of the buffer.
         work: the collective in flight, for which the caller waits.
         output: where the result arrives, while it is in flight.
         then: what follows the first stage.
     """
 
+    what, span = "reduce-scatter", "reduce_scatter"
+
+    work: Work | None
+    output: torch.Tensor | None
+    then: Then
+    _target: torch.Tensor | None
+    _earlier: torch.Tensor | None
+
     __slots__ = (
-        "_destination", "_factors", "_kept_dtype", "_label", "_mesh", "_options", "_own_slice", "buffer", "flat",
-        "gap_bounds", "gaps", "goes_direct", "output", "then", "views", "work",
+        "_earlier", "_factors", "_following", "_is_added", "_kept_dtype", "_mesh", "_options", "_own_slice", "_target",
+        "buffer", "flat", "gap_bounds", "gaps", "goes_direct", "has_own_output", "output", "then", "views", "work",
     )  # fmt: skip
 
     def __init__(
         self,
         layout: FlatLayout,
         mesh: DataParallelMesh,
-        label: Label,
         dtype: torch.dtype,
         flat: torch.Tensor,
         buffer: ReduceBuffer | None = None,
     ) -> None:
         numel = layout.shard_numel
-        self._mesh, self._label, self.flat, self.buffer = mesh, label, flat, buffer
+        self._mesh, self.flat, self.buffer = mesh, flat, buffer
         with torch.inference_mode(False), torch.no_grad():
             self.views = full_views(layout, flat)
             bounds = layout.gaps()
-            self.gap_bounds = _same_bounds.setdefault((layout.flat_numel, bounds), (bounds,))
+            self.gap_bounds = _padding(layout.flat_numel, bounds)
             self.gaps = [flat[start:stop] for start, stop in bounds]
             self._own_slice = flat[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
         self._apply_options(AVERAGE)
         self._kept_dtype = torch.promote_types(flat.dtype, dtype)
         self.goes_direct = flat.dtype == dtype and mesh.data_world_size > 1
-        self._destination: Destination = _NOWHERE
-        self.work: Work | None = None
-        self.output: torch.Tensor | None = None
-        self.then = WAIT
+        self.has_own_output = mesh.replica_transport is not None
+        self._following: Then = average_replicas if self.has_own_output else finish
+        self.then = self._following
+        self.discard()
 
     def _apply_options(self, options: ReductionOptions) -> None:
         self._options = options
         mesh, is_half = self._mesh, self.flat.dtype == torch.float16
         self._factors = options.factors(mesh.data_world_size, mesh.missing_factor, is_half)
 
-    def set_destination(self, options: ReductionOptions, destination: Destination) -> None:
-        """Choose how to reduce, and where the result goes."""
+    def set_target(
+        self, options: ReductionOptions, target: torch.Tensor | None, is_added: bool, earlier: torch.Tensor | None
+    ) -> None:
+        """Choose how to reduce, the target of the result, and whether the result is added there. ``earlier``: what
+        earlier backwards have scattered."""
         if options is not self._options:
             self._apply_options(options)
-        self._destination = destination
-        target, is_added, _ = destination
-        if target is None:
-            self.then, self.output = WAIT, torch.empty_like(self._own_slice)
-            return
-        goes_direct = self.goes_direct and not is_added
-        if self._mesh.replica_transport is None:
-            self.then, self.output = FINISH, target if goes_direct else self._own_slice
-        else:  # otherwise it outlives the content of the buffer
-            self.then, self.output = AVERAGE_REPLICAS, target if goes_direct else torch.empty_like(self._own_slice)
+        self._target, self._is_added, self._earlier, self.then = target, is_added, earlier, self._following
+        if self.goes_direct and not is_added:
+            self.output = target
+        else:
+            self.output = torch.empty_like(self._own_slice) if self.has_own_output else self._own_slice
 
-    def issue(self) -> None:
+    def set_keeper(self, options: ReductionOptions, keep: Then, earlier: torch.Tensor | None) -> None:
+        """Like ``set_target``, without the average over replicas: ``keep`` calls ``take_scattered``."""
+        if options is not self._options:
+            self._apply_options(options)
+        self._earlier, self.then, self.output = earlier, keep, torch.empty_like(self._own_slice)
+
+    def issue(self, mesh: DataParallelMesh, label: Label) -> None:
         """Issue the first stage, on the current stream, if there is another rank."""
-        output, flat, mesh = self.output, self.flat, self._mesh
+        output, flat = self.output, self.flat
         assert output is not None
         before, is_average, _ = self._factors
         if before != 1:
             flat.div_(before)
         if mesh.shard_world_size > 1:
-            self.work = mesh.transport.reduce_scatter(output, flat, is_average, self._label)
+            self.work = mesh.transport.reduce_scatter(output, flat, is_average, label)
         elif output is not self._own_slice:
             output.copy_(self._own_slice)
 
     def discard(self) -> None:
         """Called after the first stage, when its result is not needed, or was taken."""
-        self.work, self.output, self._destination = None, None, _NOWHERE
+        self.work = self.output = self._target = self._earlier = None
 
     def take_scattered(self) -> torch.Tensor:
-        """Called after the first stage, if it is the last for now: return this rank's part of the sum over the shard
-        group, plus those of earlier reductions."""
-        output, (_, _, earlier) = self.output, self._destination
-        assert output is not None
-        self.output, self._destination = None, _NOWHERE
-        return add_scattered(output, earlier, self._kept_dtype if self.then is WAIT else output.dtype)
-
-    def average_replicas(self) -> ReplicaAverage:
-        """Called after the first stage: issue the second one, on the current stream."""
-        (target, is_added, earlier), (_, is_average, after) = self._destination, self._factors
-        assert target is not None
-        # Keep both terms of the sum until everything is done: another stream may read them.
-        terms = self.output, earlier
-        result = ReplicaAverage(self.take_scattered(), target, is_added, is_average, after, self._options.hook, terms)
-        result.issue(self._mesh, self._label)
-        return result
-
-    def finish(self) -> None:
-        """Called after the only stage: move the result to its destination."""
-        output, (target, is_added, earlier) = self.output, self._destination
-        assert output is not None and target is not None
-        self.work, self.output, self._destination = None, None, _NOWHERE
-        if earlier is not None:
-            output.add_(earlier)
-        after, hook = self._factors[2], self._options.hook
-        if output is not target or after != 1 or hook is not None:
-            bring_result(output, target, is_added, after, hook)
+        """Called after the first stage: return this rank's part of the sum over the shard group, plus those of earlier
+        reductions, to be kept."""
+        assert self.output is not None
+        scattered = add_scattered(self.output, self._earlier, self._kept_dtype)
+        self.output = self._earlier = None
+        return scattered
 
 
+def finish(_handle: object, reduction: Reduction) -> None:
+    """Move the result of the only stage to its target. Nothing was scattered earlier: for that there are replicas."""
+    output, target = reduction.output, reduction._target
+    assert output is not None and target is not None
+    reduction.work = reduction.output = reduction._target = None
+    after, hook = reduction._factors[2], reduction._options.hook
+    if output is not target or after != 1 or hook is not None:
+        bring_result(output, target, reduction._is_added, after, hook)
+
+
+def average_replicas(_handle: object, reduction: Reduction) -> ReplicaAverage:
+    """Make the second stage, from the result of the first."""
+    output, target, earlier, (_, is_average, after) = (
+        reduction.output, reduction._target, reduction._earlier, reduction._factors
+    )  # fmt: skip
+    assert output is not None and target is not None
+    # Keep both terms of the sum until everything is done: another stream may read them.
+    terms = output, earlier
+    reduction.output = reduction._target = reduction._earlier = None
+    reduction.then = _forget  # this may run as soon as the first stage is issued; its end still comes
+    scattered = add_scattered(output, earlier, output.dtype)
+    return ReplicaAverage(scattered, target, reduction._is_added, is_average, after, reduction._options.hook, terms)
+
+
+def _forget(_handle: object, reduction: Reduction) -> None:
+    reduction.discard()
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class ReplicaAverage:
     """The second or only stage of a reduction: averages scattered sums, or whole gradients, over the replicas, in
-    memory of its own.
+    memory of its own."""
 
-    Args:
-        output: the memory.
-        target: where the average goes; ``is_added``: it is added to the content.
-        is_average, after: whether the collective averages, and the divisor of its result; ``hook``: see
-            ``ReductionOptions``.
-        earlier: tensors to keep alive until then.
+    output: torch.Tensor  # the memory
+    target: torch.Tensor  # where the average goes
+    is_added: bool  # to the content of the target
+    is_average: bool  # the collective averages
+    after: float  # the divisor of its result
+    hook: Hook | None  # see ``ReductionOptions``
+    terms: object = None  # tensors to keep alive until then
+    work: Work | None = None  # the collective in flight, for which the caller waits
 
-    Attributes:
-        work: the collective in flight, for which the caller waits.
-    """
-
-    __slots__ = ("_after", "_earlier", "_hook", "_is_average", "_output", "_target", "is_added", "work")
-
-    def __init__(
-        self,
-        output: torch.Tensor,
-        target: torch.Tensor,
-        is_added: bool,
-        is_average: bool,
-        after: float,
-        hook: Hook | None,
-        earlier: object = None,
-    ) -> None:
-        self._output, self._target, self.is_added = output, target, is_added
-        self._after, self._hook = after, hook
-        self._is_average, self._earlier = is_average, earlier
-        self.work: Work | None = None
+    what: ClassVar = "all-reduce"
+    span: ClassVar = "all_reduce"
 
     def issue(self, mesh: DataParallelMesh, label: Label) -> None:
         """Issue the collective, on the current stream."""
         assert mesh.replica_transport is not None
-        self.work = mesh.replica_transport.all_reduce(self._output, self._is_average, label)
+        self.work = mesh.replica_transport.all_reduce(self.output, self.is_average, label)
 
-    def finish(self) -> None:
-        """Called after the collective: move the result to its destination."""
-        bring_result(self._output, self._target, self.is_added, self._after, self._hook)
+    def then(self, _handle: object, _average: object) -> None:
+        """Move the result to its target, after the collective."""
+        bring_result(self.output, self.target, self.is_added, self.after, self.hook)
+
+    def discard(self) -> None:
+        """Called instead of ``then``, when the result is not needed."""
 
 
 def _first_factor(world_size: int) -> int:

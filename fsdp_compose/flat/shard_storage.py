@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from ..comm import DataParallelMesh, Label
-from .gradient import GradientBuffer, ShardedGradient
+from .gradient import GradientMemory, ShardedGradient
+from .gradient_hooks import GradientHooks
 from .layout import FlatLayout
 from .policy import CPUOffloadPolicy
-from .reduction import FINISH, Destination, Reduction, ReductionOptions
+from .reduction import Reduction, ReductionOptions
 from .tensor_parallel import TensorParallel
 from .unsharded import Unsharded
 
@@ -194,9 +195,17 @@ class ShardStorage:
         cls = _StagedUnsharded if self.is_host and dtype != shard.dtype else Unsharded
         return cls(shard, layout, mesh, dtype, label, tensor_parallel, copy_in)
 
-    def gradient(self, *arguments: Any) -> ShardedGradient:
+    def gradient_memory(self, *arguments: Any, device: torch.device) -> GradientMemory:
+        """Make the memory of a flat gradient; for the arguments see ``GradientMemory``."""
+        if not self.has_host_gradients or device.type == "meta":
+            return GradientMemory(*arguments, device=device)
+        return GradientMemory(*arguments, device=torch.device("cpu"), empty=self.memory)
+
+    def gradient(self, memory: GradientMemory, hooks: GradientHooks, keeps_memory: bool) -> ShardedGradient:
         """Make the flat gradient; for the arguments see ``ShardedGradient``."""
-        return _GradientOnHost(self, *arguments) if self.has_host_gradients else ShardedGradient(*arguments)
+        if not self.has_host_gradients:
+            return ShardedGradient(memory, hooks, keeps_memory)
+        return _GradientOnHost(memory, hooks, self)
 
     def reduction(self, *arguments: Any) -> Reduction:
         """Make a reduction; for the arguments see ``Reduction``."""
@@ -247,40 +256,25 @@ class _StagedUnsharded(Unsharded):
 # ---- To the host
 
 
-class _HostGradientBuffer(GradientBuffer):
-    """A flat gradient in host memory."""
-
-    storage: ShardStorage
-
-    def _empty(self) -> torch.Tensor:
-        return super()._empty() if self.device.type == "meta" else self.storage.memory(self.numel, self.dtype)
-
-
 class _GradientOnHost(ShardedGradient):
     """A flat gradient in host memory, shown once all reduced gradients have arrived there."""
 
-    __slots__ = ()
+    __slots__ = ("_storage",)
 
-    buffer: _HostGradientBuffer
-    _memory = _HostGradientBuffer
-
-    def __init__(self, storage: ShardStorage, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._keeps_memory = True  # while there is no gradient too: page-locked memory is slow to allocate
-        self.buffer.storage = storage
-        if self.buffer.device.type != "meta":
-            self.buffer.device = torch.device("cpu")
+    def __init__(self, memory: GradientMemory, hooks: GradientHooks, storage: ShardStorage) -> None:
+        super().__init__(memory, hooks, keeps_memory=True)  # page-locked memory is slow to allocate
+        self._storage = storage
 
     def publish(self, is_used: bytes, has_others: bool = True) -> None:
-        self.buffer.storage.synchronize()
+        self._storage.synchronize()
         super().publish(is_used, has_others)
 
     def forget_result(self) -> None:
-        self.buffer.storage.synchronize()
+        self._storage.synchronize()
         super().forget_result()
 
     def discard(self) -> None:
-        self.buffer.storage.synchronize()
+        self._storage.synchronize()
         super().discard()
 
 
@@ -292,13 +286,13 @@ class _ReductionToHost(Reduction):
     def __init__(self, storage: ShardStorage, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._storage, self.goes_direct = storage, False
+        self.has_own_output = True  # the pooled buffer serves the next reduction while the copy runs
 
-    def set_destination(self, options: ReductionOptions, destination: Destination) -> None:
-        target, is_added, earlier = destination
-        super().set_destination(options, (None if target is None else self._storage.landing(target), is_added, earlier))
-        if self.then is FINISH:
-            # Memory of its own: the pooled buffer serves the next reduction while the copy runs.
-            self.output = torch.empty_like(self._own_slice)
+    def set_target(
+        self, options: ReductionOptions, target: torch.Tensor | None, is_added: bool, earlier: torch.Tensor | None
+    ) -> None:
+        assert target is not None
+        super().set_target(options, self._storage.landing(target), is_added, earlier)
 
 
 @dataclass(slots=True, eq=False)

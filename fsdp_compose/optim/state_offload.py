@@ -377,7 +377,7 @@ def _handle_of(param: torch.Tensor) -> FlatParamHandle | None:
 
 def _is_in_host_memory(handle: FlatParamHandle, gradient: torch.Tensor) -> bool:
     """Whether a gradient is in host memory: it is part of a flat gradient there, or its shard is there."""
-    flat = handle.gradient.buffer.flat
+    flat = handle.gradient.memory.flat
     is_ours = flat is not None and same_storage(flat.untyped_storage(), gradient.untyped_storage())
     return handle.storage.is_host or (handle.storage.has_host_gradients and is_ours)
 

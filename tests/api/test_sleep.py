@@ -51,7 +51,7 @@ def allocated(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     storages = {}
     for handle in _get_fsdp_handles(model):
         unsharded = handle.unsharded.memory
-        tensors = [handle.shard, unsharded.hidden, unsharded.shown, handle.gradient.buffer.flat]
+        tensors = [handle.shard, unsharded.hidden, unsharded.shown, handle.gradient.memory.flat]
         for tensor in tensors:
             if tensor is not None:
                 storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()

@@ -232,7 +232,7 @@ def test_frozen_group_in_the_middle_is_not_reduced_and_has_no_gradient_memory():
         twins.train(steps=2)
     (frozen,) = get_state(twins.sharded.layers[1])._handles
     assert collectives.count["reduce_scatter_base"] == 2 * 3, "root and two of the three layers, twice"
-    assert frozen.gradient.buffer.flat is None
+    assert frozen.gradient.memory.flat is None
     assert frozen.pending_gradients.accumulation is None
     assert all(param.grad is None for param in twins.sharded.layers[1].parameters())
 

@@ -50,7 +50,7 @@ from tests.training import adamw, local_part
 
 def gradient_bytes(model: nn.Module) -> int:
     """Bytes of sharded gradients, unsharded accumulated gradients and reduce buffers."""
-    flats = [handle.gradient.buffer.flat for handle in handles_of(model)]
+    flats = [handle.gradient.memory.flat for handle in handles_of(model)]
     flats += [
         handle.pending_gradients.accumulation.flat
         for handle in handles_of(model)
@@ -256,7 +256,7 @@ def test_frozen_group_has_no_gradient_memory():
     (frozen,) = handles_of(model.blocks[0])
     trained = sum(handle.shard.untyped_storage().nbytes() for handle in handles_of(model) if handle is not frozen)
     assert gradient_bytes(model) == trained
-    assert frozen.gradient.buffer.flat is None
+    assert frozen.gradient.memory.flat is None
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
@@ -310,8 +310,8 @@ def references_to(model: nn.Module) -> dict[str, weakref.ref[Any]]:
             references[f"handle {i} of {state.fqn}"] = weakref.ref(handle)
             references[f"shard {i} of {state.fqn}"] = weakref.ref(handle.shard)
             references[f"unsharded storage {i} of {state.fqn}"] = weakref.ref(handle.unsharded.storage)
-            if handle.gradient.buffer.flat is not None:
-                references[f"gradient {i} of {state.fqn}"] = weakref.ref(handle.gradient.buffer.flat)
+            if handle.gradient.memory.flat is not None:
+                references[f"gradient {i} of {state.fqn}"] = weakref.ref(handle.gradient.memory.flat)
         if state.root is not None:
             references["root"] = weakref.ref(state.root.communicator)
     return references

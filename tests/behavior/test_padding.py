@@ -81,7 +81,7 @@ def test_padding_stays_zero_while_the_reduce_buffer_changes_between_layouts(worl
             mean_square(model, local_part(rows(step))).backward()
         if step != 2:
             for handle in handles:
-                assert not padding_of(handle, handle.gradient.buffer.flat).any()
+                assert not padding_of(handle, handle.gradient.memory.flat).any()
             optimizer.step()
             optimizer.zero_grad()
         assert not any(padding_of(handle, handle.shard).any() for handle in handles)

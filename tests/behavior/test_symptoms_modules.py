@@ -117,7 +117,7 @@ def test_gradients_of_adapters_take_the_bytes_of_the_trainable_parameters_only(n
     for _ in range(2):
         twins.backward(mean_square, x)
         handles = _get_fsdp_handles(twins.sharded)
-        gradients = [handle.gradient.buffer for handle in handles if handle.gradient.buffer.is_allocated]
+        gradients = [handle.gradient.memory for handle in handles if handle.gradient.memory.is_allocated]
         padding = (
             sum(handle.layout.flat_numel for handle in handles if handle.pending_gradients.is_trainable) - trainable
         )

@@ -334,7 +334,7 @@ def test_memory_for_compute_is_not_made_where_shards_live():
         "checkpoint/optimizer_state.py",  # optimizer state, beside the shard
         "flat/collectives.py",  # a copy on the device
         "flat/unsharded_extension.py",  # of parameters that are refused where shards live elsewhere
-        "flat/gradient.py",  # the gradient, beside the shard
+        "flat/flat_param.py",  # the gradient, beside the shard
         "flat/shard_storage.py",
         "flat/unsharded.py",  # of shards on the device
         "inspect/describe.py",  # told

@@ -54,7 +54,7 @@ def test_shards_in_host_memory_train_as_on_the_device(precision):
         assert ours == pytest.approx(steps(twin, torch.optim.SGD(twin.parameters(), lr=0.1)), abs=1e-3)
         for mine, theirs in zip(_get_fsdp_handles(model), _get_fsdp_handles(twin), strict=True):
             assert mine.shard.device.type == "cpu" and mine.shard.is_pinned()
-            assert mine.gradient.buffer.flat.is_pinned()
+            assert mine.gradient.memory.flat.is_pinned()
             torch.testing.assert_close(mine.shard, theirs.shard.cpu(), atol=1e-3, rtol=0)
 
 
