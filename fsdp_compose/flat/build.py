@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import DTensorSpec, local_tensor, set_local_tensor
 from ..comm import DataParallelMesh, Label
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import CompositeDTensor, RaggedSpec, hook_owners, note_write_of_all_ranks, writes
+from ..ragged import CompositeDTensor, RaggedSpec, note_write_of_all_ranks, parameter_owners, writes
 from .cpu_offload import OffloadedFlatParamHandle
 from .extensions import CompositeExtension, Extension, cut
 from .flat_param import CompositeFlatParamHandle, FlatParamHandle, LocalShards, handle_of
@@ -131,7 +131,7 @@ def shard_again(
                 inner = inner_of_sharded_param(sharded)
                 local.copy_(inner.reshape(-1)[first : first + local.numel()].view(local.shape))
             rebind_sharded_param(sharded, local, spec)
-    hooks = GradientHooks(params, [hook_owners.get(id(sharded)) for sharded in params], owner=handle)
+    hooks = GradientHooks(params, [parameter_owners.get(id(sharded)) for sharded in params], owner=handle)
     handle.hold(params, hooks)
     handle.set_shard(shard)
     return handle
@@ -153,7 +153,7 @@ def _shard_composite_again(
             "groups on one mesh"
         )
     handle = _new_composite_handle(item, extension, mesh, offload)
-    handle.hold([sharded], GradientHooks([sharded], [hook_owners.get(id(sharded))], owner=handle))
+    handle.hold([sharded], GradientHooks([sharded], [parameter_owners.get(id(sharded))], owner=handle))
     handle.set_shard(handle.flatten())
     return handle
 

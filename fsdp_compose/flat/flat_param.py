@@ -74,6 +74,8 @@ class Owner(Protocol):
 
     def after_publication(self, call: Callable[[], None]) -> None: ...
 
+    def gather_parameter(self, handle: FlatParamHandle, index: int) -> torch.Tensor | None: ...
+
 
 class FlatParamHandle:
     """The flat parameter that holds parameters of one kind (see ``group/registry``); ``build`` makes it.
@@ -300,6 +302,11 @@ class FlatParamHandle:
             call()
         else:
             group.after_publication(call)
+
+    def gather_parameter(self, index: int) -> torch.Tensor | None:
+        """See ``GradientHooks.gather``. Ranks: all of the shard group."""
+        group = self._group()
+        return None if group is None else group.gather_parameter(self, index)
 
     def show_to_segments(self, sharded_params: Sequence[int]) -> None:
         """Call the hooks of flat views for gradients that reached some sharded parameters through autograd."""

@@ -15,7 +15,7 @@ from .._torch import in_transform, temporarily_clear_interpreter_stack
 from ..errors import MisuseRuntimeError
 from ..flat import FlatParamHandle, local_of, placed, specs_of, whole_like_original
 from ..group import Root, _FSDPState, begins_forward
-from .differentiable_gather import Gather, refuse_accumulated
+from .differentiable_gather import GroupGather, refuse_accumulated
 from .functional_call import GivenValues, functional_call_params, is_functional_call
 from .group_ops import reshard
 from .untracked_writes import written
@@ -74,10 +74,10 @@ class FunctionalUse:
     def __init__(self, root: Root, state: _FSDPState, given: GivenValues) -> None:
         self._state, self.outer = state, root.forward.innermost
         handles = [handle for handle in state._handles if not given.are_full(handle)]
-        gather = Gather(root, state, handles)
+        gather = GroupGather(root, state, handles)
         params = [param for handle in handles for param in handle.unsharded.params]
         parts = [part for handle in handles for part in given.sharded_parts(handle)]
-        whole = gather.apply(parts)
+        whole = gather.apply(parts) if parts else ()
         specs = [spec for handle in handles for spec in specs_of(handle.tensor_parallel, len(handle.fqns))]
         shown_as = [item if spec is None else placed(item, spec) for item, spec in zip(whole, specs, strict=True)]
         restored = [*map(whole_like_original, gather.sharded_params, shown_as)]

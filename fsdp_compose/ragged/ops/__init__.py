@@ -13,7 +13,7 @@ shape or memory
 =====================  ==============================================================================================
 """
 
-from ..dtensor import choose_handler
+from ..dtensor import handlers
 from .dispatch import choose
 
-choose_handler.append(choose)
+handlers.choose = choose
