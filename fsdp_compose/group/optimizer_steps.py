@@ -28,6 +28,7 @@ from ..ragged import OWNER_ATTRIBUTE
 from .hook_decorators import never_traced
 from .iteration import StepCounts
 from .registry import get_state
+from .start_values import name_ranks
 from .state import Root, state_of
 
 _is_compiling = torch.compiler.is_compiling
@@ -200,10 +201,3 @@ def _list_steps(payloads: list[str]) -> str:
             ranks.setdefault(steps, []).append(rank)
     few_first = sorted(ranks.items(), key=lambda item: len(item[1]))
     return "; ".join(f"{name_ranks(item)}: {steps}" for steps, item in few_first)
-
-
-def name_ranks(ranks: list[int], most: int = 8) -> str:
-    """A list of ranks as errors show it."""
-    listed = ", ".join(map(str, ranks[:most]))
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

@@ -39,4 +39,3 @@ from .group_ops import reshard as reshard
 from .hooks import drive as drive
 from .hooks import post_forward as post_forward
 from .hooks import pre_forward as pre_forward
-from .start_values import sample_start as sample_start

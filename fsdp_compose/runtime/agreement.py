@@ -19,6 +19,7 @@ from ..errors import MisuseRuntimeError, RanksDifferError
 from ..flat import summary_of
 from ..group import (
     FLAGS_CHANGED,
+    LOAD_REMEDY,
     LOADED,
     OTHER_MODEL,
     UNSHARDED_DIFFER,
@@ -31,12 +32,6 @@ from ..group import (
     raise_different_steps,
     steps_to_compare,
     steps_were_compared,
-)
-
-LOAD_REMEDY = (
-    "Each rank has kept its own part of what it was given, so the model is a mixture: load it again, with the same "
-    "tensors on every rank, or, if only the first rank has them, with fsdp_compose.checkpoint.set_model_state_dict("
-    "model, state_dict, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)) on all ranks"
 )
 
 # ---- The error that all ranks raise together when they have issued different collectives

@@ -24,7 +24,16 @@ import torch.nn as nn
 from .._torch import current_graph_task_id, in_transform, is_checkpoint_recomputing, temporarily_clear_interpreter_stack
 from ..errors import MisuseRuntimeError
 from ..flat import explain_refused_access
-from ..group import GroupUse, Root, _FSDPState, never_traced, registrations, state_of_hooked, traced_inside_others
+from ..group import (
+    GroupUse,
+    HookedUse,
+    Root,
+    _FSDPState,
+    never_traced,
+    registrations,
+    state_of_hooked,
+    traced_inside_others,
+)
 from . import graph_mode as captured
 from .backward import keep_unsharded
 from .default_mode import DEFAULT
@@ -33,7 +42,7 @@ from .forward import abandon_forward, check_after_forward, end_forward, enter
 from .functional_call import is_functional_call
 from .functional_mode import FunctionalMode
 from .group_ops import reshard, reshard_until_backward
-from .inputs_outputs import InputWatcher, cast, has_parameter_memory, map_tensors, prepare_inputs
+from .inputs_outputs import cast, has_parameter_memory, map_tensors, prepare_inputs
 from .lazy_init import tree_has_changed, warn_of_different_inputs
 from .untracked_writes import forgive_versions, look_for_writes, refuse_untracked_writes
 
@@ -89,7 +98,7 @@ def enter_recomputation(state: _FSDPState, module: nn.Module) -> Root:
 class Mode(Protocol):
     """A way in which groups compute. May be an object made for one forward."""
 
-    def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[GroupUse | None, InputWatcher | None]:
+    def enter(self, root: Root, state: _FSDPState, is_recomputed: bool) -> tuple[GroupUse | None, HookedUse | None]:
         """Make the modules of a group whose forward begins show full parameters (``ParameterSwap``).
 
         A forward that is not ``is_recomputed`` is counted (``root.forward.enter``), but only after all checks that may

@@ -48,8 +48,10 @@ from ..group import (
     _FSDPState,
     announce_first_forward,
     apply_moves,
+    compare_starts,
     contexts_of,
     count_steps,
+    digest_of,
     find_moves,
     find_replacements,
     group_modules,
@@ -70,7 +72,6 @@ from .differentiable_gather import gather_parameter
 from .group_ops import follow_requires_grad
 from .optional import check_optional, scheduler_of
 from .recovery import is_running, recover
-from .start_values import compare_starts, digest_of
 from .untracked_writes import checksum
 
 # ---- Check that the gradients of all groups below one root are averaged over the same ranks
