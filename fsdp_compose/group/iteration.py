@@ -175,6 +175,7 @@ class PersistentState:
     has_leaf_hooks: bool = False  # the unsharded parameters have hooks that notice a backward,
     has_bucket_hooks: bool = False  # ... and hooks that notice complete buckets
     captured: CapturedGroup | None = None  # the group as graphs of ``torch.compile`` see it, if any was captured
+    is_asleep: bool = False  # its shards are in host memory (``offload_model()``)
 
     def have_new_parameters(self) -> None:
         """Note that the unsharded parameters are new ones, which have no hooks yet."""

@@ -13,6 +13,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -75,18 +76,20 @@ REMEDY = (
     "The parameter shards now belong to different steps: load a checkpoint. All ranks must decide together whether "
     "to step, by all-reducing a flag"
 )
-_counts = False
 _unused = count()
 _numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # instead of ids, which are reused
 
 
 def count_steps(root: Root) -> None:
     """From now on count the steps of optimizers of the root's sharded parameters and flat views."""
-    global _counts
     root.steps = StepCounts()
-    if not _counts:
-        _counts = True
-        after_every_step(_count)
+    _count_every_step()
+
+
+@cache
+def _count_every_step() -> None:
+    """Acts once."""
+    after_every_step(_count)
 
 
 def _count(optimizer: Optimizer) -> None:

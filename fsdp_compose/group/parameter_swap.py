@@ -103,7 +103,7 @@ class ParameterSwap:
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
         self.num_shows, self.shown_instead = 0, dict[int, torch.Tensor]()
-        self.called = IN_GROUP  # parameter names for messages; those in the root, once a root is known
+        self.called: Names = IN_GROUP  # parameter names for messages; those in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
         self.kept = KeptTensors(
             [(module, (*_OWN_ATTRIBUTES, *getattr(module, "__constants__", ()))) for module in fqns], held_weakly=roots
@@ -141,10 +141,6 @@ class ParameterSwap:
         self._prepared_names = [list(parameters) for parameters in self._sharded.dicts]
         self._sharded.note()
         self._unsharded.note()
-
-    def call_parameters(self, names: Names) -> None:
-        """Set the names of the group's parameters in the root."""
-        self.called = names
 
     def watched_dicts(self) -> list[dict[str, Any]]:
         """The dicts whose changes between iterations matter: sharded parameters and submodules."""

@@ -222,7 +222,7 @@ class _FSDPState(ComposableState):
 
     def call_parameters(self, names: Names) -> None:
         """Set the names of the group's parameters in the root, for messages."""
-        self.swap.call_parameters(names)
+        self.swap.called = names
         whole_group = self.name if len(self._handles) == 1 else ""
         for handle in self._handles:
             handle.call_parameters(names, whole_group)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -314,15 +315,10 @@ class _FunctionalGather(GroupGather):
 # parameters themselves, and everything in functional mode, are left to autograd.
 
 
-_is_installed = False
-
-
+@cache
 def notice_inputs() -> None:
     """Called by ``fully_shard``; acts once."""
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
-        intercept_backward_inputs(_run)
+    intercept_backward_inputs(_run)
 
 
 def _run(
