@@ -185,14 +185,12 @@ class PersistentState:
 # ---- The forward and the backward of a root
 
 
+@dataclass(slots=True, eq=False)
 class StepCounts:
-    """Optimizer steps on one root's parameters: the total, and the count of each optimizer since the last exchange."""
+    """Optimizer steps on one root's parameters."""
 
-    __slots__ = ("recent", "total")
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.recent: Counter[int] = Counter()
+    total: int = 0
+    recent: Counter[int] = field(default_factory=Counter)  # by the number of the optimizer, since the last exchange
 
 
 class CapturedVersions(Protocol):

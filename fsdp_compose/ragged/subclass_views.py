@@ -11,6 +11,7 @@ instance over each rank's rows, if these are all that the class needs: so optimi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -69,17 +70,15 @@ class CompositeClass(LocalClass, Protocol):
         """Whether both have the same bytes for the same instance."""
 
 
+@dataclass(slots=True, eq=False)
 class _Shown:
     """The instance that stands for a local tensor; made again when the local tensor is replaced."""
 
-    __slots__ = ("_instance", "_local", "is_read", "local_class")
-
-    def __init__(self, local_class: Any) -> None:
-        self.local_class = local_class
-        # by torch.distributed.checkpoint, which reads the attribute in the same way to find out where to write
-        self.is_read = False
-        self._local: torch.Tensor | None = None
-        self._instance: Any = None
+    local_class: Any
+    # by torch.distributed.checkpoint, which reads the attribute in the same way to find out where to write
+    is_read: bool = False
+    _local: torch.Tensor | None = None
+    _instance: Any = None
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _Shown:
         return _Shown(self.local_class)

@@ -10,6 +10,7 @@ import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -183,20 +184,14 @@ class VersionsBefore:
                 state.check_versions(versions)
 
 
+@dataclass(slots=True, eq=False)
 class _Capture:
-    """The groups that Dynamo has traced in one attempt to trace a frame.
+    """The groups that Dynamo has traced in one attempt to trace a frame."""
 
-    Attributes:
-        attempt: identifies the attempt; ``None`` if there was none.
-        groups: the traced forwards, in order: the group, the key of its plans, the module's index in the group, and
-            whether gradients are needed.
-    """
-
-    __slots__ = ("attempt", "groups")
-
-    def __init__(self, attempt: object = None) -> None:
-        self.attempt = attempt
-        self.groups: list[tuple[_FSDPState, str, int, bool]] = []
+    attempt: object = None  # identifies the attempt; ``None`` if there was none
+    # The traced forwards, in order: the group, the key of its plans, the module's index in the group, and whether
+    # gradients are needed.
+    groups: list[tuple[_FSDPState, str, int, bool]] = field(default_factory=list)
 
 
 class _Present:
