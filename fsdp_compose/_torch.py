@@ -355,20 +355,19 @@ class WorkOfGraph(_c10d.Work):
 # (tensor, work): a functional ``wait_tensor`` of the tensor waits for the work.
 register_work: Callable[[torch.Tensor, _c10d.Work], Any] = _c10d._register_work
 
-_libraries: list[torch.library.Library] = []  # operations go with them
-
 
 def define_operations(
     namespace: str, operations: Mapping[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]]
-) -> None:
-    """Define operators by their schemas, each with what it does and what it does without elements."""
+) -> torch.library.Library:
+    """Define operators by their schemas, each with what it does and what it does without elements. They go with the
+    returned object."""
     library = torch.library.Library(namespace, "FRAGMENT")
-    _libraries.append(library)
     for schema, (function, fake) in operations.items():
         name = schema.partition("(")[0]
         library.define(schema)
         library.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+    return library
 
 
 def lower_as_collective(operations: Sequence[Any]) -> None:

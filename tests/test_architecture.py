@@ -88,12 +88,20 @@ def test_a_wing_imports_only_wings_above_it_each_through_its_init():
 
 
 def needs_of(file: File) -> set[File]:
-    """The files that a file needs: of what it imports through a wing's ``__init__``, those where the names are made."""
+    """The files that a file needs: of what it imports through a wing's ``__init__``, those where the names are made.
+    What it imports for annotations alone, from its own wing, it does not need to run."""
+    annotating = {
+        item
+        for node in ast.walk(files()[file])
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for item in node.body
+    }
     found = {
         origin(start_of(file, node), alias.name)
         for node in ast.walk(files()[file])
         if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
+        if node not in annotating or start_of(file, node)[:1] != file[:1]
     }
     return found - {file}
 

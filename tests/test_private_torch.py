@@ -1026,24 +1026,24 @@ def test_register_work():
     torch.testing.assert_close(x, torch.ones(2))
 
 
+@functools.cache
 def _define_times() -> Any:
-    """An operation whose result is there when it is waited for."""
+    """An operation whose result is there when it is waited for, and what keeps it defined."""
 
     def issue(x: torch.Tensor, number: int) -> torch.Tensor:
         result = torch.empty_like(x)
         _torch.register_work(result, _torch.WorkOfGraph(lambda: result.copy_(x * number), x))
         return result
 
-    if not hasattr(torch.ops.fsdp_compose_test, "times"):
-        schema = "times(Tensor x, int number) -> Tensor"
-        _torch.define_operations("fsdp_compose_test", {schema: (issue, lambda x, number: torch.empty_like(x))})
-    return torch.ops.fsdp_compose_test.times
+    schema = "times(Tensor x, int number) -> Tensor"
+    library = _torch.define_operations("fsdp_compose_test", {schema: (issue, lambda x, number: torch.empty_like(x))})
+    return torch.ops.fsdp_compose_test.times, library
 
 
 def test_define_operations():
     from torch._subclasses import FakeTensorMode
 
-    operation, wait = _define_times(), _torch.functional_collectives().wait_tensor
+    operation, wait = _define_times()[0], _torch.functional_collectives().wait_tensor
     torch.testing.assert_close(wait(operation(torch.ones(2), 3)), torch.full((2,), 3.0))
     with FakeTensorMode():
         assert operation(torch.ones(2), 3).shape == (2,)
@@ -1054,7 +1054,7 @@ def test_lower_as_collective():
     import torch._inductor.lowering
 
     torch._dynamo.reset()
-    operation = _define_times()
+    operation, _ = _define_times()
     _torch.lower_as_collective([operation.default])
     wait = _torch.functional_collectives().wait_tensor
 

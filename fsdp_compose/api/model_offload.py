@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .._torch import is_wrapper, memory_exchange, refuse_access
+from ..comm import forget_for, kept_for, known_for
 from ..errors import MisuseError, MisuseRuntimeError, MisuseTypeError
 from ..flat import FlatParamHandle, host_memory, local_of
 from ..group import _FSDPState, _get_fsdp_states, is_sleeping, put_to_sleep, refuse_sleeping, sleeping_error, wake
@@ -62,7 +63,7 @@ def offload_model(module: nn.Module, optimizer: Optimizers = None, *, pin_memory
     sleeping = _Sleeping(states, moved, optimizers, sleeping_error(states[0].name))
     sleeping.go(_storages(module, handles, optimizers, device), device, pin_memory and device.type != "cpu")
     put_to_sleep(states)
-    _sleeping[module] = sleeping
+    kept_for(module, _Sleeping, lambda: sleeping)
 
 
 def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
@@ -81,7 +82,7 @@ def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
         torch.OutOfMemoryError: the device has too little memory: free some and call it again.
     """
     optimizers = _checked(module, optimizer, "onload")
-    sleeping = _sleeping.get(module)
+    sleeping = known_for(module, _Sleeping)
     if sleeping is None:
         raise MisuseRuntimeError(
             f"onload_model(): offload_model() was not called on this {type(module).__name__}, or onload_model() has "
@@ -94,10 +95,7 @@ def onload_model(module: nn.Module, optimizer: Optimizers = None) -> None:
                 "same optimizers"
             )
     sleeping.end()
-    del _sleeping[module]
-
-
-_sleeping: weakref.WeakKeyDictionary[nn.Module, _Sleeping] = weakref.WeakKeyDictionary()
+    forget_for(module, _Sleeping)
 
 
 def _checked(module: Any, optimizer: Any, caller: str) -> list[Optimizer]:
@@ -230,7 +228,7 @@ class _Sleeping:
     def __init__(
         self, states: list[_FSDPState], handles: list[FlatParamHandle], optimizers: list[Optimizer], error: str
     ) -> None:
-        # Weak references: states and handles refer to the module, and ``_sleeping`` maps that module to this object.
+        # Weak references: states and handles refer to the module, for which this object is kept.
         self._states, self._handles = [*map(weakref.ref, states)], [*map(weakref.ref, handles)]
         self.optimizers, self._error = optimizers, error
         self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []

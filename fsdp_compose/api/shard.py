@@ -56,12 +56,13 @@ from ..group import (
     managed_parameters,
     partition,
     register_state,
+    sample_start,
     state_of_hooked,
     strategy_named,
     ties_with_other_groups,
     unsharded_tensors,
 )
-from ..runtime import drive, sample_start
+from ..runtime import drive
 
 # ---- Making a group: check arguments, collect the managed parameters, build flat parameters, install them.
 #

@@ -19,6 +19,7 @@ from .agreement import ask_all as ask_all
 from .agreement import group_of as group_of
 from .agreement import is_first as is_first
 from .fqns import ModelNames as ModelNames
+from .hf import extend_transformers_loader as extend_transformers_loader
 from .hf import load_hf, save_hf
 from .model_state import StateDictOptions
 from .planner import LoadPlanner, SavePlanner
@@ -33,7 +34,6 @@ from .state_dict import (
     set_state_dict,
 )
 from .storage import load, resume, save
-from .transformers_loading import extend_transformers_loader as extend_transformers_loader
 
 __all__ = [
     "LoadPlanner",

@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .._torch import dtensor_spec, group_device_types, local_tensor
-from ..comm import maximum_of_all_ranks
+from ..comm import forget_for, kept_for, known_for, maximum_of_all_ranks
 from ..errors import MisuseRuntimeError
 from ..optim import elementwise_classes
 from ..ragged import RaggedDTensor, known_as
@@ -180,15 +181,18 @@ class _Loaded:
             _refuse_steps(optimizer)
 
 
-_waiting: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that refuse to step
+@dataclass(slots=True, eq=False)
+class _Refusal:
+    """The hooks of an optimizer that refuses to step."""
+
+    hooks: list[RemovableHandle]
 
 
 def _refuse_steps(optimizer: Optimizer) -> None:
     """Let the next step of ``optimizer`` raise, until its state is set: the values that were loaded for it are in the
     state dict only, and it would start from zero without a word."""
-    if optimizer in _waiting:
+    if known_for(optimizer, _Refusal) is not None:
         return
-    _waiting.add(optimizer)
 
     def refuse(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         raise MisuseRuntimeError(
@@ -198,11 +202,12 @@ def _refuse_steps(optimizer: Optimizer) -> None:
         )
 
     def release(optimizer: Optimizer) -> None:
-        _waiting.discard(optimizer)
-        for hook in hooks:
+        for hook in kept_for(optimizer, _Refusal).hooks:
             hook.remove()
+        forget_for(optimizer, _Refusal)
 
     hooks = [optimizer.register_step_pre_hook(refuse), optimizer.register_load_state_dict_post_hook(release)]
+    kept_for(optimizer, _Refusal, lambda: _Refusal(hooks))
 
 
 def pending_state(

@@ -97,7 +97,7 @@ def uninstall() -> list[str]:
 def _of_others() -> dict[int, Any]:
     """Return replacements for functions and classes of other packages that depend on FSDP2's parameter layout, by the
     id of the original."""
-    from . import pipelining_patch as of_pipelines  # late: pipelining is slow to import
+    from .. import pipelining as of_pipelines  # late: torch's pipelining is slow to import
 
     ours: dict[int, Any] = {
         id(of_pipelines.of_inputs): of_pipelines.stage_backward_input,

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import DTensorSpec, local_tensor
 from ..comm import DataParallelMesh, Label
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import Parts, RaggedSpec, hook_owners, note_write_of_all_ranks, writes
+from ..ragged import Parts, RaggedSpec, note_write_of_all_ranks, parameter_owners, writes
 from .codecs import CompositeCodec, cut
 from .flat_param import FlatParamHandle, handle_of
 from .gradient_hooks import GradientHooks
@@ -123,7 +123,7 @@ def shard_again(
                     inner = inner_of_sharded_param(sharded)
                     local.copy_(inner.reshape(-1)[first : first + local.numel()].view(local.shape))
                 rebind_sharded_param(sharded, local, spec)
-    handle.hold(params, GradientHooks(params, [hook_owners.get(id(sharded)) for sharded in params], owner=handle))
+    handle.hold(params, GradientHooks(params, [parameter_owners.get(id(sharded)) for sharded in params], owner=handle))
     handle.set_shard(handle.flatten() if shard is None else shard)
     return handle
 

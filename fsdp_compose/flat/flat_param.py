@@ -64,6 +64,8 @@ class Owner(Protocol):
 
     def after_publication(self, call: Callable[[], None]) -> None: ...
 
+    def gather_parameter(self, handle: FlatParamHandle, index: int) -> torch.Tensor | None: ...
+
 
 class _Referable:
     __slots__ = ("__weakref__",)  # dataclass(weakref_slot=True) needs Python 3.11
@@ -137,7 +139,7 @@ class FlatParamHandle(_Referable):
             unsharded = self.storage.unsharded(shard, layout, self.mesh, compute, self.label, own)
         parts = (self.sharded_params, self.local_shards, self.segments)
         numel, gradient_dtype = layout.shard_numel, kind.gradient_dtype(dtype)
-        memory = self.storage.gradient_memory(*parts, numel, gradient_dtype, device=shard.device)
+        memory = self.storage.gradient_memory(shard.device, *parts, numel, gradient_dtype)
         return unsharded, self.storage.gradient(memory, self.hooks, self.mesh.has_whole)
 
     def call_parameters(self, names: Names, whole_group: str) -> None:
@@ -263,6 +265,11 @@ class FlatParamHandle(_Referable):
             call()
         else:
             group.after_publication(call)
+
+    def gather_parameter(self, index: int) -> torch.Tensor | None:
+        """See ``GradientHooks.gather``. Ranks: all of the shard group."""
+        group = self._group()
+        return None if group is None else group.gather_parameter(self, index)
 
     def show_to_segments(self, sharded_params: Sequence[int]) -> None:
         """Call the hooks of flat views for gradients that reached some sharded parameters through autograd."""

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import gradient_hooks, is_part_of_multi_grad_hook, queue_end_of_backward, set_leaf_hooks
 from ..errors import MisuseError, MisuseRuntimeError
-from ..ragged import MixedOperandsError, RaggedDTensor, distribute_ragged, hook_owners
+from ..ragged import MixedOperandsError, ParameterOwner, RaggedDTensor, distribute_ragged, parameter_owners
 from .accumulation import behind, put_behind
 from .sharded_param import is_sharded_like, like_sharded_param
 
@@ -66,8 +66,10 @@ class HookedFlatParam(Protocol):
 
     def after_publication(self, call: Callable[[], None]) -> None: ...
 
+    def gather_parameter(self, index: int) -> torch.Tensor | None: ...
 
-class GradientHooks:
+
+class GradientHooks(ParameterOwner):
     """The hooks of the parameters of one handle.
 
     Args:
@@ -84,7 +86,7 @@ class GradientHooks:
     def __init__(
         self,
         sharded_params: Sequence[nn.Parameter],
-        before: Sequence[GradientHooks | None] = (),
+        before: Sequence[ParameterOwner | None] = (),
         *,
         owner: HookedFlatParam,
     ) -> None:
@@ -96,7 +98,7 @@ class GradientHooks:
         self.on_gradient: dict[int, _Hooks] = {}
         self.after_accumulation: dict[int, _Hooks] = {}
         for i, earlier in enumerate(before):
-            if earlier is not None:
+            if isinstance(earlier, GradientHooks):
                 j = earlier._index(sharded_params[i])
                 for mine, theirs in (
                     (self.on_gradient, earlier.on_gradient),
@@ -105,7 +107,7 @@ class GradientHooks:
                     if j in theirs:
                         mine[i] = theirs[j]
         for sharded in sharded_params:
-            hook_owners[id(sharded)] = self
+            parameter_owners[id(sharded)] = self
         self.listen_again()
 
     def move_over(self, index: int, original: nn.Parameter) -> None:
@@ -143,6 +145,12 @@ class GradientHooks:
         if sharded.requires_grad and sharded.grad_fn is None and owner is not None and not owner.is_functional:
             what = "view_as() or expand_as() of it with itself (as register_multi_grad_hook() calls it)"
             raise MisuseRuntimeError(_REFUSED.format(self.name_of(self._index(sharded)), what))
+
+    def gather(self, sharded: nn.Parameter) -> torch.Tensor | None:
+        """Gather the inner tensor of a sharded parameter, differentiably; ``None`` before the group's first
+        forward."""
+        owner = self._owner()
+        return None if owner is None else owner.gather_parameter(self._index(sharded))
 
     def has_arrived(self, index: int) -> bool:
         """Whether autograd has produced a gradient for a sharded parameter that was not shown yet."""

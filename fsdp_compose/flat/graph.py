@@ -167,9 +167,10 @@ _OPERATIONS: dict[str, tuple[Callable[..., _Tensor], Callable[..., _Tensor]]] = 
 
 
 @cache
-def define() -> None:
-    """Define the operators, also for a graph that was found in a cache on disk instead of captured."""
-    define_operations("fsdp_compose", _OPERATIONS)
+def define() -> object:
+    """Define the operators, also for a graph that was found in a cache on disk instead of captured. The cache of this
+    function keeps them."""
+    return define_operations("fsdp_compose", _OPERATIONS)
 
 
 def _teach_compiler() -> None:

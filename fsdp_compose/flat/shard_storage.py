@@ -195,11 +195,10 @@ class ShardStorage:
         cls = _StagedUnsharded if self.is_host and dtype != shard.dtype else Unsharded
         return cls(shard, layout, mesh, dtype, label, tensor_parallel, copy_in)
 
-    def gradient_memory(self, *arguments: Any, device: torch.device) -> GradientMemory:
-        """Make the memory of a flat gradient; for the arguments see ``GradientMemory``."""
-        if not self.has_host_gradients or device.type == "meta":
-            return GradientMemory(*arguments, device=device)
-        return GradientMemory(*arguments, device=torch.device("cpu"), empty=self.memory)
+    def gradient_memory(self, device: torch.device, *arguments: Any) -> GradientMemory:
+        """Make the memory of a flat gradient; ``device``: that of the shard; for the others see ``GradientMemory``."""
+        is_host = self.has_host_gradients and device.type != "meta"
+        return GradientMemory(*arguments, *((torch.device("cpu"), self.memory) if is_host else (device,)))
 
     def gradient(self, memory: GradientMemory, hooks: GradientHooks, keeps_memory: bool) -> ShardedGradient:
         """Make the flat gradient; for the arguments see ``ShardedGradient``."""

@@ -73,7 +73,6 @@ from .kept_tensors import tensors_requiring_grad as tensors_requiring_grad
 from .optimizer_steps import after_every_step as after_every_step
 from .optimizer_steps import before_every_step as before_every_step
 from .optimizer_steps import count_steps as count_steps
-from .optimizer_steps import name_ranks as name_ranks
 from .optimizer_steps import raise_different_steps as raise_different_steps
 from .optimizer_steps import steps_to_compare as steps_to_compare
 from .optimizer_steps import steps_were_compared as steps_were_compared
@@ -90,7 +89,6 @@ from .parameter_swap import SlotView as SlotView
 from .parameter_swap import before_load as before_load
 from .parameter_swap import caches_parameters as caches_parameters
 from .parameter_swap import guard_state_dict as guard_state_dict
-from .parameter_swap import load_listeners as load_listeners
 from .parameter_swap import sharded_parameters as sharded_parameters
 from .registry import _get_fsdp_states as _get_fsdp_states
 from .registry import contexts_of as contexts_of
@@ -109,6 +107,10 @@ from .registry import unsharded_tensors as unsharded_tensors
 from .replaced_params import make_proxy as make_proxy
 from .replaced_params import rebind_live_optimizers as rebind_live_optimizers
 from .replaced_params import rebind_optimizer as rebind_optimizer
+from .start_values import LOAD_REMEDY as LOAD_REMEDY
+from .start_values import compare_starts as compare_starts
+from .start_values import digest_of as digest_of
+from .start_values import sample_start as sample_start
 from .state import Root as Root
 from .state import Scheduler as Scheduler
 from .state import _FSDPState as _FSDPState

@@ -353,9 +353,6 @@ def _poison(dtype: torch.dtype) -> float | int:
 # every method, so that forwards of models that are awake pay nothing for the check.
 
 
-_asleep: weakref.WeakSet[_FSDPState] = weakref.WeakSet()
-
-
 class _SleepingDetector:
     """Replaces the detector of a root while one of its groups sleeps."""
 
@@ -394,7 +391,7 @@ class _SleepingDetector:
 def put_to_sleep(states: Iterable[_FSDPState]) -> None:
     """Make forwards of these groups, and of roots that contain them, raise from now on."""
     for state in states:
-        _asleep.add(state)
+        state.persistent.is_asleep = True
         for owner in _owners(state):
             if owner.detector is not None and not isinstance(owner.detector, _SleepingDetector):
                 owner.detector = _SleepingDetector(owner.detector, state)
@@ -404,11 +401,11 @@ def wake(states: Iterable[_FSDPState]) -> None:
     """Let these groups run again. Their shards have the same elements as before, at other addresses."""
     states = [*states]
     for state in states:
-        _asleep.discard(state)
+        state.persistent.is_asleep = False
     for state in states:
         for owner in _owners(state):
             if isinstance(owner.detector, _SleepingDetector):
-                is_awake = owner.root is None or not any(item in _asleep for item in owner.root.live_states())
+                is_awake = owner.root is None or not any(map(is_sleeping, owner.root.live_states()))
                 if is_awake:
                     owner.detector = owner.detector.original
             if owner.detector is not None and not isinstance(owner.detector, _SleepingDetector):
@@ -416,13 +413,13 @@ def wake(states: Iterable[_FSDPState]) -> None:
 
 
 def is_sleeping(state: _FSDPState) -> bool:
-    return state in _asleep
+    return state.persistent.is_asleep
 
 
 def refuse_sleeping(states: Iterable[_FSDPState]) -> None:
     """Raise RuntimeError if one of these groups is asleep."""
     for state in states:
-        if state in _asleep:
+        if is_sleeping(state):
             raise MisuseRuntimeError(sleeping_error(state.name))
 
 

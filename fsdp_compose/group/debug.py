@@ -49,7 +49,8 @@ from ..comm import (
 from ..errors import MisuseError, RanksDifferError
 from ..flat import Communicator, FlatParamHandle, Reduction
 from .collective_order import PLACES, CollectiveLog, Entry
-from .optimizer_steps import STEPS_DIFFER, name_ranks, num_steps, restart_counts
+from .optimizer_steps import STEPS_DIFFER, num_steps, restart_counts
+from .start_values import name_ranks
 from .state import Root, state_of
 
 Sum = tuple[list[int], list[str]]

@@ -59,8 +59,7 @@ class GraphPlan(NamedTuple):
     gathered: tuple[bool, ...]
 
 
-_plans: dict[tuple[GraphPlan, ...], str] = {}
-_by_key: dict[str, tuple[GraphPlan, ...]] = {}
+_plans: dict[tuple[GraphPlan, ...], str] = {}  # the key of each
 
 
 class CapturedGroup:
@@ -146,9 +145,7 @@ class CapturedGroup:
             )
             for index, slots in enumerate(self._slots)
         )
-        key = _plans.setdefault(plans, str(len(_plans)))
-        _by_key[key] = plans
-        return flats, key
+        return flats, _plans.setdefault(plans, str(len(_plans)))
 
     def knows(self, place: torch.Tensor) -> bool:
         """Whether a gradient that a graph has delivered to ``place`` will be used."""
@@ -194,7 +191,7 @@ def _identity(handle: FlatParamHandle) -> int:
 
 def graph_plan_of(key: str, index: int) -> GraphPlan:
     """The plan for the module with this index in its group."""
-    return _by_key[key][index]
+    return next(plans for plans, known in _plans.items() if known == key)[index]
 
 
 def _slots_below(module: nn.Module, state: _FSDPState) -> Slots:
@@ -212,10 +209,9 @@ def captured_leaves(handle: FlatParamHandle) -> list[nn.Parameter]:
     """The leaves to which graphs deliver gradients of a flat parameter."""
     state = state_of(handle)
     captured = None if state is None else state.persistent.captured
-    if state is None or not isinstance(captured, CapturedGroup):
+    if state is None or captured is None:
         return []
-    shard = captured.shards[state._handles.index(handle)]
-    return shard.places()
+    return captured.shards[state._handles.index(handle)].places()
 
 
 def is_capturable(handles: Sequence[FlatParamHandle]) -> bool:

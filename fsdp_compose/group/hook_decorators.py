@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.nn as nn
 
 from .._torch import skip_frame, skip_top_frame
 from ..flat import End, begin, watched
+
+if TYPE_CHECKING:
+    from .iteration import HookedUse
+    from .state import _FSDPState
 
 # ---- Support for torch.compile: annotations on managed modules, and hooks that Dynamo never traces.
 #
@@ -63,40 +67,13 @@ def traced_inside_others(function: _F) -> _F:
 _Method = Callable[..., Any]
 
 
-class ComputingGroup(Protocol):
-    """A ``_FSDPState``."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def root(self) -> object: ...
-
-
-class ReachedUse(Protocol):
-    """A use that a backward can reach; see ``HookedUse``."""
-
-    @property
-    def state(self) -> ComputingGroup: ...
-
-    @property
-    def active_backward(self) -> object: ...
-
-
-class EndOfBackward(Protocol):
-    """The callback at the end of a backward of a root; it is called once."""
-
-    @property
-    def root(self) -> object: ...
-
-
 _forwards: list[End] = []  # the running forwards, innermost last
-_backwards: dict[int, tuple[weakref.ref[ComputingGroup], End]] = {}  # by the id of a use; the graph keeps the use alive
+_backwards: dict[int, tuple[weakref.ref[_FSDPState], End]] = {}  # by the id of a use; the graph keeps the use alive
 
 
 def _after_enter(method: _Method) -> _Method:
     @never_traced
-    def enter(mode: object, root: object, state: ComputingGroup, is_recomputed: bool) -> Any:
+    def enter(mode: object, root: object, state: _FSDPState, is_recomputed: bool) -> Any:
         entered = method(mode, root, state, is_recomputed)
         _forwards.append(begin("recomputation" if is_recomputed else "forward", state, state.name))
         return entered
@@ -116,7 +93,7 @@ def _before_leave(method: _Method) -> _Method:
 
 def _after_reach(method: _Method) -> _Method:
     @never_traced
-    def reach(use: ReachedUse, grad: object) -> None:
+    def reach(use: HookedUse, grad: object) -> None:
         before = use.active_backward
         method(use, grad)
         if use.active_backward is not before:  # otherwise another output came first
@@ -128,7 +105,7 @@ def _after_reach(method: _Method) -> _Method:
 
 def _before_pass(method: _Method) -> _Method:
     @never_traced
-    def leave(use: ReachedUse, grad: object) -> None:
+    def leave(use: HookedUse, grad: object) -> None:
         _end_backward(id(use))
         method(use, grad)
 
@@ -137,7 +114,7 @@ def _before_pass(method: _Method) -> _Method:
 
 def _before_end(method: _Method) -> _Method:
     @never_traced
-    def end(callback: EndOfBackward) -> None:
+    def end(callback: Any) -> None:
         for use in [*reversed(_backwards)]:
             state = _backwards[use][0]()
             if state is None or state.root is callback.root:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -17,6 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from .._torch import backwards
 from ..flat import FlatParamHandle, Region
+
+if TYPE_CHECKING:
+    from .graph import CapturedGroup
+    from .parameter_swap import ParameterSwap
+    from .state import _FSDPState
 
 # ---- The progress of one group: in the running iteration, in the running backward, and carried over from earlier ones
 #
@@ -54,35 +59,36 @@ class HookedUse(GroupUse, Protocol):
     """A use in the default mode, whose backward is driven by hooks.
 
     Attributes:
+        state: the group.
+        device_type: the device of the group.
         active_backward: the backward that has reached the use and has not finished it.
+        has_alias: some input requires grad.
+        containers: the lists and dicts among the inputs, each with the ids of the tensors in it before forward.
     """
+
+    containers: list[tuple[Any, set[int]]] | None
+    has_alias: bool
+
+    @property
+    def state(self) -> _FSDPState: ...
+
+    @property
+    def device_type(self) -> str: ...
 
     @property
     def active_backward(self) -> object: ...
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def watch_container(self, container: list[Any] | dict[Any, Any]) -> None: ...
+
+    def tensors_put_into_inputs(self) -> list[torch.Tensor]: ...
 
     def reach(self, grad: torch.Tensor) -> None:
         """A backward has reached a use inside this one by a gradient, maybe without passing the outputs of this one."""
 
     def hook_output(self, tensor: torch.Tensor) -> bool:
         """Hook a tensor for pre-backward. Returns ``False`` if backward could enter the group without the hook."""
-
-
-class Shown(Protocol):
-    """The part of a ``ParameterSwap`` that a backward uses."""
-
-    def show_sharded(self) -> None: ...
-
-
-class Captured(Protocol):
-    """The data and gradients of a group that graphs use; see ``CapturedGroup``."""
-
-    def follow(self) -> None: ...
-
-    def knows(self, place: torch.Tensor) -> bool: ...
-
-    def bring(self) -> tuple[bool, bool]: ...
-
-    def drop(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +174,8 @@ class PersistentState:
     unhooked_versions: list[int] | None = None
     has_leaf_hooks: bool = False  # the unsharded parameters have hooks that notice a backward,
     has_bucket_hooks: bool = False  # ... and hooks that notice complete buckets
-    captured: Captured | None = None  # the group as graphs of ``torch.compile`` see it, if any was captured
+    captured: CapturedGroup | None = None  # the group as graphs of ``torch.compile`` see it, if any was captured
+    is_asleep: bool = False  # its shards are in host memory (``offload_model()``)
 
     def have_new_parameters(self) -> None:
         """Note that the unsharded parameters are new ones, which have no hooks yet."""
@@ -178,14 +185,12 @@ class PersistentState:
 # ---- The forward and the backward of a root
 
 
+@dataclass(slots=True, eq=False)
 class StepCounts:
-    """Optimizer steps on one root's parameters: the total, and the count of each optimizer since the last exchange."""
+    """Optimizer steps on one root's parameters."""
 
-    __slots__ = ("recent", "total")
-
-    def __init__(self) -> None:
-        self.total = 0
-        self.recent: Counter[int] = Counter()
+    total: int = 0
+    recent: Counter[int] = field(default_factory=Counter)  # by the number of the optimizer, since the last exchange
 
 
 class CapturedVersions(Protocol):
@@ -299,7 +304,7 @@ class Backward:
     has_outside_grads: bool = False  # ... produced gradients for uses outside a forward (``differentiable_gather``)
     after_publication: list[Callable[[], None]] = field(default_factory=list)  # called when gradients are published
     # Swaps of groups that show their parameters since it began, because they had stayed unsharded.
-    shown: dict[Shown, None] = field(default_factory=dict)
+    shown: dict[ParameterSwap, None] = field(default_factory=dict)
     # The process group carries nothing but buckets of one replicated group during this backward (see Note [Only
     # buckets]); ``None`` if not known yet.
     has_only_buckets: bool | None = None

@@ -13,6 +13,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..ragged import OWNER_ATTRIBUTE
 from .hook_decorators import never_traced
 from .iteration import StepCounts
 from .registry import get_state
+from .start_values import name_ranks
 from .state import Root, state_of
 
 _is_compiling = torch.compiler.is_compiling
@@ -74,18 +76,20 @@ REMEDY = (
     "The parameter shards now belong to different steps: load a checkpoint. All ranks must decide together whether "
     "to step, by all-reducing a flag"
 )
-_counts = False
 _unused = count()
 _numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # instead of ids, which are reused
 
 
 def count_steps(root: Root) -> None:
     """From now on count the steps of optimizers of the root's sharded parameters and flat views."""
-    global _counts
     root.steps = StepCounts()
-    if not _counts:
-        _counts = True
-        after_every_step(_count)
+    _count_every_step()
+
+
+@cache
+def _count_every_step() -> None:
+    """Acts once."""
+    after_every_step(_count)
 
 
 def _count(optimizer: Optimizer) -> None:
@@ -200,10 +204,3 @@ def _list_steps(payloads: list[str]) -> str:
             ranks.setdefault(steps, []).append(rank)
     few_first = sorted(ranks.items(), key=lambda item: len(item[1]))
     return "; ".join(f"{name_ranks(item)}: {steps}" for steps, item in few_first)
-
-
-def name_ranks(ranks: list[int], most: int = 8) -> str:
-    """A list of ranks as errors show it."""
-    listed = ", ".join(map(str, ranks[:most]))
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"

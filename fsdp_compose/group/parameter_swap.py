@@ -13,10 +13,10 @@ the next iteration, a change inside forward at the end of the outermost forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -27,6 +27,7 @@ from ..flat import FlatParamHandle, ManagedParameter, check_content, note_write,
 from ..ragged import RaggedDTensor
 from .hook_decorators import MARKS, ends_forward
 from .kept_tensors import KeptTensors, Namespace
+from .start_values import notice_load, notice_loaded
 
 _Parameters = dict[str, "nn.Parameter | None"]
 _LOST_CHANGE = (
@@ -102,7 +103,7 @@ class ParameterSwap:
         self._namespaces = [None if module in roots else module.__dict__ for module in owned]
         self._roots = [weakref.ref(module) if module in roots else None for module in owned]
         self.num_shows, self.shown_instead = 0, dict[int, torch.Tensor]()
-        self.called = IN_GROUP  # parameter names for messages; those in the root, once a root is known
+        self.called: Names = IN_GROUP  # parameter names for messages; those in the root, once a root is known
         self._fqns = [fqns[module] for module in owned]
         self.kept = KeptTensors(
             [(module, (*_OWN_ATTRIBUTES, *getattr(module, "__constants__", ()))) for module in fqns], held_weakly=roots
@@ -140,10 +141,6 @@ class ParameterSwap:
         self._prepared_names = [list(parameters) for parameters in self._sharded.dicts]
         self._sharded.note()
         self._unsharded.note()
-
-    def call_parameters(self, names: Names) -> None:
-        """Set the names of the group's parameters in the root."""
-        self.called = names
 
     def watched_dicts(self) -> list[dict[str, Any]]:
         """The dicts whose changes between iterations matter: sharded parameters and submodules."""
@@ -330,19 +327,6 @@ SHARDED_PARAMS, _ASIDE, _OWN = "_fsdp_compose_sharded_params", "_fsdp_compose_as
 _OWN_ATTRIBUTES = (SHARDED_PARAMS, _ASIDE, _OWN, *MARKS)
 
 
-class LoadListener(Protocol):
-    """Notices what ``load_state_dict()`` gives to sharded parameters of one module."""
-
-    def before_load(self, given: Sequence[tuple[nn.Parameter, Any]]) -> None:
-        """Called with the parameters that are about to be written to, and the value for each."""
-
-    def after_load(self, params: Iterable[nn.Parameter]) -> None:
-        """Called when the module's sharded parameters, all of ``params``, and its submodules' are loaded."""
-
-
-load_listeners: list[LoadListener] = []
-
-
 def guard_state_dict(module: nn.Module, fqn: str) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of ``module`` see the sharded parameters at all times, including
     inside forward and after a KeyboardInterrupt (which skips post-forward hooks)."""
@@ -366,8 +350,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, meta
         refuse_meta_content(sharded_params[name], value, _join(fqn, name))
         if is_assigned:
             check_content(sharded_params[name], value, _join(fqn, name))
-    for listener in load_listeners:
-        listener.before_load([(sharded_params[name], value) for name, value in given.items()])
+    notice_load((sharded_params[name], value) for name, value in given.items())
     if is_assigned:
         for name, value in given.items():
             take_content(sharded_params[name], value)
@@ -377,8 +360,7 @@ def before_load(module: nn.Module, state_dict: dict[str, Any], prefix: str, meta
 
 
 def _after_load(module: nn.Module, *_: Any) -> None:
-    for listener in load_listeners:
-        listener.after_load(module.__dict__[_OWN][1].values())
+    notice_loaded(module.__dict__[_OWN][1].values())
     _show_what_was(module)
 
 

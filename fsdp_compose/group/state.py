@@ -176,6 +176,10 @@ class _FSDPState(ComposableState):
         else:
             backward.after_publication.append(call)
 
+    def gather_parameter(self, handle: FlatParamHandle, index: int) -> torch.Tensor | None:
+        """Gather a parameter that is used outside the group's forward; ``None`` before the first forward."""
+        return None if self.root is None else self.root.gather_parameter(self.root, self, handle, index)
+
     @property
     def is_trainable(self) -> bool:
         return any(handle.pending_gradients.is_trainable for handle in self._handles)
@@ -218,7 +222,7 @@ class _FSDPState(ComposableState):
 
     def call_parameters(self, names: Names) -> None:
         """Set the names of the group's parameters in the root, for messages."""
-        self.swap.call_parameters(names)
+        self.swap.called = names
         whole_group = self.name if len(self._handles) == 1 else ""
         for handle in self._handles:
             handle.call_parameters(names, whole_group)
@@ -434,14 +438,15 @@ class Root:
         failed_backward: a backward that ended in an exception, until its remains are discarded.
         recomputed: groups that activation checkpointing has just run again, left unsharded for their backward.
         scheduler: when the groups gather and reduce.
+        gather_parameter: gathers one parameter of a group for a use outside its forward, differentiably.
         steps: of optimizers; ``None`` before they are counted.
         compared_graphs: digests of the captured graphs that all ranks have compared.
     """
 
     __slots__ = (
         "__weakref__", "backward", "communicator", "compared_graphs", "exchange", "failed_backward", "forward",
-        "forward_exchange", "generation", "num_forwards", "number", "order", "parts", "recomputed", "records",
-        "scheduler", "states", "steps", "used_starts",
+        "forward_exchange", "gather_parameter", "generation", "num_forwards", "number", "order", "parts", "recomputed",
+        "records", "scheduler", "states", "steps", "used_starts",
     )  # fmt: skip
 
     def __init__(
@@ -454,6 +459,7 @@ class Root:
         number: int,
         num_forwards: int,
         scheduler: Scheduler,
+        gather_parameter: Callable[[Root, _FSDPState, FlatParamHandle, int], torch.Tensor],
     ) -> None:
         states = dict.fromkeys(state for part in parts for state in part)
         self.states = [weakref.ref(state) for state in states]
@@ -461,6 +467,7 @@ class Root:
         self.communicator = communicator
         self.exchange, self.forward_exchange = exchanges
         self.scheduler = scheduler
+        self.gather_parameter = gather_parameter
         self.used_starts: weakref.WeakKeyDictionary[FlatParamHandle, int] = weakref.WeakKeyDictionary()
         self.generation = generation
         self.order = order

@@ -8,6 +8,7 @@ next backward. The start of this file decides which optimizers treat every eleme
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -119,9 +120,6 @@ def refuse_unless_elementwise(optimizer: Optimizer, what: str = _FLAT) -> None:
 
 
 # ---- The flat views of a model's parameters
-
-
-_has_hooks = False
 
 
 def flat_parameters(
@@ -263,12 +261,11 @@ def _ranges(owner: FlatParamHandle | nn.Parameter, indices: Iterable[int], local
 # ---- Hooks around optimizer steps
 
 
+@cache
 def _add_hooks() -> None:
-    global _has_hooks
-    if not _has_hooks:
-        _has_hooks = True
-        before_every_step(_before_step)
-        after_every_step(_after_step)
+    """Acts once."""
+    before_every_step(_before_step)
+    after_every_step(_after_step)
 
 
 def _handles_of(optimizer: Optimizer) -> set[FlatParamHandle]:

@@ -27,12 +27,12 @@ from . import ops as ops  # gives RaggedDTensor its operations
 from .dtensor import RaggedDTensor as RaggedDTensor
 from .dtensor import distribute_ragged as distribute_ragged
 from .dtensor import gather_local_shards as gather_local_shards
-from .dtensor import gather_parameter as gather_parameter
 from .dtensor import inner_of_whole as inner_of_whole
 from .dtensor import known_as as known_as
 from .dtensor import rebind as rebind
 from .dtensor import scatter_average as scatter_average
 from .dtensor import shard_inner as shard_inner
+from .gather import DifferentiableGather as DifferentiableGather
 from .ops.operands import ReplicatedDTensor as ReplicatedDTensor
 from .ops.reductions import accurate_dtype as accurate_dtype
 from .ops.reductions import combine_norms as combine_norms
@@ -41,8 +41,9 @@ from .ops.reductions import partial_norm as partial_norm
 from .ownership import OWNER_ATTRIBUTE as OWNER_ATTRIBUTE
 from .ownership import SHOWN_ATTRIBUTE as SHOWN_ATTRIBUTE
 from .ownership import MixedOperandsError as MixedOperandsError
-from .ownership import hook_owners as hook_owners
+from .ownership import ParameterOwner as ParameterOwner
 from .ownership import note_write_of_all_ranks as note_write_of_all_ranks
+from .ownership import parameter_owners as parameter_owners
 from .ownership import requires_grad_writes as requires_grad_writes
 from .ownership import writes as writes
 from .parts import PART_ALIGNMENT_BYTES as PART_ALIGNMENT_BYTES

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, repeat
 from math import prod
 from types import ModuleType
@@ -35,7 +35,8 @@ from .._torch import (
     set_local_tensor,
 )
 from ..comm import Label, device_for, transport_of
-from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, hook_owners, note_write_of_all_ranks, requires_grad_writes
+from .gather import DifferentiableGather
+from .ownership import OWNER_ATTRIBUTE, OwnedDTensor, note_write_of_all_ranks, parameter_owners, requires_grad_writes
 from .placement import RaggedShard, RaggedSpec
 
 # ---- How ``torch.distributed.checkpoint`` saves and loads a tensor of which each rank holds one range: as boxes
@@ -166,10 +167,7 @@ class RaggedDTensor(CheckpointedDTensor):
         Ranks: all ranks of the ragged mesh dimension.
         """
         inner = self._gather_as_parameter()
-        if inner is not None:
-            return self.around(inner)
-        result: DTensor = _Gather.apply(self, True)
-        return result
+        return _gather(self) if inner is None else self.around(inner)
 
     def around(self, inner: torch.Tensor) -> DTensor:
         """Wrap the inner tensor, complete over the ragged mesh dimension, in a plain DTensor; differentiable."""
@@ -180,9 +178,10 @@ class RaggedDTensor(CheckpointedDTensor):
 
     def _gather_as_parameter(self) -> torch.Tensor | None:
         """Gather the inner tensor, if this is a parameter of a group and autograd is recording."""
-        if not (gather_parameter and self.requires_grad and self.is_leaf and torch.is_grad_enabled()):
+        if not (self.requires_grad and self.is_leaf and torch.is_grad_enabled()):
             return None
-        return gather_parameter[0](self)
+        owner = parameter_owners.get(id(self))
+        return None if owner is None else owner.gather(self)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor, on every rank. Ranks: all ranks of the mesh.
@@ -195,8 +194,7 @@ class RaggedDTensor(CheckpointedDTensor):
         ranks' gradients are added.
         """
         if grad_placements is not None:
-            explicit: DTensor = _Gather.apply(self, False)
-            return explicit.full_tensor(grad_placements=grad_placements)
+            return _gather(self, averages=False).full_tensor(grad_placements=grad_placements)
         inner = self._gather_as_parameter()
         if inner is None:
             return self.all_gather().full_tensor()
@@ -302,7 +300,7 @@ class RaggedDTensor(CheckpointedDTensor):
                 f".data of a sharded parameter ({self.dtype}, {self.device}) cannot be set to {value.dtype} on "
                 f"{value.device}: convert the module with module.to()"
             )
-        owner = hook_owners.get(id(self))
+        owner = parameter_owners.get(id(self))
         if owner is not None and owner.is_forward_running():
             with torch.no_grad():
                 self.copy_(value)
@@ -361,10 +359,7 @@ class RaggedDTensor(CheckpointedDTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        handler = handlers.get(func)
-        if handler is None:
-            handler = handlers[func] = choose_handler[0](func)
-        return handler(func, args, kwargs or {})
+        return handlers[func](func, args, kwargs or {})
 
 
 # The base class's own function, as an attribute of this class: torch looks it up on most accesses, by a name that the
@@ -373,13 +368,18 @@ RaggedDTensor.__torch_function__ = DTensor.__torch_function__  # type: ignore[me
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
-# Filled by ``ops``: the handler of each operator seen so far, and the function that chooses one for a new operator.
-handlers: dict[Any, Handler] = {}
-choose_handler: list[Callable[[Any], Handler]] = []
 
-# Gathers parameters of groups while autograd records; returns ``None`` for a tensor that is not one. Set by
-# ``runtime/differentiable_gather``.
-gather_parameter: list[Callable[[Any], torch.Tensor | None]] = []
+class _Handlers(dict[Any, Handler]):
+    """The handler of each operator seen so far. ``choose``, which ``ops`` sets, chooses that of a new one."""
+
+    choose: Callable[[Any], Handler]
+
+    def __missing__(self, func: Any) -> Handler:
+        handler = self[func] = self.choose(func)
+        return handler
+
+
+handlers = _Handlers()
 
 # ---- Movement between layouts
 
@@ -485,30 +485,37 @@ def gathered(tensor: RaggedDTensor) -> DTensor:
     return result
 
 
-class _Gather(torch.autograd.Function):
-    """Gathers a ragged tensor. ``averages``: each rank has a gradient of its own; else it is the same on every rank."""
+@dataclass(frozen=True)
+class _RaggedGather(DifferentiableGather):
+    """Gathers a tensor with these placements. ``averages``: each rank has a gradient of its own; otherwise it is the
+    same on every rank."""
 
-    @staticmethod
-    def forward(ctx: Any, tensor: RaggedDTensor, averages: bool) -> DTensor:
-        ctx.placements, ctx.averages = tensor._spec.placements, averages
-        return gathered(tensor)
+    placements: Sequence[Placement]
+    averages: bool
 
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Any, None]:
-        return _Scatter.apply(grad, ctx.placements, ctx.averages), None
+    def all_gather(self, parts: Sequence[RaggedDTensor]) -> list[torch.Tensor]:
+        return [*map(gathered, parts)]
+
+    def reduce_scatter(self, grads: Sequence[DTensor]) -> list[torch.Tensor]:
+        averages = map(averaged, grads) if self.averages else grads
+        return [distribute_ragged(grad, placements=self.placements) for grad in averages]
+
+    def gather_again(self, grads: Sequence[Any]) -> Any:
+        return _RaggedGather(self.placements, True).apply(grads)
 
 
-class _Scatter(torch.autograd.Function):
-    """Turns the gradient of a gathered tensor into that of the ragged one. Its own backward gathers without dividing
-    again: terms computed from an average are the same on every rank."""
+def _gather(tensor: RaggedDTensor, averages: bool = True) -> DTensor:
+    """Gather a ragged tensor, differentiably."""
+    (whole,) = _RaggedGather(tensor._spec.placements, averages).apply([tensor])
+    result: DTensor = whole
+    return result
 
-    @staticmethod
-    def forward(ctx: Any, grad: DTensor, placements: Sequence[Placement], averages: bool) -> RaggedDTensor:
-        return distribute_ragged(averaged(grad) if averages else grad, placements=placements)
 
-    @staticmethod
-    def backward(ctx: Any, grad: RaggedDTensor) -> tuple[Any, None, None]:
-        return _Gather.apply(grad, True), None, None
+def _scatter(whole: DTensor, placements: Sequence[Placement], averages: bool) -> RaggedDTensor:
+    """Shard a tensor, differentiably; with ``averages``, the average of what the ranks have."""
+    (sharded,) = _RaggedGather(placements, averages).deliver([whole])
+    assert isinstance(sharded, RaggedDTensor)
+    return sharded
 
 
 def averaged(grad: DTensor) -> Any:
@@ -526,9 +533,7 @@ def averaged(grad: DTensor) -> Any:
 def scatter_average(grad: torch.Tensor, like: RaggedDTensor) -> RaggedDTensor:
     """Average gradients of the inner tensor over the ranks, and shard the result like a ragged tensor. Ranks: all ranks
     of the mesh."""
-    spec = like._spec
-    result: RaggedDTensor = _Scatter.apply(like.around(grad), spec.placements, True)
-    return result
+    return _scatter(like.around(grad), like._spec.placements, averages=True)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -658,8 +663,7 @@ def _fill(sharded: RaggedDTensor, whole: torch.Tensor) -> RaggedDTensor:
 def _redistribute(tensor: DTensor, mesh: DeviceMesh | None, placements: Sequence[Placement], **options: Any) -> DTensor:
     """Implements ``DTensor.redistribute`` for a tensor without a ``RaggedShard``. Differentiable."""
     gathered_placements = [Replicate() if isinstance(item, RaggedShard) else item for item in placements]
-    result: DTensor = _Scatter.apply(tensor.redistribute(mesh, gathered_placements, **options), placements, False)
-    return result
+    return _scatter(tensor.redistribute(mesh, gathered_placements, **options), placements, averages=False)
 
 
 admit_placements(_is_ours, _from_local, _as_placed, _distribute, _fill, _redistribute)

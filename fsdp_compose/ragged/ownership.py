@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -51,9 +52,25 @@ def describe_owner(tensor: Any) -> str:
     )
 
 
-# By the id of a parameter whose gradient arrives without autograd, the ``GradientHooks`` that hold its hooks. The id
-# outlives everything else in a parameter when ``module.to()`` exchanges its content.
-hook_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+class ParameterOwner(ABC):
+    """What sharded parameters ask their flat parameter; ``GradientHooks`` answers for it."""
+
+    @abstractmethod
+    def register(self, sharded: Any, hook: Callable[[Any], Any], after_accumulation: bool) -> Any: ...
+
+    @abstractmethod
+    def refuse_accumulator(self, sharded: Any) -> None: ...
+
+    @abstractmethod
+    def is_forward_running(self) -> bool: ...
+
+    @abstractmethod
+    def gather(self, sharded: Any) -> torch.Tensor | None: ...
+
+
+# By the id of a parameter whose gradient arrives without autograd. The id outlives everything else in a parameter when
+# ``module.to()`` exchanges its content.
+parameter_owners: weakref.WeakValueDictionary[int, ParameterOwner] = weakref.WeakValueDictionary()
 
 
 class OwnedDTensor(DTensor):
@@ -95,11 +112,11 @@ class OwnedDTensor(DTensor):
         )
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        owner = hook_owners.get(id(self))
+        owner = parameter_owners.get(id(self))
         return super().register_hook(hook) if owner is None else owner.register(self, hook, after_accumulation=False)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        owner = hook_owners.get(id(self))
+        owner = parameter_owners.get(id(self))
         if owner is None:
             return super().register_post_accumulate_grad_hook(hook)
         return owner.register(self, hook, after_accumulation=True)
@@ -115,7 +132,7 @@ class OwnedDTensor(DTensor):
         return super().expand_as(other)
 
     def _refuse_accumulator(self, other: torch.Tensor) -> None:
-        owner = hook_owners.get(id(self)) if other is self and torch.is_grad_enabled() else None
+        owner = parameter_owners.get(id(self)) if other is self and torch.is_grad_enabled() else None
         if owner is not None and not is_swapping_tensors():
             owner.refuse_accumulator(self)
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from .._torch import allow_in_foreach, is_swapping_tensors, local_tensor, make_dtensor, set_local_tensor
 from .dtensor import RaggedDTensor
-from .ops.dispatch import choose
+from .ops import choose
 from .ops.operands import is_tensors, operand, pick, wrap_local_shard, written
 from .ops.pointwise import divide, per_element, pointwise, random
 from .ownership import OWNER_ATTRIBUTE, SHOWN_ATTRIBUTE, note_write_of_all_ranks

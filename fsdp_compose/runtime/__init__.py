@@ -28,15 +28,11 @@ Read ``hooks``, ``default_mode``, ``group_ops``, ``backward``: that is a usual s
   issued. Only the scheduler of a root with optional groups (``SkippingOrder``) knows about them.
 """
 
-from . import (
-    differentiable_gather as differentiable_gather,  # gives sharded parameters gradients of losses that gather them
-)
 from .backward import reduce_accumulated as reduce_accumulated
 from .differentiable_gather import notice_inputs as notice_inputs
-from .forward import enter_alone as enter_alone
-from .forward import region as region
 from .group_ops import reshard as reshard
 from .hooks import drive as drive
+from .hooks import enter_alone as enter_alone
 from .hooks import post_forward as post_forward
 from .hooks import pre_forward as pre_forward
-from .start_values import sample_start as sample_start
+from .hooks import region as region

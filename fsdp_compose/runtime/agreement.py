@@ -10,6 +10,7 @@ import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,6 +20,7 @@ from ..errors import MisuseRuntimeError, RanksDifferError
 from ..flat import summary_of
 from ..group import (
     FLAGS_CHANGED,
+    LOAD_REMEDY,
     LOADED,
     OTHER_MODEL,
     UNSHARDED_DIFFER,
@@ -31,12 +33,6 @@ from ..group import (
     raise_different_steps,
     steps_to_compare,
     steps_were_compared,
-)
-
-LOAD_REMEDY = (
-    "Each rank has kept its own part of what it was given, so the model is a mixture: load it again, with the same "
-    "tensors on every rank, or, if only the first rank has them, with fsdp_compose.checkpoint.set_model_state_dict("
-    "model, state_dict, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)) on all ranks"
 )
 
 # ---- The error that all ranks raise together when they have issued different collectives
@@ -188,20 +184,14 @@ class VersionsBefore:
                 state.check_versions(versions)
 
 
+@dataclass(slots=True, eq=False)
 class _Capture:
-    """The groups that Dynamo has traced in one attempt to trace a frame.
+    """The groups that Dynamo has traced in one attempt to trace a frame."""
 
-    Attributes:
-        attempt: identifies the attempt; ``None`` if there was none.
-        groups: the traced forwards, in order: the group, the key of its plans, the module's index in the group, and
-            whether gradients are needed.
-    """
-
-    __slots__ = ("attempt", "groups")
-
-    def __init__(self, attempt: object = None) -> None:
-        self.attempt = attempt
-        self.groups: list[tuple[_FSDPState, str, int, bool]] = []
+    attempt: object = None  # identifies the attempt; ``None`` if there was none
+    # The traced forwards, in order: the group, the key of its plans, the module's index in the group, and whether
+    # gradients are needed.
+    groups: list[tuple[_FSDPState, str, int, bool]] = field(default_factory=list)
 
 
 class _Present:

@@ -5,24 +5,21 @@ in the graph. Gradients flow back to the sharded parameters through a reduce-sca
 another all-gather. So ``autograd.grad(loss, model.parameters(), create_graph=True)`` and gradient penalties give the
 same results as for the unsharded model. The price is that gathered parameters live until the graph is freed, and that
 nothing is prefetched. ``functional_mode`` makes modules show the gathered parameters. This file also handles uses of a
-parameter outside its group's forward, and ``backward(inputs=...)``.
-
-Note [Averages]. Each rank differentiates its own loss, and sharded parameters receive the average over the ranks, as
-always in data parallel training. A term of the loss that was computed from such an average is the same on every rank,
-so its average over the ranks is the term itself. Therefore the derivative of the reduce-scatter is the plain
-all-gather, without another division."""
+parameter outside its group's forward, and ``backward(inputs=...)``. The operations themselves are in
+``ragged/gather``."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from .._torch import in_forward_ad, intercept_backward_inputs, queue_end_of_backward
+from .._torch import intercept_backward_inputs, queue_end_of_backward
 from ..comm import Carrier, ControlExchange, kept_for
 from ..errors import MisuseRuntimeError
 from ..flat import (
@@ -36,7 +33,7 @@ from ..flat import (
     sharded_param_of,
 )
 from ..group import END_OF_BACKWARD, Backward, Entry, Root, _FSDPState, captured_leaves, state_of
-from ..ragged import RaggedDTensor, gather_local_shards, gather_parameter, scatter_average
+from ..ragged import DifferentiableGather, RaggedDTensor, gather_local_shards, scatter_average
 from .agreement import begin_exchange, end_exchange
 from .backward import begin_backward
 from .group_ops import way_to_functional_mode
@@ -54,9 +51,11 @@ def refuse_accumulated(state: _FSDPState) -> None:
         )
 
 
-class Gather:
+class GroupGather(DifferentiableGather):
     """One all-gather of one group, or of some of its handles, with the data that its derivatives need. Tensors are in
     the order of the handles' parameters."""
+
+    takes_none = True
 
     def __init__(self, root: Root, state: _FSDPState, handles: Sequence[FlatParamHandle]) -> None:
         self._root, self._state = root, state
@@ -64,11 +63,6 @@ class Gather:
         self._handles = list(handles)
         self._bounds = [0, *accumulate(len(handle.sharded_params) for handle in self._handles)]
         self.sharded_params = [sharded for handle in self._handles for sharded in handle.sharded_params]
-
-    def apply(self, parts: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
-        """Gather every parameter from its sharded parts, with an operation that autograd differentiates."""
-        whole: Sequence[torch.Tensor] = _AllGather.apply(self, *parts) if parts else ()
-        return whole
 
     def all_gather(self, parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Gather every parameter from its sharded parts; a missing part (``None``) counts as zeros."""
@@ -223,64 +217,6 @@ class _EndOfBackward:
             self._exchange.abandon()
 
 
-# Both have the form that ``torch.func`` needs: a separate ``setup_context``, a ``jvp``, and a ``vmap`` (which raises).
-
-
-class _AllGather(torch.autograd.Function):
-    """Sharded parameters (or gradients sharded like them) -> whole ones."""
-
-    @staticmethod
-    def forward(gather: Gather, *parts: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        return tuple(gather.all_gather(parts))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.gather = inputs[0]
-        ctx.set_materialize_grads(False)
-        if not in_forward_ad():  # under forward AD, a tensor that needs no gradient may have a tangent
-            ctx.mark_non_differentiable(*[item for item, needed in zip(output, ctx.needs_input_grad[1:]) if not needed])
-
-    @staticmethod
-    def jvp(ctx: Any, _gather: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        whole: tuple[torch.Tensor, ...] = _AllGather.apply(ctx.gather, *tangents)
-        return whole
-
-    @staticmethod
-    def vmap(_info: Any, _in_dims: Any, gather: Gather, *_parts: Any) -> Any:
-        raise gather.refuse_batches()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, *_ReduceScatter.apply(ctx.gather, *grads)
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Gradients of the whole parameters -> their average, sharded."""
-
-    @staticmethod
-    def forward(gather: Gather, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tuple(gather.reduce_scatter(grads))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor | None, ...]) -> None:
-        ctx.gather = inputs[0]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def jvp(ctx: Any, _gather: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        reduced: tuple[torch.Tensor | None, ...] = _ReduceScatter.apply(ctx.gather, *tangents)
-        return reduced
-
-    @staticmethod
-    def vmap(_info: Any, _in_dims: Any, gather: Gather, *_grads: Any) -> Any:
-        raise gather.refuse_batches()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        whole = _AllGather.apply(ctx.gather, *grads)
-        return None, *[item if needed else None for item, needed in zip(whole, ctx.needs_input_grad[1:])]
-
-
 # ---- Uses of a sharded parameter outside its group's forward: ``full_tensor()`` or ``redistribute()`` in a loss
 #
 # A fused or chunked cross entropy computes with the weight of the output head after the model's forward::
@@ -295,37 +231,22 @@ class _ReduceScatter(torch.autograd.Function):
 # autograd can differentiate.
 
 
-def _place_of(sharded: torch.Tensor) -> tuple[FlatParamHandle, int, _FSDPState, Root] | None:
-    """The handle, index, state and root of a sharded parameter; ``None`` for other tensors or before the first
-    forward."""
-    place = handle_of(sharded)
-    if place is None:
-        return None
-    handle, index = place
-    state = state_of(handle)
-    if state is None or state.root is None:
-        return None
-    return handle, index, state, state.root
-
-
-def _gather(sharded: RaggedDTensor) -> torch.Tensor | None:
-    place = _place_of(sharded)
-    if place is None:
-        return None
-    handle, index, state, root = place
+def gather_parameter(root: Root, state: _FSDPState, handle: FlatParamHandle, index: int) -> torch.Tensor:
+    """Gather one parameter of a group. Ranks: all of the shard group."""
     root.scheduler.before_single_gather(root, state)
     root.order.record(root, state.log.all_gather)
     root.communicator.announce(handle, "all-gather of a parameter")
-    whole: torch.Tensor
+    sharded: Any = handle.sharded_params[index]
+    gather: DifferentiableGather
     if state.options.is_functional or state.persistent.was_functional:
         refuse_accumulated(state)
-        whole = _FunctionalWhole.apply(Gather(root, state, [handle]), index, sharded)
+        gather = _FunctionalGather(root, state, handle, index)
     else:
-        whole = _Whole.apply(sharded, state.shard_versions())
+        gather = _DefaultGather(sharded, state.shard_versions())
+    whole: torch.Tensor
+    (whole,) = gather.apply([sharded])
     return whole
 
-
-gather_parameter.append(_gather)
 
 _is_through_autograd = False
 
@@ -341,54 +262,48 @@ def gradients_through_autograd() -> Iterator[None]:
         _is_through_autograd = before
 
 
-class _Whole(torch.autograd.Function):
-    """A sharded parameter -> the whole one, in the default mode."""
+class _DefaultGather(DifferentiableGather):
+    """One parameter, in the default mode: its gradient waits for the reduction of the group."""
 
-    @staticmethod
-    def forward(ctx: Any, sharded: RaggedDTensor, versions: Sequence[int]) -> torch.Tensor:
-        ctx.sharded, ctx.versions = sharded, versions
-        return gather_local_shards(sharded)
+    def __init__(self, sharded: RaggedDTensor, versions: list[int]) -> None:
+        self._sharded, self._versions = sharded, versions
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
-        place = _place_of(ctx.sharded)
-        if place is None or _is_through_autograd:  # the model is gone, or this is autograd.grad()
-            return scatter_average(grad, ctx.sharded), None
-        handle, index, state, root = place
-        backward = root.backward or begin_backward(root)
-        state.check_versions(ctx.versions)
-        if ctx.sharded.requires_grad:  # else it was frozen after that forward
+    def all_gather(self, parts: Sequence[RaggedDTensor]) -> list[torch.Tensor]:
+        return [*map(gather_local_shards, parts)]
+
+    def reduce_scatter(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [scatter_average(grad, self._sharded) for grad in grads]
+
+    def deliver(self, grads: Any) -> Sequence[torch.Tensor | None]:
+        place = handle_of(self._sharded)
+        state = None if place is None else state_of(place[0])
+        if _is_through_autograd or place is None or state is None or state.root is None:
+            return super().deliver(grads)  # this is autograd.grad(), or the model is gone
+        (grad,), (handle, index) = grads, place
+        backward = state.root.backward or begin_backward(state.root)
+        state.check_versions(self._versions)
+        if self._sharded.requires_grad:  # else it was frozen after that forward
             handle.pending_gradients.add_outside(index, grad)
             backward.has_outside_grads = True
-        return None, None
+        return [None]
 
 
-class _FunctionalWhole(torch.autograd.Function):
-    """A sharded parameter, or a tensor sharded like it -> the whole one, in functional mode."""
+class _FunctionalGather(GroupGather):
+    """One parameter, or a tensor sharded like it, in functional mode."""
 
-    @staticmethod
-    def forward(ctx: Any, gather: Gather, index: int, part: RaggedDTensor) -> torch.Tensor:
-        ctx.gather, ctx.index = gather, index
-        return gather_local_shards(part)
+    takes_none = False
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, Any]:
-        return None, None, _FunctionalReduce.apply(ctx.gather, ctx.index, grad)
+    def __init__(self, root: Root, state: _FSDPState, handle: FlatParamHandle, index: int) -> None:
+        super().__init__(root, state, [handle])
+        self._index = index
 
+    def all_gather(self, parts: Any) -> list[torch.Tensor]:
+        return [*map(gather_local_shards, parts)]
 
-class _FunctionalReduce(torch.autograd.Function):
-    """The gradient of the whole parameter -> its average, sharded. For the derivative see Note [Averages]."""
-
-    @staticmethod
-    def forward(ctx: Any, gather: Gather, index: int, grad: torch.Tensor) -> Any:
-        ctx.gather, ctx.index = gather, index
-        grads: list[torch.Tensor | None] = [None] * len(gather.sharded_params)
-        grads[index] = grad
-        return gather.reduce_scatter(grads)[index]
-
-    @staticmethod
-    def backward(ctx: Any, grad: RaggedDTensor) -> tuple[None, None, Any]:
-        return None, None, _FunctionalWhole.apply(ctx.gather, ctx.index, grad)
+    def reduce_scatter(self, grads: Any) -> list[torch.Tensor | None]:
+        every: list[torch.Tensor | None] = [None] * len(self.sharded_params)
+        every[self._index] = grads[0]
+        return [super().reduce_scatter(every)[self._index]]
 
 
 # ---- ``backward(inputs=...)`` and ``autograd.grad()`` of sharded parameters
@@ -400,15 +315,10 @@ class _FunctionalReduce(torch.autograd.Function):
 # parameters themselves, and everything in functional mode, are left to autograd.
 
 
-_is_installed = False
-
-
+@cache
 def notice_inputs() -> None:
     """Called by ``fully_shard``; acts once."""
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
-        intercept_backward_inputs(_run)
+    intercept_backward_inputs(_run)
 
 
 def _run(

@@ -9,7 +9,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,24 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from .._torch import same_storage
 from ..flat import local_of
-from ..group import ATOMS, _FSDPState, search_object
+from ..group import ATOMS, HookedUse, _FSDPState, search_object
 
 _Tensor = torch.Tensor
 
 
-class InputWatcher(Protocol):
-    """A forward under grad mode that must notice when gradients of its inputs arrive."""
-
-    @property
-    def device_type(self) -> str: ...
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    def watch_container(self, container: list[Any] | dict[Any, Any]) -> None: ...
-
-
 def prepare_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None, use: InputWatcher | None
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None, use: HookedUse | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast floating-point inputs to ``dtype`` and alias each distinct input that requires grad, once."""
     if dtype is None and use is None:
@@ -60,7 +49,7 @@ def prepare_inputs(
     return _visit(args, use, prepare), {key: _visit(value, use, prepare) for key, value in kwargs.items()}
 
 
-def _visit(value: Any, use: InputWatcher | None, prepare: Callable[[torch.Tensor, bool], torch.Tensor]) -> Any:
+def _visit(value: Any, use: HookedUse | None, prepare: Callable[[torch.Tensor, bool], torch.Tensor]) -> Any:
     """Apply ``prepare`` to the tensors in ``value``.
 
     A function and not a closure: a recursive closure refers to itself, and the cycle would keep inputs alive until the
@@ -164,18 +153,7 @@ def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
 # decides what to do then.
 
 
-class OutputWatcher(Protocol):
-    """A forward under grad mode that must notice when gradients of its outputs arrive."""
-
-    containers: list[tuple[Any, set[int]]] | None
-    has_alias: bool
-
-    def tensors_put_into_inputs(self) -> list[torch.Tensor]: ...
-
-    def hook_output(self, tensor: torch.Tensor) -> bool: ...
-
-
-def hook_outputs(state: _FSDPState, use: OutputWatcher, output: Any) -> tuple[bool, bool]:
+def hook_outputs(state: _FSDPState, use: HookedUse, output: Any) -> tuple[bool, bool]:
     """Hook every output that requires grad, and tensors that forward has kept or put elsewhere.
 
     Returns:

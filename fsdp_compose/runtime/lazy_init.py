@@ -48,8 +48,10 @@ from ..group import (
     _FSDPState,
     announce_first_forward,
     apply_moves,
+    compare_starts,
     contexts_of,
     count_steps,
+    digest_of,
     find_moves,
     find_replacements,
     group_modules,
@@ -66,10 +68,10 @@ from ..group import (
     widest_mesh,
 )
 from .backward import watch_buckets
+from .differentiable_gather import gather_parameter
 from .group_ops import follow_requires_grad
 from .optional import check_optional, scheduler_of
 from .recovery import is_running, recover
-from .start_values import compare_starts, digest_of
 from .untracked_writes import checksum
 
 # ---- Check that the gradients of all groups below one root are averaged over the same ranks
@@ -539,7 +541,9 @@ def initialise(state: _FSDPState, module: nn.Module) -> Root:
     advise(mesh, states)
     parts = [part.states for part in roots]
     num_forwards = max((context.num_forwards for context in earlier), default=0)
-    root = Root(parts, communicator, exchanges, tree.generation, order, number, num_forwards, scheduler)
+    root = Root(
+        parts, communicator, exchanges, tree.generation, order, number, num_forwards, scheduler, gather_parameter
+    )
     root.used_starts.update(starts)
     scheduler.attach_root(root)
     if mesh.has_peers:

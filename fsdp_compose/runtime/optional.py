@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch.nn as nn
 
@@ -317,13 +318,11 @@ class SkippingOrder(FixedOrder):
 # a rank that requests an optional group. So all of them are sync points of each root that makes rounds at that time.
 
 
+@dataclass(slots=True, eq=False)
 class _Server:
     """The roots with optional groups on one process group."""
 
-    __slots__ = ("roots",)
-
-    def __init__(self) -> None:
-        self.roots: list[tuple[weakref.ref[Root], SkipProtocol]] = []
+    roots: list[tuple[weakref.ref[Root], SkipProtocol]] = field(default_factory=list)
 
     def running(self) -> list[tuple[Root, SkipProtocol]]:
         """The roots that make rounds now, in a forward or a backward that is running.

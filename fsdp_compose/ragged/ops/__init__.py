@@ -13,7 +13,114 @@ shape or memory
 =====================  ==============================================================================================
 """
 
-from ..dtensor import choose_handler
-from .dispatch import choose
+from __future__ import annotations
 
-choose_handler.append(choose)
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..dtensor import Handler, handlers
+from .operands import FUSED_OPTIMIZERS, writes_by_index
+from .pointwise import copy_into, divide, make_out, new, new_strided, per_element, pointwise, random, unscale
+from .reductions import (
+    allclose,
+    any_handler,
+    count_nonzero,
+    equal,
+    extreme_handler,
+    foreach_max,
+    foreach_norms,
+    mean_handler,
+    norm_handler,
+    reduction,
+    sum_handler,
+)
+from .views import alias, as_real, gather_all, gathered_view, item, look_up, view, write_through
+
+aten = torch.ops.aten
+
+
+def choose(func: Any) -> Handler:
+    """Choose the handler of an operator that is seen for the first time."""
+    name: str = func._schema.name
+    if func in _BY_OPERATOR:
+        return _BY_OPERATOR[func]
+    if name in FUSED_OPTIMIZERS or (name.startswith("aten::_foreach_") and name != "aten::_foreach_mm"):
+        return per_element
+    if name in _DIVISIONS:
+        return divide
+    if writes_by_index(func):
+        return write_through
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return random
+    if torch.Tag.pointwise in func.tags:
+        return pointwise
+    return gathered_view if func.is_view else gather_all
+
+
+_VIEWS: Sequence[Any] = (
+    aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.unbind.int, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.expand.default, aten.as_strided.default,
+)  # fmt: skip
+
+# Element-wise in effect, though not tagged so.
+_LIKE_POINTWISE: Sequence[Any] = (
+    aten.clone.default, aten._to_copy.default,
+    aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zeros_like.default, aten.ones_like.default,
+    aten.empty_like.default, aten.full_like.default, aten.lerp.Scalar, aten.lerp.Tensor, aten.lerp_.Scalar,
+    aten.lerp_.Tensor, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor, aten.lift_fresh.default, aten.nan_to_num.default, aten.nan_to_num_.default,
+    aten._pin_memory.default, aten.where.self, aten.where.self_out, aten.abs_.default,
+)  # fmt: skip
+
+# These raise, for integers, where the divisor is zero.
+_DIVISIONS = {
+    "aten::div", "aten::div_", "aten::floor_divide", "aten::floor_divide_", "aten::fmod", "aten::fmod_",
+    "aten::remainder", "aten::remainder_",
+}  # fmt: skip
+
+_BY_OPERATOR: dict[Any, Handler] = {
+    **dict.fromkeys(_VIEWS, view),
+    aten.detach.default: alias,
+    aten.alias.default: alias,
+    aten.view_as_real.default: as_real,
+    aten.view_as_complex.default: as_real,
+    **dict.fromkeys(_LIKE_POINTWISE, pointwise),
+    aten.copy_.default: copy_into,
+    **dict.fromkeys(
+        (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default), new
+    ),
+    aten.new_empty_strided.default: new_strided,
+    aten.rand_like.default: random,
+    aten.randn_like.default: random,
+    aten._foreach_norm.Scalar: foreach_norms,
+    aten._foreach_max.default: foreach_max,
+    aten.sum.default: sum_handler,
+    aten.sum.dim_IntList: sum_handler,
+    aten.mean.default: mean_handler,
+    aten.mean.dim: mean_handler,
+    aten.linalg_vector_norm.default: norm_handler,
+    aten.norm.Scalar: norm_handler,
+    aten.max.default: extreme_handler(is_max=True),
+    aten.min.default: extreme_handler(is_max=False),
+    aten.amax.default: extreme_handler(is_max=True),
+    aten.amin.default: extreme_handler(is_max=False),
+    aten.any.default: any_handler(is_any=True),
+    aten.all.default: any_handler(is_any=False),
+    aten.count_nonzero.default: reduction(count_nonzero, dist.ReduceOp.SUM),
+    aten.equal.default: equal,
+    aten.allclose.default: allclose,
+    aten._local_scalar_dense.default: item,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
+    **dict.fromkeys(
+        (aten.embedding.default, aten._embedding_bag.default, aten._embedding_bag_forward_only.default), look_up
+    ),
+    aten.eye.m_out: make_out,
+    aten.eye.out: make_out,
+}
+
+handlers.choose = choose

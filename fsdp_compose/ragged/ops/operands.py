@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import DTensorSpec, TensorMeta, dtensor_spec, local_tensor, make_dtensor, without_dispatch
 from ..dtensor import RaggedDTensor, averaged, distribute_ragged, gathered, inference_mode_of, shard_whole
+from ..gather import DifferentiableGather
 from ..ownership import OWNER_ATTRIBUTE, MixedOperandsError, describe_owner, note_write_of_all_ranks
 from ..placement import RaggedSpec
 
@@ -362,8 +363,9 @@ class GatheredView(DTensor):
 
     def _averaging(self) -> DTensor:
         """Return a copy, as a plain DTensor, for each rank to use by itself: see ``RaggedDTensor.full_tensor``."""
-        copy: DTensor = _AverageGradient.apply(self)
-        return copy
+        (copy,) = _UsedByEachRank().apply([self])
+        result: DTensor = copy
+        return result
 
     def check(self) -> None:
         """Raise if the sharded tensor has been written to since the copy was gathered."""
@@ -424,26 +426,17 @@ class GatheredView(DTensor):
             return map_tensors(DTensor, lambda view: GatheredView(view, self._source, self._whole, self._seen), views)
 
 
-class _AverageGradient(torch.autograd.Function):
+class _UsedByEachRank(DifferentiableGather):
     """Returns a gathered tensor for each rank to use by itself: the gradient is the average over the ranks."""
 
-    @staticmethod
-    def forward(ctx: Any, tensor: GatheredView) -> torch.Tensor:
-        return tensor.plain().clone()
+    def all_gather(self, parts: Sequence[GatheredView]) -> list[torch.Tensor]:
+        return [part.plain().clone() for part in parts]
 
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> Any:
-        return _AverageOnce.apply(grad)
+    def reduce_scatter(self, grads: Sequence[DTensor]) -> list[torch.Tensor]:
+        return [averaged(grad) for grad in grads]
 
-
-class _AverageOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: DTensor) -> DTensor:
-        return averaged(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> DTensor:
-        return grad
+    def gather_again(self, grads: Sequence[Any]) -> Sequence[Any]:
+        return grads
 
 
 def _refuse_plain_tensors(func: Any, values: Sequence[Any]) -> None:

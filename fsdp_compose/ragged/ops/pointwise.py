@@ -1,6 +1,6 @@
 """Operations on local shards: element-wise ones, ``_foreach_*`` and ``_fused_*``, and the creation of tensors.
 
-Handlers, registered in the table of ``ops/dispatch``."""
+Handlers, registered in the table of ``ops``."""
 
 from __future__ import annotations
 

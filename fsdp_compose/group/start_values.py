@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,16 @@ from torch.distributed.tensor import DTensor
 from ..comm import DataParallelMesh, forget_for, kept_for, known_for, meet
 from ..errors import RanksDifferError
 from ..flat import FlatParamHandle, ManagedParameter, handle_of, plain_tensor
-from ..group import Kind, _FSDPState, load_listeners, name_ranks, state_of
-from .agreement import LOAD_REMEDY
+from .collective_order import Kind
 
+if TYPE_CHECKING:
+    from .state import _FSDPState
+
+LOAD_REMEDY = (
+    "Each rank has kept its own part of what it was given, so the model is a mixture: load it again, with the same "
+    "tensors on every rank, or, if only the first rank has them, with fsdp_compose.checkpoint.set_model_state_dict("
+    "model, state_dict, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)) on all ranks"
+)
 CHECK_ENV = "FSDP_COMPOSE_COMPARE_STARTS"
 _NUM_SPREAD, _NUM_LAST = 32, 32  # the last ones, because rows that were added to a vocabulary are at the end
 _DIGEST_LENGTH = 16
@@ -87,37 +94,35 @@ def digest_of(whole: torch.Tensor, dtype: torch.dtype | None = None) -> str:
     return hashlib.sha256(elements.view(torch.uint8).numpy().tobytes()).hexdigest()[:_DIGEST_LENGTH]
 
 
-class _Loads:
-    """Notices loads of whole tensors. Composite parameters are left out: their own class reads what they are given."""
-
-    def before_load(self, given: Sequence[tuple[nn.Parameter, Any]]) -> None:
-        by_handle: dict[FlatParamHandle, dict[int, str]] = {}
-        for sharded, value in given:
-            place = handle_of(sharded)
-            if place is None or place[0].mesh.peers.size() == 1 or place[0].mesh.is_simulated:
-                continue
-            handle, index = place
-            if _is_whole(value, sharded) and not handle.kind.codec.is_composite:
-                by_handle.setdefault(handle, {})[index] = digest_of(plain_tensor(value).detach(), sharded.dtype)
-            elif (load := known_for(handle, _Load)) is not None:
-                load.digests.pop(index, None)
-        for handle, digests in by_handle.items():
-            state = state_of(handle)
-            if state is None or state.root is None:
-                kept_for(handle, _Load).digests.update(digests)
-            elif any(digests.values()):
-                text = " ".join(f"{handle.name_of(i)}:{digest}" for i, digest in digests.items())
-                state.root.order.entries.append(state.log.note(Kind.LOADED, text))
-
-    def after_load(self, params: Iterable[nn.Parameter]) -> None:
-        for sharded in params:
-            place = handle_of(sharded)
-            load = None if place is None else known_for(place[0], _Load)
-            if place is not None and load is not None:
-                load.version = place[0].shard._version
+def notice_load(given: Iterable[tuple[nn.Parameter, Any]]) -> None:
+    """Called when ``load_state_dict()`` is about to write each value to a sharded parameter. Composite parameters are
+    left out: their own class reads what they are given."""
+    by_handle: dict[FlatParamHandle, dict[int, str]] = {}
+    for sharded, value in given:
+        place = handle_of(sharded)
+        if place is None or place[0].mesh.peers.size() == 1 or place[0].mesh.is_simulated:
+            continue
+        handle, index = place
+        if _is_whole(value, sharded) and not handle.kind.codec.is_composite:
+            by_handle.setdefault(handle, {})[index] = digest_of(plain_tensor(value).detach(), sharded.dtype)
+        elif (load := known_for(handle, _Load)) is not None:
+            load.digests.pop(index, None)
+    for handle, digests in by_handle.items():
+        state = cast("_FSDPState | None", handle.owner and handle.owner())
+        if state is None or state.root is None:
+            kept_for(handle, _Load).digests.update(digests)
+        elif any(digests.values()):
+            text = " ".join(f"{handle.name_of(i)}:{digest}" for i, digest in digests.items())
+            state.root.order.entries.append(state.log.note(Kind.LOADED, text))
 
 
-load_listeners.append(_Loads())
+def notice_loaded(params: Iterable[nn.Parameter]) -> None:
+    """Called when all of a module's sharded parameters are loaded."""
+    for sharded in params:
+        place = handle_of(sharded)
+        load = None if place is None else known_for(place[0], _Load)
+        if place is not None and load is not None:
+            load.version = place[0].shard._version
 
 
 def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
@@ -224,3 +229,10 @@ def _differs(by_value: dict[str, list[int]], loaded: set[str]) -> bool:
     if _ELSEWHERE in by_value:
         return False
     return len(by_value) > 1 and ("" not in by_value or bool(loaded - {""}))
+
+
+def name_ranks(ranks: list[int], most: int = 8) -> str:
+    """A list of ranks as errors show it."""
+    listed = ", ".join(map(str, ranks[:most]))
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{more}"
